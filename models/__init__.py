@@ -1,0 +1,94 @@
+"""Ready-made workloads: thin builders over `transformers` configurations, with random weights.
+
+One file is one family: a function that turns sizes into a workload, then a few lines for each named size.
+`REGISTRY` has the published sizes, `TEST_SIZES` the same architectures at a size whose whole training step peaks
+at a few hundred MiB and takes seconds on two CPU cores, with activations, not parameters, as most of the peak.
+
+    workload = build("gpt2-xl").sized(batch_size=8)
+
+Importing this package does not import `transformers`; making a workload does.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+
+from remat.errors import UsageError
+from remat.models import bert, convnext, gpt2, gpt3, llama, qwen3_moe, resnet, swin, t5, vit
+from remat.workload import Workload
+
+TEXT: dict[str, Callable[[], Workload]] = {
+    "gpt2": gpt2.gpt2,
+    "gpt2-medium": gpt2.gpt2_medium,
+    "gpt2-large": gpt2.gpt2_large,
+    "gpt2-xl": gpt2.gpt2_xl,
+    "gpt3-175b": gpt3.gpt3_175b,
+    "llama-1b": llama.llama_1b,
+    "llama-8b": llama.llama_8b,
+    "bert-large": bert.bert_large,
+    "t5-base": t5.t5_base,
+    "qwen3-moe": qwen3_moe.qwen3_moe,
+}
+
+IMAGES: dict[str, Callable[..., Workload]] = {
+    "vit-l16": vit.vit_l16,
+    "resnet50": resnet.resnet50,
+    "convnextv2-base": convnext.convnextv2_base,
+    "swin-base": swin.swin_base,
+}
+
+TEST_SIZES: dict[str, Callable[[], Workload]] = {
+    "gpt2": gpt2.small,
+    "llama-1b": llama.small,
+    "bert-large": bert.small,
+    "t5-base": t5.small,
+    "vit-l16": vit.small,
+    "resnet50": resnet.small,
+    "convnextv2-base": convnext.small,
+    "swin-base": swin.small,
+    "qwen3-moe": qwen3_moe.small,
+}
+
+
+def without_images(name: str, make: Callable[[], Workload]) -> Callable[..., Workload]:
+    """`make` as the registry wants it: takes an image size, and refuses it."""
+
+    def checked(*, image_size: int | None = None) -> Workload:
+        if image_size is not None:
+            raise UsageError(
+                f"image size {image_size} was given, but model {name} takes text. "
+                f"Leave it out, or choose one of {', '.join(IMAGES)}."
+            )
+        return make()
+
+    return checked
+
+
+def with_images(make: Callable[..., Workload]) -> Callable[..., Workload]:
+    """`make` as the registry wants it: no image size means the model's own."""
+
+    def sized(*, image_size: int | None = None) -> Workload:
+        return make() if image_size is None else make(image_size)
+
+    return sized
+
+
+REGISTRY: dict[str, Callable[..., Workload]] = {
+    **{name: without_images(name, make) for name, make in TEXT.items()},
+    **{name: with_images(make) for name, make in IMAGES.items()},
+}
+
+
+def names() -> list[str]:
+    """The names that `build` knows."""
+    return list(REGISTRY)
+
+
+def build(name: str, image_size: int | None = None) -> Workload:
+    """The workload called `name`; for image models, at another image size than their own."""
+    if name not in REGISTRY:
+        close = difflib.get_close_matches(name, REGISTRY)
+        meant = f" Did you mean {' or '.join(close)}?" if close else ""
+        raise UsageError(f"model {name!r} is not known.{meant} Choose one of {', '.join(REGISTRY)}.")
+    return REGISTRY[name](image_size=image_size)

@@ -1,0 +1,51 @@
+"""BERT (Devlin et al. 2018): bidirectional, masked language modelling, dropout 0.1.
+
+Every position carries a label. The original labels 15 % of them, but the logits of all positions are computed
+either way, and memory and time are the same.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from remat.models.common import TRAINING_TEXT, text_workload, transformers
+from remat.workload import Workload
+
+
+def workload(
+    name: str,
+    *,
+    width: int,
+    layers: int,
+    heads: int,
+    batch_size: int,
+    positions: int = 512,
+    vocab: int = 30522,
+) -> Workload:
+    library = transformers()
+
+    def build() -> nn.Module:
+        config = library.BertConfig(
+            hidden_size=width,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            intermediate_size=4 * width,
+            max_position_embeddings=positions,
+            vocab_size=vocab,
+            hidden_dropout_prob=0.1,
+            attention_probs_dropout_prob=0.1,
+            **TRAINING_TEXT,
+        )
+        return library.BertForMaskedLM(config).train()
+
+    return text_workload(
+        name, build, vocab=vocab, positions=positions, batch_size=batch_size, seq_len=positions
+    )
+
+
+def bert_large() -> Workload:
+    return workload("bert-large", width=1024, layers=24, heads=16, batch_size=32)
+
+
+def small() -> Workload:
+    return workload("bert-small-test", width=128, layers=6, heads=4, batch_size=8, positions=256, vocab=1024)

@@ -1,0 +1,114 @@
+"""What the families share: the library, random batches, the step, and the two kinds of workload, text and images.
+
+A family file turns a few numbers into a `transformers` configuration and hands `build` to one of the two
+functions below. The rules that hold for all of them:
+
+1. `transformers` is imported when a workload is made, never when this package is: importing it takes seconds.
+2. No device is named. Tensors are made on the default device, which is `meta` or fake while planning.
+3. A batch has ids or pixels and labels, and nothing else: an attention mask or position ids would rule out the
+   flash kernel.
+4. `build` makes a fresh configuration each time, because a model writes into the one it is given.
+5. To build without memory use the `meta` device, not `FakeTensorMode`: ViT's initialisation and ConvNeXt V2's
+   drop-path rates read values off a tensor, which a fake tensor does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from remat.errors import UsageError
+from remat.workload import Workload
+
+Batch = dict[str, torch.Tensor]
+
+# Options of every language model's configuration: fused attention, and no key-value cache while training.
+TRAINING_TEXT: dict[str, Any] = {"attn_implementation": "sdpa", "use_cache": False}
+
+
+def transformers() -> Any:
+    """The library `transformers`, or an error that says how to get it."""
+    try:
+        import transformers as library
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            "The ready-made models need the package transformers, which is not installed. "
+            'Run `pip install "remat[models]"`.'
+        ) from error
+    return library
+
+
+def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The step of every workload here: the models compute their loss themselves."""
+    return model(**batch).loss
+
+
+def token_ids(vocab: int, batch_size: int, length: int) -> torch.Tensor:
+    return torch.randint(0, vocab, (batch_size, length))
+
+
+def text_workload(
+    name: str,
+    build: Callable[[], nn.Module],
+    *,
+    vocab: int,
+    batch_size: int,
+    seq_len: int,
+    positions: int | None = None,
+    labels_len: Callable[[int], int] = lambda length: length,
+) -> Workload:
+    """A language model on random ids; `positions` is the longest sequence it has positions for, None if any.
+
+    `labels_len` gives the number of labels of a sequence where the two differ (encoder and decoder).
+    """
+
+    def batch(samples: int, length: int | None) -> Batch:
+        if length is None:
+            raise UsageError(f"model {name} needs a sequence length. Its default is {seq_len}.")
+        if positions is not None and length > positions:
+            raise UsageError(
+                f"sequence length {length} is more than the {positions} positions of model {name}. "
+                f"Choose a sequence length of at most {positions}."
+            )
+        return {
+            "input_ids": token_ids(vocab, samples, length),
+            "labels": token_ids(vocab, samples, labels_len(length)),
+        }
+
+    return Workload(name, build, batch, loss_of, batch_size, seq_len, autocast=torch.bfloat16)
+
+
+def image_workload(
+    name: str, build: Callable[[], nn.Module], *, image_size: int, stride: int, labels: int, batch_size: int
+) -> Workload:
+    """An image classifier on random square images; `stride` is what the side must be a multiple of."""
+    if image_size < stride or image_size % stride:
+        raise UsageError(
+            f"image size {image_size} is not a multiple of {stride}, the stride of model {name}. "
+            f"Choose {max(1, round(image_size / stride)) * stride}, for example."
+        )
+
+    def batch(samples: int, length: int | None) -> Batch:
+        if length is not None:
+            raise UsageError(
+                f"sequence length {length} was given, but model {name} takes images. "
+                "Leave it out, or choose another image size."
+            )
+        return {
+            "pixel_values": torch.randn(samples, 3, image_size, image_size),
+            "labels": torch.randint(0, labels, (samples,)),
+        }
+
+    return Workload(name, build, batch, loss_of, batch_size, autocast=torch.bfloat16)
+
+
+def classifier(labels: int) -> dict[str, Any]:
+    """Options of an image classifier's configuration.
+
+    Left out, the problem type would be found from the first labels and written into the configuration in the
+    middle of a captured forward.
+    """
+    return {"num_labels": labels, "problem_type": "single_label_classification"}

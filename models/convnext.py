@@ -1,0 +1,54 @@
+"""ConvNeXt V2 (Woo et al. 2023): depthwise convolutions, global response norms, drop path 0.1."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from remat.models.common import classifier, image_workload, transformers
+from remat.workload import Workload
+
+
+def workload(
+    name: str,
+    *,
+    widths: tuple[int, ...],
+    depths: tuple[int, ...],
+    batch_size: int,
+    image_size: int,
+    labels: int,
+) -> Workload:
+    library = transformers()
+
+    def build() -> nn.Module:
+        config = library.ConvNextV2Config(
+            hidden_sizes=widths,
+            depths=depths,
+            image_size=image_size,
+            drop_path_rate=0.1,
+            **classifier(labels),
+        )
+        return library.ConvNextV2ForImageClassification(config).train()
+
+    return image_workload(name, build, image_size=image_size, stride=32, labels=labels, batch_size=batch_size)
+
+
+def convnextv2_base(image_size: int = 224) -> Workload:
+    return workload(
+        "convnextv2-base",
+        widths=(128, 256, 512, 1024),
+        depths=(3, 3, 27, 3),
+        batch_size=128,
+        image_size=image_size,
+        labels=1000,
+    )
+
+
+def small() -> Workload:
+    return workload(
+        "convnextv2-small-test",
+        widths=(32, 64, 128, 256),
+        depths=(2, 2, 2, 2),
+        batch_size=44,
+        image_size=128,
+        labels=10,
+    )

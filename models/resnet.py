@@ -1,0 +1,54 @@
+"""ResNet-50 (He et al. 2015): convolutions and batch norms, whose running statistics a recompute must not touch."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from remat.models.common import classifier, image_workload, transformers
+from remat.workload import Workload
+
+
+def workload(
+    name: str,
+    *,
+    stem: int,
+    widths: tuple[int, ...],
+    depths: tuple[int, ...],
+    batch_size: int,
+    image_size: int,
+    labels: int,
+) -> Workload:
+    """A bottleneck ResNet; the stem's width, then each stage's output width and number of blocks."""
+    library = transformers()
+
+    def build() -> nn.Module:
+        config = library.ResNetConfig(
+            embedding_size=stem, hidden_sizes=widths, depths=depths, **classifier(labels)
+        )
+        return library.ResNetForImageClassification(config).train()
+
+    return image_workload(name, build, image_size=image_size, stride=32, labels=labels, batch_size=batch_size)
+
+
+def resnet50(image_size: int = 224) -> Workload:
+    return workload(
+        "resnet50",
+        stem=64,
+        widths=(256, 512, 1024, 2048),
+        depths=(3, 4, 6, 3),
+        batch_size=256,
+        image_size=image_size,
+        labels=1000,
+    )
+
+
+def small() -> Workload:
+    return workload(
+        "resnet-small-test",
+        stem=32,
+        widths=(64, 128, 256, 256),
+        depths=(2, 2, 2, 2),
+        batch_size=96,
+        image_size=128,
+        labels=10,
+    )

@@ -1,0 +1,142 @@
+"""Capture: get a model's training forward as torch.fx graphs, through a `torch.compile` backend.
+
+Dynamo is used as a tracer and as a dispatcher: it guards on shapes, flags and module attributes, hands every graph
+to our backend, and calls what the backend returned. The same mechanism records a step under fake tensors
+(`record.py`) and runs a plan in training (`apply.py`), so a plan is applied to exactly the graph that it was made
+for. `torch.fx.symbolic_trace` fails on current transformers models, `torch.export` on their outputs; both would
+also lose the guards.
+
+A forward may consist of several graphs (Dynamo breaks where it cannot follow), and one graph may be called several
+times (a loop over layers that breaks inside). What identifies a node is therefore the *call*: the how-manieth graph
+call of the forward, and the node's name in that graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+import torch._dynamo
+from torch import fx, nn
+
+from remat.errors import CaptureError
+
+RECOMPILE_LIMIT = 64
+
+
+class RunCall(Protocol):
+    """Executes graph call number `call` of a forward on `args`."""
+
+    def __call__(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any: ...
+
+
+class GraphCalls:
+    """A function traced by Dynamo whose graph calls are executed by `run_call`.
+
+    Raises `CaptureError` where Dynamo cannot trace at all.
+    """
+
+    def __init__(self, function: Callable[..., Any], run_call: RunCall):
+        self._run_call = run_call
+        self._compiled = torch.compile(function, backend=self._backend, dynamic=False)
+        self.count = 0
+
+    def _backend(self, graph_module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            call = self.count
+            self.count += 1
+            return self._run_call(call, graph_module, args)
+
+        return torch._dynamo.disable(run)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.count = 0
+        with dynamo_settings(), eager_attention_masks(args, kwargs):
+            try:
+                return self._compiled(*args, **kwargs)
+            except torch._dynamo.exc.TorchDynamoException as error:
+                raise CaptureError(f"the model cannot be captured: {_first_line(error)}") from error
+
+
+@contextlib.contextmanager
+def dynamo_settings() -> Iterator[None]:
+    """Fail loudly instead of falling back to eager, and allow as many batch shapes as training may bring."""
+    with torch._dynamo.config.patch(
+        recompile_limit=RECOMPILE_LIMIT, fail_on_recompile_limit_hit=True, suppress_errors=False
+    ):
+        yield
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+@contextlib.contextmanager
+def eager_attention_masks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    """Let transformers choose its attention mask as it does in eager mode.
+
+    In eager mode transformers looks at the data, sees that nothing is padded or packed, and passes no mask, which
+    is what lets attention use its flash kernel. While traced, and on fake tensors, it cannot look, and builds an
+    explicit mask. Where the caller gave neither a mask nor position ids there is nothing to look at, so the eager
+    answer is known.
+    """
+    masking = sys.modules.get("transformers.masking_utils")
+    if masking is None or any(kwargs.get(key) is not None for key in ("attention_mask", "position_ids")):
+        yield
+        return
+    answers: dict[str, Callable[..., Any]] = {
+        "find_packed_sequence_indices": _nothing_packed,
+        "is_torchdynamo_exporting": _not_exporting,
+        "is_tracing": _not_exporting,
+    }
+    originals = {name: getattr(masking, name) for name in answers if hasattr(masking, name)}
+    for name in originals:
+        setattr(masking, name, answers[name])
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(masking, name, original)
+
+
+def _nothing_packed(position_ids: Any) -> None:
+    return None
+
+
+def _not_exporting(tensor: Any = None) -> bool:
+    return False
+
+
+def fake_model(build: Callable[[], nn.Module], mode: Any, device: torch.device) -> nn.Module:
+    """`build()` on the meta device, with every parameter and buffer made a fake tensor on `device`.
+
+    Tied parameters stay tied. Raises `CaptureError` if the model cannot be built without data.
+    """
+    try:
+        with torch.device("meta"):
+            model = build()
+    except Exception as error:
+        raise CaptureError(f"the model cannot be built on the meta device: {_first_line(error)}") from error
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"`build` returned {type(model).__name__}, not a torch.nn.Module.")
+    fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the original is kept: its id must stay its own
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in fakes:
+                    fakes[id(tensor)] = (tensor, _fake_like(tensor, mode, device))
+                table[name] = fakes[id(tensor)][1]  # type: ignore[assignment]
+    return model.train()
+
+
+def _fake_like(tensor: torch.Tensor, mode: Any, device: torch.device) -> torch.Tensor:
+    with mode:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake

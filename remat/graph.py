@@ -1,0 +1,200 @@
+"""A Graph: one training step, recorded as what it runs, what it allocates and what autograd keeps.
+
+The record is made once, without checkpointing (`record.py`). Everything later (the memory of any plan, the
+integer program, the estimated time) is computed from it, without torch, so a step recorded on a GPU machine can be
+planned on a laptop.
+
+The record distinguishes three ways in which a storage can be alive, because a plan changes each differently:
+
+* *local*: somebody other than autograd refers to it: a value that a later node takes, a result that the caller
+  holds, a gradient on its way. `Storages.death` is the last operator during which that is so. A plan does not
+  change it.
+* *packed*: autograd keeps it for a backward. Every single save is a row of `Packs`, with the operator after which
+  it is let go.  A region drops its packs in forward and makes them again when it is recomputed.
+* *fixed*: it was there before the step (parameters, buffers, optimizer state, the batch): `Graph.fixed_bytes`.
+
+Operators are numbered through the step: `forward_end` first ones are the forward, then the backward up to
+`backward_end`, then the optimizer. A storage with birth b and death d is alive during operators b..d inclusive.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from typing import Any
+
+import numpy as np
+
+from remat.units import gib
+
+OUTSIDE = -1  # Node.call of what the step computes outside the captured graphs
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """One operator of a captured fx graph (or, with call = OUTSIDE, what the step ran between two graphs).
+
+    name     its name in the fx graph          op       what it calls, as text
+    module   path of the module that it is in  call     which graph call of the step it belongs to
+    inputs   nodes whose values it takes       values   storages that its value refers to (fixed ones left out)
+    first    first of its forward operators    end      one past its last forward operator
+    random   it draws random numbers
+    effect   what it does to storages older than itself: "" nothing, "batch_norm" and "counter" update module
+             state in a known way, "other" updates the state of a module in a way that must happen exactly once
+    mutates  older nodes whose values it changes in place
+    crossable  its value is a single tensor (or nothing), so that it can enter and leave a region
+    """
+
+    name: str
+    op: str
+    module: str
+    call: int
+    inputs: tuple[int, ...]
+    values: tuple[int, ...]
+    first: int
+    end: int
+    random: bool = False
+    effect: str = ""
+    mutates: tuple[int, ...] = ()
+    crossable: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class OpKind:
+    """An operator with the shapes, strides and dtypes of its arguments: what is timed once.
+
+    name   aten overload                       signature  its arguments, as JSON can say them
+    flops  floating-point operations           moved_bytes  bytes read and written at least once
+    dtype  of the arithmetic
+    """
+
+    name: str
+    signature: Any
+    flops: int
+    moved_bytes: int
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Storages:
+    """Columns over storages: size, first and last operator of their local life, producing node (-1 in backward).
+
+    cast   1 where the producing operator only changes the dtype: such a result is never saved, it is made again
+    """
+
+    size_bytes: np.ndarray
+    birth: np.ndarray
+    death: np.ndarray
+    node: np.ndarray
+    cast: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Packs:
+    """Columns over the tensors that autograd saved, in the order of saving.
+
+    node     node during which it was saved    storage  which storage, -1 for fixed ones
+    at       operators run before the saving   unpack   operators run before backward asked for it, -1 if never
+    release  last operator during which it is still kept
+    """
+
+    node: np.ndarray
+    storage: np.ndarray
+    at: np.ndarray
+    unpack: np.ndarray
+    release: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Graph:
+    """One recorded training step.
+
+    op_kind, op_node   columns over operators: index into `kinds`, and the node it belongs to: in forward the node
+                       that ran it, in backward the node whose gradient it computes
+    fixed_bytes        what was there before the step, by category
+    roles              storage -> category, for the breakdown of a peak ("gradients", "logits and loss")
+    about              where it came from: workload, batch size, sequence length, dtype policy, device, versions
+    """
+
+    nodes: tuple[Node, ...]
+    kinds: tuple[OpKind, ...]
+    op_kind: np.ndarray
+    op_node: np.ndarray
+    storages: Storages
+    packs: Packs
+    forward_end: int
+    backward_end: int
+    fixed_bytes: dict[str, int]
+    parameter_gradients: tuple[int, ...]
+    about: dict[str, Any]
+
+    @property
+    def op_count(self) -> int:
+        return len(self.op_kind)
+
+    @property
+    def fixed_total(self) -> int:
+        return sum(self.fixed_bytes.values())
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Hash of operators, their order, wiring and module paths; shapes and versions are left out."""
+        captured = [
+            (node.op, node.module, node.call, node.inputs) for node in self.nodes if node.call != OUTSIDE
+        ]
+        shift = {i: k for k, i in enumerate(i for i, node in enumerate(self.nodes) if node.call != OUTSIDE)}
+        rows = [(op, module, call, [shift[i] for i in inputs if i in shift]) for op, module, call, inputs in captured]
+        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        packed = np.unique(self.packs.storage[self.packs.storage >= 0])
+        return (
+            f"Graph of {self.about.get('workload', '?')}: {len(self.nodes)} nodes, {self.forward_end} forward and "
+            f"{self.backward_end - self.forward_end} backward operators of {len(self.kinds)} kinds; "
+            f"autograd keeps {gib(int(self.storages.size_bytes[packed].sum()))}; fixed {gib(self.fixed_total)}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "nodes": [dataclasses.astuple(node) for node in self.nodes],
+            "kinds": [dataclasses.astuple(kind) for kind in self.kinds],
+            "op_kind": self.op_kind.tolist(),
+            "op_node": self.op_node.tolist(),
+            "storages": _columns_to_json(self.storages),
+            "packs": _columns_to_json(self.packs),
+            "forward_end": self.forward_end,
+            "backward_end": self.backward_end,
+            "fixed_bytes": self.fixed_bytes,
+            "parameter_gradients": list(self.parameter_gradients),
+            "about": self.about,
+        }
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Graph:
+        """Inverse of `to_json`; raises KeyError, TypeError or ValueError where `data` is not a Graph."""
+        nodes = tuple(
+            Node(*(tuple(value) if isinstance(value, list) else value for value in row)) for row in data["nodes"]
+        )
+        return Graph(
+            nodes=nodes,
+            kinds=tuple(OpKind(*row) for row in data["kinds"]),
+            op_kind=np.array(data["op_kind"], dtype=np.int64),
+            op_node=np.array(data["op_node"], dtype=np.int64),
+            storages=Storages(**_columns_from_json(data["storages"])),
+            packs=Packs(**_columns_from_json(data["packs"])),
+            forward_end=data["forward_end"],
+            backward_end=data["backward_end"],
+            fixed_bytes=data["fixed_bytes"],
+            parameter_gradients=tuple(data["parameter_gradients"]),
+            about=data["about"],
+        )
+
+
+def _columns_to_json(table: Storages | Packs) -> dict[str, list[int]]:
+    return {field.name: getattr(table, field.name).tolist() for field in dataclasses.fields(table)}
+
+
+def _columns_from_json(columns: dict[str, list[int]]) -> dict[str, np.ndarray]:
+    return {name: np.array(values, dtype=np.int64) for name, values in columns.items()}

@@ -1,0 +1,438 @@
+"""Record: run a workload's step on fake tensors once, and write down the Graph.
+
+The step runs exactly as it would in training (Dynamo's guards, autograd's engine, the real optimizer class), but no
+tensor has data. Forward and backward are recorded in one pass: a saved-tensors hook gives autograd a private copy
+of everything that it saves, so that the life of a storage without autograd and every single save can be told
+apart, and a region's behaviour follows from the record.
+
+A step is recorded in its steady state: the optimizer's state exists, and with gradient accumulation so do the
+gradients. That is the larger of the two cases.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import platform
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from remat.capture import GraphCalls, fake_model
+from remat.errors import CaptureError, RematError
+from remat.graph import OUTSIDE, Graph, Node, Packs, Storages
+from remat.tracker import FIXED, Tracker, draws_random_numbers
+from remat.workload import Workload
+
+_BRACKETS = {"_enter_autocast": 1, "_exit_autocast": -1}
+
+
+class FakeStep:
+    """A workload's training step on fake tensors: captured once, run as often as needed.
+
+    device     the device that tensors pretend to be on
+    prepare    changes a captured graph before its first run (the target's kernels)
+    casts      context around the forward in which weights are cast once (autocast's cache)
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        *,
+        device: torch.device,
+        accumulation: int = 1,
+        prepare: Callable[[fx.GraphModule], None] | None = None,
+        autocast: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
+        foreach: bool = False,
+    ):
+        self.workload = workload
+        self.device = device
+        self.mode = FakeTensorMode()
+        self.accumulation = accumulation
+        self._prepare = prepare
+        self._prepared: dict[int, fx.GraphModule] = {}
+        self._autocast = autocast or (lambda: autocast_context(device, workload.autocast))
+        self.model = fake_model(workload.build, self.mode, device)
+        with self.mode, torch.device(device):
+            self.batch = workload.batch(workload.batch_size, workload.seq_len)
+        self.run_call: Any = _run_plainly
+        self._forward = self.model.forward
+        self.calls = GraphCalls(self._forward, self._run_call)
+        self.model.forward = self.calls  # type: ignore[method-assign]
+        self.optimizer = self._make_optimizer(foreach)
+
+    def _make_optimizer(self, foreach: bool) -> torch.optim.Optimizer | None:
+        if self.workload.optimizer is None:
+            return None
+        optimizer = self.workload.optimizer([p for p in self.model.parameters() if p.requires_grad])
+        for group in optimizer.param_groups:
+            if foreach and group.get("foreach", False) is None and not group.get("fused"):
+                group["foreach"] = True
+        return optimizer
+
+    def _run_call(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
+        if id(graph_module) not in self._prepared:
+            if self._prepare is not None:
+                self._prepare(graph_module)
+            self._prepared[id(graph_module)] = graph_module
+        return self.run_call(call, graph_module, args)
+
+    def forward(self) -> torch.Tensor:
+        """The loss of one forward; raises CaptureError if `step` fails or returns something else."""
+        try:
+            with self._autocast():
+                loss = self.workload.step(self.model, self.batch)
+        except RematError:
+            raise
+        except Exception as error:
+            raise CaptureError(f"the step of {self.workload.name!r} fails on fake tensors: {describe(error)}") from error
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise CaptureError(f"`step` of {self.workload.name!r} must return a scalar loss that requires grad.")
+        return loss
+
+    def warm_up(self) -> None:
+        """Capture, and bring the optimizer and the gradients to their steady state."""
+        with self.mode, Tracker() as tracker:
+            self.forward().backward()
+            self._step_optimizer(tracker)
+            if self.accumulation == 1:
+                self.model.zero_grad(set_to_none=True)
+
+    def run(self, tracker: Tracker, after_forward: Callable[[], None], after_backward: Callable[[], None]) -> None:
+        """One whole step under `tracker`: forward, backward, optimizer."""
+        with self.mode, tracker:
+            loss = self.forward()
+            after_forward()
+            loss.backward()
+            after_backward()
+            del loss
+            self._step_optimizer(tracker)
+            if self.accumulation == 1:
+                self.model.zero_grad(set_to_none=True)
+
+    def _step_optimizer(self, tracker: Tracker) -> None:
+        if self.optimizer is None:
+            return
+        tracker.scalar_answers = True
+        self.optimizer.step()
+        tracker.scalar_answers = False
+
+    def fix_state(self, tracker: Tracker) -> dict[str, int]:
+        """Tell `tracker` what exists before the step; returns its bytes by category."""
+        parameters = list(self.model.parameters())
+        fixed = {
+            "parameters": tracker.fix(parameters),
+            "buffers": tracker.fix(list(self.model.buffers())),
+            "batch": tracker.fix(self.batch),
+            "gradients": tracker.fix([p.grad for p in parameters if p.grad is not None]),
+            "optimizer state": tracker.fix(dict(self.optimizer.state)) if self.optimizer else 0,
+        }
+        return {name: size for name, size in fixed.items() if size}
+
+
+def describe(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def autocast_context(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+    return torch.autocast(device.type, dtype) if dtype else contextlib.nullcontext()
+
+
+def _run_plainly(call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
+    return graph_module(*args)
+
+
+def record(step: FakeStep, *, alignment_bytes: int = 1) -> Graph:
+    """The Graph of `step`. Raises `CaptureError` for a model that cannot be captured, naming the operator."""
+    step.warm_up()
+    recorder = _Recorder(alignment_bytes)
+    fixed = step.fix_state(recorder)
+    step.run_call = recorder.run_call
+    with torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack):
+        step.run(recorder, recorder.after_forward, lambda: recorder.after_backward(step.model))
+    step.run_call = _run_plainly
+    return recorder.graph(fixed, _about(step))
+
+
+def _about(step: FakeStep) -> dict[str, Any]:
+    workload = step.workload
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in step.model.parameters()})
+    return {
+        "workload": workload.name,
+        "batch_size": workload.batch_size,
+        "seq_len": workload.seq_len,
+        "autocast": str(workload.autocast).removeprefix("torch.") if workload.autocast else None,
+        "parameter_dtypes": dtypes,
+        "parameter_count": sum(p.numel() for p in step.model.parameters()),
+        "optimizer": type(step.optimizer).__name__ if step.optimizer else None,
+        "accumulation": step.accumulation,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+class _Recorder(Tracker):
+    """Attributes operators and saves to nodes while a step runs."""
+
+    def __init__(self, alignment_bytes: int):
+        super().__init__(alignment_bytes)
+        self._nodes: list[dict[str, Any]] = []
+        self._index: dict[tuple[int, str], int] = {}
+        self._current: int | None = None
+        self._op_nodes: list[int] = []
+        self._storage_nodes: list[int] = []
+        self._sequence: list[int] = []  # autograd sequence number at the start of each node
+        self._packs: list[dict[str, int]] = []
+        self._open = 0
+        self._forward_end = self._backward_end = -1
+        self._gradients: tuple[int, ...] = ()
+
+    # Nodes
+
+    def run_call(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
+        return _NodeByNode(graph_module, self, call).run(*args)
+
+    def begin(self, call: int, name: str, op: str, module: str, inputs: tuple[int, ...], effect: str) -> None:
+        self._current = len(self._nodes)
+        self._index[call, name] = self._current
+        self._sequence.append(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
+        self._nodes.append(
+            {
+                "name": name,
+                "op": op,
+                "module": module,
+                "call": call,
+                "inputs": inputs,
+                "values": (),
+                "first": self.op_count,
+                "end": self.op_count,
+                "random": False,
+                "effect": effect,
+                "mutates": (),
+                "crossable": True,
+            }
+        )
+
+    def finish(self, value: Any, bracket: int) -> None:
+        assert self._current is not None
+        node = self._nodes[self._current]
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        storages = {self.storage_of(tensor) for tensor in tensors} - {FIXED}
+        self._open += bracket
+        node["values"] = tuple(sorted(storages))
+        node["end"] = self.op_count
+        node["crossable"] = self._open == 0 and (value is None or isinstance(value, torch.Tensor))
+        self._current = None
+
+    def producer(self, tensor: Any) -> int | None:
+        """The node that made the storage of `tensor`, None if it was there before the step."""
+        storage = self.storage_of(tensor) if isinstance(tensor, torch.Tensor) else FIXED
+        return None if storage == FIXED else self._storage_nodes[storage]
+
+    def node_of(self, call: int, name: str) -> int | None:
+        return self._index.get((call, name))
+
+    # Operators
+
+    def dispatched(self, op: int, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        in_forward = self._forward_end < 0
+        if in_forward and self._current is None:
+            self._begin_outside()
+        node = self._nodes_now(in_forward)
+        self._op_nodes.append(node)
+        self._storage_nodes += [node if in_forward else -1] * (len(self.storages) - len(self._storage_nodes))
+        if in_forward:
+            self._note_effects(node, func, args, kwargs)
+            self._nodes[node]["end"] = self.op_count
+
+    def _begin_outside(self) -> None:
+        last = len(self._nodes) - 1
+        if last < 0 or self._nodes[last]["call"] != OUTSIDE:
+            self.begin(OUTSIDE, f"outside_{len(self._nodes)}", "outside", "", (), "other")
+            self._current = None
+
+    def _nodes_now(self, in_forward: bool) -> int:
+        if in_forward:
+            return len(self._nodes) - 1 if self._current is None else self._current
+        autograd_node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        if autograd_node is None or self._backward_end >= 0:
+            return -1
+        number = autograd_node._sequence_nr()
+        if number >= self._sequence_end:  # gradient accumulation belongs to whoever ran before
+            return self._op_nodes[-1] if self.op_count - 1 > self._forward_end else len(self._nodes) - 1
+        return max(bisect.bisect_right(self._sequence, number) - 1, 0)
+
+    def _note_effects(self, node: int, func: Any, args: Any, kwargs: Any) -> None:
+        record = self._nodes[node]
+        if draws_random_numbers(func, args, kwargs):
+            record["random"] = True
+        if not func._schema.is_mutable:
+            return
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            for tensor in tree_leaves(value):
+                if isinstance(tensor, torch.Tensor):
+                    self._note_write(record, node, tensor)
+
+    def _note_write(self, record: dict[str, Any], node: int, tensor: torch.Tensor) -> None:
+        producer = self.producer(tensor)
+        if producer is None:
+            if record["effect"] == "":
+                record["effect"] = "other" if tensor.is_floating_point() else "counter"
+        elif producer < node:
+            record["mutates"] = (*record["mutates"], producer)
+
+    # What autograd saves
+
+    def pack(self, tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
+        """Give autograd a private copy, so that the life of the copy is the life of this save."""
+        if self._current is None:
+            self._begin_outside()
+        row = {
+            "node": len(self._nodes) - 1 if self._current is None else self._current,
+            "storage": self.storage_of(tensor),
+            "at": self.op_count,
+            "unpack": -1,
+            "release": -1,
+        }
+        self._packs.append(row)
+        self.paused = True
+        with torch.no_grad():
+            copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        self.paused = False
+        self._ids[id(copy.untyped_storage())] = FIXED
+        weakref.finalize(copy.untyped_storage(), self._released, row, id(copy.untyped_storage())).atexit = False
+        return len(self._packs) - 1, copy
+
+    def unpack(self, packed: tuple[int, torch.Tensor]) -> torch.Tensor:
+        index, copy = packed
+        if self._packs[index]["unpack"] < 0:
+            self._packs[index]["unpack"] = self.op_count
+        return copy
+
+    def _released(self, row: dict[str, int], key: int) -> None:
+        row["release"] = self.op_count - 1
+        self._ids.pop(key, None)
+
+    # Phases
+
+    def after_forward(self) -> None:
+        self._forward_end = self.op_count
+        self._sequence_end = torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]
+
+    def after_backward(self, model: nn.Module) -> None:
+        self._backward_end = self.op_count
+        grads = (self.storage_of(p.grad) for p in model.parameters() if p.grad is not None)
+        self._gradients = tuple(sorted({storage for storage in grads if storage != FIXED}))
+
+    def graph(self, fixed: dict[str, int], about: dict[str, Any]) -> Graph:
+        last = self.op_count - 1
+        nodes = tuple(Node(**node) for node in self._nodes)
+        storages = Storages(
+            size_bytes=_column(s.size_bytes for s in self.storages),
+            birth=_column(s.birth for s in self.storages),
+            death=_column(last if s.death is None else s.death for s in self.storages),
+            node=_column(self._storage_nodes),
+            cast=_column(int(s.cast) for s in self.storages),
+        )
+        packs = Packs(
+            **{
+                name: _column(last if name == "release" and row[name] < 0 else row[name] for row in self._packs)
+                for name in ("node", "storage", "at", "unpack", "release")
+            }
+        )
+        return Graph(
+            nodes=nodes,
+            kinds=tuple(self.kinds.values()),
+            op_kind=_column(self.op_kinds),
+            op_node=_column(self._op_nodes),
+            storages=storages,
+            packs=packs,
+            forward_end=self._forward_end,
+            backward_end=self._backward_end,
+            fixed_bytes=fixed,
+            parameter_gradients=self._gradients,
+            about=about,
+        )
+
+
+def _column(values: Any) -> np.ndarray:
+    return np.array(list(values), dtype=np.int64)
+
+
+class _NodeByNode(fx.Interpreter):
+    """Runs a captured graph and tells the recorder where each node begins and ends."""
+
+    def __init__(self, graph_module: fx.GraphModule, recorder: _Recorder, call: int):
+        super().__init__(graph_module)
+        self._recorder = recorder
+        self._call = call
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op in ("placeholder", "get_attr", "output"):
+            return super().run_node(n)
+        inputs = (self._producer(argument) for argument in n.all_input_nodes)
+        self._recorder.begin(
+            self._call,
+            n.name,
+            target_text(n),
+            module_path(n),
+            tuple(sorted({i for i in inputs if i is not None})),
+            _effect(n),
+        )
+        try:
+            value = super().run_node(n)
+        except RematError:
+            raise
+        except Exception as error:
+            raise CaptureError(
+                f"operator {target_text(n)} (node {n.name!r}, module {module_path(n) or 'the model'!r}) "
+                f"cannot run on fake tensors: {describe(error)}"
+            ) from error
+        self._recorder.finish(value, bracket_of(n))
+        return value
+
+    def _producer(self, argument: fx.Node) -> int | None:
+        known = self._recorder.node_of(self._call, argument.name)
+        return known if known is not None else self._recorder.producer(self.env.get(argument))
+
+
+def target_text(node: fx.Node) -> str:
+    """What a node calls, as text that is the same in every torch version and on every device."""
+    if isinstance(node.target, str):
+        return f"{node.op}:{node.target}"
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def module_path(node: fx.Node) -> str:
+    """Path of the module that `node` runs in, as `named_modules` gives it; "" for the model itself."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = str(next(reversed(stack.values()))[0]) if stack else ""
+    return path.removeprefix("L['self']").removeprefix("L['fn']").lstrip(".")
+
+
+def bracket_of(node: fx.Node) -> int:
+    """+1 for a node that opens a context which a later node closes (autocast, no_grad), -1 for that one."""
+    name = getattr(node.target, "__name__", "")
+    if name == "_set_grad_enabled":
+        return -1 if node.args[0] else 1
+    return _BRACKETS.get(name, 0)
+
+
+def _effect(node: fx.Node) -> str:
+    if getattr(node.target, "__name__", "") == "batch_norm":
+        names = ("input", "running_mean", "running_var", "weight", "bias", "training")
+        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        return "batch_norm" if given.get("running_mean") is not None and given.get("training") else ""
+    return ""
+
+

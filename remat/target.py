@@ -1,0 +1,56 @@
+"""Targets: the devices that a plan can be made for without being there.
+
+A target is data: how much memory, how fast, and which kernels PyTorch would dispatch to on it. Numbers are the
+vendors' dense peaks; `efficiency` says which share of them a large kernel reaches in practice, so that an
+estimated step time is a plausible one. Nothing estimated is ever shown without that label.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from remat.units import GIB
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A device as the planner sees it.
+
+    name             how `--target` calls it
+    device           "cuda" or "cpu": whose kernels are dispatched
+    memory_bytes     what an allocator can hand out
+    bytes_per_us     memory bandwidth
+    flops_per_us     peak rate by dtype name ("float32", "bfloat16", ...)
+    launch_us        least time of a kernel
+    efficiency       share of both peaks that a large kernel reaches
+    alignment_bytes  allocations are rounded up to a multiple of this
+    """
+
+    name: str
+    device: Literal["cuda", "cpu"]
+    memory_bytes: int
+    bytes_per_us: float
+    flops_per_us: dict[str, float]
+    launch_us: float = 2.0
+    efficiency: float = 0.75
+    alignment_bytes: int = 512
+
+
+def _gpu(name: str, memory_gib: float, tb_per_s: float, tf32: float, bf16: float) -> Target:
+    """A GPU from its data sheet: terabytes and dense teraflops per second."""
+    rates = {"float32": tf32 * 1e6, "bfloat16": bf16 * 1e6, "float16": bf16 * 1e6}
+    return Target(name, "cuda", int(memory_gib * GIB), tb_per_s * 1e6, rates)
+
+
+# float32 is the rate of full fp32 arithmetic: PyTorch's default does not use TF32 for matrix products.
+TARGETS: dict[str, Target] = {
+    target.name: target
+    for target in (
+        _gpu("a100-40gb", 39.4, 1.555, 19.5, 312),
+        _gpu("a100-80gb", 79.2, 2.039, 19.5, 312),
+        _gpu("h100-80gb", 79.1, 3.35, 66.9, 989),
+        _gpu("h200", 139.8, 4.8, 66.9, 989),
+        _gpu("rtx4090", 23.5, 1.008, 82.6, 165),
+    )
+}

@@ -1,0 +1,223 @@
+"""A Tracker sees every operator that is dispatched and every storage that comes and goes.
+
+It is the one instrument for memory under fake tensors: `record.py` uses it to make a Graph, `replay.py` to judge a
+plan. Storages are followed by weak references, so what is alive is what really is referred to, by Python, by
+autograd or by a region, and nothing has to be modelled.
+
+Storages that exist before tracking starts are *fixed*: they are never counted here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
+
+from remat.graph import OpKind
+
+FIXED = -1
+_CASTS = {torch.ops.aten._to_copy.default}
+
+
+@dataclasses.dataclass
+class TrackedStorage:
+    """One allocation: bytes, first and last operator of its life, the operator kind that made it."""
+
+    size_bytes: int
+    birth: int
+    death: int | None = None
+    cast: bool = False
+
+
+class Tracker(TorchDispatchMode):
+    """Numbers operators, and notes for every storage during which of them it is alive.
+
+    Only operators that allocate or write are numbered: a view takes neither time nor memory.
+
+    alignment_bytes  allocations are rounded up to a multiple of it (512 on CUDA)
+    """
+
+    def __init__(self, alignment_bytes: int = 1):
+        super().__init__()
+        self.alignment_bytes = alignment_bytes
+        self.storages: list[TrackedStorage] = []
+        self.kinds: dict[str, OpKind] = {}
+        self.op_kinds: list[int] = []
+        self.paused = False
+        self.scalar_answers = False
+        self._kind_index: dict[str, int] = {}
+        self._ids: dict[int, int] = {}  # id of the Python storage -> index; entries die with their storage
+        self._keep: dict[int, Any] = {}  # finalizers
+
+    # Dynamo must not take this mode for a reason to fall back to eager code.
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    @property
+    def op_count(self) -> int:
+        return len(self.op_kinds)
+
+    def fix(self, *values: Any) -> int:
+        """Mark all storages in `values` as fixed; returns the bytes of those not fixed before."""
+        total = 0
+        for tensor in tree_leaves(values):
+            if isinstance(tensor, torch.Tensor) and id(storage := tensor.untyped_storage()) not in self._ids:
+                self._ids[id(storage)] = FIXED
+                self._keep[id(storage)] = storage
+                total += self._rounded(storage.nbytes())
+        return total
+
+    def storage_of(self, tensor: torch.Tensor) -> int:
+        """Index of the storage that `tensor` refers to, FIXED for one that was there before."""
+        return self._ids.get(id(tensor.untyped_storage()), FIXED)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
+        if self.scalar_answers and func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0 if args[0].is_floating_point() else 1
+        out = func(*args, **kwargs)
+        op = self.op_count
+        born = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and self._is_new(t)]
+        if not born and not func._schema.is_mutable:
+            return out  # a view: no kernel, no memory
+        self.op_kinds.append(self._kind(func, args, kwargs, out))
+        for tensor in born:
+            self._follow(tensor, op, cast=func in _CASTS)
+        self.dispatched(op, func, args, kwargs, out)
+        return out
+
+    def dispatched(self, op: int, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Called after every operator, for subclasses."""
+
+    def _is_new(self, tensor: torch.Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        return id(storage) not in self._ids and storage.nbytes() > 0
+
+    def _follow(self, tensor: torch.Tensor, op: int, *, cast: bool) -> None:
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._ids:  # two outputs of one operator, one storage
+            return
+        self._ids[key] = len(self.storages)
+        tracked = TrackedStorage(self._rounded(storage.nbytes()), op, cast=cast)
+        self.storages.append(tracked)
+        weakref.finalize(storage, self._died, key, tracked).atexit = False
+
+    def _died(self, key: int, tracked: TrackedStorage) -> None:
+        tracked.death = max(self.op_count - 1, tracked.birth)
+        del self._ids[key]
+
+    def _rounded(self, size_bytes: int) -> int:
+        return -(-size_bytes // self.alignment_bytes) * self.alignment_bytes
+
+    def _kind(self, func: Any, args: Any, kwargs: Any, out: Any) -> int:
+        signature = [[_describe(a) for a in args], {k: _describe(v) for k, v in kwargs.items()}]
+        key = f"{func} {json.dumps(signature)}"
+        index = self._kind_index.get(key)
+        if index is None:
+            index = self._kind_index[key] = len(self._kind_index)
+            self.kinds[key] = OpKind(
+                name=str(func),
+                signature=signature,
+                flops=_flops(func, args, kwargs, out),
+                moved_bytes=_moved_bytes(args, kwargs, out),
+                dtype=_arithmetic_dtype(args, kwargs, out),
+            )
+        return index
+
+    def peak(self, workspaces: dict[int, int] | None = None) -> tuple[int, int]:
+        """(peak bytes, operator at which it occurs) over all operators seen, fixed storages not counted.
+
+        workspaces  operator kind -> bytes that the kernel takes while it runs
+        """
+        alive = self.alive()
+        if workspaces:
+            alive = alive + np.array([workspaces.get(kind, 0) for kind in self.op_kinds], dtype=np.int64)
+        return (int(alive.max()), int(alive.argmax())) if len(alive) else (0, 0)
+
+    def alive(self) -> np.ndarray:
+        """Bytes alive during each operator."""
+        change = np.zeros(self.op_count + 1, dtype=np.int64)
+        for storage in self.storages:
+            change[storage.birth] += storage.size_bytes
+            if storage.death is not None:
+                change[storage.death + 1] -= storage.size_bytes
+        return np.cumsum(change[:-1])
+
+
+def _describe(value: Any) -> Any:
+    """A JSON value from which `measure.py` can build an argument like `value` again."""
+    if isinstance(value, torch.Tensor):
+        return {"tensor": [list(value.shape), list(value.stride()), _name(value.dtype)]}
+    if isinstance(value, (list, tuple)):
+        return [_describe(item) for item in value]
+    if isinstance(value, (bool, int, float, str)) or value is None:
+        return value
+    if isinstance(value, torch.dtype):
+        return {"dtype": _name(value)}
+    if isinstance(value, torch.memory_format):
+        return {"memory_format": _name(value)}
+    if isinstance(value, torch.device):
+        return {"device": value.type}
+    if isinstance(value, torch.layout):
+        return {"layout": _name(value)}
+    return {"other": str(value)}
+
+
+def _name(value: Any) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def _tensors(*values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    count = flop_registry.get(func._overloadpacket)
+    return int(count(*args, **kwargs, out_val=out)) if count else 0
+
+
+def _moved_bytes(args: Any, kwargs: Any, out: Any) -> int:
+    unique = {id(t): t for t in _tensors(args, kwargs, out)}
+    return sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in unique.values())
+
+
+def _arithmetic_dtype(args: Any, kwargs: Any, out: Any) -> str:
+    floats = (t.dtype for t in _tensors(args, kwargs, out) if t.is_floating_point())
+    return _name(next(floats, torch.float32))
+
+
+@functools.cache
+def is_seeded(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def draws_random_numbers(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether this very call of `func` advances the generator; attention without dropout does not."""
+    if not is_seeded(func):
+        return False
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            value = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return bool(value)
+    return True
+
+
+def detached(value: Any) -> Any:
+    """`value` with its tensors detached from autograd."""
+    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, value)

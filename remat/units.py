@@ -1,0 +1,53 @@
+"""Bytes and microseconds: integers inside, GiB and milliseconds where a person reads."""
+
+from __future__ import annotations
+
+import re
+
+from remat.errors import UsageError
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+_UNITS = {
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": KIB,
+    "mib": MIB,
+    "gib": GIB,
+    "tib": 1 << 40,
+}
+_BYTES = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)")
+_PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*%")
+
+
+def parse_bytes(text: str, *, what: str = "size", whole_bytes: int | None = None) -> int:
+    """Bytes of `text`: a number with a unit (`20GiB`, `512MB`, `1024B`), or `90%` of `whole_bytes`.
+
+    Raises `UsageError` where the unit is missing or unknown, and for `%` without a `whole_bytes`.
+    """
+    text = text.strip()
+    if match := _PERCENT.fullmatch(text):
+        if whole_bytes is None:
+            raise UsageError(f"{what} {text!r} is a percentage, but there is no total to take it of; give it as 20GiB.")
+        return int(float(match[1]) / 100 * whole_bytes)
+    if (match := _BYTES.fullmatch(text)) and (unit := _UNITS.get(match[2].lower())):
+        return int(float(match[1]) * unit)
+    raise UsageError(f"{what} {text!r} is not a positive number with a unit; write for example 20GiB, 20GB or 21474836480B.")
+
+
+def gib(count: int) -> str:
+    """`count` bytes for a person: GiB, or MiB and KiB where GiB would show only zeros."""
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if abs(count) >= unit // 10 if unit == GIB else abs(count) >= unit:
+            return f"{count / unit:.2f} {name}"
+    return f"{count} B"
+
+
+def ms(time_us: float) -> str:
+    """`time_us` microseconds for a person."""
+    if time_us >= 10_000_000:
+        return f"{time_us / 1e6:.1f} s"
+    return f"{time_us / 1000:.1f} ms" if time_us >= 100_000 else f"{time_us / 1000:.2f} ms"
