@@ -1,8 +1,9 @@
 """Ready-made workloads: thin builders over `transformers` configurations, with random weights.
 
 One file is one family: a function that turns sizes into a workload, then a few lines for each named size.
-`REGISTRY` has the published sizes, `TEST_SIZES` the same architectures at a size whose whole training step peaks
-at a few hundred MiB and takes seconds on two CPU cores, with activations, not parameters, as most of the peak.
+`REGISTRY` has the published sizes. `TEST_SIZES` has the same architectures at a size whose whole training
+step peaks at 250 to 500 MiB and takes about a second on two CPU cores; activations, not parameters, are most
+of that peak.
 
     workload = build("gpt2-xl").sized(batch_size=8)
 

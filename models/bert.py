@@ -48,4 +48,4 @@ def bert_large() -> Workload:
 
 
 def small() -> Workload:
-    return workload("bert-small-test", width=128, layers=6, heads=4, batch_size=8, positions=256, vocab=1024)
+    return workload("bert-test", width=128, layers=6, heads=4, batch_size=8, positions=256, vocab=1024)

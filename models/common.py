@@ -1,12 +1,12 @@
-"""What the families share: the library, random batches, the step, and the two kinds of workload, text and images.
+"""What the families share: the library, random batches, the step, and the two kinds of workload.
 
 A family file turns a few numbers into a `transformers` configuration and hands `build` to one of the two
 functions below. The rules that hold for all of them:
 
 1. `transformers` is imported when a workload is made, never when this package is: importing it takes seconds.
 2. No device is named. Tensors are made on the default device, which is `meta` or fake while planning.
-3. A batch has ids or pixels and labels, and nothing else: an attention mask or position ids would rule out the
-   flash kernel.
+3. A batch has ids or pixels and labels, and nothing else: an attention mask or position ids would rule out
+   the flash kernel.
 4. `build` makes a fresh configuration each time, because a model writes into the one it is given.
 5. To build without memory use the `meta` device, not `FakeTensorMode`: ViT's initialisation and ConvNeXt V2's
    drop-path rates read values off a tensor, which a fake tensor does not have.
@@ -35,7 +35,7 @@ def transformers() -> Any:
         import transformers as library
     except ModuleNotFoundError as error:
         raise UsageError(
-            "The ready-made models need the package transformers, which is not installed. "
+            f"The ready-made models need the package transformers, which cannot be imported: {error}. "
             'Run `pip install "remat[models]"`.'
         ) from error
     return library

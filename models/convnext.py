@@ -45,7 +45,7 @@ def convnextv2_base(image_size: int = 224) -> Workload:
 
 def small() -> Workload:
     return workload(
-        "convnextv2-small-test",
+        "convnextv2-test",
         widths=(32, 64, 128, 256),
         depths=(2, 2, 2, 2),
         batch_size=44,

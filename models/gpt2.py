@@ -63,4 +63,4 @@ def gpt2_xl() -> Workload:
 
 
 def small() -> Workload:
-    return workload("gpt2-small-test", width=128, layers=6, heads=4, batch_size=8, positions=256, vocab=1024)
+    return workload("gpt2-test", width=128, layers=6, heads=4, batch_size=8, positions=256, vocab=1024)

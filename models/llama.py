@@ -1,7 +1,7 @@
 """Llama 3 (2024): rotary positions, grouped key-value heads, gated MLPs, RMS norms, no dropout.
 
-Shapes of Llama-3.2-1B (tied embeddings) and Llama-3.1-8B. Their stretched rotary frequencies are left out: they
-change the numbers in one small table and nothing else.
+Shapes of Llama-3.2-1B (tied embeddings) and Llama-3.1-8B. Their stretched rotary frequencies are left out:
+they change the numbers in one small table and nothing else.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def llama_8b() -> Workload:
 
 def small() -> Workload:
     return workload(
-        "llama-small-test",
+        "llama-test",
         width=192,
         layers=6,
         heads=6,

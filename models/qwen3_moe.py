@@ -1,9 +1,9 @@
 """Qwen3's mixture of experts (2025), in a small shape: each token goes to 2 of 8 experts.
 
 The experts run as one batched matmul. The library's default, a grouped one, takes nothing but bf16 on fake
-tensors; its loop over experts asks the data which expert got which token, which a fake tensor cannot answer. The
-price is a copy of an expert's weights for every token that it gets, which is why the shape is small; those copies
-are most of this workload's memory.
+tensors; its loop over experts asks the data which expert got which token, which a fake tensor cannot answer.
+The price is a copy of an expert's weights for every token that it gets, which is why the shape is small;
+those copies are most of this workload's memory.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def qwen3_moe() -> Workload:
 
 def small() -> Workload:
     return workload(
-        "qwen3-moe-small-test",
+        "qwen3-moe-test",
         width=96,
         layers=4,
         heads=4,

@@ -1,4 +1,4 @@
-"""ResNet-50 (He et al. 2015): convolutions and batch norms, whose running statistics a recompute must not touch."""
+"""ResNet-50 (He et al. 2015): convolutions and batch norms, whose statistics a recompute must not touch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def resnet50(image_size: int = 224) -> Workload:
 
 def small() -> Workload:
     return workload(
-        "resnet-small-test",
+        "resnet-test",
         stem=32,
         widths=(64, 128, 256, 256),
         depths=(2, 2, 2, 2),

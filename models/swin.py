@@ -53,7 +53,7 @@ def swin_base(image_size: int = 224) -> Workload:
 
 def small() -> Workload:
     return workload(
-        "swin-small-test",
+        "swin-test",
         width=32,
         depths=(2, 2, 2),
         heads=(1, 2, 4),

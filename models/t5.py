@@ -1,7 +1,7 @@
-"""T5 (Raffel et al. 2019): an encoder whose output every decoder layer reads, relative positions, dropout 0.1.
+"""T5 (Raffel et al. 2019): an encoder whose output every decoder layer reads, dropout 0.1.
 
-The sequence length is the encoder's. The decoder gets a quarter of it: span corruption makes 114 targets of 512
-inputs, rounded up here. Positions are relative, so no sequence is too long.
+The sequence length is the encoder's. The decoder gets a quarter of it: span corruption makes 114 targets of
+512 inputs, rounded up here. Positions are relative, so no sequence is too long.
 """
 
 from __future__ import annotations
@@ -54,4 +54,4 @@ def t5_base() -> Workload:
 
 
 def small() -> Workload:
-    return workload("t5-small-test", width=128, layers=4, heads=4, batch_size=8, seq_len=256, vocab=1024)
+    return workload("t5-test", width=128, layers=4, heads=4, batch_size=8, seq_len=256, vocab=1024)

@@ -41,4 +41,4 @@ def vit_l16(image_size: int = 224) -> Workload:
 
 
 def small() -> Workload:
-    return workload("vit-small-test", width=128, layers=6, heads=4, batch_size=48, image_size=192, labels=10)
+    return workload("vit-test", width=128, layers=6, heads=4, batch_size=48, image_size=192, labels=10)

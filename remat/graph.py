@@ -97,13 +97,16 @@ class Packs:
 
     node     node during which it was saved    storage  which storage, -1 for fixed ones
     at       operators run before the saving   unpack   operators run before backward asked for it, -1 if never
-    release  last operator during which it is still kept
+    used     last operator of the gradient function that asked for it, -1 if never
+    release  last operator during which autograd still keeps it (a little later: the engine sums broadcast
+             gradients before it lets go)
     """
 
     node: np.ndarray
     storage: np.ndarray
     at: np.ndarray
     unpack: np.ndarray
+    used: np.ndarray
     release: np.ndarray
 
 

@@ -57,7 +57,7 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 def substitute(
     graph_module: torch.fx.GraphModule, autocast: torch.dtype | None, *, cudnn_attention: bool = False
 ) -> None:
-    """Replace, in place, what the nodes call by what CUDA would call; nodes keep their number, order and names.
+    """Replace, in place, what the nodes call by what CUDA calls; nodes keep number, order and names.
 
     autocast         dtype of the `torch.autocast` around the step, None without
     cudnn_attention  whether the device prefers cuDNN's attention to flash attention, as compute capabilities
@@ -189,7 +189,9 @@ def _cast(values: Any, dtype: torch.dtype) -> Any:
 def _cast_one(dtype: torch.dtype, value: Any) -> Any:
     if not _eligible(value) or value.dtype == dtype:
         return value
-    is_weight = value.dtype == torch.float32 and value.requires_grad and value.is_leaf and not value._is_view()
+    is_weight = (
+        value.dtype == torch.float32 and value.requires_grad and value.is_leaf and not value._is_view()
+    )
     if not (is_weight and _weight_casts.depth):
         return value.to(dtype)
     key = (id(value), dtype)
@@ -255,7 +257,9 @@ def dropout(device: Device, function: Call, input: Tensor, p: float, train: bool
     return function(input, p, train)
 
 
-def linear(device: Device, function: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(
+    device: Device, function: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
     """Rule 8. torch adds the bias out of place for any subclass of Tensor, and fakes are one."""
     if device.autocast:
         input, weight, bias = _cast((input, weight, bias), device.autocast)
@@ -291,12 +295,10 @@ def batch_norm(
         and 0 < input.numel() < 2**31 - 1
     ):
         input = input.contiguous(memory_format=suggest_memory_format(input))
-        return aten.cudnn_batch_norm(
-            input, weight, bias, running_mean, running_var, training, momentum, eps
-        )[0]
-    return function(
-        input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled
-    )
+        return aten.cudnn_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)[
+            0
+        ]
+    return function(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled)
 
 
 def layer_norm(
@@ -325,7 +327,7 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    """Rule 11. CUDA falls back to the unfused sum for mixed dtypes and channels-last inputs, as the CPU does."""
+    """Rule 11. CUDA is unfused, as the CPU is, for mixed dtypes and channels-last inputs."""
     if device.autocast:
         input, weight = _cast((input, weight), torch.float32)
     same_dtype = weight is None or weight.dtype == input.dtype
@@ -416,9 +418,11 @@ def attention(
     return _unfused_attention(call)
 
 
-def _fused_takes(call: _Attention, dtypes: tuple[torch.dtype, ...], *, gqa: bool, one_kv: bool = True) -> bool:
+def _fused_takes(
+    call: _Attention, dtypes: tuple[torch.dtype, ...], *, gqa: bool, one_kv: bool = True
+) -> bool:
     """What every fused kernel asks for."""
-    query, key, value = call.tensors
+    query, key, _ = call.tensors
     if any(t.dim() != 4 or t.dtype != query.dtype or t.shape[0] != query.shape[0] for t in call.tensors):
         return False
     heads = [t.shape[1] for t in call.tensors]
@@ -541,7 +545,9 @@ def _needs_grad(call: _Attention) -> bool:
 # On the CPU `_fused_rms_norm` is a sum of parts, and `native_layer_norm` keeps 16-bit statistics. These have
 # the shapes of CUDA's kernels and no arithmetic: they run on fake tensors only.
 
-torch.library.define("remat::native_layer_norm", "(Tensor x, int dims, Tensor? w, Tensor? b) -> (Tensor, Tensor, Tensor)")
+torch.library.define(
+    "remat::native_layer_norm", "(Tensor x, int dims, Tensor? w, Tensor? b) -> (Tensor, Tensor, Tensor)"
+)
 torch.library.define(
     "remat::native_layer_norm_backward",
     "(Tensor g, Tensor x, Tensor mean, Tensor rstd, Tensor? w, Tensor? b) -> (Tensor, Tensor?, Tensor?)",
@@ -580,12 +586,15 @@ def _rms_norm_fake(x: Tensor, dims: int, w: Tensor | None) -> tuple[Tensor, ...]
 
 
 @torch.library.register_fake("remat::_fused_rms_norm_backward")
-def _rms_norm_backward_fake(g: Tensor, x: Tensor, rstd: Tensor, w: Tensor | None) -> tuple[Tensor | None, ...]:
+def _rms_norm_backward_fake(
+    g: Tensor, x: Tensor, rstd: Tensor, w: Tensor | None
+) -> tuple[Tensor | None, ...]:
     return tuple(None if t is None else _contiguous_like(t) for t in (x, w))
 
 
 def _layer_norm_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, _, w, b = inputs
+    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(x, *output[1:], w, b)
 
@@ -597,6 +606,7 @@ def _layer_norm_grad(ctx: Any, g: Tensor, *_: Any) -> tuple[Any, ...]:
 
 def _rms_norm_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, _, w = inputs
+    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(x, output[1], w)
 
@@ -612,29 +622,43 @@ torch.library.register_autograd("remat::_fused_rms_norm", _rms_norm_grad, setup_
 
 # ---- the table -------------------------------------------------------------------------------------------
 
-LOWER_PRECISION_NAMES = """
-    _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution prelu
-    addmm addmv addr matmul einsum mm mv linalg_vecdot addbmm baddbmm bmm chain_matmul linalg_multi_dot lstm_cell
-    gru_cell rnn_tanh_cell rnn_relu_cell
-""".split()
 
-FLOAT32_NAMES = """
-    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus native_layer_norm
-    group_norm frobenius_norm nuclear_norm cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss
-    nll_loss2d nll_loss_nd hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss
-    margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss
-    binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d _upsample_nearest_exact1d
-    upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d
-    upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa
-""".split()
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
 
-FLOAT32_RESULT_NAMES = """
+
+LOWER_PRECISION_NAMES = _names(
+    """
+    _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d
+    convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot addbmm baddbmm bmm chain_matmul
+    linalg_multi_dot lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+    """
+)
+
+FLOAT32_NAMES = _names(
+    """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus
+    native_layer_norm group_norm frobenius_norm nuclear_norm cosine_similarity poisson_nll_loss
+    cosine_embedding_loss nll_loss nll_loss2d nll_loss_nd hinge_embedding_loss kl_div l1_loss
+    smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss
+    triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm
+    logsumexp upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d
+    upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d
+    _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa
+    """
+)
+
+FLOAT32_RESULT_NAMES = _names(
+    """
     prod cumprod cumsum linalg_vector_norm linalg_matrix_norm linalg_norm sum norm
-""".split()
+    """
+)
 
-PROMOTE_NAMES = """
+PROMOTE_NAMES = _names(
+    """
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
-""".split()
+    """
+)
 
 CASTS = (lower_precision, float32, float32_result, promote, refuse_under_autocast)
 
@@ -658,12 +682,14 @@ RULES: dict[str, Rule] = {
 
 # Python functions of torch that call nothing of the above: both devices dispatch them alike.
 ALIKE = frozenset(
-    """
-    adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
-    alpha_dropout celu dropout1d dropout2d dropout3d elu embedding feature_alpha_dropout fold glu hardsigmoid
-        hardswish hardtanh leaky_relu mish pad relu relu6 selu sigmoid silu tanh threshold unfold split meshgrid
-    broadcast_tensors broadcast_shapes
-    """.split()
+    _names(
+        """
+        adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d
+        adaptive_max_pool3d alpha_dropout celu dropout1d dropout2d dropout3d elu embedding
+        feature_alpha_dropout fold glu hardsigmoid hardswish hardtanh leaky_relu mish pad relu relu6
+        selu sigmoid silu tanh threshold unfold split meshgrid broadcast_tensors broadcast_shapes
+        """
+    )
 )
 
 # The methods of Tensor written in Python that call something of the above.
@@ -684,7 +710,9 @@ def _name(function: Call) -> str:
 def _is_python(function: Call) -> bool:
     if not isinstance(function, types.FunctionType) or function.__name__ in ALIKE:
         return False
-    return function in PYTHON_METHODS or function.__module__ in ("torch.nn.functional", "torch.functional")
+    # Where its body was written: `max_pool2d` is a wrapper from elsewhere, and calls nothing of the table.
+    home = function.__globals__.get("__name__")
+    return function in PYTHON_METHODS or home in ("torch.nn.functional", "torch.functional")
 
 
 def _is_torch(function: Call) -> bool:
@@ -717,7 +745,7 @@ def _on_cuda(function: Call, device: Device) -> OnCuda:
 
 
 def _retarget(node: torch.fx.Node, target: OnCuda) -> None:
-    """Make `node` call a function; the graph finds its nodes by operation and target, so both change at once."""
+    """Make `node` call a function; the graph finds nodes by operation and target: both change at once."""
     table = node.graph._find_nodes_lookup_table
     table.remove(node)
     node.op = "call_function"

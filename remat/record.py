@@ -302,25 +302,32 @@ class _Recorder(Tracker):
             "storage": self.storage_of(tensor),
             "at": self.op_count,
             "unpack": -1,
+            "used": -1,
             "release": -1,
         }
         self._packs.append(row)
+        return len(self._packs) - 1, self._copy(tensor, row, "release")
+
+    def unpack(self, packed: tuple[int, torch.Tensor]) -> torch.Tensor:
+        index, copy = packed
+        row = self._packs[index]
+        if row["unpack"] < 0:
+            row["unpack"] = self.op_count
+        return self._copy(copy, row, "used")
+
+    def _copy(self, tensor: torch.Tensor, row: dict[str, int], event: str) -> torch.Tensor:
+        """A private copy whose end of life is written to `row[event]`."""
         self.paused = True
         with torch.no_grad():
             copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         self.paused = False
-        self._ids[id(copy.untyped_storage())] = FIXED
-        weakref.finalize(copy.untyped_storage(), self._released, row, id(copy.untyped_storage())).atexit = False
-        return len(self._packs) - 1, copy
-
-    def unpack(self, packed: tuple[int, torch.Tensor]) -> torch.Tensor:
-        index, copy = packed
-        if self._packs[index]["unpack"] < 0:
-            self._packs[index]["unpack"] = self.op_count
+        storage = copy.untyped_storage()
+        self._ids[id(storage)] = FIXED
+        weakref.finalize(storage, self._ended, row, event, id(storage)).atexit = False
         return copy
 
-    def _released(self, row: dict[str, int], key: int) -> None:
-        row["release"] = self.op_count - 1
+    def _ended(self, row: dict[str, int], event: str, key: int) -> None:
+        row[event] = self.op_count - 1
         self._ids.pop(key, None)
 
     # Phases
@@ -347,7 +354,7 @@ class _Recorder(Tracker):
         packs = Packs(
             **{
                 name: _column(last if name == "release" and row[name] < 0 else row[name] for row in self._packs)
-                for name in ("node", "storage", "at", "unpack", "release")
+                for name in ("node", "storage", "at", "unpack", "used", "release")
             }
         )
         return Graph(

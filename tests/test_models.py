@@ -1,4 +1,4 @@
-"""The ready-made workloads are the published models: counted exactly, built without memory, refused by name."""
+"""The ready-made workloads are the published models, counted exactly, and refuse what they cannot do."""
 
 from __future__ import annotations
 

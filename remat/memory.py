@@ -1,0 +1,263 @@
+"""The memory and time of a step under a plan, computed from its Graph.
+
+This is the evaluator: it knows no solver, judges every plan alike, and is what the integer program has to agree
+with. It states how the executor (`rewrite.py`: `torch.utils.checkpoint`, non-reentrant, early stop) behaves:
+
+Rule 1  Operators run in recorded order. The local life of a storage is what was recorded, whatever the plan.
+Rule 2  A save made outside regions keeps its storage until its recorded release.
+Rule 3  A region keeps the values that it takes, and the outputs that it saves, until the last release of a save
+        made inside it; a saved output moves from the region to autograd when it is replayed.
+Rule 4  A region is recomputed before the first operator of backward that follows a request for one of its saves,
+        from its first operator to its last save (early stop). What it saves lives until it has been used (the
+        checkpoint hands it out and forgets it), everything else as long as in forward, at most until the recomputation ends.
+Rule 5  While a region with inner ones is recomputed, an inner region runs as in forward: it keeps its inputs. It is
+        recomputed itself when one of its own saves is asked for.
+Rule 6  A cast that belongs to a saved node (autocast's copies) is not saved; it is made again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from remat.graph import Graph
+from remat.plan import Region
+
+
+_Position = Callable[[np.ndarray], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Curve:
+    """A step under a plan, one entry per operator that runs.
+
+    alive_bytes  bytes alive during it, fixed bytes and workspaces included
+    op           the recorded operator
+    region       index of the top-level region that it recomputes for, -1 in forward, backward and optimizer
+    runs         False where a saved node's operator is only replayed from what was saved
+    """
+
+    alive_bytes: np.ndarray
+    op: np.ndarray
+    region: np.ndarray
+    runs: np.ndarray
+
+    @property
+    def peak_bytes(self) -> int:
+        return int(self.alive_bytes.max())
+
+    @property
+    def peak_at(self) -> int:
+        return int(self.alive_bytes.argmax())
+
+
+@dataclasses.dataclass
+class _Recomputation:
+    """Operators [first, stop), inserted before backward operator `trigger`."""
+
+    region: Region
+    top: int
+    first: int
+    stop: int
+    trigger: int
+    release: int
+    level: int
+    packs: np.ndarray
+    start: int = -1  # position on the timeline
+
+
+class Memory:
+    """The evaluator for one Graph; `workspace_bytes` per operator is what kernels take beside their outputs."""
+
+    def __init__(self, graph: Graph, workspace_bytes: np.ndarray | None = None):
+        self.graph = graph
+        self.workspace_bytes = (
+            np.zeros(graph.op_count, dtype=np.int64) if workspace_bytes is None else workspace_bytes
+        )
+        packs = graph.packs
+        self.kept = np.flatnonzero((packs.storage >= 0) & (packs.release >= graph.forward_end))
+        self.node_first = np.array([node.first for node in graph.nodes], dtype=np.int64)
+        self.node_end = np.array([node.end for node in graph.nodes], dtype=np.int64)
+
+    def inputs(self, first: int, end: int) -> frozenset[int]:
+        """Storages, made before node `first`, of the values that nodes first..end-1 take. (Rule 3)"""
+        return frozenset(
+            storage
+            for node in self.graph.nodes[first:end]
+            for source in node.inputs
+            if source < first
+            for storage in self.graph.nodes[source].values
+        )
+
+    @functools.cached_property
+    def peak_without_checkpointing(self) -> int:
+        return self.curve(()).peak_bytes
+
+    def packs_in(self, first: int, end: int) -> np.ndarray:
+        """Indices of the saves made by nodes first..end-1, in order."""
+        low, high = np.searchsorted(self.graph.packs.node, (first, end))
+        return np.arange(low, high)
+
+    def curve(self, regions: Sequence[Region]) -> Curve:
+        """Bytes alive at every operator of a step under `regions` (disjoint, in order)."""
+        recomputations = self._recomputations(regions)
+        position, ops, owner = self._timeline(recomputations)
+        storages = self.graph.storages
+        births = [position(storages.birth)]
+        deaths = [position(self._deaths_of_originals(regions, recomputations))]
+        sizes = [storages.size_bytes]
+        runs = np.ones(len(ops), dtype=bool)
+        for recomputation in recomputations:
+            made, death = self._instances(recomputation, position)
+            saved = np.isin(made, self.saved_storages(recomputation.region))
+            at = recomputation.start + storages.birth[made] - recomputation.first
+            deaths[0][made[saved]] = np.maximum(deaths[0][made[saved]], death[saved])
+            if recomputation.region.saved:
+                self._end_with_replay(deaths[0], recomputation)
+            births.append(at[~saved])
+            deaths.append(death[~saved])
+            sizes.append(storages.size_bytes[made[~saved]])
+            self._mark_replayed(runs, recomputation)
+        change = np.zeros(len(ops) + 1, dtype=np.int64)
+        np.add.at(change, np.concatenate(births), np.concatenate(sizes))
+        np.subtract.at(change, np.concatenate(deaths) + 1, np.concatenate(sizes))
+        alive = np.cumsum(change[:-1]) + self.graph.fixed_total
+        return Curve(alive + np.where(runs, self.workspace_bytes[ops], 0), ops, owner, runs)
+
+    def saved_storages(self, region: Region) -> np.ndarray:
+        """Storages that a region saves for its saved nodes: what they allocate, casts aside. (Rule 6)"""
+        if not region.saved:
+            return np.zeros(0, dtype=np.int64)
+        storages = self.graph.storages
+        return np.flatnonzero(np.isin(storages.node, region.saved) & (storages.cast == 0))
+
+    def recompute_time_us(self, regions: Sequence[Region], op_time_us: np.ndarray) -> float:
+        """Time of everything that runs a second (third, ...) time under `regions`."""
+        curve = self.curve(regions)
+        again = (curve.region >= 0) & curve.runs
+        return float(op_time_us[curve.op[again]].sum())
+
+    # How the timeline comes about
+
+    def _recomputations(self, regions: Sequence[Region]) -> list[_Recomputation]:
+        found: list[_Recomputation] = []
+        for top, region in enumerate(regions):
+            inner = [self._recomputation(part, top, level=1) for part in region.inner]
+            outer = self._outer(region, top, [r for r in inner if r]) if region.inner else None
+            found += [r for r in (outer or self._recomputation(region, top, level=0), *inner) if r]
+        return sorted(found, key=lambda r: (r.trigger, r.level, -r.first))
+
+    def _recomputation(self, region: Region, top: int, level: int) -> _Recomputation | None:
+        table, packs = self.graph.packs, self.packs_in(region.first, region.end)
+        asked = table.unpack[packs]
+        if not (asked >= 0).any():
+            return None
+        return _Recomputation(
+            region,
+            top,
+            first=int(self.node_first[region.first]),
+            stop=int(table.at[packs].max()),
+            trigger=int(asked[asked >= 0].min()),
+            release=int(table.release[packs].max()),
+            level=level,
+            packs=packs,
+        )
+
+    def _outer(self, region: Region, top: int, inner: list[_Recomputation]) -> _Recomputation | None:
+        """The recomputation of a region that holds regions. (Rule 5)"""
+        table, packs = self.graph.packs, self.packs_in(region.first, region.end)
+        nodes = table.node[packs]
+        for part in region.inner:
+            packs = packs[(nodes < part.first) | (nodes >= part.end)]
+            nodes = table.node[packs]
+        asked = table.unpack[packs]
+        triggers = [*asked[asked >= 0].tolist(), *(r.trigger for r in inner)]
+        if not triggers:
+            return None
+        return _Recomputation(
+            region,
+            top,
+            first=int(self.node_first[region.first]),
+            stop=max([*table.at[packs].tolist(), *(int(self.node_first[p.first]) for p in region.inner)]),
+            trigger=min(triggers),
+            release=max([*table.release[packs].tolist(), *(r.release for r in inner)]),
+            level=0,
+            packs=packs,
+        )
+
+    def _timeline(self, recomputations: list[_Recomputation]) -> tuple[_Position, np.ndarray, np.ndarray]:
+        """(map from recorded operators to positions, operator at each position, its region or -1)."""
+        count = self.graph.op_count
+        triggers = np.array([r.trigger for r in recomputations], dtype=np.int64)
+        lengths = np.array([r.stop - r.first for r in recomputations], dtype=np.int64)
+        total = np.concatenate([[0], np.cumsum(lengths)])
+
+        def position(op: np.ndarray) -> np.ndarray:
+            return op + total[np.searchsorted(triggers, op, side="right")]
+
+        ops = np.empty(count + int(total[-1]), dtype=np.int64)
+        owner = np.full(len(ops), -1, dtype=np.int64)
+        ops[position(np.arange(count))] = np.arange(count)
+        for r, before in zip(recomputations, total, strict=False):
+            r.start = r.trigger + int(before)
+            ops[r.start : r.start + r.stop - r.first] = np.arange(r.first, r.stop)
+            owner[r.start : r.start + r.stop - r.first] = r.top
+        return position, ops, owner
+
+    def _deaths_of_originals(
+        self, regions: Sequence[Region], recomputations: list[_Recomputation]
+    ) -> np.ndarray:
+        """Last recorded operator during which each storage made in forward is alive. (Rules 1-3)"""
+        table = self.graph.packs
+        death = self.graph.storages.death.copy()
+        plain = self.kept
+        for region in regions:
+            plain = plain[(table.node[plain] < region.first) | (table.node[plain] >= region.end)]
+        np.maximum.at(death, table.storage[plain], table.release[plain])
+        for r in recomputations:
+            if r.level == 0:
+                keeps = np.array(sorted(self.inputs(r.region.first, r.region.end)), dtype=np.int64)
+                death[keeps] = np.maximum(death[keeps], r.release)
+                if not r.region.saved:
+                    continue
+                saved = self.saved_storages(r.region)
+                replayed = self.graph.storages.node[saved] <= table.node[r.packs[-1]]
+                death[saved] = np.maximum(death[saved], np.where(replayed, r.trigger - 1, r.release))
+        return death
+
+    def _instances(self, r: _Recomputation, position: _Position) -> tuple[np.ndarray, np.ndarray]:
+        """(storages made again by `r`, last position of each). (Rules 4 and 5)"""
+        storages, table = self.graph.storages, self.graph.packs
+        low, high = np.searchsorted(storages.birth, (r.first, r.stop))
+        made = np.arange(low, high)
+        death = r.start + np.minimum(storages.death[made], r.stop - 1) - r.first
+        packs = r.packs[(table.storage[r.packs] >= low) & (table.storage[r.packs] < high)]
+        packs = packs[table.used[packs] >= 0]
+        np.maximum.at(death, table.storage[packs] - low, position(table.used[packs]))
+        if r.level == 0:
+            for part in r.region.inner:
+                inner = self._recomputation(part, r.top, level=1)
+                keeps = [u for u in self.inputs(part.first, part.end) if low <= u < high]
+                if inner and keeps:
+                    index = np.array(keeps, dtype=np.int64) - low
+                    death[index] = np.maximum(death[index], position(np.array([inner.release]))[0])
+        return made, death
+
+    def _end_with_replay(self, deaths: np.ndarray, r: _Recomputation) -> None:
+        """What the last replayed node saved beyond the early stop goes when the recomputation ends."""
+        saved = self.saved_storages(r.region)
+        unused = saved[(self.graph.storages.birth[saved] >= r.stop)]
+        unused = unused[self.graph.storages.node[unused] <= self.graph.packs.node[r.packs[-1]]]
+        deaths[unused] = np.maximum(deaths[unused], r.start + r.stop - r.first - 1)
+
+    def _mark_replayed(self, runs: np.ndarray, r: _Recomputation) -> None:
+        for node in r.region.saved:
+            begin, end = max(self.node_first[node], r.first), min(self.node_end[node], r.stop)
+            for op in range(begin, end):
+                runs[r.start + op - r.first] = self._is_cast(op)
+
+    def _is_cast(self, op: int) -> bool:
+        return self.graph.kinds[self.graph.op_kind[op]].name == "aten._to_copy.default"

@@ -1,0 +1,386 @@
+"""Rewrite: cut a captured graph into regions and run them under `torch.utils.checkpoint`.
+
+Rules that the rewritten graph keeps:
+
+Rule 1  Nodes run in the captured order, and call what they called, so the same kernels are dispatched.
+Rule 2  A random node that is recomputed gets the generator state that it had in forward, and the generator is put
+        back afterwards. So the stream of random numbers is the untouched one, whatever is saved around it.
+Rule 3  The output of a saved node is kept, below autograd: when the region is recomputed its operators are not run,
+        but autograd still sees them, and saves what they save.
+Rule 4  What changes module state (running statistics, counters) changes it in forward only.
+Rule 5  An inner region records and replays in the recomputation of the outer one; in forward it only drops.
+
+Only nodes that need Rules 2-4 are wrapped; all others are called as they stand, so that a region costs no more than
+plain `torch.utils.checkpoint` does. torch's own selective checkpointing intercepts every operator of a region,
+restores the generator once per region (wrong as soon as one random node is saved and a later one is not), and
+identifies what it saves by counting operators, which differ between devices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from remat.errors import RematError
+from remat.tracker import detached
+
+_CAST = torch.ops.aten._to_copy.default
+
+
+@dataclasses.dataclass(frozen=True)
+class CallRegion:
+    """A region within one graph call, in ordinals of that call: nodes first..last inclusive.
+
+    saved   nodes whose outputs are kept    random  nodes that draw random numbers
+    once    nodes that update module state
+    """
+
+    first: int
+    last: int
+    saved: frozenset[int] = frozenset()
+    random: frozenset[int] = frozenset()
+    once: frozenset[int] = frozenset()
+    inner: tuple[CallRegion, ...] = ()
+
+
+@dataclasses.dataclass
+class Counts:
+    """What really happened in one step: regions entered, and nodes run again."""
+
+    regions: int = 0
+    recomputed_nodes: int = 0
+
+
+class RegionRun:
+    """One execution of one region: what it recorded in forward, for its recomputation."""
+
+    __slots__ = ("_saved", "_states", "children", "counts", "replaying")
+
+    def __init__(self, counts: Counts):
+        self.counts = counts
+        self.replaying = False
+        self.children: dict[int, RegionRun] = {}
+        self._states: dict[int, Any] = {}
+        self._saved: dict[int, list[Any]] = {}
+
+    def contexts(self) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
+        return contextlib.nullcontext(), self._replay()
+
+    @contextlib.contextmanager
+    def _replay(self) -> Iterator[None]:
+        self.replaying = True
+        try:
+            yield
+        finally:
+            self.replaying = False
+
+    def child(self, key: int) -> RegionRun:
+        """The execution of inner region `key`; in the recomputation the same one as in forward. (Rule 5)"""
+        if key not in self.children:
+            self.children[key] = RegionRun(self.counts)
+        return self.children[key]
+
+    def random(self, key: int, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run random node `key`. (Rule 2)"""
+        device = _device_of(args, kwargs)
+        if not self.replaying:
+            self._states[key] = _get_state(device)
+            return function(*args, **kwargs)
+        before = _get_state(device)
+        _set_state(device, self._states[key])
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _set_state(device, before)
+
+    def saved(self, key: int, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run saved node `key`, or replay what it gave. (Rule 3)"""
+        if not self.replaying:
+            outputs: list[Any] = []
+            with _Save(outputs):
+                value = function(*args, **kwargs)
+            self._saved[key] = outputs
+            return value
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+        if key not in self._saved:
+            raise RematError(
+                "a region that saves outputs was asked to recompute twice; call backward(retain_graph=True) for the "
+                "first backward, or plan without saved nodes."
+            )
+        outputs = self._saved[key][::-1] if keep else self._saved.pop(key)[::-1]
+        with _Replay(outputs):
+            return function(*args, **kwargs)
+
+
+class _Save(TorchDispatchMode):
+    """Keeps what every operator allocates, casts aside."""
+
+    def __init__(self, outputs: list[Any]):
+        super().__init__()
+        self._outputs = outputs
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if _allocates(func):
+            self._outputs.append(detached(out))
+        return out
+
+
+class _Replay(TorchDispatchMode):
+    """Gives back what `_Save` kept, in order; views and casts run, writes are skipped: the kept value is final."""
+
+    def __init__(self, outputs: list[Any]):
+        super().__init__()
+        self._outputs = outputs
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable:
+            return args[0]
+        return detached(self._outputs.pop()) if _allocates(func) else func(*args, **(kwargs or {}))
+
+
+_ALLOCATES: dict[Any, bool] = {}
+
+
+def _allocates(func: Any) -> bool:
+    """Whether `func` makes new storage by its schema: no output aliases an input, and it is no cast."""
+    known = _ALLOCATES.get(func)
+    if known is None:
+        returns = func._schema.returns
+        known = _ALLOCATES[func] = (
+            func is not _CAST
+            and bool(returns)
+            and not func._schema.is_mutable
+            and all("Tensor" in str(r.type) and r.alias_info is None for r in returns)
+        )
+    return known
+
+
+def _device_of(args: Any, kwargs: Any) -> torch.device | None:
+    """The device whose generator a random node uses; None for fake tensors, which draw nothing."""
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, torch.Tensor):
+            return None if isinstance(leaf, torch._subclasses.FakeTensor) else leaf.device
+    return torch.device(kwargs.get("device") or "cpu")
+
+
+def _get_state(device: torch.device | None) -> Any:
+    if device is None:
+        return None
+    if device.type == "cpu":
+        return torch.get_rng_state().numpy().tobytes()
+    return torch.get_device_module(device).get_rng_state(device)
+
+
+def _set_state(device: torch.device | None, state: Any) -> None:
+    if device is None:
+        return
+    if device.type == "cpu":
+        torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+# What the nodes of a rewritten graph call. A body's first argument is its region's execution, `run`.
+
+
+def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Give `function` the name that it has in the code of a rewritten graph."""
+    function.__name__ = function.__qualname__ = name
+    return function
+
+
+def _top_region(body: fx.GraphModule, counts: Counts, name: str) -> Callable[..., Any]:
+    def call(*inputs: Any) -> Any:
+        counts.regions += 1
+        return _checkpoint(body, RegionRun(counts), inputs)
+
+    return _named(call, name)
+
+
+def _inner_region(body: fx.GraphModule, key: int, name: str) -> Callable[..., Any]:
+    def call(run: RegionRun, *inputs: Any) -> Any:
+        return _checkpoint(body, run.child(key), inputs)
+
+    return _named(call, name)
+
+
+def _checkpoint(body: fx.GraphModule, run: RegionRun, inputs: tuple[Any, ...]) -> Any:
+    return checkpoint(
+        body, run, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=run.contexts
+    )
+
+
+def _random(function: Callable[..., Any], key: int) -> Callable[..., Any]:
+    def call(run: RegionRun, *args: Any, **kwargs: Any) -> Any:
+        return run.random(key, function, args, kwargs)
+
+    return call
+
+
+def _saved(function: Callable[..., Any], key: int) -> Callable[..., Any]:
+    def call(run: RegionRun, *args: Any, **kwargs: Any) -> Any:
+        return run.saved(key, function, args, kwargs)
+
+    return call
+
+
+def _once(function: Callable[..., Any], key: int) -> Callable[..., Any]:
+    """A counter: what it returns is what it changed. (Rule 4)"""
+
+    def call(run: RegionRun, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if run.replaying else function(*args, **kwargs)
+
+    return call
+
+
+def _batch_norm(function: Callable[..., Any], key: int) -> Callable[..., Any]:
+    """Batch normalisation in training: running statistics do not enter its output. (Rule 4)"""
+
+    def call(run: RegionRun, *args: Any, **kwargs: Any) -> Any:
+        if not run.replaying:
+            return function(*args, **kwargs)
+        names = ("input", "running_mean", "running_var")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        rest = {name: value for name, value in given.items() if name not in names}
+        return function(given["input"], None, None, *args[3:], **rest)
+
+    return call
+
+
+def _counted(function: Callable[..., Any], key: int) -> Callable[..., Any]:
+    """Any node of a body, when recomputations are counted."""
+
+    def call(run: RegionRun, *args: Any, **kwargs: Any) -> Any:
+        run.counts.recomputed_nodes += run.replaying
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _method(name: str) -> Callable[..., Any]:
+    """A function that calls method `name` of its first argument."""
+
+    def method(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(owner, name)(*args, **kwargs)
+
+    return method
+
+
+def rewrite(
+    graph_module: fx.GraphModule, regions: Sequence[CallRegion], counts: Counts, *, observe: bool = False
+) -> fx.GraphModule:
+    """`graph_module` with `regions` (disjoint, in order) as submodules run under checkpoint.
+
+    Parameters stay inputs of the graph, as Dynamo made them. The result has passed `lint()`.
+
+    observe  count every recomputed node in `counts`, at the price of a Python call per node
+    """
+    return _Rewriter(graph_module, counts, observe).top(regions)
+
+
+def captured_nodes(graph_module: fx.GraphModule) -> list[fx.Node]:
+    """The operators of a captured graph, in order: what plans count as nodes."""
+    return [n for n in graph_module.graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
+
+
+class _Rewriter:
+    def __init__(self, source: fx.GraphModule, counts: Counts, observe: bool):
+        self._source = source
+        self._nodes = captured_nodes(source)
+        self._ordinal = {node: i for i, node in enumerate(self._nodes)}
+        self._counts = counts
+        self._observe = observe
+
+    def top(self, regions: Sequence[CallRegion]) -> fx.GraphModule:
+        """The whole graph: nodes outside regions as they stand."""
+        graph = fx.Graph()
+        environment: dict[fx.Node, fx.Node] = {}
+        owner = {i: region for region in regions for i in range(region.first, region.last + 1)}
+        for node in self._source.graph.nodes:
+            ordinal = self._ordinal.get(node, -1)
+            region = owner.get(ordinal)
+            if region is None:
+                environment[node] = graph.node_copy(node, lambda n: environment[n])
+            elif ordinal == region.last:
+                self._call_region(graph, region, environment, None)
+        return self._module(graph)
+
+    def _call_region(
+        self, graph: fx.Graph, region: CallRegion, environment: dict[fx.Node, fx.Node], run: fx.Node | None
+    ) -> None:
+        """Add the call of `region` to `graph`; `run` is the enclosing region's execution, if there is one."""
+        inputs, outputs = self._boundary(region)
+        body = self._body(region, inputs, outputs)
+        name, arguments = f"region_{region.first}_{region.last}", [environment[n] for n in inputs]
+        if run is None:
+            call = graph.call_function(_top_region(body, self._counts, name), tuple(arguments))
+        else:
+            call = graph.call_function(_inner_region(body, region.first, name), (run, *arguments))
+        if len(outputs) == 1:
+            environment[outputs[0]] = call
+            return
+        for i, output in enumerate(outputs):
+            environment[output] = graph.call_function(operator.getitem, (call, i))
+
+    def _boundary(self, region: CallRegion) -> tuple[list[fx.Node], list[fx.Node]]:
+        inside = self._nodes[region.first : region.last + 1]
+        members = set(inside)
+        inputs = dict.fromkeys(n for node in inside for n in node.all_input_nodes if n not in members)
+        outputs = [node for node in inside if any(user not in members for user in node.users)]
+        return list(inputs), outputs
+
+    def _body(self, region: CallRegion, inputs: list[fx.Node], outputs: list[fx.Node]) -> fx.GraphModule:
+        graph = fx.Graph()
+        run = graph.placeholder("run")
+        environment = {node: graph.placeholder(f"{node.name}_in") for node in inputs}
+        owner = {i: part for part in region.inner for i in range(part.first, part.last + 1)}
+        for ordinal in range(region.first, region.last + 1):
+            node, inner = self._nodes[ordinal], owner.get(ordinal)
+            if inner is None:
+                environment[node] = copy = graph.node_copy(node, lambda n: environment[n])
+                self._wrap(copy, region, ordinal, run)
+            elif ordinal == inner.last:
+                self._call_region(graph, inner, environment, run)
+        values = tuple(environment[node] for node in outputs)
+        graph.output(values[0] if len(values) == 1 else values)
+        return self._module(graph)
+
+    def _wrap(self, node: fx.Node, region: CallRegion, ordinal: int, run: fx.Node) -> None:
+        """Let `node` be called through `run` where Rules 2-4 need it."""
+        if ordinal in region.once:
+            wrapper = _batch_norm if getattr(node.target, "__name__", "") == "batch_norm" else _once
+        elif ordinal in region.saved:
+            wrapper = _saved
+        elif ordinal in region.random:
+            wrapper = _random
+        elif self._observe:
+            wrapper = _counted
+        else:
+            return
+        assert node.op in ("call_function", "call_method")
+        function = node.target if callable(node.target) else _method(node.target)
+        name = f"{wrapper.__name__.lstrip('_')}_{getattr(node.target, '__name__', node.target)}"
+        node.op, node.target, node.args = "call_function", _named(wrapper(function, ordinal), name), (run, *node.args)
+
+    def _module(self, graph: fx.Graph) -> fx.GraphModule:
+        graph.lint()
+        targets = {str(n.target) for n in graph.nodes if n.op == "get_attr"}
+        return fx.GraphModule({name: getattr(self._source, name) for name in targets}, graph)
