@@ -23,6 +23,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,9 @@ class Node:
     effect   what it does to storages older than itself: "" nothing, "batch_norm" and "counter" update module
              state in a known way, "other" updates the state of a module in a way that must happen exactly once
     mutates  older nodes whose values it changes in place
-    crossable  its value is a single tensor (or nothing), so that it can enter and leave a region
+    crossable  its value is a single tensor, so that it can enter and leave a region
+    bracketed  a context (autocast, no_grad) is open after it that a later node closes
+    wired    those of `inputs` that are nodes of the same graph call
     """
 
     name: str
@@ -59,6 +62,16 @@ class Node:
     effect: str = ""
     mutates: tuple[int, ...] = ()
     crossable: bool = True
+    bracketed: bool = False
+    wired: tuple[int, ...] = ()
+
+
+def fingerprint(rows: Iterable[tuple[str, str, list[int]]]) -> str:
+    """Hash of a captured graph: (what a node calls, its module, ordinals of its inputs) for every node in order.
+
+    Shapes, names and versions are left out: they may differ where a plan still applies.
+    """
+    return hashlib.sha256(json.dumps(list(rows)).encode()).hexdigest()[:16]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +130,7 @@ class Graph:
     op_kind, op_node   columns over operators: index into `kinds`, and the node it belongs to: in forward the node
                        that ran it, in backward the node whose gradient it computes
     fixed_bytes        what was there before the step, by category
-    roles              storage -> category, for the breakdown of a peak ("gradients", "logits and loss")
+    parameter_gradients  storages that are a parameter's gradient when backward ends
     about              where it came from: workload, batch size, sequence length, dtype policy, device, versions
     """
 
@@ -142,14 +155,20 @@ class Graph:
         return sum(self.fixed_bytes.values())
 
     @functools.cached_property
-    def fingerprint(self) -> str:
-        """Hash of operators, their order, wiring and module paths; shapes and versions are left out."""
-        captured = [
-            (node.op, node.module, node.call, node.inputs) for node in self.nodes if node.call != OUTSIDE
-        ]
-        shift = {i: k for k, i in enumerate(i for i, node in enumerate(self.nodes) if node.call != OUTSIDE)}
-        rows = [(op, module, call, [shift[i] for i in inputs if i in shift]) for op, module, call, inputs in captured]
-        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
+    def fingerprints(self) -> tuple[str, ...]:
+        """`fingerprint` of every graph call, in order."""
+        calls: dict[int, list[int]] = {}
+        for i, node in enumerate(self.nodes):
+            calls.setdefault(node.call, []).append(i)
+        calls.pop(OUTSIDE, None)
+        return tuple(self._fingerprint_of(calls[call]) for call in sorted(calls))
+
+    def _fingerprint_of(self, members: list[int]) -> str:
+        ordinal = {i: k for k, i in enumerate(members)}
+        return fingerprint(
+            (self.nodes[i].op, self.nodes[i].module, [ordinal[j] for j in self.nodes[i].wired])
+            for i in members
+        )
 
     def __str__(self) -> str:
         packed = np.unique(self.packs.storage[self.packs.storage >= 0])

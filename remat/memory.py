@@ -5,8 +5,8 @@ with. It states how the executor (`rewrite.py`: `torch.utils.checkpoint`, non-re
 
 Rule 1  Operators run in recorded order. The local life of a storage is what was recorded, whatever the plan.
 Rule 2  A save made outside regions keeps its storage until its recorded release.
-Rule 3  A region keeps the values that it takes, and the outputs that it saves, until the last release of a save
-        made inside it; a saved output moves from the region to autograd when it is replayed.
+Rule 3  A region keeps the values that it takes while it runs, and then, with the outputs that it saves, until the
+        last release of a save made inside it; a saved output moves from the region to autograd when it is replayed.
 Rule 4  A region is recomputed before the first operator of backward that follows a request for one of its saves,
         from its first operator to its last save (early stop). What it saves lives until it has been used (the
         checkpoint hands it out and forgets it), everything else as long as in forward, at most until the recomputation ends.
@@ -217,6 +217,9 @@ class Memory:
         for region in regions:
             plain = plain[(table.node[plain] < region.first) | (table.node[plain] >= region.end)]
         np.maximum.at(death, table.storage[plain], table.release[plain])
+        for part in [part for region in regions for part in (region, *region.inner)]:
+            taken = np.array(sorted(self.inputs(part.first, part.end)), dtype=np.int64)
+            death[taken] = np.maximum(death[taken], self.node_end[part.end - 1] - 1)
         for r in recomputations:
             if r.level == 0:
                 keeps = np.array(sorted(self.inputs(r.region.first, r.region.end)), dtype=np.int64)

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from remat.capture import GraphCalls, fake_model
 from remat.errors import CaptureError, RematError
 from remat.graph import OUTSIDE, Graph, Node, Packs, Storages
+from remat.rewrite import as_function, captured_nodes, replace_target
 from remat.tracker import FIXED, Tracker, draws_random_numbers
 from remat.workload import Workload
 
@@ -184,7 +185,7 @@ class _Recorder(Tracker):
     def __init__(self, alignment_bytes: int):
         super().__init__(alignment_bytes)
         self._nodes: list[dict[str, Any]] = []
-        self._index: dict[tuple[int, str], int] = {}
+        self.index: dict[tuple[int, str], int] = {}  # (call, name in its graph) -> node
         self._current: int | None = None
         self._op_nodes: list[int] = []
         self._storage_nodes: list[int] = []
@@ -197,11 +198,21 @@ class _Recorder(Tracker):
     # Nodes
 
     def run_call(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
-        return _NodeByNode(graph_module, self, call).run(*args)
+        return _instrumented(graph_module, self, call)(*args)
 
-    def begin(self, call: int, name: str, op: str, module: str, inputs: tuple[int, ...], effect: str) -> None:
+    def begin(
+        self,
+        call: int,
+        name: str,
+        op: str = "outside",
+        module: str = "",
+        effect: str = "other",
+        wired: set[int] = frozenset(),  # type: ignore[assignment]
+        given: set[int | None] = frozenset(),  # type: ignore[assignment]
+    ) -> None:
+        """A node starts; `wired` are the nodes of its graph that it takes values of, `given` those of others."""
         self._current = len(self._nodes)
-        self._index[call, name] = self._current
+        self.index[call, name] = self._current
         self._sequence.append(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
         self._nodes.append(
             {
@@ -209,7 +220,7 @@ class _Recorder(Tracker):
                 "op": op,
                 "module": module,
                 "call": call,
-                "inputs": inputs,
+                "inputs": tuple(sorted(wired.union(i for i in given if i is not None))),
                 "values": (),
                 "first": self.op_count,
                 "end": self.op_count,
@@ -217,6 +228,8 @@ class _Recorder(Tracker):
                 "effect": effect,
                 "mutates": (),
                 "crossable": True,
+                "bracketed": False,
+                "wired": tuple(sorted(wired)),
             }
         )
 
@@ -228,16 +241,14 @@ class _Recorder(Tracker):
         self._open += bracket
         node["values"] = tuple(sorted(storages))
         node["end"] = self.op_count
-        node["crossable"] = self._open == 0 and (value is None or isinstance(value, torch.Tensor))
+        node["crossable"] = isinstance(value, torch.Tensor)
+        node["bracketed"] = self._open > 0
         self._current = None
 
     def producer(self, tensor: Any) -> int | None:
         """The node that made the storage of `tensor`, None if it was there before the step."""
         storage = self.storage_of(tensor) if isinstance(tensor, torch.Tensor) else FIXED
         return None if storage == FIXED else self._storage_nodes[storage]
-
-    def node_of(self, call: int, name: str) -> int | None:
-        return self._index.get((call, name))
 
     # Operators
 
@@ -255,7 +266,7 @@ class _Recorder(Tracker):
     def _begin_outside(self) -> None:
         last = len(self._nodes) - 1
         if last < 0 or self._nodes[last]["call"] != OUTSIDE:
-            self.begin(OUTSIDE, f"outside_{len(self._nodes)}", "outside", "", (), "other")
+            self.begin(OUTSIDE, f"outside_{len(self._nodes)}")
             self._current = None
 
     def _nodes_now(self, in_forward: bool) -> int:
@@ -376,41 +387,45 @@ def _column(values: Any) -> np.ndarray:
     return np.array(list(values), dtype=np.int64)
 
 
-class _NodeByNode(fx.Interpreter):
-    """Runs a captured graph and tells the recorder where each node begins and ends."""
+def _instrumented(graph_module: fx.GraphModule, recorder: _Recorder, call: int) -> fx.GraphModule:
+    """A copy of `graph_module` that tells `recorder` where each node begins and ends.
 
-    def __init__(self, graph_module: fx.GraphModule, recorder: _Recorder, call: int):
-        super().__init__(graph_module)
-        self._recorder = recorder
-        self._call = call
+    Only targets change, so that the generated code lets go of its values where the original does.
+    """
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(graph_module.graph, environment := {}))
+    for node in captured_nodes(graph_module):
+        copy = environment[node]
+        replace_target(copy, _recorded(node, as_function(copy), recorder, call))
+    return fx.GraphModule(graph_module, graph)
 
-    def run_node(self, n: fx.Node) -> Any:
-        if n.op in ("placeholder", "get_attr", "output"):
-            return super().run_node(n)
-        inputs = (self._producer(argument) for argument in n.all_input_nodes)
-        self._recorder.begin(
-            self._call,
-            n.name,
-            target_text(n),
-            module_path(n),
-            tuple(sorted({i for i in inputs if i is not None})),
-            _effect(n),
-        )
+
+def _recorded(node: fx.Node, function: Callable[..., Any], recorder: _Recorder, call: int) -> Callable[..., Any]:
+    bracket, effect, text, module = bracket_of(node), _effect(node), target_text(node), module_path(node)
+    names = [argument.name for argument in node.all_input_nodes if argument.op not in ("placeholder", "get_attr")]
+    wiring = tree_leaves((node.args, node.kwargs))
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        wired = {recorder.index[call, name] for name in names}
+        given = {
+            recorder.producer(value)  # from an earlier graph call, or nobody
+            for argument, value in zip(wiring, tree_leaves((args, kwargs)), strict=False)
+            if isinstance(argument, fx.Node) and argument.op == "placeholder"
+        }
+        recorder.begin(call, node.name, text, module, effect, wired, given)
         try:
-            value = super().run_node(n)
+            value = function(*args, **kwargs)
         except RematError:
             raise
         except Exception as error:
             raise CaptureError(
-                f"operator {target_text(n)} (node {n.name!r}, module {module_path(n) or 'the model'!r}) "
+                f"operator {text} (node {node.name!r}, module {module or 'the model'!r}) "
                 f"cannot run on fake tensors: {describe(error)}"
             ) from error
-        self._recorder.finish(value, bracket_of(n))
+        recorder.finish(value, bracket)
         return value
 
-    def _producer(self, argument: fx.Node) -> int | None:
-        known = self._recorder.node_of(self._call, argument.name)
-        return known if known is not None else self._recorder.producer(self.env.get(argument))
+    return recorded
 
 
 def target_text(node: fx.Node) -> str:

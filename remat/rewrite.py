@@ -33,6 +33,7 @@ from torch.utils.checkpoint import checkpoint
 from remat.errors import RematError
 from remat.tracker import detached
 
+_RUNNING = ("running_mean", "running_var")
 _CAST = torch.ops.aten._to_copy.default
 
 
@@ -174,10 +175,12 @@ def _allocates(func: Any) -> bool:
 
 
 def _device_of(args: Any, kwargs: Any) -> torch.device | None:
-    """The device whose generator a random node uses; None for fake tensors, which draw nothing."""
+    """The device whose generator a random node uses; None under fake tensors, which draw nothing."""
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        return None
     for leaf in tree_leaves((args, kwargs)):
         if isinstance(leaf, torch.Tensor):
-            return None if isinstance(leaf, torch._subclasses.FakeTensor) else leaf.device
+            return leaf.device
     return torch.device(kwargs.get("device") or "cpu")
 
 
@@ -201,31 +204,62 @@ def _set_state(device: torch.device | None, state: Any) -> None:
 # What the nodes of a rewritten graph call. A body's first argument is its region's execution, `run`.
 
 
+def _states_of(node: fx.Node) -> tuple[Any, ...]:
+    """The module state that a node updates: running statistics, or the counter itself."""
+    if getattr(node.target, "__name__", "") != "batch_norm":
+        return node.args[:1]
+    return (*node.args[1:3], *(node.kwargs.get(name) for name in _RUNNING))
+
+
+def _all_once(region: CallRegion) -> frozenset[int]:
+    return region.once.union(*map(_all_once, region.inner))
+
+
 def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Give `function` the name that it has in the code of a rewritten graph."""
     function.__name__ = function.__qualname__ = name
     return function
 
 
-def _top_region(body: fx.GraphModule, counts: Counts, name: str) -> Callable[..., Any]:
+@dataclasses.dataclass(frozen=True)
+class _Body:
+    """The nodes of a region as a function (run, *state, *inputs).
+
+    The first `states` inputs are module state that the region updates. They are passed on as they are: autograd
+    would refuse to give back a saved tensor that has changed since.
+    """
+
+    function: fx.GraphModule
+    states: int
+
+    def __call__(self, run: RegionRun, state: tuple[Any, ...], *inputs: Any) -> Any:
+        return self.function(run, *state, *inputs)
+
+    def checkpointed(self, run: RegionRun, inputs: tuple[Any, ...]) -> Any:
+        return checkpoint(
+            self,
+            run,
+            inputs[: self.states],
+            *inputs[self.states :],
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=run.contexts,
+        )
+
+
+def _top_region(body: _Body, counts: Counts, name: str) -> Callable[..., Any]:
     def call(*inputs: Any) -> Any:
         counts.regions += 1
-        return _checkpoint(body, RegionRun(counts), inputs)
+        return body.checkpointed(RegionRun(counts), inputs)
 
     return _named(call, name)
 
 
-def _inner_region(body: fx.GraphModule, key: int, name: str) -> Callable[..., Any]:
+def _inner_region(body: _Body, key: int, name: str) -> Callable[..., Any]:
     def call(run: RegionRun, *inputs: Any) -> Any:
-        return _checkpoint(body, run.child(key), inputs)
+        return body.checkpointed(run.child(key), inputs)
 
     return _named(call, name)
-
-
-def _checkpoint(body: fx.GraphModule, run: RegionRun, inputs: tuple[Any, ...]) -> Any:
-    return checkpoint(
-        body, run, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=run.contexts
-    )
 
 
 def _random(function: Callable[..., Any], key: int) -> Callable[..., Any]:
@@ -252,15 +286,17 @@ def _once(function: Callable[..., Any], key: int) -> Callable[..., Any]:
 
 
 def _batch_norm(function: Callable[..., Any], key: int) -> Callable[..., Any]:
-    """Batch normalisation in training: running statistics do not enter its output. (Rule 4)"""
+    """Batch normalisation in training: running statistics do not enter its output. (Rule 4)
+
+    Autograd saves them all the same, so the recomputation works on copies and not without them.
+    """
 
     def call(run: RegionRun, *args: Any, **kwargs: Any) -> Any:
         if not run.replaying:
             return function(*args, **kwargs)
-        names = ("input", "running_mean", "running_var")
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        rest = {name: value for name, value in given.items() if name not in names}
-        return function(given["input"], None, None, *args[3:], **rest)
+        args = (*args[:1], *(statistic.clone() for statistic in args[1:3]), *args[3:])
+        running = {name: kwargs[name].clone() for name in _RUNNING if name in kwargs}
+        return function(*args, **{**kwargs, **running})
 
     return call
 
@@ -282,6 +318,17 @@ def _method(name: str) -> Callable[..., Any]:
         return getattr(owner, name)(*args, **kwargs)
 
     return method
+
+
+def as_function(node: fx.Node) -> Callable[..., Any]:
+    """What `node` calls, as a function of all its arguments."""
+    return node.target if callable(node.target) else _method(str(node.target))
+
+
+def replace_target(node: fx.Node, function: Callable[..., Any]) -> None:
+    """Let `node` call `function` (arguments unchanged), under a name that says what it called before."""
+    name = f"{function.__name__.strip('_')}_{getattr(node.target, '__name__', node.target)}"
+    node.op, node.target = "call_function", _named(function, name)
 
 
 def rewrite(
@@ -327,8 +374,9 @@ class _Rewriter:
         self, graph: fx.Graph, region: CallRegion, environment: dict[fx.Node, fx.Node], run: fx.Node | None
     ) -> None:
         """Add the call of `region` to `graph`; `run` is the enclosing region's execution, if there is one."""
-        inputs, outputs = self._boundary(region)
-        body = self._body(region, inputs, outputs)
+        states, inputs, outputs = self._boundary(region)
+        inputs = [*states, *inputs]
+        body = _Body(self._body(region, inputs, outputs), len(states))
         name, arguments = f"region_{region.first}_{region.last}", [environment[n] for n in inputs]
         if run is None:
             call = graph.call_function(_top_region(body, self._counts, name), tuple(arguments))
@@ -340,12 +388,15 @@ class _Rewriter:
         for i, output in enumerate(outputs):
             environment[output] = graph.call_function(operator.getitem, (call, i))
 
-    def _boundary(self, region: CallRegion) -> tuple[list[fx.Node], list[fx.Node]]:
+    def _boundary(self, region: CallRegion) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
+        """(module state that the region updates, its other inputs, its outputs)"""
         inside = self._nodes[region.first : region.last + 1]
         members = set(inside)
         inputs = dict.fromkeys(n for node in inside for n in node.all_input_nodes if n not in members)
         outputs = [node for node in inside if any(user not in members for user in node.users)]
-        return list(inputs), outputs
+        updating = [self._nodes[i] for i in sorted(_all_once(region))]
+        states = [n for n in inputs if any(n in _states_of(node) for node in updating)]
+        return states, [n for n in inputs if n not in states], outputs
 
     def _body(self, region: CallRegion, inputs: list[fx.Node], outputs: list[fx.Node]) -> fx.GraphModule:
         graph = fx.Graph()
@@ -375,10 +426,9 @@ class _Rewriter:
             wrapper = _counted
         else:
             return
-        assert node.op in ("call_function", "call_method")
-        function = node.target if callable(node.target) else _method(node.target)
-        name = f"{wrapper.__name__.lstrip('_')}_{getattr(node.target, '__name__', node.target)}"
-        node.op, node.target, node.args = "call_function", _named(wrapper(function, ordinal), name), (run, *node.args)
+        function = _named(wrapper(as_function(node), ordinal), wrapper.__name__)
+        replace_target(node, function)
+        node.args = (run, *node.args)
 
     def _module(self, graph: fx.Graph) -> fx.GraphModule:
         graph.lint()

@@ -1,0 +1,70 @@
+# Every target works on a fresh machine with Python >= 3.11, make and git, and in any order.
+#
+# Two stamps in the virtual environment say what it holds: the stamp of the users' packages and the stamp of the
+# developers', a superset. Both are older than pyproject.toml or constraints.txt when either has changed.
+
+SHELL := bash
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+USER_STAMP := $(VENV)/.installed-models
+DEV_STAMP := $(VENV)/.installed-dev
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+
+.PHONY: help
+help: ## list the targets
+	@sed -nE 's/^([a-z-]+):.*## (.*)/\1|\2/p' Makefile | while IFS='|' read -r target what; do \
+		printf '  make %-8s %s\n' "$$target" "$$what"; done
+
+.PHONY: demo
+demo: $(USER_STAMP) ## plan GPT-2 for a budget of 20 GiB, on any machine
+	$(BIN)/remat plan --model gpt2 --budget 20GiB
+
+.PHONY: test
+test: $(DEV_STAMP) ## run the tests; those that need CUDA are reported as skipped without it
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+.PHONY: check
+check: lint types ## everything that reads the code without running it
+
+.PHONY: lint
+lint: $(DEV_STAMP) ## ruff: format and rules
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+.PHONY: format
+format: $(DEV_STAMP) ## let ruff rewrite the files
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# solvers/ and models/ are installed as remat.solvers and remat.models (package-dir in pyproject.toml), which mypy
+# cannot know: it takes a module's name from its path. So it reads links laid out as the package is installed. They are
+# made anew each time: a strict editable install also makes such links, but only when installing, and misses new files.
+# The paths in mypy's messages are turned back into the files'.
+TYPED := build/types
+.PHONY: types
+types: $(DEV_STAMP) ## mypy: the package and its tests
+	@rm -rf $(TYPED) && mkdir -p $(TYPED)/remat
+	@ln -s "$(CURDIR)"/remat/*.py "$(CURDIR)/solvers" "$(CURDIR)/models" $(TYPED)/remat
+	@ln -s "$(CURDIR)/tests" $(TYPED)/tests
+	@set -o pipefail; cd $(TYPED) && "$(CURDIR)/$(BIN)/mypy" --config-file "$(CURDIR)/pyproject.toml" --cache-dir "$(CURDIR)/.mypy_cache" \
+		remat tests | sed -E 's,^remat/(solvers|models)/,\1/,'
+
+.PHONY: clean
+clean: ## remove the virtual environment and all that tools leave behind
+	rm -rf $(VENV) build remat.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(USER_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) -e ".[models]"
+	@touch $@
+
+$(DEV_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) -e ".[models,dev]"
+	@touch $(USER_STAMP) $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "$(PYTHON) is $$($(PYTHON) --version 2>&1); remat needs Python 3.11 or newer: make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }

@@ -1,0 +1,155 @@
+"""What the allocator of a device did while a function ran: the truth that predictions are held against.
+
+On CUDA the caching allocator keeps the counts itself. On the CPU nobody counts, but every allocation is an event of
+PyTorch's profiler, with the bytes that were asked for, in the order in which they happened; the running sum is exact.
+The profiler sees the calling thread, in which a CPU-only backward runs too, and the threads that autograd starts.
+
+Peaks are *above the level at the start*. What was alive before (parameters, optimizer state) is the caller's to add;
+on the CPU nothing is credited for freeing it either, because the profiler does not know blocks older than itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity
+
+_MEMORY_EVENT = "[memory]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A function as the device saw it.
+
+    peak_bytes       highest level of allocated bytes above the level at the start
+    time_us          median time of one call; measured apart from memory, whose observation costs time
+    reserved_bytes   what CUDA's caching allocator held at its most, None on the CPU
+    requested_bytes  as peak_bytes, without the rounding of CUDA's allocator (512 bytes for every allocation, up to
+                     1 MiB for a large one that reuses a larger block); on the CPU nothing is rounded
+    """
+
+    peak_bytes: int
+    time_us: float
+    reserved_bytes: int | None
+    requested_bytes: int
+
+
+def measure_step(
+    function: Callable[[], object], device: torch.device, *, warm_up: int = 1, repeats: int = 3
+) -> Measured:
+    """Memory of one call of `function`, then the median time of `repeats` more; `warm_up` calls come first."""
+    for _ in range(warm_up):
+        function()
+    peak, requested, reserved = _observe(function, device)
+    times = [time_once_us(function, device) for _ in range(repeats)]
+    return Measured(peak, statistics.median(times) if times else 0.0, reserved, requested)
+
+
+def measure_peak(function: Callable[[], object], device: torch.device) -> int:
+    """Run `function` once; the peak of allocated bytes above the level at the start."""
+    return _observe(function, device)[0]
+
+
+def time_once_us(function: Callable[[], object], device: torch.device) -> float:
+    """Time of one call of `function`, which on CUDA includes all the work that it queued."""
+    synchronize(device)
+    begin = time.perf_counter()
+    function()
+    synchronize(device)
+    return (time.perf_counter() - begin) * 1e6
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _observe(function: Callable[[], object], device: torch.device) -> tuple[int, int, int | None]:
+    """(peak, peak of requested bytes, reserved bytes) of one call of `function`."""
+    gc.collect()  # garbage of earlier calls must not be freed, nor anything else made of it, inside the window
+    if device.type == "cuda":
+        return _observe_cuda(function, device)
+    peak = max(int(allocation_curve(function).max(initial=0)), 0)
+    return peak, peak, None
+
+
+def _observe_cuda(function: Callable[[], object], device: torch.device) -> tuple[int, int, int]:
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_stats(device)
+    function()
+    torch.cuda.synchronize(device)
+    after = torch.cuda.memory_stats(device)
+    peak = _rise(before, after, "allocated_bytes")
+    requested = _rise(before, after, "requested_bytes") or peak  # not every allocator backend counts requests
+    return peak, requested, int(after.get("reserved_bytes.all.peak", 0))
+
+
+def _rise(before: dict[str, Any], after: dict[str, Any], name: str) -> int:
+    return int(after.get(f"{name}.all.peak", 0)) - int(before.get(f"{name}.all.current", 0))
+
+
+def allocation_curve(function: Callable[[], object]) -> np.ndarray:
+    """Run `function` once on the CPU; bytes allocated above the start after each allocation and each release."""
+    return np.cumsum(np.array([size for _, size in allocation_events(function)], dtype=np.int64))
+
+
+def allocation_events(function: Callable[[], object]) -> list[tuple[int, int]]:
+    """Run `function` once on the CPU; (time in ns, signed bytes) of each allocation and release, in order."""
+    profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with _quiet_profiler():
+        profiler.start()
+    try:
+        function()
+    finally:
+        with _quiet_profiler():
+            profiler.stop()
+    results: Any = profiler.profiler.kineto_results  # type: ignore[union-attr]
+    found = [
+        (event.start_ns(), event.nbytes())
+        for event in results.events()
+        if event.name() == _MEMORY_EVENT and event.device_type() == DeviceType.CPU
+    ]
+    return sorted(found, key=lambda event: event[0])  # stable: events of one instant stay in the order of recording
+
+
+@contextlib.contextmanager
+def _quiet_profiler() -> Iterator[None]:
+    """Keep what the profiler's C++ library prints on start and stop (`USDT: profiler_start`) out of stderr.
+
+    It writes to the file descriptor, not to `sys.stderr`, and reads KINETO_LOG_LEVEL only when first used.
+    """
+    with warnings.catch_warnings(), _descriptor_to_null(2):
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextlib.contextmanager
+def _descriptor_to_null(descriptor: int) -> Iterator[None]:
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stderr.flush()
+    try:
+        kept = os.dup(descriptor)
+    except OSError:  # the process has no such descriptor: nothing to keep quiet
+        yield
+        return
+    null = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, descriptor)
+        yield
+    finally:
+        os.dup2(kept, descriptor)
+        os.close(kept)
+        os.close(null)

@@ -1,0 +1,77 @@
+"""Costs: how long every kind of operator takes, and what its kernel needs beside its outputs.
+
+Either measured on a device (`measure.py`), or estimated from a target's roofline, here. The two are never mixed, and
+whatever is derived from estimated costs is labelled so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import numpy as np
+
+from remat.graph import Graph, OpKind
+from remat.target import Target
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """Rows parallel to `Graph.kinds`.
+
+    source           "measured" or "estimated"       device   name of the device or target
+    time_us          median time of one call         spread   half the interquartile range over the median
+    workspace_bytes  peak of the kernel's own allocations, beyond inputs and outputs
+    about            repeats, versions, date
+    """
+
+    source: Literal["measured", "estimated"]
+    device: str
+    time_us: tuple[float, ...]
+    workspace_bytes: tuple[int, ...]
+    spread: tuple[float, ...] = ()
+    about: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def per_op_us(self, graph: Graph) -> np.ndarray:
+        """Time of every operator of `graph`, in microseconds."""
+        return np.array(self.time_us, dtype=np.float64)[graph.op_kind]
+
+    def workspace_per_op(self, graph: Graph) -> np.ndarray:
+        """Workspace of every operator of `graph`, in bytes."""
+        return np.array(self.workspace_bytes, dtype=np.int64)[graph.op_kind]
+
+    def step_time_us(self, graph: Graph) -> float:
+        """Time of the step without checkpointing: its operators one after the other."""
+        return float(self.per_op_us(graph).sum())
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Costs:
+        rows = {name: tuple(data[name]) for name in ("time_us", "workspace_bytes", "spread")}
+        return Costs(data["source"], data["device"], **rows, about=data["about"])
+
+
+def kind_key(kind: OpKind) -> str:
+    """What two kinds have in common if they cost the same: operator, shapes, strides, dtypes, arguments."""
+    return f"{kind.name} {kind.signature}"
+
+
+def estimate(graph: Graph, target: Target) -> Costs:
+    """Roofline costs (Williams et al. 2009): a kernel takes as long as its arithmetic or its traffic, whichever is
+    longer, at the share of the target's peaks that large kernels reach; never less than a launch."""
+    return Costs(
+        source="estimated",
+        device=target.name,
+        time_us=tuple(_roofline_us(kind, target) for kind in graph.kinds),
+        workspace_bytes=(0,) * len(graph.kinds),
+        about={"model": "roofline", "efficiency": target.efficiency},
+    )
+
+
+def _roofline_us(kind: OpKind, target: Target) -> float:
+    rate = target.flops_per_us.get(kind.dtype, target.flops_per_us["float32"])
+    arithmetic = kind.flops / (rate * target.efficiency)
+    traffic = kind.moved_bytes / (target.bytes_per_us * target.efficiency)
+    return max(arithmetic, traffic, target.launch_us)

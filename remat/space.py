@@ -1,0 +1,196 @@
+"""The space that a solver searches: where regions may begin and end, and what they may save.
+
+A *cut* is a position between two nodes where a region may begin or end. Every position where only single tensors
+cross, no context is open and no value is about to be changed in place is legal; the solver is given those where few
+storages cross. In a transformer these are the residual stream's positions between attention and MLP halves.
+Storages that live through a large part of the forward (attention masks, rotary tables, an encoder's output) are not
+counted as crossing: they would hide every cut.
+
+Runs of nodes between neighbouring cuts are *segments*. "Optimal" always means: among plans made of these segments,
+these saves and this nesting depth. `Space.about` says so in the plan file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+from remat.graph import OUTSIDE, Graph
+
+LONG_LIVED = 0.3  # of the nodes
+MOST_SEGMENTS = 200
+SMALLEST_SEGMENT = 0.2  # of the average traffic: smaller ones are merged into a neighbour
+FEWEST_SEGMENTS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Nodes first..end-1; `plain` if no region may contain it."""
+
+    first: int
+    end: int
+    plain: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Space:
+    """Segments in order, covering all nodes; `saveable` nodes; how many levels regions may nest."""
+
+    segments: tuple[Segment, ...]
+    saveable: tuple[int, ...]
+    depth: int
+
+    def about(self) -> dict[str, int]:
+        """For the plan file: what "optimal" ranges over."""
+        free = sum(not segment.plain for segment in self.segments)
+        return {"segments": free, "saveable_nodes": len(self.saveable), "nesting_depth": self.depth}
+
+    def stretches(self) -> Iterator[tuple[int, int]]:
+        """Maximal runs [a, b) of segments that are not plain and belong to one graph call."""
+        start = None
+        for i, segment in enumerate(self.segments):
+            if segment.plain:
+                if start is not None:
+                    yield start, i
+                start = None
+            elif start is None:
+                start = i
+        if start is not None:
+            yield start, len(self.segments)
+
+
+def find_space(graph: Graph, *, depth: int = 2) -> Space:
+    """The default space of `graph`."""
+    legal = legal_cuts(graph)
+    crossing = _crossing(graph)
+    for most in (1, 2, 3, 10**9):
+        cuts = [p for p in legal if len(crossing[p]) <= most]
+        if len(cuts) >= FEWEST_SEGMENTS:
+            break
+    forced = _forced_cuts(graph)
+    cuts = _merge_small(graph, sorted({*cuts, *forced}), forced, crossing)
+    plain_nodes = {i for i, node in enumerate(graph.nodes) if node.call == OUTSIDE or node.effect == "other"}
+    segments = tuple(
+        Segment(first, end, any(i in plain_nodes for i in range(first, end)))
+        for first, end in zip(cuts[:-1], cuts[1:], strict=True)
+    )
+    return Space(segments, saveable(graph), depth)
+
+
+def legal_cuts(graph: Graph) -> list[int]:
+    """Positions p, between nodes p-1 and p, where a region may begin or end."""
+    count = len(graph.nodes)
+    legal = np.ones(count + 1, dtype=bool)
+    last_use = last_uses(graph)
+    for i, node in enumerate(graph.nodes):
+        if not node.crossable and last_use[i] > i:
+            legal[i + 1 : last_use[i] + 1] = False
+        if node.bracketed:
+            legal[i + 1] = False
+        for producer in node.mutates:
+            legal[producer + 1 : i + 1] = False
+    return [p for p in range(count + 1) if legal[p]]
+
+
+def last_uses(graph: Graph) -> list[int]:
+    """For every node the last node that takes its value, or itself."""
+    last = list(range(len(graph.nodes)))
+    for i, node in enumerate(graph.nodes):
+        for source in node.inputs:
+            last[source] = max(last[source], i)
+    return last
+
+
+def saveable(graph: Graph) -> tuple[int, ...]:
+    """Nodes whose outputs a region may save: they allocate, and neither change a value nor have theirs changed."""
+    changed = {producer for node in graph.nodes for producer in node.mutates}
+    allocating = set(graph.storages.node[graph.storages.cast == 0].tolist())
+    return tuple(
+        i
+        for i, node in enumerate(graph.nodes)
+        if node.call != OUTSIDE and not node.effect and not node.mutates and i not in changed and i in allocating
+    )
+
+
+def _forced_cuts(graph: Graph) -> set[int]:
+    """Ends of the graph, borders between graph calls, and both sides of nodes that must stay plain."""
+    nodes = graph.nodes
+    forced = {0, len(nodes)}
+    for i, node in enumerate(nodes):
+        if i and node.call != nodes[i - 1].call:
+            forced.add(i)
+        if node.effect == "other":
+            forced |= {i, i + 1}
+    return forced
+
+
+def _crossing(graph: Graph) -> list[frozenset[int]]:
+    """For every position the storages that cross it, long-lived ones left out."""
+    count = len(graph.nodes)
+    end: dict[int, int] = {}
+    begin: dict[int, int] = {}
+    for i, last in enumerate(last_uses(graph)):
+        for storage in graph.nodes[i].values:
+            begin.setdefault(storage, i)
+            end[storage] = max(end.get(storage, 0), last)
+    crossing: list[set[int]] = [set() for _ in range(count + 1)]
+    for storage, first in begin.items():
+        if end[storage] - first <= LONG_LIVED * count:
+            for position in range(first + 1, end[storage] + 1):
+                crossing[position].add(storage)
+    return [frozenset(storages) for storages in crossing]
+
+
+def _merge_small(graph: Graph, cuts: list[int], forced: set[int], crossing: list[frozenset[int]]) -> list[int]:
+    """Drop cuts until no segment is much smaller than the average, and there are not too many."""
+    traffic = np.array([graph.kinds[kind].moved_bytes for kind in graph.op_kind[: graph.forward_end]])
+    total = np.concatenate([[0], np.cumsum(traffic)])
+    sizes = graph.storages.size_bytes
+
+    def work(first: int, end: int) -> int:
+        begin = graph.nodes[first].first if first < len(graph.nodes) else graph.forward_end
+        stop = graph.nodes[end - 1].end
+        return int(total[max(stop, begin)] - total[begin])
+
+    def bytes_across(position: int) -> int:
+        return int(sum(sizes[u] for u in crossing[position]))
+
+    while True:
+        works = [work(a, b) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+        free = [i for i in range(len(works)) if {cuts[i], cuts[i + 1]} - forced]
+        if not free:
+            return cuts
+        smallest = min(free, key=lambda i: (works[i], i))
+        few = len(cuts) - 1 <= MOST_SEGMENTS
+        if few and works[smallest] >= SMALLEST_SEGMENT * sum(works) / len(works):
+            return cuts
+        sides = [p for p in (cuts[smallest], cuts[smallest + 1]) if p not in forced]
+        cuts = [p for p in cuts if p != max(sides, key=bytes_across)]
+
+
+_BLOCK = re.compile(r"^(.*?\.)?\d+(?=\.|$)")
+
+
+def block_of(module: str) -> str | None:
+    """The outermost numbered module that `module` is part of: a layer of the model. None outside layers."""
+    match = _BLOCK.match(module)
+    return match[0] if match else None
+
+
+def blocks(graph: Graph) -> list[tuple[int, int]]:
+    """Runs of nodes [first, end) that belong to one layer of the model and may be a region."""
+    legal = set(legal_cuts(graph))
+    plain = {i for i, node in enumerate(graph.nodes) if node.call == OUTSIDE or node.effect == "other"}
+    found, start = [], 0
+    names = [None if node.call == OUTSIDE else (node.call, block_of(node.module)) for node in graph.nodes]
+    for i in range(1, len(names) + 1):
+        if i < len(names) and names[i] == names[start]:
+            continue
+        name = names[start]
+        if name and name[1] and start in legal and i in legal and not plain.intersection(range(start, i)):
+            found.append((start, i))
+        start = i
+    return found
