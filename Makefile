@@ -43,7 +43,7 @@ format: $(DEV_STAMP) ## let ruff rewrite the files
 # cannot know: it takes a module's name from its path. So it reads links laid out as the package is installed. They are
 # made anew each time: a strict editable install also makes such links, but only when installing, and misses new files.
 # The paths in mypy's messages are turned back into the files'.
-TYPED := build/types
+TYPED := .mypy_cache/layout
 .PHONY: types
 types: $(DEV_STAMP) ## mypy: the package and its tests
 	@rm -rf $(TYPED) && mkdir -p $(TYPED)/remat

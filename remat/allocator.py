@@ -1,11 +1,13 @@
 """What the allocator of a device did while a function ran: the truth that predictions are held against.
 
-On CUDA the caching allocator keeps the counts itself. On the CPU nobody counts, but every allocation is an event of
-PyTorch's profiler, with the bytes that were asked for, in the order in which they happened; the running sum is exact.
-The profiler sees the calling thread, in which a CPU-only backward runs too, and the threads that autograd starts.
+On CUDA the caching allocator keeps the counts itself. On the CPU nobody counts, but every allocation is an
+event of PyTorch's profiler, with the bytes that were asked for, in the order in which they happened; the
+running sum is exact. The profiler sees the calling thread, in which the backward of a CPU model runs too,
+and no other.
 
-Peaks are *above the level at the start*. What was alive before (parameters, optimizer state) is the caller's to add;
-on the CPU nothing is credited for freeing it either, because the profiler does not know blocks older than itself.
+Peaks are *above the level at the start*. What was alive before (parameters, optimizer state) is the
+caller's to add. On the CPU nothing is credited for freeing it: the profiler does not know blocks older than
+itself.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ class Measured:
     peak_bytes       highest level of allocated bytes above the level at the start
     time_us          median time of one call; measured apart from memory, whose observation costs time
     reserved_bytes   what CUDA's caching allocator held at its most, None on the CPU
-    requested_bytes  as peak_bytes, without the rounding of CUDA's allocator (512 bytes for every allocation, up to
-                     1 MiB for a large one that reuses a larger block); on the CPU nothing is rounded
+    requested_bytes  as peak_bytes, without the rounding of CUDA's allocator (to 512 bytes, and by up to 1 MiB
+                     where a large allocation reuses a larger block); on the CPU nothing is rounded
     """
 
     peak_bytes: int
@@ -49,17 +51,22 @@ class Measured:
 def measure_step(
     function: Callable[[], object], device: torch.device, *, warm_up: int = 1, repeats: int = 3
 ) -> Measured:
-    """Memory of one call of `function`, then the median time of `repeats` more; `warm_up` calls come first."""
+    """Memory of one call of `function`, then median time of `repeats` more; `warm_up` calls come first."""
     for _ in range(warm_up):
         function()
+    gc.collect()  # cyclic garbage of earlier calls must not be freed inside the window
     peak, requested, reserved = _observe(function, device)
     times = [time_once_us(function, device) for _ in range(repeats)]
     return Measured(peak, statistics.median(times) if times else 0.0, reserved, requested)
 
 
-def measure_peak(function: Callable[[], object], device: torch.device) -> int:
-    """Run `function` once; the peak of allocated bytes above the level at the start."""
-    return _observe(function, device)[0]
+def measure_peak(function: Callable[[], object], device: torch.device, *, requested: bool = False) -> int:
+    """Run `function` once; the peak of allocated bytes above the level at the start.
+
+    requested  count what was asked for instead of what CUDA's allocator rounds it to
+    """
+    peak, peak_requested, _ = _observe(function, device)
+    return peak_requested if requested else peak
 
 
 def time_once_us(function: Callable[[], object], device: torch.device) -> float:
@@ -78,7 +85,6 @@ def synchronize(device: torch.device) -> None:
 
 def _observe(function: Callable[[], object], device: torch.device) -> tuple[int, int, int | None]:
     """(peak, peak of requested bytes, reserved bytes) of one call of `function`."""
-    gc.collect()  # garbage of earlier calls must not be freed, nor anything else made of it, inside the window
     if device.type == "cuda":
         return _observe_cuda(function, device)
     peak = max(int(allocation_curve(function).max(initial=0)), 0)
@@ -102,7 +108,7 @@ def _rise(before: dict[str, Any], after: dict[str, Any], name: str) -> int:
 
 
 def allocation_curve(function: Callable[[], object]) -> np.ndarray:
-    """Run `function` once on the CPU; bytes allocated above the start after each allocation and each release."""
+    """Run `function` once on the CPU; bytes above the start after each allocation and each release."""
     return np.cumsum(np.array([size for _, size in allocation_events(function)], dtype=np.int64))
 
 
@@ -122,7 +128,7 @@ def allocation_events(function: Callable[[], object]) -> list[tuple[int, int]]:
         for event in results.events()
         if event.name() == _MEMORY_EVENT and event.device_type() == DeviceType.CPU
     ]
-    return sorted(found, key=lambda event: event[0])  # stable: events of one instant stay in the order of recording
+    return sorted(found, key=lambda event: event[0])  # stable: one instant's events stay as recorded
 
 
 @contextlib.contextmanager

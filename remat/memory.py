@@ -55,8 +55,13 @@ class Curve:
 
 
 @dataclasses.dataclass
-class _Recomputation:
-    """Operators [first, stop), inserted before backward operator `trigger`."""
+class Recomputation:
+    """Operators [first, stop), inserted before backward operator `trigger`.
+
+    top      index of the top-level region          level  0, or 1 for an inner one
+    packs    the saves that it makes again          release  last operator during which its inputs are kept
+    start    its position on the timeline
+    """
 
     region: Region
     top: int
@@ -66,7 +71,7 @@ class _Recomputation:
     release: int
     level: int
     packs: np.ndarray
-    start: int = -1  # position on the timeline
+    start: int = -1
 
 
 class Memory:
@@ -101,13 +106,17 @@ class Memory:
         low, high = np.searchsorted(self.graph.packs.node, (first, end))
         return np.arange(low, high)
 
-    def curve(self, regions: Sequence[Region]) -> Curve:
-        """Bytes alive at every operator of a step under `regions` (disjoint, in order)."""
+    def curve(self, regions: Sequence[Region], *, plain: tuple[int, int] | None = None) -> Curve:
+        """Bytes alive at every operator of a step under `regions` (disjoint, in order).
+
+        plain  count what autograd keeps outside regions for nodes first..end-1 only: the share of one run, for
+               the rows of the integer program
+        """
         recomputations = self._recomputations(regions)
         position, ops, owner = self._timeline(recomputations)
         storages = self.graph.storages
         births = [position(storages.birth)]
-        deaths = [position(self._deaths_of_originals(regions, recomputations))]
+        deaths = [position(self._deaths_of_originals(regions, recomputations, plain))]
         sizes = [storages.size_bytes]
         runs = np.ones(len(ops), dtype=bool)
         for recomputation in recomputations:
@@ -142,20 +151,25 @@ class Memory:
 
     # How the timeline comes about
 
-    def _recomputations(self, regions: Sequence[Region]) -> list[_Recomputation]:
-        found: list[_Recomputation] = []
+    def recomputation(self, region: Region) -> Recomputation | None:
+        """When and how far `region` is recomputed; None if nothing of it is asked for."""
+        found = self._recomputations([region])
+        return next((r for r in found if r.level == 0), None)
+
+    def _recomputations(self, regions: Sequence[Region]) -> list[Recomputation]:
+        found: list[Recomputation] = []
         for top, region in enumerate(regions):
             inner = [self._recomputation(part, top, level=1) for part in region.inner]
             outer = self._outer(region, top, [r for r in inner if r]) if region.inner else None
             found += [r for r in (outer or self._recomputation(region, top, level=0), *inner) if r]
         return sorted(found, key=lambda r: (r.trigger, r.level, -r.first))
 
-    def _recomputation(self, region: Region, top: int, level: int) -> _Recomputation | None:
+    def _recomputation(self, region: Region, top: int, level: int) -> Recomputation | None:
         table, packs = self.graph.packs, self.packs_in(region.first, region.end)
         asked = table.unpack[packs]
         if not (asked >= 0).any():
             return None
-        return _Recomputation(
+        return Recomputation(
             region,
             top,
             first=int(self.node_first[region.first]),
@@ -166,7 +180,7 @@ class Memory:
             packs=packs,
         )
 
-    def _outer(self, region: Region, top: int, inner: list[_Recomputation]) -> _Recomputation | None:
+    def _outer(self, region: Region, top: int, inner: list[Recomputation]) -> Recomputation | None:
         """The recomputation of a region that holds regions. (Rule 5)"""
         table, packs = self.graph.packs, self.packs_in(region.first, region.end)
         nodes = table.node[packs]
@@ -177,7 +191,7 @@ class Memory:
         triggers = [*asked[asked >= 0].tolist(), *(r.trigger for r in inner)]
         if not triggers:
             return None
-        return _Recomputation(
+        return Recomputation(
             region,
             top,
             first=int(self.node_first[region.first]),
@@ -188,7 +202,7 @@ class Memory:
             packs=packs,
         )
 
-    def _timeline(self, recomputations: list[_Recomputation]) -> tuple[_Position, np.ndarray, np.ndarray]:
+    def _timeline(self, recomputations: list[Recomputation]) -> tuple[_Position, np.ndarray, np.ndarray]:
         """(map from recorded operators to positions, operator at each position, its region or -1)."""
         count = self.graph.op_count
         triggers = np.array([r.trigger for r in recomputations], dtype=np.int64)
@@ -208,12 +222,14 @@ class Memory:
         return position, ops, owner
 
     def _deaths_of_originals(
-        self, regions: Sequence[Region], recomputations: list[_Recomputation]
+        self, regions: Sequence[Region], recomputations: list[Recomputation], only: tuple[int, int] | None
     ) -> np.ndarray:
         """Last recorded operator during which each storage made in forward is alive. (Rules 1-3)"""
         table = self.graph.packs
         death = self.graph.storages.death.copy()
         plain = self.kept
+        if only is not None:
+            plain = plain[(table.node[plain] >= only[0]) & (table.node[plain] < only[1])]
         for region in regions:
             plain = plain[(table.node[plain] < region.first) | (table.node[plain] >= region.end)]
         np.maximum.at(death, table.storage[plain], table.release[plain])
@@ -231,7 +247,7 @@ class Memory:
                 death[saved] = np.maximum(death[saved], np.where(replayed, r.trigger - 1, r.release))
         return death
 
-    def _instances(self, r: _Recomputation, position: _Position) -> tuple[np.ndarray, np.ndarray]:
+    def _instances(self, r: Recomputation, position: _Position) -> tuple[np.ndarray, np.ndarray]:
         """(storages made again by `r`, last position of each). (Rules 4 and 5)"""
         storages, table = self.graph.storages, self.graph.packs
         low, high = np.searchsorted(storages.birth, (r.first, r.stop))
@@ -249,14 +265,14 @@ class Memory:
                     death[index] = np.maximum(death[index], position(np.array([inner.release]))[0])
         return made, death
 
-    def _end_with_replay(self, deaths: np.ndarray, r: _Recomputation) -> None:
+    def _end_with_replay(self, deaths: np.ndarray, r: Recomputation) -> None:
         """What the last replayed node saved beyond the early stop goes when the recomputation ends."""
         saved = self.saved_storages(r.region)
         unused = saved[(self.graph.storages.birth[saved] >= r.stop)]
         unused = unused[self.graph.storages.node[unused] <= self.graph.packs.node[r.packs[-1]]]
         deaths[unused] = np.maximum(deaths[unused], r.start + r.stop - r.first - 1)
 
-    def _mark_replayed(self, runs: np.ndarray, r: _Recomputation) -> None:
+    def _mark_replayed(self, runs: np.ndarray, r: Recomputation) -> None:
         for node in r.region.saved:
             begin, end = max(self.node_first[node], r.first), min(self.node_end[node], r.stop)
             for op in range(begin, end):

@@ -3,8 +3,8 @@
 A *cut* is a position between two nodes where a region may begin or end. Every position where only single tensors
 cross, no context is open and no value is about to be changed in place is legal; the solver is given those where few
 storages cross. In a transformer these are the residual stream's positions between attention and MLP halves.
-Storages that live through a large part of the forward (attention masks, rotary tables, an encoder's output) are not
-counted as crossing: they would hide every cut.
+Storages that live through a large part of the forward or are used by many layers (attention masks, rotary tables, an
+encoder's output) are not counted as crossing: they would hide every cut.
 
 Runs of nodes between neighbouring cuts are *segments*. "Optimal" always means: among plans made of these segments,
 these saves and this nesting depth. `Space.about` says so in the plan file.
@@ -20,9 +20,10 @@ import numpy as np
 
 from remat.graph import OUTSIDE, Graph
 
-LONG_LIVED = 0.3  # of the nodes
+LONG_LIFE = 0.3  # of the nodes
+MANY_LAYERS = 3
 MOST_SEGMENTS = 200
-SMALLEST_SEGMENT = 0.2  # of the average traffic: smaller ones are merged into a neighbour
+SMALLEST_SEGMENT = 0.05  # of the average traffic: smaller ones are merged into a neighbour
 FEWEST_SEGMENTS = 4
 
 
@@ -132,13 +133,17 @@ def _crossing(graph: Graph) -> list[frozenset[int]]:
     count = len(graph.nodes)
     end: dict[int, int] = {}
     begin: dict[int, int] = {}
+    layers: dict[int, set[str | None]] = {}
     for i, last in enumerate(last_uses(graph)):
         for storage in graph.nodes[i].values:
             begin.setdefault(storage, i)
             end[storage] = max(end.get(storage, 0), last)
+        for source in graph.nodes[i].inputs:
+            for storage in graph.nodes[source].values:
+                layers.setdefault(storage, set()).add(block_of(graph.nodes[i].module))
     crossing: list[set[int]] = [set() for _ in range(count + 1)]
     for storage, first in begin.items():
-        if end[storage] - first <= LONG_LIVED * count:
+        if end[storage] - first <= LONG_LIFE * count and len(layers.get(storage, ())) < MANY_LAYERS:
             for position in range(first + 1, end[storage] + 1):
                 crossing[position].add(storage)
     return [frozenset(storages) for storages in crossing]

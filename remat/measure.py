@@ -1,0 +1,524 @@
+"""Measure: how long each kind of operator takes on the device at hand, and what its kernel needs meanwhile.
+
+A Graph describes each kind by the shapes, strides and dtypes of its arguments. Here such arguments are made
+again with data in them, one kind at a time, and the operator is called on them: so a step can be profiled
+that would never fit in memory as a whole.
+
+Rule 1  Time is the median of several samples. A sample is one call, or a batch of calls where one is too
+        short for the clock. Calls are issued back to back, as a training step does: on CUDA a tiny operator
+        costs its launch.
+Rule 2  Workspace is the peak of allocated bytes during a call less the outputs that are new. The first call
+        is left out: libraries keep what they allocate then (cuBLAS's workspace), once for the process.
+        Those bytes are `Costs.about["library_bytes"]`.
+Rule 3  Data is harmless: probabilities where a kernel asserts that they are, indices within the table that
+        they index, nothing that decays to denormal numbers when an operator changes its argument again and
+        again.
+Rule 4  What cannot be made again or run costs nothing here, and is named in `Costs.about["not_measured"]`:
+        an operator without a kernel on this device, an argument that JSON cannot say, a kind that does not
+        fit.
+
+Results are kept in the user's cache folder, one file for each device and torch version: a kind is measured
+once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import functools
+import gc
+import hashlib
+import json
+import os
+import platform
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_leaves
+
+from remat.allocator import measure_peak, synchronize
+from remat.costs import Costs, kind_key
+from remat.errors import UsageError
+from remat.graph import Graph, OpKind
+from remat.plan import write_atomically
+from remat.target import TARGETS, Target
+from remat.units import GIB, gib
+
+_FORMAT = "remat-kernel-costs"
+_VERSION = 1
+_SAMPLE_US = 200.0  # a shorter call is timed in batches of about this
+_BATCH = 100
+_BATCH_IN_PLACE = 8  # 0.5 ** 8 is no denormal number, not even in float16 (Rule 3)
+_LONG_US = 1e6  # a call that takes longer is timed once
+
+
+class NotMeasurable(Exception):
+    """The kind cannot be made again or run; says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class KindCost:
+    """One row of `Costs`."""
+
+    time_us: float
+    spread: float
+    workspace_bytes: int
+
+
+def measure(
+    graph: Graph,
+    device: torch.device,
+    *,
+    cache: Path | Literal["default"] | None = "default",
+    repeats: int = 15,
+    seconds_per_kind: float = 0.15,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Costs:
+    """Costs of every kind of operator in `graph`, measured on `device`.
+
+    cache             folder with earlier results, None to measure everything anew and keep nothing
+    repeats           samples for a median: at least 3, fewer than this once `seconds_per_kind` are over
+    on_progress       called with (kinds done, kinds in all)
+    """
+    begin = time.perf_counter()
+    known = Cache.open(default_cache() if cache == "default" else cache, device)
+    rows: list[KindCost] = []
+    failed: list[dict[str, Any]] = []
+    hits = 0
+    with _ready(device), known:
+        before = _allocated(device)
+        for index, kind in enumerate(graph.kinds):
+            row = known.rows.get(_hash(kind))
+            hits += row is not None
+            if row is None:
+                try:
+                    row = known.rows[_hash(kind)] = measure_kind(kind, device, repeats, seconds_per_kind)
+                except NotMeasurable as error:
+                    row = KindCost(0.0, 0.0, 0)
+                    failed.append({"kind": index, "op": kind.name, "reason": str(error)})
+            rows.append(row)
+            if on_progress is not None:
+                on_progress(index + 1, len(graph.kinds))
+        known.library_bytes = max(known.library_bytes, _allocated(device) - before)  # nothing of ours is left
+    return Costs(
+        source="measured",
+        device=device_name(device),
+        time_us=tuple(row.time_us for row in rows),
+        workspace_bytes=tuple(row.workspace_bytes for row in rows),
+        spread=tuple(row.spread for row in rows),
+        about={
+            "torch": torch.__version__,
+            "date": datetime.date.today().isoformat(),
+            "repeats": repeats,
+            "seconds": round(time.perf_counter() - begin, 3),
+            "from_cache": hits,
+            "library_bytes": known.library_bytes,
+            "not_measured": failed,
+        },
+    )
+
+
+@contextlib.contextmanager
+def _ready(device: torch.device) -> Iterator[None]:
+    """No gradients, `device` current, and the random state of the caller as it was."""
+    on_cuda = device.type == "cuda"
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(devices=[device] if on_cuda else []),
+        torch.cuda.device(device) if on_cuda else contextlib.nullcontext(),
+    ):
+        torch.manual_seed(0)
+        yield
+    if on_cuda:
+        torch.cuda.empty_cache()
+
+
+def measure_kind(
+    kind: OpKind, device: torch.device, repeats: int = 15, seconds_per_kind: float = 0.15
+) -> KindCost:
+    """Time and workspace of one kind; raises `NotMeasurable`."""
+    function = _overload(kind.name)
+    _check_memory(kind, device)
+    try:
+        call = _Call(function, kind, device)
+        call()  # Rule 2: libraries and caches get ready
+        synchronize(device)
+        workspace = _workspace_bytes(call, device)
+        times = _samples_us(call, device, repeats, seconds_per_kind)
+    except NotMeasurable:
+        raise
+    except Exception as error:  # whatever an operator may raise on arguments that are not quite the real ones
+        _forget_failure(device)
+        raise NotMeasurable(_first_line(error)) from error
+    low, median, high = np.quantile(times, (0.25, 0.5, 0.75))
+    return KindCost(float(median), float((high - low) / 2 / median) if median else 0.0, workspace)
+
+
+def _forget_failure(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _check_memory(kind: OpKind, device: torch.device) -> None:
+    """Refuse what would make a CPU swap or kill the process; CUDA says so itself. (Rule 4)"""
+    if device.type != "cpu":
+        return
+    available = _available_bytes()
+    if kind.moved_bytes > available:
+        raise NotMeasurable(f"needs {gib(kind.moved_bytes)}, and {gib(available)} are available")
+
+
+# ---- calling a kind --------------------------------------------------------------------------------------
+
+
+class _Call:
+    """An operator with arguments made from a kind's signature; calling it drops the result."""
+
+    def __init__(self, function: Any, kind: OpKind, device: torch.device):
+        self.function = function
+        self.in_place = bool(function._schema.is_mutable)
+        self._kind = kind
+        self._device = device
+        self.renew()
+
+    def renew(self) -> None:
+        """Fresh data; the old arguments are let go first, so that a kind is never in memory twice."""
+        self.args: list[Any] = []
+        self.kwargs: dict[str, Any] = {}
+        self.args, self.kwargs = arguments(self._kind, self._device)
+
+    def result(self) -> Any:
+        return self.function(*self.args, **self.kwargs)
+
+    def __call__(self) -> None:
+        self.function(*self.args, **self.kwargs)
+
+
+def _overload(name: str) -> Any:
+    """The overload called "aten.mm.default"; raises `NotMeasurable` where there is none."""
+    try:
+        return functools.reduce(getattr, name.split("."), torch.ops)
+    except (AttributeError, RuntimeError) as error:
+        raise NotMeasurable(f"there is no operator {name} in torch {torch.__version__}") from error
+
+
+def arguments(kind: OpKind, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments like those that `kind` was recorded with, on `device`; raises `NotMeasurable`."""
+    args, kwargs = kind.signature
+    below = _index_limit(kind.name, args)
+    draw = torch.Tensor.normal_ if kind.flops else _draw_probabilities
+
+    def value(described: Any) -> Any:
+        if isinstance(described, list):
+            return [value(item) for item in described]
+        if not isinstance(described, dict):
+            return described
+        ((what, content),) = described.items()
+        if what == "tensor":
+            shape, stride, dtype = content
+            return _tensor(shape, stride, getattr(torch, dtype), device, below, draw)
+        if what == "device":
+            return device
+        if what in ("dtype", "memory_format", "layout"):
+            return getattr(torch, content)
+        raise NotMeasurable(f"the argument {content!r} cannot be made again")
+
+    made = [value(a) for a in args], {name: value(v) for name, v in kwargs.items()}
+    if kind.name.startswith("aten._grouped_mm."):
+        _spread_groups(made[0])
+    return made
+
+
+def _draw_probabilities(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.uniform_(0.5, 1.0)  # Rule 3
+
+
+def _tensor(
+    shape: list[int],
+    stride: list[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    below: int,
+    draw: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """A tensor with these strides (expanded and overlapping ones too) and harmless data. (Rule 3)"""
+    last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    length = last + 1 if all(shape) else 0
+    if dtype == torch.bool:
+        flat = torch.rand(length, device=device) < 0.5
+    elif dtype.is_floating_point and dtype.itemsize >= 2:
+        flat = draw(torch.empty(length, dtype=dtype, device=device))
+    elif below > 1 and dtype in (torch.int32, torch.int64):
+        flat = torch.randint(below, (length,), dtype=dtype, device=device)
+    else:
+        flat = torch.zeros(length, dtype=dtype, device=device)
+    return flat.as_strided(shape, stride)
+
+
+def _index_limit(name: str, args: list[Any]) -> int:
+    """Integer tensors hold indices below this: spread, because equal ones contend in scattering kernels.
+
+    1, that is all zeros, where nothing is known about the operator.
+    """
+    op = name.split(".")[1]
+    shapes = [a["tensor"][0] if isinstance(a, dict) and "tensor" in a else None for a in args]
+    if op == "embedding" and shapes[0]:
+        return int(shapes[0][0])
+    if op == "embedding_dense_backward":
+        return int(args[2])
+    if op in ("nll_loss_forward", "nll_loss_backward"):
+        scores = shapes[0 if op == "nll_loss_forward" else 1]
+        return int(scores[1]) if scores and len(scores) > 1 else 1
+    if op in ("index", "index_put", "index_put_", "_unsafe_index_put", "_index_put_impl_") and shapes[0]:
+        indexed = [size for size, index in zip(shapes[0], args[1], strict=False) if index is not None]
+        return int(min(indexed, default=1))
+    if op in ("gather", "index_select", "index_add", "index_add_", "scatter", "scatter_", "scatter_add"):
+        return int(shapes[0][args[1]]) if shapes[0] else 1
+    return 1
+
+
+def _spread_groups(args: list[Any]) -> None:
+    """End of each group of a grouped product: equal shares of the dimension that is split."""
+    left, right, offsets = (*args, None)[:3]
+    if offsets is None:
+        return
+    rows, shared, columns = left.shape[0], left.shape[-1], right.shape[-1]
+    split = shared if left.dim() == right.dim() else rows if left.dim() == 2 else columns
+    offsets.copy_(torch.arange(1, len(offsets) + 1, device=offsets.device) * split // len(offsets))
+
+
+# ---- workspace -------------------------------------------------------------------------------------------
+
+
+def _workspace_bytes(call: _Call, device: torch.device) -> int:
+    """Peak of what the kernel allocates, beyond the outputs that it makes. (Rule 2)"""
+    results: list[Any] = []
+    peak = measure_peak(lambda: results.append(call.result()), device, requested=True)
+    given = {storage.data_ptr() for storage in _storages((call.args, call.kwargs))}
+    new = {s.data_ptr(): s.nbytes() for s in _storages(results) if s.data_ptr() not in given}
+    return max(peak - sum(new.values()), 0)
+
+
+def _storages(values: Any) -> list[torch.UntypedStorage]:
+    return [leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def _allocated(device: torch.device) -> int:
+    return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0
+
+
+# ---- time ------------------------------------------------------------------------------------------------
+
+
+def _samples_us(call: _Call, device: torch.device, repeats: int, seconds: float) -> list[float]:
+    """Times of one call, each the mean of a batch. (Rule 1)"""
+    sample = _sample_cuda_us if device.type == "cuda" else _sample_cpu_us
+    once = sample(call, 1)
+    if once > _LONG_US:
+        return [once]
+    most = _BATCH_IN_PLACE if call.in_place else _BATCH
+    batch = max(1, min(most, round(_SAMPLE_US / max(once, 0.1))))
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < 3 or (len(times) < repeats and time.perf_counter() < end):
+        if call.in_place:
+            call.renew()
+        times.append(sample(call, batch))
+    return times
+
+
+def _sample_cpu_us(call: _Call, batch: int) -> float:
+    begin = time.perf_counter()
+    for _ in range(batch):
+        call()
+    return (time.perf_counter() - begin) * 1e6 / batch
+
+
+def _sample_cuda_us(call: _Call, batch: int) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(batch):
+        call()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) * 1e3 / batch
+
+
+# ---- cache -----------------------------------------------------------------------------------------------
+
+
+def default_cache() -> Path | None:
+    """`$XDG_CACHE_HOME/remat` or `~/.cache/remat`; None where there is no home."""
+    if root := os.environ.get("XDG_CACHE_HOME"):
+        return Path(root) / "remat"
+    try:
+        return Path.home() / ".cache" / "remat"
+    except RuntimeError:
+        return None
+
+
+class Cache:
+    """Rows measured earlier on one device with one torch version; a context that saves on the way out.
+
+    It is a convenience and never an error: a file that cannot be read is measured again, a folder that cannot
+    be written is left alone. Saving also happens on an interrupt, so that what was measured is not lost.
+    """
+
+    def __init__(self, path: Path | None):
+        self.path = path
+        self.rows: dict[str, KindCost] = {}
+        self.library_bytes = 0
+        self.rates: dict[str, float] = {}
+
+    @staticmethod
+    def open(folder: Path | None, device: torch.device) -> Cache:
+        if folder is None:
+            return Cache(None)
+        name = f"{device_name(device)} torch {torch.__version__}"
+        slug = re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
+        cache = Cache(folder / f"{slug}.json")
+        cache._load()
+        return cache
+
+    def _load(self) -> None:
+        """Add what the file has and this does not; a corrupt or foreign file has nothing."""
+        if self.path is None:
+            return
+        try:
+            data = json.loads(self.path.read_text())
+            if data["format"] != _FORMAT or data["version"] != _VERSION:
+                return
+            rows = {key: KindCost(float(t), float(s), int(w)) for key, (t, s, w) in data["rows"].items()}
+            rates = {name: float(rate) for name, rate in data["rates"].items()}
+            library_bytes = int(data["library_bytes"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return
+        self.rows = {**rows, **self.rows}
+        self.rates = {**rates, **self.rates}
+        self.library_bytes = max(self.library_bytes, library_bytes)
+
+    def save(self) -> None:
+        if self.path is None or not (self.rows or self.rates):
+            return
+        self._load()  # another process may have written meanwhile
+        data = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "library_bytes": self.library_bytes,
+            "rates": self.rates,
+            "rows": {key: dataclasses.astuple(row) for key, row in self.rows.items()},
+        }
+        with contextlib.suppress(OSError, UsageError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.path, json.dumps(data))
+
+    def __enter__(self) -> Cache:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.save()
+
+
+def _hash(kind: OpKind) -> str:
+    return hashlib.sha256(kind_key(kind).encode()).hexdigest()[:24]
+
+
+# ---- the device at hand ----------------------------------------------------------------------------------
+
+
+def device_name(device: torch.device) -> str:
+    """What results measured on `device` are filed under."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"cpu {_cpu_model()}, {threads} thread{'s' if threads != 1 else ''}"
+
+
+@functools.cache
+def _cpu_model() -> str:
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+_CUDA_NAMES = (
+    ("h200", "h200"),
+    ("h100", "h100-80gb"),
+    (r"a100.*80", "a100-80gb"),
+    ("a100", "a100-40gb"),
+    (r"rtx 4090$", "rtx4090"),
+)
+
+
+def device_target(device: torch.device, *, cache: Path | Literal["default"] | None = "default") -> Target:
+    """The device at hand as a Target; its rates, for estimates only, are a data sheet's or measured once."""
+    if device.type == "cuda":
+        memory = int(torch.cuda.mem_get_info(device)[1])
+        name = torch.cuda.get_device_name(device).lower()
+        for pattern, known in _CUDA_NAMES:
+            if re.search(pattern, name):
+                return dataclasses.replace(TARGETS[known], memory_bytes=memory)
+    else:
+        name, memory = "cpu", physical_memory()
+    rates = _rates(device, cache)
+    return Target(
+        name=name,
+        device="cuda" if device.type == "cuda" else "cpu",
+        memory_bytes=memory,
+        bytes_per_us=rates.pop("bytes"),
+        flops_per_us=rates,
+        efficiency=1.0,  # these are rates that kernels reached
+        alignment_bytes=512 if device.type == "cuda" else 1,
+    )
+
+
+def _rates(device: torch.device, cache: Path | Literal["default"] | None) -> dict[str, float]:
+    """Bytes per microsecond of a large copy, and operations per microsecond of a large product by dtype."""
+    known = Cache.open(default_cache() if cache == "default" else cache, device)
+    if not known.rates:
+        with _ready(device), known:
+            known.rates = _measured_rates(device)
+    return dict(known.rates)
+
+
+def _measured_rates(device: torch.device) -> dict[str, float]:
+    length, side = (64 << 20, 4096) if device.type == "cuda" else (4 << 20, 512)
+    vector = {"tensor": [[length], [1], "float32"]}
+    copy = OpKind("aten.clone.default", [[vector], {}], 0, 8 * length, "float32")
+    rates = {"bytes": copy.moved_bytes / measure_kind(copy, device).time_us}
+    for dtype in ("float32", "bfloat16", "float16"):
+        matrix = {"tensor": [[side, side], [side, 1], dtype]}
+        product = OpKind("aten.mm.default", [[matrix, matrix], {}], 2 * side**3, 0, dtype)
+        with contextlib.suppress(NotMeasurable):  # a dtype that this device has no product for
+            rates[dtype] = product.flops / measure_kind(product, device).time_us
+    return rates
+
+
+def physical_memory() -> int:
+    """Bytes of memory that this process may use: the machine's, or its container's limit."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, ValueError):
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))  # "max" is no number
+    return total
+
+
+def _available_bytes() -> int:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return min(int(line.split()[1]) * 1024, physical_memory())
+    return physical_memory() - GIB

@@ -1,0 +1,48 @@
+"""What a solver is given besides the problem, and what it gives back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal
+
+from remat.plan import Region
+
+Status = Literal["optimal", "feasible", "infeasible", "unknown"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """How long and how a solver may work.
+
+    time_s       wall time, None without limit       seed     of whatever it draws
+    workers      threads                             gap      relative gap at which a plan counts as optimal
+    on_progress  called with (objective_us, bound_us) whenever either improves
+    """
+
+    time_s: float | None = None
+    seed: int = 0
+    workers: int = 2
+    gap: float = 0.001
+    on_progress: Callable[[float, float], None] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Solution:
+    """regions in graph order; objective and bound in microseconds of recomputation.
+
+    status  "infeasible" is proved; "unknown" means that time ran out before any plan was found
+    """
+
+    solver: str
+    status: Status
+    regions: tuple[Region, ...] = ()
+    objective_us: float = 0.0
+    bound_us: float = 0.0
+    wall_s: float = 0.0
+    rounds: int = 1
+
+    @property
+    def gap(self) -> float:
+        """(objective - bound) / max(objective, 1 us)."""
+        return max(self.objective_us - self.bound_us, 0.0) / max(self.objective_us, 1.0)
