@@ -38,9 +38,7 @@ def workload(
         )
         return library.BertForMaskedLM(config).train()
 
-    return text_workload(
-        name, build, vocab=vocab, positions=positions, batch_size=batch_size, seq_len=positions
-    )
+    return text_workload(name, build, vocab=vocab, positions=positions, batch_size=batch_size, seq_len=positions)
 
 
 def bert_large() -> Workload:

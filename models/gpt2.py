@@ -41,9 +41,7 @@ def workload(
         model.loss_type = "ForCausalLM"
         return model.train()
 
-    return text_workload(
-        name, build, vocab=vocab, positions=positions, batch_size=batch_size, seq_len=positions
-    )
+    return text_workload(name, build, vocab=vocab, positions=positions, batch_size=batch_size, seq_len=positions)
 
 
 def gpt2() -> Workload:

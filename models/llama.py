@@ -44,9 +44,7 @@ def workload(
         )
         return library.LlamaForCausalLM(config).train()
 
-    return text_workload(
-        name, build, vocab=vocab, positions=positions, batch_size=batch_size, seq_len=seq_len
-    )
+    return text_workload(name, build, vocab=vocab, positions=positions, batch_size=batch_size, seq_len=seq_len)
 
 
 def llama_1b() -> Workload:

@@ -47,9 +47,7 @@ def workload(
         )
         return library.Qwen3MoeForCausalLM(config).train()
 
-    return text_workload(
-        name, build, vocab=vocab, positions=positions, batch_size=batch_size, seq_len=seq_len
-    )
+    return text_workload(name, build, vocab=vocab, positions=positions, batch_size=batch_size, seq_len=seq_len)
 
 
 def qwen3_moe() -> Workload:

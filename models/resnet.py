@@ -22,9 +22,7 @@ def workload(
     library = transformers()
 
     def build() -> nn.Module:
-        config = library.ResNetConfig(
-            embedding_size=stem, hidden_sizes=widths, depths=depths, **classifier(labels)
-        )
+        config = library.ResNetConfig(embedding_size=stem, hidden_sizes=widths, depths=depths, **classifier(labels))
         return library.ResNetForImageClassification(config).train()
 
     return image_workload(name, build, image_size=image_size, stride=32, labels=labels, batch_size=batch_size)

@@ -29,15 +29,11 @@ def workload(
         )
         return library.ViTForImageClassification(config).train()
 
-    return image_workload(
-        name, build, image_size=image_size, stride=PATCH, labels=labels, batch_size=batch_size
-    )
+    return image_workload(name, build, image_size=image_size, stride=PATCH, labels=labels, batch_size=batch_size)
 
 
 def vit_l16(image_size: int = 224) -> Workload:
-    return workload(
-        "vit-l16", width=1024, layers=24, heads=16, batch_size=64, image_size=image_size, labels=1000
-    )
+    return workload("vit-l16", width=1024, layers=24, heads=16, batch_size=64, image_size=image_size, labels=1000)
 
 
 def small() -> Workload:

@@ -23,6 +23,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -64,6 +65,15 @@ class Node:
     crossable: bool = True
     bracketed: bool = False
     wired: tuple[int, ...] = ()
+
+
+_BLOCK = re.compile(r"^(.*?\.)?\d+(?=\.|$)")
+
+
+def block_of(module: str) -> str | None:
+    """The outermost numbered module that `module` is part of: a layer of the model. None outside layers."""
+    match = _BLOCK.match(module)
+    return match[0] if match else None
 
 
 def fingerprint(rows: Iterable[tuple[str, str, list[int]]]) -> str:
@@ -166,8 +176,7 @@ class Graph:
     def _fingerprint_of(self, members: list[int]) -> str:
         ordinal = {i: k for k, i in enumerate(members)}
         return fingerprint(
-            (self.nodes[i].op, self.nodes[i].module, [ordinal[j] for j in self.nodes[i].wired])
-            for i in members
+            (self.nodes[i].op, self.nodes[i].module, [ordinal[j] for j in self.nodes[i].wired]) for i in members
         )
 
     def __str__(self) -> str:

@@ -189,9 +189,7 @@ def _cast(values: Any, dtype: torch.dtype) -> Any:
 def _cast_one(dtype: torch.dtype, value: Any) -> Any:
     if not _eligible(value) or value.dtype == dtype:
         return value
-    is_weight = (
-        value.dtype == torch.float32 and value.requires_grad and value.is_leaf and not value._is_view()
-    )
+    is_weight = value.dtype == torch.float32 and value.requires_grad and value.is_leaf and not value._is_view()
     if not (is_weight and _weight_casts.depth):
         return value.to(dtype)
     key = (id(value), dtype)
@@ -257,9 +255,7 @@ def dropout(device: Device, function: Call, input: Tensor, p: float, train: bool
     return function(input, p, train)
 
 
-def linear(
-    device: Device, function: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> Tensor:
+def linear(device: Device, function: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Rule 8. torch adds the bias out of place for any subclass of Tensor, and fakes are one."""
     if device.autocast:
         input, weight, bias = _cast((input, weight, bias), device.autocast)
@@ -295,9 +291,7 @@ def batch_norm(
         and 0 < input.numel() < 2**31 - 1
     ):
         input = input.contiguous(memory_format=suggest_memory_format(input))
-        return aten.cudnn_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)[
-            0
-        ]
+        return aten.cudnn_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)[0]
     return function(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled)
 
 
@@ -418,9 +412,7 @@ def attention(
     return _unfused_attention(call)
 
 
-def _fused_takes(
-    call: _Attention, dtypes: tuple[torch.dtype, ...], *, gqa: bool, one_kv: bool = True
-) -> bool:
+def _fused_takes(call: _Attention, dtypes: tuple[torch.dtype, ...], *, gqa: bool, one_kv: bool = True) -> bool:
     """What every fused kernel asks for."""
     query, key, _ = call.tensors
     if any(t.dim() != 4 or t.dtype != query.dtype or t.shape[0] != query.shape[0] for t in call.tensors):
@@ -479,9 +471,7 @@ def _flash_attention(call: _Attention) -> Tensor:
     size = call.query.shape[-1]
     padded = [torch.nn.functional.pad(t, (0, -size % 8)) if size % 8 else t for t in call.tensors]
     scale = size**-0.5 if call.scale is None else call.scale
-    output = aten._scaled_dot_product_flash_attention(
-        *padded, call.dropout_p, call.is_causal, False, scale=scale
-    )[0]
+    output = aten._scaled_dot_product_flash_attention(*padded, call.dropout_p, call.is_causal, False, scale=scale)[0]
     return output[..., :size] if size % 8 else output
 
 
@@ -586,9 +576,7 @@ def _rms_norm_fake(x: Tensor, dims: int, w: Tensor | None) -> tuple[Tensor, ...]
 
 
 @torch.library.register_fake("remat::_fused_rms_norm_backward")
-def _rms_norm_backward_fake(
-    g: Tensor, x: Tensor, rstd: Tensor, w: Tensor | None
-) -> tuple[Tensor | None, ...]:
+def _rms_norm_backward_fake(g: Tensor, x: Tensor, rstd: Tensor, w: Tensor | None) -> tuple[Tensor | None, ...]:
     return tuple(None if t is None else _contiguous_like(t) for t in (x, w))
 
 
@@ -757,9 +745,7 @@ def _retarget(node: torch.fx.Node, target: OnCuda) -> None:
 @functools.cache
 def _without_overrides(function: types.FunctionType) -> Call:
     """A Python function of torch that runs its own body, whatever `__torch_function__` is active."""
-    never = dict.fromkeys(
-        ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _never
-    )
+    never = dict.fromkeys(("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _never)
     copy = types.FunctionType(
         function.__code__, {**function.__globals__, **never}, function.__name__, None, function.__closure__
     )

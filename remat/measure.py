@@ -139,9 +139,7 @@ def _ready(device: torch.device) -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
-def measure_kind(
-    kind: OpKind, device: torch.device, repeats: int = 15, seconds_per_kind: float = 0.15
-) -> KindCost:
+def measure_kind(kind: OpKind, device: torch.device, repeats: int = 15, seconds_per_kind: float = 0.15) -> KindCost:
     """Time and workspace of one kind; raises `NotMeasurable`."""
     function = _overload(kind.name)
     _check_memory(kind, device)

@@ -12,7 +12,9 @@ Rule 4  A region is recomputed before the first operator of backward that follow
         checkpoint hands it out and forgets it), everything else as long as in forward, at most until the recomputation ends.
 Rule 5  While a region with inner ones is recomputed, an inner region runs as in forward: it keeps its inputs. It is
         recomputed itself when one of its own saves is asked for.
-Rule 6  A cast that belongs to a saved node (autocast's copies) is not saved; it is made again.
+Rule 6  Counters of a module are not advanced by a recomputation. Batch normalisation works there on copies of its
+        running statistics, which are not counted here: a few KiB a layer, the replay sees them.
+Rule 7  A cast that belongs to a saved node (autocast's copies) is not saved; it is made again.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from remat.graph import Graph
+from remat.graph import Graph, block_of
 from remat.plan import Region
 
 
@@ -54,6 +56,22 @@ class Curve:
         return int(self.alive_bytes.argmax())
 
 
+_CATEGORIES = ("activations", "logits and loss", "gradients", "temporaries")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Lives:
+    """Every storage of a step under a plan, once per time that it is made, and the timeline that it lives on."""
+
+    storage: np.ndarray
+    size_bytes: np.ndarray
+    birth: np.ndarray
+    death: np.ndarray
+    op: np.ndarray
+    region: np.ndarray
+    runs: np.ndarray
+
+
 @dataclasses.dataclass
 class Recomputation:
     """Operators [first, stop), inserted before backward operator `trigger`.
@@ -79,9 +97,7 @@ class Memory:
 
     def __init__(self, graph: Graph, workspace_bytes: np.ndarray | None = None):
         self.graph = graph
-        self.workspace_bytes = (
-            np.zeros(graph.op_count, dtype=np.int64) if workspace_bytes is None else workspace_bytes
-        )
+        self.workspace_bytes = np.zeros(graph.op_count, dtype=np.int64) if workspace_bytes is None else workspace_bytes
         packs = graph.packs
         self.kept = np.flatnonzero((packs.storage >= 0) & (packs.release >= graph.forward_end))
         self.node_first = np.array([node.first for node in graph.nodes], dtype=np.int64)
@@ -112,32 +128,64 @@ class Memory:
         plain  count what autograd keeps outside regions for nodes first..end-1 only: the share of one run, for
                the rows of the integer program
         """
+        lives = self._lives(regions, plain)
+        change = np.zeros(len(lives.op) + 1, dtype=np.int64)
+        np.add.at(change, lives.birth, lives.size_bytes)
+        np.subtract.at(change, lives.death + 1, lives.size_bytes)
+        alive = np.cumsum(change[:-1]) + self.graph.fixed_total
+        alive += np.where(lives.runs, self.workspace_bytes[lives.op], 0)
+        return Curve(alive, lives.op, lives.region, lives.runs)
+
+    def breakdown(self, regions: Sequence[Region]) -> dict[str, int]:
+        """Bytes by category at the peak of the step; they add up to it."""
+        lives, curve = self._lives(regions, None), self.curve(regions)
+        at = curve.peak_at
+        alive = (lives.birth <= at) & (lives.death >= at)
+        storage, size = lives.storage[alive], lives.size_bytes[alive]
+        category = self._categories[storage]
+        found = dict(self.graph.fixed_bytes)
+        for code, name in enumerate(_CATEGORIES):
+            total = int(size[category == code].sum())
+            if total:
+                found[name] = found.get(name, 0) + total
+        workspace = int(self.workspace_bytes[lives.op[at]]) if lives.runs[at] else 0
+        return {**found, "workspaces": workspace} if workspace else found
+
+    @functools.cached_property
+    def _categories(self) -> np.ndarray:
+        """Index into `_CATEGORIES` for every storage."""
+        made_by = self.graph.storages.node
+        layers = [i for i, node in enumerate(self.graph.nodes) if block_of(node.module)]
+        head = layers[-1] + 1 if layers else len(self.graph.nodes)
+        code = np.where(made_by < 0, 3, np.where(made_by >= head, 1, 0))
+        code[list(self.graph.parameter_gradients)] = 2
+        return code
+
+    def _lives(self, regions: Sequence[Region], plain: tuple[int, int] | None) -> _Lives:
         recomputations = self._recomputations(regions)
         position, ops, owner = self._timeline(recomputations)
         storages = self.graph.storages
         births = [position(storages.birth)]
         deaths = [position(self._deaths_of_originals(regions, recomputations, plain))]
-        sizes = [storages.size_bytes]
+        made = [np.arange(len(storages.birth))]
         runs = np.ones(len(ops), dtype=bool)
         for recomputation in recomputations:
-            made, death = self._instances(recomputation, position)
-            saved = np.isin(made, self.saved_storages(recomputation.region))
-            at = recomputation.start + storages.birth[made] - recomputation.first
-            deaths[0][made[saved]] = np.maximum(deaths[0][made[saved]], death[saved])
+            again, death = self._instances(recomputation, position)
+            saved = np.isin(again, self.saved_storages(recomputation.region))
+            deaths[0][again[saved]] = np.maximum(deaths[0][again[saved]], death[saved])
             if recomputation.region.saved:
                 self._end_with_replay(deaths[0], recomputation)
-            births.append(at[~saved])
+            births.append(recomputation.start + storages.birth[again[~saved]] - recomputation.first)
             deaths.append(death[~saved])
-            sizes.append(storages.size_bytes[made[~saved]])
+            made.append(again[~saved])
             self._mark_replayed(runs, recomputation)
-        change = np.zeros(len(ops) + 1, dtype=np.int64)
-        np.add.at(change, np.concatenate(births), np.concatenate(sizes))
-        np.subtract.at(change, np.concatenate(deaths) + 1, np.concatenate(sizes))
-        alive = np.cumsum(change[:-1]) + self.graph.fixed_total
-        return Curve(alive + np.where(runs, self.workspace_bytes[ops], 0), ops, owner, runs)
+        storage = np.concatenate(made)
+        return _Lives(
+            storage, storages.size_bytes[storage], np.concatenate(births), np.concatenate(deaths), ops, owner, runs
+        )
 
     def saved_storages(self, region: Region) -> np.ndarray:
-        """Storages that a region saves for its saved nodes: what they allocate, casts aside. (Rule 6)"""
+        """Storages that a region saves for its saved nodes: what they allocate, casts aside. (Rule 7)"""
         if not region.saved:
             return np.zeros(0, dtype=np.int64)
         storages = self.graph.storages
@@ -148,6 +196,18 @@ class Memory:
         curve = self.curve(regions)
         again = (curve.region >= 0) & curve.runs
         return float(op_time_us[curve.op[again]].sum())
+
+    def recomputed_nodes(self, regions: Sequence[Region]) -> int:
+        """How many nodes are called again, a node of an inner region once per level."""
+        count = 0
+        for r in self._recomputations(regions):
+            last = int(self.graph.packs.node[self.packs_in(r.region.first, r.region.end)[-1]])
+            if r.region.inner:
+                # An inner region that starts at the early stop is entered no more.
+                stops = [p for p in r.region.inner if int(self.node_first[p.first]) >= r.stop]
+                last = min([last, *(p.first - 1 for p in stops)])
+            count += last + 1 - r.region.first - sum(v <= last for v in r.region.saved)
+        return count
 
     # How the timeline comes about
 
@@ -273,10 +333,15 @@ class Memory:
         deaths[unused] = np.maximum(deaths[unused], r.start + r.stop - r.first - 1)
 
     def _mark_replayed(self, runs: np.ndarray, r: Recomputation) -> None:
-        for node in r.region.saved:
+        counters = [i for i in self._counters if i in r.region]
+        for node in (*r.region.saved, *counters):
             begin, end = max(self.node_first[node], r.first), min(self.node_end[node], r.stop)
             for op in range(begin, end):
                 runs[r.start + op - r.first] = self._is_cast(op)
+
+    @functools.cached_property
+    def _counters(self) -> list[int]:
+        return [i for i, node in enumerate(self.graph.nodes) if node.effect == "counter"]
 
     def _is_cast(self, op: int) -> bool:
         return self.graph.kinds[self.graph.op_kind[op]].name == "aten._to_copy.default"

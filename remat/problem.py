@@ -176,7 +176,9 @@ class Problem:
 
     def runs_of(self, regions: Sequence[Region]) -> set[int]:
         """Indices of the runs that a plan of this space consists of."""
-        index = {(run.region.first, run.region.end, run.region.inner): i for i, run in enumerate(self.runs) if run.region}
+        index = {
+            (run.region.first, run.region.end, run.region.inner): i for i, run in enumerate(self.runs) if run.region
+        }
         chosen = {index[region.first, region.end, region.inner] for region in regions}
         covered = {s for i in chosen for s in range(self.runs[i].a, self.runs[i].b)}
         return chosen | (set(range(len(self.space.segments))) - covered)
@@ -286,9 +288,7 @@ class Problem:
     def save_bytes(self) -> dict[int, int]:
         """Bytes that saving each node keeps and no other reason does."""
         sizes = self.graph.storages.size_bytes
-        return {
-            node: int(sum(sizes[u] for u in saved if self._is_own(u))) for node, saved in self.saved_by.items()
-        }
+        return {node: int(sum(sizes[u] for u in saved if self._is_own(u))) for node, saved in self.saved_by.items()}
 
     # Rows
 

@@ -39,7 +39,9 @@ class FakeStep:
 
     device     the device that tensors pretend to be on
     prepare    changes a captured graph before its first run (the target's kernels)
-    casts      context around the forward in which weights are cast once (autocast's cache)
+    recompute_context  what a region's recomputation runs under beside its own state; the forward runs under it
+               too, in place of autocast (the emulated cache of weight casts)
+    foreach    let optimizers use their foreach form, as they do by themselves on a GPU
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class FakeStep:
         device: torch.device,
         accumulation: int = 1,
         prepare: Callable[[fx.GraphModule], None] | None = None,
-        autocast: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
+        recompute_context: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
         foreach: bool = False,
     ):
         self.workload = workload
@@ -58,7 +60,7 @@ class FakeStep:
         self.accumulation = accumulation
         self._prepare = prepare
         self._prepared: dict[int, fx.GraphModule] = {}
-        self._autocast = autocast or (lambda: autocast_context(device, workload.autocast))
+        self.recompute_context = recompute_context
         self.model = fake_model(workload.build, self.mode, device)
         with self.mode, torch.device(device):
             self.batch = workload.batch(workload.batch_size, workload.seq_len)
@@ -84,15 +86,22 @@ class FakeStep:
             self._prepared[id(graph_module)] = graph_module
         return self.run_call(call, graph_module, args)
 
+    def _forward_context(self) -> contextlib.AbstractContextManager[Any]:
+        if self.recompute_context is not None:
+            return self.recompute_context()
+        return autocast_context(self.device, self.workload.autocast)
+
     def forward(self) -> torch.Tensor:
         """The loss of one forward; raises CaptureError if `step` fails or returns something else."""
         try:
-            with self._autocast():
+            with self._forward_context():
                 loss = self.workload.step(self.model, self.batch)
         except RematError:
             raise
         except Exception as error:
-            raise CaptureError(f"the step of {self.workload.name!r} fails on fake tensors: {describe(error)}") from error
+            raise CaptureError(
+                f"the step of {self.workload.name!r} fails on fake tensors: {describe(error)}"
+            ) from error
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise CaptureError(f"`step` of {self.workload.name!r} must return a scalar loss that requires grad.")
         return loss
@@ -456,5 +465,3 @@ def _effect(node: fx.Node) -> str:
         given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
         return "batch_norm" if given.get("running_mean") is not None and given.get("training") else ""
     return ""
-
-

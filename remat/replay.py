@@ -6,7 +6,9 @@ The executor itself is the judge here: the same rewrite that training uses, the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from torch import fx
 
 from remat.plan import PlacedRegion
 from remat.record import FakeStep
-from remat.rewrite import CallRegion, Counts, rewrite
+from remat.rewrite import CallRegion, Counts, RewriteOptions, rewrite
 from remat.tracker import Tracker
 
 
@@ -40,10 +42,16 @@ def _call_region(region: PlacedRegion) -> CallRegion:
 class RewrittenCalls:
     """Runs each graph call of a forward with its regions; rewritten graphs are made once."""
 
-    def __init__(self, regions: Sequence[PlacedRegion], *, observe: bool = False):
+    def __init__(
+        self,
+        regions: Sequence[PlacedRegion],
+        *,
+        observe: bool = False,
+        recompute_context: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
+    ):
         self.counts = Counts()
+        self._options = RewriteOptions(self.counts, observe, recompute_context or contextlib.nullcontext)
         self._regions = regions_by_call(regions)
-        self._observe = observe
         self._rewritten: dict[tuple[int, int], fx.GraphModule] = {}
 
     def __call__(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
@@ -52,7 +60,7 @@ class RewrittenCalls:
             return graph_module(*args)
         key = (call, id(graph_module))
         if key not in self._rewritten:
-            self._rewritten[key] = rewrite(graph_module, regions, self.counts, observe=self._observe)
+            self._rewritten[key] = rewrite(graph_module, regions, self._options)
         return self._rewritten[key](*args)
 
 
@@ -61,22 +69,23 @@ def replay(
     regions: Sequence[PlacedRegion],
     *,
     alignment_bytes: int = 1,
-    workspace_of: dict[str, int] | None = None,
+    workspace_of: Mapping[tuple[str, str], int] | None = None,
 ) -> np.ndarray:
     """Bytes alive at every operator of the step under `regions`, fixed bytes included.
 
-    workspace_of  kernel's own bytes by operator kind, as `Costs` has them
+    workspace_of  kernel's own bytes by operator and signature, see `Profile.workspace_of`
     """
     tracker = Tracker(alignment_bytes)
     fixed = sum(step.fix_state(tracker).values())
-    run_call, step.run_call = step.run_call, RewrittenCalls(regions)
+    run_call, step.run_call = step.run_call, RewrittenCalls(regions, recompute_context=step.recompute_context)
     try:
         step.run(tracker, _nothing, _nothing)
     finally:
         step.run_call = run_call
     alive = tracker.alive() + fixed
     if workspace_of:
-        per_kind = np.array([workspace_of.get(key, 0) for key in tracker.kinds], dtype=np.int64)
+        kinds = ((kind.name, json.dumps(kind.signature)) for kind in tracker.kinds.values())
+        per_kind = np.array([workspace_of.get(kind, 0) for kind in kinds], dtype=np.int64)
         alive = alive + per_kind[np.array(tracker.op_kinds, dtype=np.int64)]
     return alive
 

@@ -61,13 +61,25 @@ class Counts:
     recomputed_nodes: int = 0
 
 
+@dataclasses.dataclass(frozen=True)
+class RewriteOptions:
+    """counts   where what happens is counted
+    observe  count every recomputed node, at the price of a Python call per node
+    recompute_context  what recomputations run under
+    """
+
+    counts: Counts
+    observe: bool = False
+    recompute_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+
+
 class RegionRun:
     """One execution of one region: what it recorded in forward, for its recomputation."""
 
-    __slots__ = ("_saved", "_states", "children", "counts", "replaying")
+    __slots__ = ("_saved", "_states", "children", "options", "replaying")
 
-    def __init__(self, counts: Counts):
-        self.counts = counts
+    def __init__(self, options: RewriteOptions):
+        self.options = options
         self.replaying = False
         self.children: dict[int, RegionRun] = {}
         self._states: dict[int, Any] = {}
@@ -80,14 +92,15 @@ class RegionRun:
     def _replay(self) -> Iterator[None]:
         self.replaying = True
         try:
-            yield
+            with self.options.recompute_context():
+                yield
         finally:
             self.replaying = False
 
     def child(self, key: int) -> RegionRun:
         """The execution of inner region `key`; in the recomputation the same one as in forward. (Rule 5)"""
         if key not in self.children:
-            self.children[key] = RegionRun(self.counts)
+            self.children[key] = RegionRun(self.options)
         return self.children[key]
 
     def random(self, key: int, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -247,10 +260,10 @@ class _Body:
         )
 
 
-def _top_region(body: _Body, counts: Counts, name: str) -> Callable[..., Any]:
+def _top_region(body: _Body, options: RewriteOptions, name: str) -> Callable[..., Any]:
     def call(*inputs: Any) -> Any:
-        counts.regions += 1
-        return body.checkpointed(RegionRun(counts), inputs)
+        options.counts.regions += 1
+        return body.checkpointed(RegionRun(options), inputs)
 
     return _named(call, name)
 
@@ -305,7 +318,7 @@ def _counted(function: Callable[..., Any], key: int) -> Callable[..., Any]:
     """Any node of a body, when recomputations are counted."""
 
     def call(run: RegionRun, *args: Any, **kwargs: Any) -> Any:
-        run.counts.recomputed_nodes += run.replaying
+        run.options.counts.recomputed_nodes += run.replaying
         return function(*args, **kwargs)
 
     return call
@@ -331,16 +344,12 @@ def replace_target(node: fx.Node, function: Callable[..., Any]) -> None:
     node.op, node.target = "call_function", _named(function, name)
 
 
-def rewrite(
-    graph_module: fx.GraphModule, regions: Sequence[CallRegion], counts: Counts, *, observe: bool = False
-) -> fx.GraphModule:
+def rewrite(graph_module: fx.GraphModule, regions: Sequence[CallRegion], options: RewriteOptions) -> fx.GraphModule:
     """`graph_module` with `regions` (disjoint, in order) as submodules run under checkpoint.
 
     Parameters stay inputs of the graph, as Dynamo made them. The result has passed `lint()`.
-
-    observe  count every recomputed node in `counts`, at the price of a Python call per node
     """
-    return _Rewriter(graph_module, counts, observe).top(regions)
+    return _Rewriter(graph_module, options).top(regions)
 
 
 def captured_nodes(graph_module: fx.GraphModule) -> list[fx.Node]:
@@ -349,12 +358,11 @@ def captured_nodes(graph_module: fx.GraphModule) -> list[fx.Node]:
 
 
 class _Rewriter:
-    def __init__(self, source: fx.GraphModule, counts: Counts, observe: bool):
+    def __init__(self, source: fx.GraphModule, options: RewriteOptions):
         self._source = source
         self._nodes = captured_nodes(source)
         self._ordinal = {node: i for i, node in enumerate(self._nodes)}
-        self._counts = counts
-        self._observe = observe
+        self._options = options
 
     def top(self, regions: Sequence[CallRegion]) -> fx.GraphModule:
         """The whole graph: nodes outside regions as they stand."""
@@ -379,7 +387,7 @@ class _Rewriter:
         body = _Body(self._body(region, inputs, outputs), len(states))
         name, arguments = f"region_{region.first}_{region.last}", [environment[n] for n in inputs]
         if run is None:
-            call = graph.call_function(_top_region(body, self._counts, name), tuple(arguments))
+            call = graph.call_function(_top_region(body, self._options, name), tuple(arguments))
         else:
             call = graph.call_function(_inner_region(body, region.first, name), (run, *arguments))
         if len(outputs) == 1:
@@ -417,12 +425,12 @@ class _Rewriter:
     def _wrap(self, node: fx.Node, region: CallRegion, ordinal: int, run: fx.Node) -> None:
         """Let `node` be called through `run` where Rules 2-4 need it."""
         if ordinal in region.once:
-            wrapper = _batch_norm if getattr(node.target, "__name__", "") == "batch_norm" else _once
+            wrapper: Callable[..., Any] = _batch_norm if getattr(node.target, "__name__", "") == "batch_norm" else _once
         elif ordinal in region.saved:
             wrapper = _saved
         elif ordinal in region.random:
             wrapper = _random
-        elif self._observe:
+        elif self._options.observe:
             wrapper = _counted
         else:
             return

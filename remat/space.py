@@ -13,12 +13,11 @@ these saves and this nesting depth. `Space.about` says so in the plan file.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator
 
 import numpy as np
 
-from remat.graph import OUTSIDE, Graph
+from remat.graph import OUTSIDE, Graph, block_of
 
 LONG_LIFE = 0.3  # of the nodes
 MANY_LAYERS = 3
@@ -174,15 +173,6 @@ def _merge_small(graph: Graph, cuts: list[int], forced: set[int], crossing: list
             return cuts
         sides = [p for p in (cuts[smallest], cuts[smallest + 1]) if p not in forced]
         cuts = [p for p in cuts if p != max(sides, key=bytes_across)]
-
-
-_BLOCK = re.compile(r"^(.*?\.)?\d+(?=\.|$)")
-
-
-def block_of(module: str) -> str | None:
-    """The outermost numbered module that `module` is part of: a layer of the model. None outside layers."""
-    match = _BLOCK.match(module)
-    return match[0] if match else None
 
 
 def blocks(graph: Graph) -> list[tuple[int, int]]:

@@ -35,7 +35,9 @@ def parse_bytes(text: str, *, what: str = "size", whole_bytes: int | None = None
         return int(float(match[1]) / 100 * whole_bytes)
     if (match := _BYTES.fullmatch(text)) and (unit := _UNITS.get(match[2].lower())):
         return int(float(match[1]) * unit)
-    raise UsageError(f"{what} {text!r} is not a positive number with a unit; write for example 20GiB, 20GB or 21474836480B.")
+    raise UsageError(
+        f"{what} {text!r} is not a positive number with a unit; write for example 20GiB, 20GB or 21474836480B."
+    )
 
 
 def gib(count: int) -> str:

@@ -52,7 +52,9 @@ class Workload:
             if value is None and field == "seq_len":
                 continue
             if not isinstance(value, int) or value < 1:
-                raise UsageError(f"workload {self.name!r}: `{field}` must be a whole number of at least 1, not {value!r}.")
+                raise UsageError(
+                    f"workload {self.name!r}: `{field}` must be a whole number of at least 1, not {value!r}."
+                )
 
     def sized(self, batch_size: int | None = None, seq_len: int | None = None) -> Workload:
         """The same workload with another default batch or sequence length; None keeps the old one."""

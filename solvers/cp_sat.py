@@ -25,6 +25,7 @@ is added and the program solved again.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterable
 
@@ -37,36 +38,67 @@ from remat.solution import Limits, Solution
 NAME = "cp-sat"
 GRAINS = 1 << 22  # a budget is this many grains at least
 MOST_ROUNDS = 60
+LEAST_PEAK_GAP = 0.001
 
 
 def solve(problem: Problem, limits: Limits, *, extra_rows: Iterable[Row] = ()) -> Solution:
-    """The plan with least recompute time within `problem.budget_bytes`, and a bound on it."""
+    """The plan with least recompute time within `problem.budget_bytes`, and a bound on it.
+
+    extra_rows  rows that hold for every plan, found elsewhere (by a replay, say)
+    """
     started = time.monotonic()
     program = Program(problem)
     for row in extra_rows:
         program.add_exact(row)
-    best = Solution(NAME, "unknown")
-    bound = 0.0
-    for round_ in range(1, MOST_ROUNDS + 1):
-        left = None if limits.time_s is None else limits.time_s - (time.monotonic() - started)
+    bound, outcome, rounds = 0.0, Solution(NAME, "unknown"), 0
+    while rounds < MOST_ROUNDS:
+        left = _left(limits, started)
+        if left is not None and left <= 0:
+            break
+        rounds += 1
+        outcome = program.run(limits, left)
+        bound = max(bound, outcome.bound_us)
+        violated = over_budget(problem, outcome.regions) if outcome.status in ("optimal", "feasible") else None
+        if violated is None:
+            wall = time.monotonic() - started
+            bound = min(bound, outcome.objective_us)
+            return dataclasses.replace(outcome, bound_us=bound, wall_s=wall, rounds=rounds)
+        program.add_exact(violated)
+        program.hint(outcome.regions)
+    return Solution(NAME, "unknown", bound_us=bound, wall_s=time.monotonic() - started, rounds=rounds)
+
+
+def least_peak(problem: Problem, limits: Limits) -> tuple[int, tuple[Region, ...], float]:
+    """(peak bytes, regions, lower bound in bytes) of the plan of this space with the least peak.
+
+    `problem.budget_bytes` must be a peak that some plan reaches. Nothing is saved: saving never lowers a peak by
+    more than a workspace.
+    """
+    started = time.monotonic()
+    program = Program(problem, least_peak=True)
+    best, regions, bound = problem.memory.peak_without_checkpointing, (), 0.0
+    for _ in range(MOST_ROUNDS):
+        left = _left(limits, started)
         if left is not None and left <= 0:
             break
         outcome = program.run(limits, left)
-        bound = max(bound, outcome.bound_us)
-        if outcome.status in ("infeasible", "unknown"):
+        if outcome.status not in ("optimal", "feasible"):
             break
-        violated = over_budget(problem, outcome.regions)
+        bound = max(bound, outcome.bound_us * NS * program.grain)
+        peak = problem.memory.curve(outcome.regions).peak_bytes
+        if peak < best:
+            best, regions = peak, outcome.regions
+        if best <= bound + (LEAST_PEAK_GAP * best):
+            break
+        violated = over_budget(problem.with_budget(int(bound)), outcome.regions)
         if violated is None:
-            best = outcome
             break
         program.add_exact(violated)
-        program.hint(outcome.regions)
-    wall = time.monotonic() - started
-    if best.status == "unknown" and outcome.status == "infeasible":
-        return Solution(NAME, "infeasible", wall_s=wall, rounds=round_)
-    return Solution(
-        NAME, best.status, best.regions, best.objective_us, min(bound, best.objective_us), wall, round_
-    )
+    return best, regions, bound
+
+
+def _left(limits: Limits, started: float) -> float | None:
+    return None if limits.time_s is None else limits.time_s - (time.monotonic() - started)
 
 
 def over_budget(problem: Problem, regions: tuple[Region, ...]) -> Row | None:
@@ -87,21 +119,29 @@ def over_budget(problem: Problem, regions: tuple[Region, ...]) -> Row | None:
 
 
 class Program:
-    """The model, its variables, and the rows added so far."""
+    """The model, its variables, and the rows added so far.
 
-    def __init__(self, problem: Problem):
+    least_peak  minimise the peak, up to `problem.budget_bytes`, in place of (1); nothing is saved then
+    """
+
+    def __init__(self, problem: Problem, *, least_peak: bool = False):
         self.problem = problem
         self.model = cp_model.CpModel()
         self.grain = max(1, problem.budget_bytes // GRAINS)
+        most = problem.budget_bytes // self.grain
+        self.limit = self.model.new_int_var(0, most, "peak") if least_peak else most  # in grains, rounded down
         self.x = [self.model.new_bool_var(f"x[{run.a},{run.b},{i}]") for i, run in enumerate(problem.runs)]
-        self.s = {v: self.model.new_bool_var(f"s[{v}]") for v in problem.save_time_ns}
+        self.s = {} if least_peak else {v: self.model.new_bool_var(f"s[{v}]") for v in problem.save_time_ns}
         self.k = {
             (kept.storage, site): self.model.new_bool_var(f"k[{kept.storage},{site}]")
             for kept in problem.kept.values()
             for site in kept.sites
         }
         self.prefix = self._prefixes()
-        self._minimise_recomputation()
+        if least_peak:
+            self.model.minimize(self.limit)
+        else:
+            self._minimise_recomputation()
         self._partition_segments()
         self._save_inside_regions()
         for kept in problem.kept.values():
@@ -155,8 +195,8 @@ class Program:
         problem, count = self.problem, len(self.problem.space.segments)
         own = [bytes_ // self.grain for bytes_ in problem.own_bytes]
         terms: list[list[tuple[cp_model.IntVar, int]]] = [[(self.x[a], own[a])] for a in range(count)]
-        for v, size in problem.save_bytes.items():
-            terms[int(problem.segment_of_node[v])].append((self.s[v], size // self.grain))
+        for v, s in self.s.items():
+            terms[int(problem.segment_of_node[v])].append((s, problem.save_bytes[v] // self.grain))
         for kept in problem.kept.values():
             last = kept.sites[-1]
             terms[last].append((self.k[kept.storage, last], kept.size_bytes // self.grain))
@@ -176,12 +216,18 @@ class Program:
         self._add(row, 1)
 
     def _add(self, row: Row, grain: int) -> None:
-        room = (self.problem.budget_bytes - row.bytes) // grain + (0 if grain == 1 else 1)
-        kept_terms = self._prefix_terms(row, grain) if row.run is not None else self._forward_terms(row, grain)
-        saves = [self._down(size, grain) * self.s[v] for v, size in row.saves]
-        constraint = self.model.add(sum(kept_terms) + sum(saves) <= room)
+        exact = grain == 1
+        most = self.limit if not exact else self._limit_bytes()
+        terms = self._prefix_terms(row, grain) if row.run is not None else self._forward_terms(row, grain)
+        terms += [size // grain * self.s[v] for v, size in row.saves if v in self.s]
+        constraint = self.model.add(row.bytes // grain + sum(terms) <= most)
         if row.run is not None:
             constraint.only_enforce_if(self.x[row.run])
+
+    def _limit_bytes(self) -> cp_model.LinearExprT:
+        if isinstance(self.limit, int):
+            return self.problem.budget_bytes
+        return self.limit * self.grain + self.grain - 1
 
     def _prefix_terms(self, row: Row, grain: int) -> list[cp_model.LinearExprT]:
         problem = self.problem
@@ -195,25 +241,17 @@ class Program:
                 continue
             site = kept.site_before(row.before)
             if site is not None:
-                terms.append(self._down(kept.size_bytes, grain) * self.k[kept.storage, site])
+                terms.append(kept.size_bytes // grain * self.k[kept.storage, site])
         if not rounded:
-            terms += [problem.own_bytes[a] // grain * self.x[a] for a in range(row.before)]
-            terms += [
-                size // grain * self.s[v]
-                for v, size in problem.save_bytes.items()
-                if problem.segment_of_node[v] < row.before
-            ]
+            terms += [problem.own_bytes[a] * self.x[a] for a in range(row.before)]
+            terms += [problem.save_bytes[v] * s for v, s in self.s.items() if problem.segment_of_node[v] < row.before]
         return terms
 
     def _forward_terms(self, row: Row, grain: int) -> list[cp_model.LinearExprT]:
-        terms: list[cp_model.LinearExprT] = [self._down(size, grain) * self.x[a] for a, size in row.plain]
+        terms: list[cp_model.LinearExprT] = [size // grain * self.x[a] for a, size in row.plain]
         for storage, site in row.kept:
-            terms.append(self._down(self.problem.kept[storage].size_bytes, grain) * self.k[storage, site])
+            terms.append(self.problem.kept[storage].size_bytes // grain * self.k[storage, site])
         return terms
-
-    def _down(self, size: int, grain: int) -> int:
-        """`size` in grains, never overstating it: what a node spares (negative) rounds away from zero."""
-        return size // grain
 
     def hint(self, regions: tuple[Region, ...]) -> None:
         """Start the next search from `regions`."""

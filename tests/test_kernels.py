@@ -204,14 +204,10 @@ def test_an_unaligned_bias_is_padded() -> None:
     ("tensors", "kwargs"),
     [
         pytest.param(qkv, {"d": 264}, id="flash-to-256-wide-heads"),
-        pytest.param(
-            lambda **_: [leaf(2, 4, s, 8, dtype=BF16) for s in (16, 24, 24)], {"causal": True}, id="causal"
-        ),
+        pytest.param(lambda **_: [leaf(2, 4, s, 8, dtype=BF16) for s in (16, 24, 24)], {"causal": True}, id="causal"),
     ],
 )
-def test_what_flash_does_not_take_is_memory_efficient(
-    tensors: Callable[..., Any], kwargs: dict[str, Any]
-) -> None:
+def test_what_flash_does_not_take_is_memory_efficient(tensors: Callable[..., Any], kwargs: dict[str, Any]) -> None:
     causal = kwargs.pop("causal", False)
     assert on_cuda(SDPA, *tensors(**kwargs), is_causal=causal)[1] == [EFFICIENT]
 
@@ -462,9 +458,7 @@ def test_substituted_methods_are_found_as_functions() -> None:
     assert module.graph.find_nodes(op="call_method", target="softmax") == []
 
 
-@pytest.mark.parametrize(
-    "function", [F.dropout, F.linear, torch.matmul, torch.Tensor.softmax, SDPA, torch.exp]
-)
+@pytest.mark.parametrize("function", [F.dropout, F.linear, torch.matmul, torch.Tensor.softmax, SDPA, torch.exp])
 def test_targets_pickle(function: Callable[..., Any]) -> None:
     target = kernels.OnCuda(function, kernels.Device(BF16))
     assert pickle.loads(pickle.dumps(target)) == target

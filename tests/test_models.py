@@ -88,9 +88,7 @@ def test_a_test_size_is_mostly_activations(name: str) -> None:
 
 def test_random_regularisation_is_on_as_in_the_original_training() -> None:
     for name in ("gpt2", "bert-large", "t5-base", "vit-l16"):
-        rates = {
-            module.p for module in on_meta(models.build(name)).modules() if isinstance(module, nn.Dropout)
-        }
+        rates = {module.p for module in on_meta(models.build(name)).modules() if isinstance(module, nn.Dropout)}
         assert 0.1 in rates, name
     for name in ("convnextv2-base", "swin-base"):
         modules = on_meta(models.build(name)).modules()

@@ -1,0 +1,179 @@
+"""Apply: install a plan in a model, in place.
+
+The model keeps its class, parameters and `state_dict`. Its `forward` becomes a `PlannedForward`: a training forward is
+traced by Dynamo and run with the plan's regions, everything else (evaluation, `no_grad`, `generate`) runs the
+original forward. A plan that does not belong to the model raises `PlanMismatch` at the first training forward: a plan
+that silently does nothing would be worse than an error.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import fx, nn
+from torch.utils._pytree import tree_leaves
+
+from remat.capture import GraphCalls
+from remat.errors import PlanMismatch, UsageError
+from remat.graph import fingerprint
+from remat.plan import Plan
+from remat.record import module_path, target_text
+from remat.replay import RewrittenCalls
+from remat.rewrite import Counts, captured_nodes
+
+Model = TypeVar("Model", bound=nn.Module)
+OnLarger = Literal["warn", "refuse"]
+
+
+def apply(
+    model: Model, plan: Plan | str | os.PathLike[str], *, on_larger: OnLarger = "warn", observe: bool = False
+) -> Model:
+    """Install `plan` in `model`, in place, and return the model. Call it before the optimizer is built.
+
+    A second call replaces the first plan; `remove` takes it out again.
+
+    on_larger  what to do at a batch larger than planned: warn, or refuse with PlanMismatch
+    observe    count recomputed nodes (see `counts_of`), at the price of a Python call per node
+
+    Raises UsageError for an unreadable plan or something that is not a module; PlanMismatch, at the first training
+    forward, if the plan was made for another model, dtype policy or larger batch.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"apply needs a torch.nn.Module, not {type(model).__name__}.")
+    if not isinstance(plan, Plan):
+        plan = Plan.load(plan)
+    remove(model)
+    model.forward = PlannedForward(model, plan, on_larger, observe)
+    return model
+
+
+def remove(model: Model) -> Model:
+    """Take the plan out of `model`, in place; does nothing where there is none."""
+    planned = model.__dict__.get("forward")
+    if isinstance(planned, PlannedForward):
+        if planned.replaced is None:
+            del model.__dict__["forward"]
+        else:
+            model.forward = planned.replaced
+    return model
+
+
+def counts_of(model: nn.Module) -> Counts:
+    """What the regions of `model` did so far: regions entered, and, with `observe`, nodes recomputed."""
+    planned = model.__dict__.get("forward")
+    if not isinstance(planned, PlannedForward):
+        raise UsageError("no plan is applied to this model.")
+    return planned.calls.counts
+
+
+class PlannedForward:
+    """The forward of a model that has a plan."""
+
+    def __init__(self, model: nn.Module, plan: Plan, on_larger: OnLarger, observe: bool):
+        self.model = model
+        self.plan = plan
+        self.on_larger = on_larger
+        self.observe = observe
+        self.replaced = model.__dict__.get("forward")
+        self._prepare()
+
+    def _prepare(self) -> None:
+        self.calls = RewrittenCalls(self.plan.regions, observe=self.observe)
+        self._fitting: set[int] = set()
+        self._compared_batch = False
+        self._graphs: GraphCalls | None = None
+
+    @property
+    def original(self) -> Any:
+        """The forward without the plan."""
+        return self.replaced or type(self.model).forward.__get__(self.model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not (torch.is_grad_enabled() and self.model.training):
+            return self.original(*args, **kwargs)
+        if self._graphs is None:
+            self._compare_dtypes(args, kwargs)
+            self._graphs = GraphCalls(self.original, self._run_call)
+        self._compare_batch(args, kwargs)
+        result = self._graphs(*args, **kwargs)
+        if self._graphs.count != len(self.plan.fingerprints):
+            raise PlanMismatch(
+                f"the plan is for a model of {len(self.plan.fingerprints)} graph calls, this forward made "
+                f"{self._graphs.count}; make a plan for this model."
+            )
+        return result
+
+    def _run_call(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
+        if id(graph_module) not in self._fitting:
+            self._compare_graph(call, graph_module)
+            self._fitting.add(id(graph_module))
+        return self.calls(call, graph_module, args)
+
+    # What the plan is compared with
+
+    def _compare_graph(self, call: int, graph_module: fx.GraphModule) -> None:
+        planned = self.plan.fingerprints
+        if call >= len(planned) or fingerprint_of(graph_module) != planned[call]:
+            raise PlanMismatch(
+                f"the plan was made for {self.plan.about['workload']!r}, whose graph differs from this model's "
+                f"(graph call {call}, {len(captured_nodes(graph_module))} nodes); make a plan for this model."
+            )
+
+    def _compare_dtypes(self, args: Any, kwargs: Any) -> None:
+        about = self.plan.about
+        found = sorted({_name(p.dtype) for p in self.model.parameters()})
+        if found != about["parameter_dtypes"]:
+            raise PlanMismatch(f"the plan is for parameters of {about['parameter_dtypes']}, this model has {found}.")
+        device = next((p.device.type for p in self.model.parameters()), "cpu")
+        enabled = torch.is_autocast_enabled(device)
+        autocast = _name(torch.get_autocast_dtype(device)) if enabled else None
+        if autocast != about["autocast"]:
+            raise PlanMismatch(
+                f"the plan is for {_policy(about['autocast'])}, this forward runs {_policy(autocast)}; "
+                "use the same torch.autocast context or plan with the other --dtype."
+            )
+
+    def _compare_batch(self, args: Any, kwargs: Any) -> None:
+        planned = self.plan.about.get("batch_elements")
+        found = sum(leaf.numel() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        if not planned or found <= planned:
+            return
+        text = (
+            f"this batch has {found} elements, the plan was made for {planned} "
+            f"(batch size {self.plan.about['batch_size']}): its peak will exceed the planned "
+            f"{self.plan.predicted['peak_bytes']} bytes."
+        )
+        if self.on_larger == "refuse":
+            raise PlanMismatch(text)
+        if not self._compared_batch:
+            warnings.warn(text, stacklevel=5)
+            self._compared_batch = True
+
+    # Copies and pickles hold the model and the plan; what was traced is traced again.
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("model", "plan", "on_larger", "observe", "replaced")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._prepare()
+
+
+def fingerprint_of(graph_module: fx.GraphModule) -> str:
+    """Fingerprint of a captured graph, as `Graph.fingerprints` has it."""
+    nodes = captured_nodes(graph_module)
+    ordinal = {node: i for i, node in enumerate(nodes)}
+    return fingerprint(
+        (target_text(n), module_path(n), sorted({ordinal[i] for i in n.all_input_nodes if i in ordinal})) for n in nodes
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _policy(autocast: str | None) -> str:
+    return f"autocast to {autocast}" if autocast else "no autocast"

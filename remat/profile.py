@@ -1,0 +1,143 @@
+"""Profile: record a workload's step, and cost its operators, on a device or for a target.
+
+A profile is a Graph with its Costs. It is a file: taken on the machine that has the GPU, solved on any other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from remat.costs import Costs, estimate
+from remat.errors import UsageError
+from remat.graph import Graph
+from remat.plan import read_json, write_atomically
+from remat.record import FakeStep, record
+from remat.target import TARGETS, Target
+from remat.workload import Workload
+
+FORMAT = "remat-profile"
+VERSION = 1
+DEFAULT_TARGET = "h100-80gb"
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """What one step runs, allocates and keeps, and what it costs on `target`."""
+
+    graph: Graph
+    costs: Costs
+    target: Target
+
+    def workspace_of(self) -> dict[tuple[str, str], int]:
+        """Kernels' own bytes by operator and signature, for a replay."""
+        rows = zip(self.graph.kinds, self.costs.workspace_bytes, strict=True)
+        return {(kind.name, json.dumps(kind.signature)): size for kind, size in rows if size}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the profile file atomically."""
+        data = {
+            "format": FORMAT,
+            "version": VERSION,
+            "target": dataclasses.asdict(self.target),
+            "costs": self.costs.to_json(),
+            "graph": self.graph.to_json(),
+        }
+        write_atomically(Path(path), json.dumps(data) + "\n")
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Profile:
+        """Read a profile file. Raises `UsageError` where it is missing, corrupt or of a newer version."""
+        data = read_json(Path(path), FORMAT, VERSION, "profile")
+        try:
+            return Profile(Graph.from_json(data["graph"]), Costs.from_json(data["costs"]), Target(**data["target"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"{path} is not a complete profile ({type(error).__name__}: {error}).") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a plan is for: a target, and the device at hand whose kernels it runs, if it is this machine's."""
+
+    target: Target
+    device: torch.device | None
+
+    @property
+    def substituted(self) -> bool:
+        """Whether the target's kernels have to be put in place of this machine's."""
+        return self.device is None and self.target.device == "cuda"
+
+
+def find_place(name: str) -> Place:
+    """The place that `--target name` means.
+
+    auto  this machine's GPU, or else `DEFAULT_TARGET`      cuda  this machine's GPU, or a UsageError
+    cpu   this machine's CPU                                any other: a target by name
+    """
+    from remat.measure import device_target
+
+    if name == "cpu":
+        return Place(device_target(torch.device("cpu")), torch.device("cpu"))
+    if name in ("auto", "cuda") and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+        return Place(device_target(device), device)
+    if name == "cuda":
+        raise UsageError(
+            "--target cuda needs a CUDA device, and PyTorch sees none on this machine; "
+            f"name a target instead, for example {DEFAULT_TARGET}."
+        )
+    if name == "auto":
+        name = DEFAULT_TARGET
+    if name not in TARGETS:
+        raise UsageError(f"target {name!r} is not known; choose auto, cuda, cpu, {', '.join(TARGETS)}.")
+    return Place(TARGETS[name], None)
+
+
+def fake_step(workload: Workload, place: Place, *, accumulation: int = 1) -> FakeStep:
+    """The workload's step on fake tensors that pretend to be on `place`."""
+    device = place.device or torch.device("cpu")
+    if not place.substituted:
+        return FakeStep(workload, device=device, accumulation=accumulation)
+    from remat.kernels import substitute, weight_cast_cache
+
+    return FakeStep(
+        workload,
+        device=device,
+        accumulation=accumulation,
+        prepare=functools.partial(substitute, autocast=workload.autocast),
+        recompute_context=weight_cast_cache,
+        foreach=True,
+    )
+
+
+def profile(
+    workload: Workload,
+    *,
+    target: str = "auto",
+    accumulation: int = 1,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Profile:
+    """Record and cost the workload's step.
+
+    On this machine's device the costs are measured, kind by kind (`on_progress` gets done and total); for a target
+    by name they are estimated. Raises CaptureError where the model cannot be captured, UsageError for the target.
+    """
+    place = find_place(target)
+    step = fake_step(workload, place, accumulation=accumulation)
+    return profile_step(step, place, on_progress=on_progress)
+
+
+def profile_step(step: FakeStep, place: Place, *, on_progress: Callable[[int, int], None] | None = None) -> Profile:
+    """`profile` of a step that is there already."""
+    from remat.measure import measure
+
+    graph = record(step, alignment_bytes=place.target.alignment_bytes)
+    if place.device is None:
+        return Profile(graph, estimate(graph, place.target), place.target)
+    return Profile(graph, measure(graph, place.device, on_progress=on_progress), place.target)
