@@ -8,8 +8,10 @@ that silently does nothing would be worse than an error.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -23,6 +25,7 @@ from remat.plan import Plan
 from remat.record import module_path, target_text
 from remat.replay import RewrittenCalls
 from remat.rewrite import Counts, captured_nodes
+from remat.units import gib
 
 Model = TypeVar("Model", bound=nn.Module)
 OnLarger = Literal["warn", "refuse"]
@@ -63,10 +66,15 @@ def remove(model: Model) -> Model:
 
 def counts_of(model: nn.Module) -> Counts:
     """What the regions of `model` did so far: regions entered, and, with `observe`, nodes recomputed."""
+    return planned_forward(model).calls.counts
+
+
+def planned_forward(model: nn.Module) -> PlannedForward:
+    """The forward that `apply` gave to `model`; raises UsageError where there is no plan."""
     planned = model.__dict__.get("forward")
     if not isinstance(planned, PlannedForward):
         raise UsageError("no plan is applied to this model.")
-    return planned.calls.counts
+    return planned
 
 
 class PlannedForward:
@@ -82,7 +90,7 @@ class PlannedForward:
 
     def _prepare(self) -> None:
         self.calls = RewrittenCalls(self.plan.regions, observe=self.observe)
-        self._fitting: set[int] = set()
+        self._fitting: dict[int, fx.GraphModule] = {}  # kept, so that an id stays its own
         self._compared_batch = False
         self._graphs: GraphCalls | None = None
 
@@ -106,10 +114,23 @@ class PlannedForward:
             )
         return result
 
+    def watch(
+        self,
+        *,
+        observe: bool,
+        recompute_context: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
+    ) -> Counts:
+        """From now on run the regions with these options, without tracing again; returns their new counts.
+
+        observe  see `apply`        recompute_context  what recomputations run under
+        """
+        self.calls = RewrittenCalls(self.plan.regions, observe=observe, recompute_context=recompute_context)
+        return self.calls.counts
+
     def _run_call(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
         if id(graph_module) not in self._fitting:
             self._compare_graph(call, graph_module)
-            self._fitting.add(id(graph_module))
+            self._fitting[id(graph_module)] = graph_module
         return self.calls(call, graph_module, args)
 
     # What the plan is compared with
@@ -144,7 +165,7 @@ class PlannedForward:
         text = (
             f"this batch has {found} elements, the plan was made for {planned} "
             f"(batch size {self.plan.about['batch_size']}): its peak will exceed the planned "
-            f"{self.plan.predicted['peak_bytes']} bytes."
+            f"{gib(self.plan.predicted['peak_bytes'])}; reduce the batch or make a plan for this one."
         )
         if self.on_larger == "refuse":
             raise PlanMismatch(text)

@@ -100,8 +100,10 @@ def measure(
                 try:
                     row = known.rows[_hash(kind)] = measure_kind(kind, device, repeats, seconds_per_kind)
                 except NotMeasurable as error:
-                    row = KindCost(0.0, 0.0, 0)
                     failed.append({"kind": index, "op": kind.name, "reason": str(error)})
+            if row is None:
+                _forget_failure(device)  # outside `except`: the error holds what the operator was called with
+                row = KindCost(0.0, 0.0, 0)
             rows.append(row)
             if on_progress is not None:
                 on_progress(index + 1, len(graph.kinds))
@@ -152,7 +154,6 @@ def measure_kind(kind: OpKind, device: torch.device, repeats: int = 15, seconds_
     except NotMeasurable:
         raise
     except Exception as error:  # whatever an operator may raise on arguments that are not quite the real ones
-        _forget_failure(device)
         raise NotMeasurable(_first_line(error)) from error
     low, median, high = np.quantile(times, (0.25, 0.5, 0.75))
     return KindCost(float(median), float((high - low) / 2 / median) if median else 0.0, workspace)
@@ -487,7 +488,7 @@ def device_target(device: torch.device, *, cache: Path | Literal["default"] | No
 def _rates(device: torch.device, cache: Path | Literal["default"] | None) -> dict[str, float]:
     """Bytes per microsecond of a large copy, and operations per microsecond of a large product by dtype."""
     known = Cache.open(default_cache() if cache == "default" else cache, device)
-    if not known.rates:
+    if not {"bytes", "float32"} <= known.rates.keys():
         with _ready(device), known:
             known.rates = _measured_rates(device)
     return dict(known.rates)

@@ -28,7 +28,6 @@ import numpy as np
 from remat.graph import Graph, block_of
 from remat.plan import Region
 
-
 _Position = Callable[[np.ndarray], np.ndarray]
 
 

@@ -100,7 +100,7 @@ def plan_profile(
 ) -> Plan:
     """`plan` from a profile. With `step`, the plan is also replayed; without, the evaluator alone judges it."""
     if solver is None:
-        from remat.solvers.cp_sat import solve as solver
+        from remat.solvers.exact import solve as solver
     assert solver is not None
     problem = Problem(profile.graph, profile.costs, space or find_space(profile.graph), budget.limit_bytes)
     solution = solve_within(problem, limits or Limits(), solver, step, profile)

@@ -83,6 +83,12 @@ class Kept:
     saver: int | None
     death: int
 
+    def wanted_by(self, run: Run) -> bool:
+        """Whether `run`, which holds the last site, keeps it there."""
+        if run.region is None:
+            return self.sites[-1] in self.packed
+        return any(source < run.a <= site < run.b for source, site in self.taken)
+
     def site_before(self, segment: int) -> int | None:
         """The last site before `segment`."""
         return max((site for site in self.sites if site < segment), default=None)
@@ -98,6 +104,7 @@ class Problem:
         self.memory = Memory(graph, costs.workspace_per_op(graph))
         self.op_time_ns = np.round(costs.per_op_us(graph) * NS).astype(np.int64)
         self.step_time_us = costs.step_time_us(graph)
+        self._first_rows: dict[int, list[Row]] = {}
 
     def with_budget(self, budget_bytes: int) -> Problem:
         """The same problem under another budget; what was computed about the graph is shared."""
@@ -280,6 +287,35 @@ class Problem:
         return [[u for u in packed[s] if self._is_own(u)] for s in range(len(self.space.segments))]
 
     @functools.cached_property
+    def closing(self) -> list[list[Kept]]:
+        """For every segment the storages whose last site it is."""
+        found: list[list[Kept]] = [[] for _ in self.space.segments]
+        for kept in self.kept.values():
+            found[kept.sites[-1]].append(kept)
+        return found
+
+    @functools.cached_property
+    def saves_in(self) -> list[list[int]]:
+        """For every segment its nodes that may be saved."""
+        found: list[list[int]] = [[] for _ in self.space.segments]
+        for node in self.save_time_ns:
+            found[int(self.segment_of_node[node])].append(node)
+        return found
+
+    @functools.cached_property
+    def is_packed(self) -> np.ndarray:
+        """Which storages autograd would keep for backward."""
+        packed = np.zeros(len(self.graph.storages.birth), dtype=bool)
+        packed[self.graph.packs.storage[self.memory.kept]] = True
+        return packed
+
+    def objective_ns(self, regions: Sequence[Region]) -> int:
+        """Recompute time of a plan of this space, as the program counts it."""
+        runs = self.runs_of(regions)
+        saved = (v for region in regions for v in region.saved)
+        return sum(self.runs[i].time_ns for i in runs) - sum(self.save_time_ns[v] for v in saved)
+
+    @functools.cached_property
     def own_bytes(self) -> list[int]:
         sizes = self.graph.storages.size_bytes
         return [int(sum(sizes[u] for u in storages)) for storages in self.own]
@@ -307,6 +343,11 @@ class Problem:
 
     def first_rows(self, index: int) -> list[Row]:
         """The rows of a run with which a solver starts: its highest point, and the start of its recomputation."""
+        if index not in self._first_rows:
+            self._first_rows[index] = self._find_first_rows(index)
+        return self._first_rows[index]
+
+    def _find_first_rows(self, index: int) -> list[Row]:
         run = self.runs[index]
         curve = self.curve_of(run)
         positions = self.positions_of(run, curve)
@@ -315,7 +356,7 @@ class Problem:
         highest = int(positions[curve.alive_bytes[positions].argmax()])
         chosen = {highest}
         if run.region is not None and not run.region.inner:
-            chosen.add(int(np.flatnonzero(curve.region >= 0)[0]))
+            chosen.update(np.flatnonzero(curve.region >= 0)[:1].tolist())
         return [self.row(index, curve, position) for position in sorted(chosen)]
 
     def row(self, index: int, curve: Curve, position: int) -> Row:

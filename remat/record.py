@@ -15,7 +15,7 @@ import bisect
 import contextlib
 import platform
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np

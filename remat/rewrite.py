@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -74,39 +74,39 @@ class RewriteOptions:
 
 
 class RegionRun:
-    """One execution of one region: what it recorded in forward, for its recomputation."""
+    """One execution of one region: what it recorded in forward, for its recomputation.
 
-    __slots__ = ("_saved", "_states", "children", "options", "replaying")
+    replaying  it is being recomputed for its own backward
+    again      its nodes run another time: in that recomputation, or in that of the region around it
+    """
 
-    def __init__(self, options: RewriteOptions):
+    __slots__ = ("_outer", "_saved", "_states", "children", "options", "replaying")
+
+    def __init__(self, options: RewriteOptions, outer: RegionRun | None = None):
         self.options = options
         self.replaying = False
         self.children: dict[int, RegionRun] = {}
+        self._outer = outer
         self._states: dict[int, Any] = {}
         self._saved: dict[int, list[Any]] = {}
 
-    def contexts(self) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
-        return contextlib.nullcontext(), self._replay()
+    @property
+    def again(self) -> bool:
+        return self.replaying or (self._outer is not None and self._outer.again)
 
-    @contextlib.contextmanager
-    def _replay(self) -> Iterator[None]:
-        self.replaying = True
-        try:
-            with self.options.recompute_context():
-                yield
-        finally:
-            self.replaying = False
+    def contexts(self) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
+        return contextlib.nullcontext(), _Recomputation(self)
 
     def child(self, key: int) -> RegionRun:
         """The execution of inner region `key`; in the recomputation the same one as in forward. (Rule 5)"""
         if key not in self.children:
-            self.children[key] = RegionRun(self.options)
+            self.children[key] = RegionRun(self.options, self)
         return self.children[key]
 
     def random(self, key: int, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run random node `key`. (Rule 2)"""
         device = _device_of(args, kwargs)
-        if not self.replaying:
+        if not self.again:
             self._states[key] = _get_state(device)
             return function(*args, **kwargs)
         before = _get_state(device)
@@ -119,6 +119,8 @@ class RegionRun:
     def saved(self, key: int, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run saved node `key`, or replay what it gave. (Rule 3)"""
         if not self.replaying:
+            if self._outer is not None and not self.again:  # Rule 5
+                return function(*args, **kwargs)
             outputs: list[Any] = []
             with _Save(outputs):
                 value = function(*args, **kwargs)
@@ -133,6 +135,22 @@ class RegionRun:
         outputs = self._saved[key][::-1] if keep else self._saved.pop(key)[::-1]
         with _Replay(outputs):
             return function(*args, **kwargs)
+
+
+class _Recomputation:
+    """What `run` is recomputed under; entered once for every backward through the region."""
+
+    def __init__(self, run: RegionRun):
+        self._run = run
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        self._stack.enter_context(self._run.options.recompute_context())
+        self._run.replaying = True
+
+    def __exit__(self, *error: Any) -> None:
+        self._run.replaying = False
+        self._stack.close()
 
 
 class _Save(TorchDispatchMode):
@@ -293,7 +311,7 @@ def _once(function: Callable[..., Any], key: int) -> Callable[..., Any]:
     """A counter: what it returns is what it changed. (Rule 4)"""
 
     def call(run: RegionRun, *args: Any, **kwargs: Any) -> Any:
-        return args[0] if run.replaying else function(*args, **kwargs)
+        return args[0] if run.again else function(*args, **kwargs)
 
     return call
 
@@ -305,7 +323,7 @@ def _batch_norm(function: Callable[..., Any], key: int) -> Callable[..., Any]:
     """
 
     def call(run: RegionRun, *args: Any, **kwargs: Any) -> Any:
-        if not run.replaying:
+        if not run.again:
             return function(*args, **kwargs)
         args = (*args[:1], *(statistic.clone() for statistic in args[1:3]), *args[3:])
         running = {name: kwargs[name].clone() for name in _RUNNING if name in kwargs}
@@ -314,12 +332,21 @@ def _batch_norm(function: Callable[..., Any], key: int) -> Callable[..., Any]:
     return call
 
 
-def _counted(function: Callable[..., Any], key: int) -> Callable[..., Any]:
-    """Any node of a body, when recomputations are counted."""
+def _plain(function: Callable[..., Any], key: int) -> Callable[..., Any]:
+    """A node that needs nothing of its region, in the form of those that do."""
 
     def call(run: RegionRun, *args: Any, **kwargs: Any) -> Any:
-        run.options.counts.recomputed_nodes += run.replaying
         return function(*args, **kwargs)
+
+    return call
+
+
+def _counted(wrapped: Callable[..., Any]) -> Callable[..., Any]:
+    """Any node of a body that is not saved, when recomputations are counted."""
+
+    def call(run: RegionRun, *args: Any, **kwargs: Any) -> Any:
+        run.options.counts.recomputed_nodes += run.again
+        return wrapped(run, *args, **kwargs)
 
     return call
 
@@ -431,11 +458,13 @@ class _Rewriter:
         elif ordinal in region.random:
             wrapper = _random
         elif self._options.observe:
-            wrapper = _counted
+            wrapper = _plain
         else:
             return
-        function = _named(wrapper(as_function(node), ordinal), wrapper.__name__)
-        replace_target(node, function)
+        function = wrapper(as_function(node), ordinal)
+        if self._options.observe and ordinal not in region.saved:
+            function = _counted(function)
+        replace_target(node, _named(function, wrapper.__name__))
         node.args = (run, *node.args)
 
     def _module(self, graph: fx.Graph) -> fx.GraphModule:

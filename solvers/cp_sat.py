@@ -26,6 +26,7 @@ is added and the program solved again.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Iterable
 
@@ -33,7 +34,7 @@ from ortools.sat.python import cp_model
 
 from remat.plan import Region
 from remat.problem import NS, Kept, Problem, Row
-from remat.solution import Limits, Solution
+from remat.solution import Limits, Solution, Status
 
 NAME = "cp-sat"
 GRAINS = 1 << 22  # a budget is this many grains at least
@@ -41,31 +42,44 @@ MOST_ROUNDS = 60
 LEAST_PEAK_GAP = 0.001
 
 
-def solve(problem: Problem, limits: Limits, *, extra_rows: Iterable[Row] = ()) -> Solution:
+def solve(
+    problem: Problem, limits: Limits, *, start: Solution | None = None, extra_rows: Iterable[Row] = ()
+) -> Solution:
     """The plan with least recompute time within `problem.budget_bytes`, and a bound on it.
 
-    extra_rows  rows that hold for every plan, found elsewhere (by a replay, say)
+    start       what another solver found: its plan is the first hint, its bound a row
+    extra_rows  rows that hold for every plan, found elsewhere
     """
     started = time.monotonic()
+    best = start if start is not None and start.status == "feasible" else Solution(NAME, "unknown")
+    bound = start.bound_us if start is not None else 0.0
     program = Program(problem)
+    program.bound_below(bound)
+    program.hint(best.regions)
     for row in extra_rows:
         program.add_exact(row)
-    bound, outcome, rounds = 0.0, Solution(NAME, "unknown"), 0
-    while rounds < MOST_ROUNDS:
+    for rounds in range(1, MOST_ROUNDS + 1):
         left = _left(limits, started)
         if left is not None and left <= 0:
             break
-        rounds += 1
         outcome = program.run(limits, left)
+        if outcome.status == "infeasible":
+            return Solution(NAME, "infeasible", wall_s=time.monotonic() - started, rounds=rounds)
         bound = max(bound, outcome.bound_us)
-        violated = over_budget(problem, outcome.regions) if outcome.status in ("optimal", "feasible") else None
+        if outcome.status == "unknown":
+            break
+        violated = over_budget(problem, outcome.regions)
         if violated is None:
-            wall = time.monotonic() - started
-            bound = min(bound, outcome.objective_us)
-            return dataclasses.replace(outcome, bound_us=bound, wall_s=wall, rounds=rounds)
+            if best.status == "unknown" or outcome.objective_us < best.objective_us:
+                best = dataclasses.replace(outcome, rounds=rounds)
+            break
         program.add_exact(violated)
-        program.hint(outcome.regions)
-    return Solution(NAME, "unknown", bound_us=bound, wall_s=time.monotonic() - started, rounds=rounds)
+    if best.status == "unknown":
+        return Solution(NAME, "unknown", bound_us=bound, wall_s=time.monotonic() - started)
+    bound = min(bound, best.objective_us)
+    closed = best.objective_us - bound <= limits.gap * max(best.objective_us, 1.0)
+    status: Status = "optimal" if closed else "feasible"
+    return dataclasses.replace(best, status=status, bound_us=bound, wall_s=time.monotonic() - started)
 
 
 def least_peak(problem: Problem, limits: Limits) -> tuple[int, tuple[Region, ...], float]:
@@ -153,7 +167,8 @@ class Program:
 
     def _minimise_recomputation(self) -> None:  # (1)
         times = [run.time_ns * x for run, x in zip(self.problem.runs, self.x, strict=True) if run.region]
-        self.model.minimize(sum(times) - sum(self.problem.save_time_ns[v] * s for v, s in self.s.items()))
+        self.objective = sum(times) - sum(self.problem.save_time_ns[v] * s for v, s in self.s.items())
+        self.model.minimize(self.objective)
 
     def _partition_segments(self) -> None:  # (2)
         self.holding: list[list[int]] = [[] for _ in self.problem.space.segments]
@@ -252,6 +267,11 @@ class Program:
         for storage, site in row.kept:
             terms.append(self.problem.kept[storage].size_bytes // grain * self.k[storage, site])
         return terms
+
+    def bound_below(self, bound_us: float) -> None:
+        """Tell the search that no plan takes less than `bound_us`."""
+        if bound_us > 0:
+            self.model.add(self.objective >= math.floor(bound_us * NS))
 
     def hint(self, regions: tuple[Region, ...]) -> None:
         """Start the next search from `regions`."""

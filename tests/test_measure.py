@@ -1,0 +1,313 @@
+"""What `measure` and `allocator` say about memory is exact; about time nothing is claimed here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from remat import measure as measure_module
+from remat.allocator import allocation_curve, measure_peak, measure_step
+from remat.costs import Costs
+from remat.graph import Graph, OpKind, Packs, Storages
+from remat.measure import Cache, arguments, default_cache, device_name, device_target, measure, measure_kind
+
+CPU = torch.device("cpu")
+MAP = {"tensor": [[4, 8, 16, 16], [2048, 256, 16, 1], "float32"]}  # 4 * 8 * 16 * 16 * 4 = 32768 bytes
+FILTERS = {"tensor": [[8, 8, 3, 3], [72, 9, 3, 1], "float32"]}
+MATRIX = {"tensor": [[32, 32], [32, 1], "float32"]}
+
+
+def kind(name: str, *args: Any, flops: int = 0, moved_bytes: int = 0, **kwargs: Any) -> OpKind:
+    return OpKind(name, [list(args), kwargs], flops, moved_bytes, "float32")
+
+
+CONVOLUTION = kind("aten.convolution.default", MAP, FILTERS, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, flops=1)
+ADD = kind("aten.add.Tensor", MATRIX, MATRIX)
+UNKNOWN = kind("nowhere.made_up.default", MATRIX)
+
+
+def graph_of(*kinds: OpKind) -> Graph:
+    """A Graph that has these kinds and nothing else."""
+    none = np.zeros(0, dtype=np.int64)
+    return Graph(
+        nodes=(),
+        kinds=kinds,
+        op_kind=np.arange(len(kinds)),
+        op_node=np.zeros(len(kinds), dtype=np.int64),
+        storages=Storages(none, none, none, none, none),
+        packs=Packs(none, none, none, none, none, none),
+        forward_end=len(kinds),
+        backward_end=len(kinds),
+        fixed_bytes={},
+        parameter_gradients=(),
+        about={},
+    )
+
+
+def quick(*kinds: OpKind, cache: Path | None = None) -> Costs:
+    return measure(graph_of(*kinds), CPU, cache=cache, repeats=3, seconds_per_kind=0.0)
+
+
+# The allocator
+
+
+def holds_two_of_three() -> None:
+    first = torch.empty(1000)  # 4000
+    second = torch.empty(500)  # 4000 + 2000
+    del first  # 2000
+    third = torch.empty(2000)  # 2000 + 8000 = 10000
+    del second, third
+
+
+def test_the_peak_of_a_known_pattern_is_exact() -> None:
+    assert measure_peak(holds_two_of_three, CPU) == 10_000
+
+
+def test_the_curve_has_every_event_in_order() -> None:
+    assert allocation_curve(holds_two_of_three).tolist() == [4000, 6000, 2000, 10000, 8000, 0]
+
+
+def test_a_hundred_thousand_events_are_complete_and_in_order() -> None:
+    def allocate() -> None:
+        for _ in range(50_000):
+            torch.empty(25)
+
+    curve = allocation_curve(allocate)
+    assert len(curve) == 100_000
+    assert set(curve[0::2]) == {100}
+    assert set(curve[1::2]) == {0}
+
+
+def test_the_peak_of_a_backward_is_the_sum_of_its_tensors() -> None:
+    leaf = torch.zeros(1000, requires_grad=True)
+
+    def step() -> None:
+        leaf.exp().sum().backward()
+
+    # exp keeps its result (4000), the sum is 4 bytes, and so is the gradient that backward starts from; the sum's
+    # gradient is a view of that; the gradient of exp is one new tensor (4000), which the leaf then owns
+    assert measure_peak(step, CPU) == 4000 + 4 + 4 + 4000
+
+
+def test_what_was_alive_before_is_not_counted() -> None:
+    before = torch.empty(10_000)
+    assert measure_peak(lambda: torch.relu(before[:10]), CPU) == 40
+
+
+def test_an_error_in_the_function_ends_the_observation() -> None:
+    with pytest.raises(ZeroDivisionError):
+        measure_peak(lambda: 1 / 0, CPU)
+    assert measure_peak(holds_two_of_three, CPU) == 10_000
+
+
+def test_a_step_is_measured_after_its_warm_up() -> None:
+    state: list[torch.Tensor] = []
+
+    def step() -> None:
+        if not state:
+            state.append(torch.empty(1000))
+        torch.empty(10)
+
+    measured = measure_step(step, CPU, warm_up=1, repeats=1)
+    assert (measured.peak_bytes, measured.requested_bytes, measured.reserved_bytes) == (40, 40, None)
+
+
+def test_the_profiler_prints_nothing() -> None:
+    program = """
+import torch
+from remat.allocator import measure_peak
+print(measure_peak(lambda: torch.empty(25), torch.device("cpu")))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("100\n", "")
+
+
+# Workspaces
+
+
+def test_outputs_are_not_workspace() -> None:
+    assert measure_kind(ADD, CPU, 3, 0.0).workspace_bytes == 0
+
+
+def test_the_workspace_of_a_convolution_leaves_out_its_output() -> None:
+    args, _ = arguments(CONVOLUTION, CPU)
+    peak = measure_peak(lambda: torch.ops.aten.convolution.default(*args), CPU)
+    workspace = measure_kind(CONVOLUTION, CPU, 3, 0.0).workspace_bytes
+    assert workspace >= 0
+    assert workspace == peak - 32768
+
+
+def test_a_hidden_copy_is_workspace() -> None:
+    turned = {"tensor": [[256, 16], [1, 256], "float32"]}  # layer norm needs rows: 256 * 16 * 4 bytes are copied
+    scale = {"tensor": [[16], [1], "float32"]}
+    norm = kind("aten.native_layer_norm.default", turned, [16], scale, scale, 1e-5)
+    assert measure_kind(norm, CPU, 3, 0.0).workspace_bytes == 256 * 16 * 4
+
+
+def test_an_operator_in_place_has_no_output() -> None:
+    assert quick(kind("aten.mul_.Tensor", MATRIX, MATRIX)).workspace_bytes == (0,)
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride"),
+    [
+        pytest.param([3, 4], [4, 1], id="contiguous"),
+        pytest.param([3, 4], [1, 3], id="transposed"),
+        pytest.param([3, 4], [0, 1], id="expanded"),
+        pytest.param([], [], id="scalar"),
+        pytest.param([0, 4], [4, 1], id="empty"),
+    ],
+)
+def test_arguments_have_the_recorded_layout(shape: list[int], stride: list[int]) -> None:
+    ((made,), _) = arguments(kind("aten.relu.default", {"tensor": [shape, stride, "bfloat16"]}), CPU)
+    assert (list(made.shape), list(made.stride()), made.dtype) == (shape, stride, torch.bfloat16)
+
+
+def test_arguments_that_are_not_tensors_are_made_again() -> None:
+    converted = kind(
+        "aten._to_copy.default",
+        MATRIX,
+        dtype={"dtype": "bfloat16"},
+        layout={"layout": "strided"},
+        device={"device": "cpu"},
+        memory_format={"memory_format": "contiguous_format"},
+    )
+    _, kwargs = arguments(converted, CPU)
+    assert kwargs == {
+        "dtype": torch.bfloat16,
+        "layout": torch.strided,
+        "device": CPU,
+        "memory_format": torch.contiguous_format,
+    }
+
+
+def test_indices_stay_within_what_they_index() -> None:
+    table = {"tensor": [[5, 64], [64, 1], "float32"]}
+    indices = {"tensor": [[1000], [1], "int64"]}
+    args, _ = arguments(kind("aten.embedding.default", table, indices), CPU)
+    assert set(args[1].tolist()) == {0, 1, 2, 3, 4}
+    assert quick(kind("aten.embedding.default", table, indices)).about["not_measured"] == []
+
+
+def test_measuring_leaves_the_random_state_alone() -> None:
+    before = torch.get_rng_state()
+    quick(ADD, kind("aten.bernoulli_.float", MATRIX, 0.5))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+# What cannot be measured
+
+
+@pytest.mark.parametrize(
+    ("unmeasurable", "reason"),
+    [
+        pytest.param(UNKNOWN, "there is no operator nowhere.made_up.default", id="unknown operator"),
+        pytest.param(
+            kind("aten.relu.default", {"other": "a generator"}), "'a generator' cannot be made", id="argument"
+        ),
+        pytest.param(kind("aten.mm.default", MATRIX, FILTERS), "RuntimeError: ", id="operator raises"),
+        pytest.param(kind("aten.relu.default", MATRIX, moved_bytes=1 << 60), "1073741824.00 GiB", id="does not fit"),
+    ],
+)
+def test_what_cannot_be_measured_is_named_and_costs_nothing(unmeasurable: OpKind, reason: str) -> None:
+    costs = quick(ADD, unmeasurable)
+    (missing,) = costs.about["not_measured"]
+    assert (missing["kind"], missing["op"]) == (1, unmeasurable.name)
+    assert reason in missing["reason"]
+    assert (costs.time_us[1], costs.workspace_bytes[1]) == (0.0, 0)
+    assert costs.time_us[0] > 0
+
+
+def test_costs_are_labelled_and_parallel_to_kinds() -> None:
+    seen: list[tuple[int, int]] = []
+    graph = graph_of(ADD, CONVOLUTION)
+    costs = measure(graph, CPU, cache=None, repeats=3, seconds_per_kind=0.0, on_progress=lambda *at: seen.append(at))
+    assert (costs.source, costs.device) == ("measured", device_name(CPU))
+    assert len(costs.time_us) == len(costs.workspace_bytes) == len(costs.spread) == 2
+    assert seen == [(1, 2), (2, 2)]
+    assert Costs.from_json(costs.to_json()) == costs
+
+
+# The cache
+
+
+def test_a_kind_is_measured_once(tmp_path: Path) -> None:
+    first = quick(ADD, UNKNOWN, cache=tmp_path)
+    again = quick(ADD, UNKNOWN, cache=tmp_path)
+    assert (first.about["from_cache"], again.about["from_cache"]) == (0, 1)
+    assert first.time_us == again.time_us
+    assert [missing["op"] for missing in again.about["not_measured"]] == [UNKNOWN.name]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"format": "other"}', '{"rows": {"a": [1]}}'])
+def test_a_corrupt_cache_is_ignored_and_written_anew(tmp_path: Path, content: str) -> None:
+    quick(ADD, cache=tmp_path)
+    (file,) = tmp_path.iterdir()
+    file.write_text(content)
+    assert quick(ADD, cache=tmp_path).about["from_cache"] == 0
+    assert quick(ADD, cache=tmp_path).about["from_cache"] == 1
+
+
+def test_two_writers_keep_each_others_rows(tmp_path: Path) -> None:
+    slow = Cache.open(tmp_path, CPU)
+    quick(ADD, cache=tmp_path)
+    slow.save()
+    quick(CONVOLUTION, cache=tmp_path)
+    assert len(Cache.open(tmp_path, CPU).rows) == 2
+
+
+def test_a_folder_that_cannot_be_made_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert quick(ADD, cache=tmp_path / "file" / "folder").time_us[0] > 0
+
+
+def test_an_interrupt_keeps_what_was_measured(tmp_path: Path) -> None:
+    def interrupted(done: int, of: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure(graph_of(ADD, CONVOLUTION), CPU, cache=tmp_path, on_progress=interrupted)
+    assert quick(ADD, CONVOLUTION, cache=tmp_path).about["from_cache"] == 1
+
+
+def test_the_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_cache() == tmp_path / "remat"
+    measure(graph_of(ADD), CPU, repeats=3, seconds_per_kind=0.0)
+    assert len(os.listdir(tmp_path / "remat")) == 1
+
+
+# The device at hand
+
+
+def test_the_cpu_is_a_target_with_the_memory_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_module, "_measured_rates", lambda device: {"bytes": 1e4, "float32": 1e5})
+    target = device_target(CPU, cache=tmp_path)
+    assert (target.name, target.device, target.alignment_bytes) == ("cpu", "cpu", 1)
+    assert 0 < target.memory_bytes <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert (target.bytes_per_us, target.flops_per_us) == (1e4, {"float32": 1e5})
+    monkeypatch.undo()
+    assert device_target(CPU, cache=tmp_path) == target  # the rates are kept
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_on_cuda_a_product_has_no_output_in_its_workspace() -> None:
+    device = torch.device("cuda")
+    product = kind("aten.mm.default", MATRIX, MATRIX, flops=1)
+    graph = graph_of(product, ADD)
+    costs = measure(graph, device, cache=None, repeats=3)
+    assert costs.about["not_measured"] == []
+    assert costs.workspace_bytes == (0, 0)
+    assert measure_peak(lambda: torch.empty(1000, device=device), device, requested=True) == 4000
+    assert device_target(device).alignment_bytes == 512
