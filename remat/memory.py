@@ -99,18 +99,19 @@ class Memory:
         self.workspace_bytes = np.zeros(graph.op_count, dtype=np.int64) if workspace_bytes is None else workspace_bytes
         packs = graph.packs
         self.kept = np.flatnonzero((packs.storage >= 0) & (packs.release >= graph.forward_end))
+        self._inputs: dict[tuple[int, int], frozenset[int]] = {}
+        self._leaves: dict[tuple[int, int], Recomputation | None] = {}
         self.node_first = np.array([node.first for node in graph.nodes], dtype=np.int64)
         self.node_end = np.array([node.end for node in graph.nodes], dtype=np.int64)
 
     def inputs(self, first: int, end: int) -> frozenset[int]:
         """Storages, made before node `first`, of the values that nodes first..end-1 take. (Rule 3)"""
-        return frozenset(
-            storage
-            for node in self.graph.nodes[first:end]
-            for source in node.inputs
-            if source < first
-            for storage in self.graph.nodes[source].values
-        )
+        key = (first, end)
+        if key not in self._inputs:
+            nodes = self.graph.nodes
+            sources = {source for node in nodes[first:end] for source in node.inputs if source < first}
+            self._inputs[key] = frozenset(storage for source in sources for storage in nodes[source].values)
+        return self._inputs[key]
 
     @functools.cached_property
     def peak_without_checkpointing(self) -> int:
@@ -170,13 +171,14 @@ class Memory:
         runs = np.ones(len(ops), dtype=bool)
         for recomputation in recomputations:
             again, death = self._instances(recomputation, position)
-            saved = np.isin(again, self.saved_storages(recomputation.region))
-            deaths[0][again[saved]] = np.maximum(deaths[0][again[saved]], death[saved])
             if recomputation.region.saved:
+                saved = np.isin(again, self.saved_storages(recomputation.region))
+                deaths[0][again[saved]] = np.maximum(deaths[0][again[saved]], death[saved])
                 self._end_with_replay(deaths[0], recomputation)
-            births.append(recomputation.start + storages.birth[again[~saved]] - recomputation.first)
-            deaths.append(death[~saved])
-            made.append(again[~saved])
+                again, death = again[~saved], death[~saved]
+            births.append(recomputation.start + storages.birth[again] - recomputation.first)
+            deaths.append(death)
+            made.append(again)
             self._mark_replayed(runs, recomputation)
         storage = np.concatenate(made)
         return _Lives(
@@ -195,6 +197,10 @@ class Memory:
         curve = self.curve(regions)
         again = (curve.region >= 0) & curve.runs
         return float(op_time_us[curve.op[again]].sum())
+
+    def nested_time(self, region: Region, time_until: np.ndarray) -> int:
+        """Time of recomputing `region` and its inner regions, from the time of all operators before each."""
+        return sum(int(time_until[r.stop] - time_until[r.first]) for r in self._recomputations([region]))
 
     def recomputed_nodes(self, regions: Sequence[Region]) -> int:
         """How many nodes are called again, a node of an inner region once per level."""
@@ -224,18 +230,26 @@ class Memory:
         return sorted(found, key=lambda r: (r.trigger, r.level, -r.first))
 
     def _recomputation(self, region: Region, top: int, level: int) -> Recomputation | None:
+        key = (region.first, region.end)
+        if key not in self._leaves:
+            self._leaves[key] = self._leaf(region)
+        leaf = self._leaves[key]
+        return leaf and dataclasses.replace(leaf, region=region, top=top, level=level)
+
+    def _leaf(self, region: Region) -> Recomputation | None:
+        """The recomputation of a region that holds no regions. (Rule 4)"""
         table, packs = self.graph.packs, self.packs_in(region.first, region.end)
         asked = table.unpack[packs]
         if not (asked >= 0).any():
             return None
         return Recomputation(
             region,
-            top,
+            top=0,
             first=int(self.node_first[region.first]),
             stop=int(table.at[packs].max()),
             trigger=int(asked[asked >= 0].min()),
             release=int(table.release[packs].max()),
-            level=level,
+            level=0,
             packs=packs,
         )
 

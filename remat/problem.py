@@ -174,8 +174,7 @@ class Problem:
         if recomputation is None:
             return None
         if region.inner:
-            time = self.memory.recompute_time_us([region], self.op_time_ns.astype(float))
-            return Run(a, b, region, round(time))
+            return Run(a, b, region, self.memory.nested_time(region, self._time_until))
         again = self.op_time_ns[recomputation.first : recomputation.stop]
         ends = self.memory.node_end[region.first : region.end]
         never = frozenset((region.first + np.flatnonzero(ends > recomputation.stop)).tolist())
@@ -196,6 +195,11 @@ class Problem:
             return next(i for i in self.runs_of([regions[top]]) if self.runs[i].region)
         segment = next(s for s, (first, end) in enumerate(self.backward_of) if first <= op < end)
         return next(i for i in self.runs_of(regions) if self.runs[i].a <= segment < self.runs[i].b)
+
+    @functools.cached_property
+    def _time_until(self) -> np.ndarray:
+        """Time in ns of the operators before each."""
+        return np.concatenate([[0], np.cumsum(self.op_time_ns)])
 
     # What outlives forward
 

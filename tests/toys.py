@@ -140,9 +140,7 @@ def _saving(*ops: str) -> Choose:
     def choose(graph: Graph) -> list[Region]:
         space = find_space(graph)
         named = {v for v in space.saveable if any(op in graph.nodes[v].op for op in ops)}
-        return [
-            Region(first, end, tuple(v for v in range(first, end) if v in named)) for first, end in blocks(graph)
-        ]
+        return [Region(first, end, tuple(v for v in range(first, end) if v in named)) for first, end in blocks(graph)]
 
     return choose
 

@@ -1,0 +1,319 @@
+"""What `--model` and its options mean: a Workload, from the first of four places that knows it.
+
+1. a ready-made one, by its name (`remat.models`)
+2. `path/to/file.py:function`: a function without arguments that returns a `remat.Workload`
+3. an existing folder with the `config.json` of a Hugging Face causal language model; no network is used
+4. the id of one on the Hugging Face hub; its configuration is fetched, its weights never
+
+A `ModelSpec` holds what was asked for, so that a plan or profile file can say how to make the workload again. Paths
+in a file are relative to the file's folder: a plan and a model that lie together may move together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import difflib
+import functools
+import importlib.util
+import os
+import re
+import socket
+import sys
+import traceback
+import types
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from remat import models
+from remat.errors import RematError, UsageError
+from remat.models.common import text_workload, transformers
+from remat.record import describe
+from remat.workload import DTYPE_POLICIES, DTypePolicy, Workload
+
+# What a causal language model from a configuration trains on, unless the options say otherwise.
+CAUSAL_BATCH_SIZE = 8
+CAUSAL_SEQ_LEN = 1024
+
+# Optimizers of torch.optim that remat's step cannot run: what they need and it does not give.
+REFUSED_OPTIMIZERS = {"LBFGS": "a closure that repeats the step", "SparseAdam": "sparse gradients"}
+
+_FILE = re.compile(r"(?P<path>.+\.py)(?::(?P<function>.*))?")
+_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSpec:
+    """`--model` and the options that shape its workload; None leaves the workload's own."""
+
+    model: str
+    batch_size: int | None = None
+    seq_len: int | None = None
+    image_size: int | None = None
+    dtype: str | None = None
+    optimizer: str | None = None
+
+    def workload(self) -> Workload:
+        """The workload asked for. Raises UsageError where there is none, or it does not take an option."""
+        workload, path = find(self.model, self.image_size)
+        if self.seq_len is not None and workload.seq_len is None:
+            raise UsageError(
+                f"sequence length {self.seq_len} was given, but model {workload.name} has none. Leave it out."
+            )
+        workload = workload.sized(self.batch_size, self.seq_len)
+        if self.dtype is not None:
+            if self.dtype not in DTYPE_POLICIES:
+                raise UsageError(f"dtype {self.dtype!r} is not known; choose one of {', '.join(DTYPE_POLICIES)}.")
+            workload = workload.with_dtype(cast(DTypePolicy, self.dtype))
+        if self.optimizer is not None:
+            workload = dataclasses.replace(workload, optimizer=optimizer_named(self.optimizer))
+        return guarded(workload, path)
+
+    def changed(self, **options: Any) -> ModelSpec:
+        """The same with those `options` that are not None."""
+        return dataclasses.replace(self, **{name: value for name, value in options.items() if value is not None})
+
+    def to_json(self, folder: Path) -> dict[str, Any]:
+        """For a file in `folder`."""
+        fields = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        return {**fields, "model": _moved(self.model, lambda path: os.path.relpath(path, folder))}
+
+    @staticmethod
+    def from_json(data: Any, folder: Path) -> ModelSpec | None:
+        """The spec in a file in `folder`; None where there is none that makes sense."""
+        known = {field.name for field in dataclasses.fields(ModelSpec)}
+        if not isinstance(data, dict) or not isinstance(data.get("model"), str) or not set(data) <= known:
+            return None
+        return ModelSpec(**{**data, "model": _moved(data["model"], lambda path: folder / path, folder)})
+
+
+def _moved(model: str, move: Callable[[str], Any], folder: Path = Path()) -> str:
+    """`model` with its path, if it is one, seen from elsewhere; `folder` is where a relative path starts now."""
+    if model in models.REGISTRY:
+        return model
+    if match := _FILE.fullmatch(model):
+        return f"{move(match['path'])}:{match['function']}"
+    return str(move(model)) if (folder / model).is_dir() else model
+
+
+def find(model: str, image_size: int | None = None) -> tuple[Workload, Path | None]:
+    """The workload that `model` names, and the file that it comes from, if it is a user's."""
+    if model in models.REGISTRY:
+        return models.build(model, image_size), None
+    if image_size is not None:
+        raise UsageError(
+            f"image size {image_size} was given, but only {', '.join(models.IMAGES)} take one; {model!r} does not."
+        )
+    if match := _FILE.fullmatch(model):
+        path = Path(match["path"]).expanduser()
+        return from_file(path, match["function"]), path
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return from_folder(folder), None
+    return from_hub(model), None
+
+
+# 2. A function in a file
+
+
+def from_file(path: Path, function: str | None) -> Workload:
+    """What `function` in the Python file at `path` returns."""
+    if not path.is_file():
+        raise UsageError(f"there is no file {path}.")
+    if not function:
+        raise UsageError(f"{path} alone is not enough: name the function that returns the workload, {path}:function.")
+    module = load(path)
+    make = getattr(module, function, None)
+    if not callable(make):
+        raise UsageError(f"{path} has no function {function!r}{_functions_of(module, function)}")
+    with blaming(f"{path}:{function}", path):
+        workload = make()
+    if not isinstance(workload, Workload):
+        raise UsageError(f"{path}:{function} returned {_a(workload)}, and must return a remat.Workload.")
+    return workload
+
+
+def load(path: Path) -> types.ModuleType:
+    """The Python file at `path` as a module, able to import what lies next to it, as if it were run."""
+    absolute = path.resolve()
+    spec = importlib.util.spec_from_file_location(f"_remat_model_{path.stem}", absolute)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    if str(absolute.parent) not in sys.path:
+        sys.path.insert(0, str(absolute.parent))
+    with blaming(f"{path}", path):
+        spec.loader.exec_module(module)
+    return module
+
+
+def _functions_of(module: types.ModuleType, wanted: str) -> str:
+    own = [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, types.FunctionType) and value.__module__ == module.__name__ and not name.startswith("_")
+    ]
+    close = difflib.get_close_matches(wanted, own)
+    if close:
+        return f". Did you mean {' or '.join(close)}?"
+    return f"; it has {', '.join(own)}." if own else "; it has none at all."
+
+
+def _a(value: Any) -> str:
+    return "None" if value is None else f"an object of type {type(value).__name__}"
+
+
+# 3. and 4. A Hugging Face configuration
+
+
+def from_folder(folder: Path) -> Workload:
+    """The causal language model whose `config.json` lies in `folder`."""
+    if not (folder / "config.json").is_file():
+        raise UsageError(f"the folder {folder} has no config.json, so it is not a Hugging Face model.")
+    try:
+        config = _library().AutoConfig.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # the library raises OSError, ValueError, KeyError, and its dependencies' own
+        raise UsageError(f"{folder / 'config.json'} cannot be used: {describe(error)}") from error
+    return causal_workload(folder.resolve().name, config)
+
+
+def from_hub(model: str) -> Workload:
+    """The causal language model with id `model` on the Hugging Face hub, or in its cache on this machine."""
+    close = difflib.get_close_matches(model, models.names())
+    meant = f" (did you mean {' or '.join(close)}?)" if close else ""
+    unknown = f"model {model!r} is not known: it is no ready-made model{meant}, no file.py:function, no folder"
+    # A slip of the pen is not worth a question to the hub, where most ids have an owner.
+    if not _HUB_ID.fullmatch(model) or (close and "/" not in model):
+        raise UsageError(f"{unknown}, and no OWNER/NAME of the Hugging Face hub. `remat models` lists what is ready.")
+    library, reachable = _library(), hub_answers()
+    try:
+        config = library.AutoConfig.from_pretrained(model, trust_remote_code=False, local_files_only=not reachable)
+    except Exception as error:  # as above
+        why = describe(error) if reachable else "the hub cannot be reached, and the model is not in its local cache"
+        raise UsageError(f"{unknown}, and not to be had from the Hugging Face hub: {why}.") from error
+    return causal_workload(model.rpartition("/")[2], config)
+
+
+def hub_answers() -> bool:
+    """Whether it is worth asking the hub: without a network its client retries for half a minute."""
+    if urllib.request.getproxies():
+        return True
+    host = urllib.parse.urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co").hostname
+    try:
+        socket.getaddrinfo(host, 443)
+    except OSError:
+        return False
+    return True
+
+
+def causal_workload(name: str, config: Any) -> Workload:
+    """Training of the causal language model of `config`, with random weights in fp32 under bf16 autocast."""
+    library = _library()
+    if type(config) not in library.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UsageError(
+            f"{name} is a configuration of type {config.model_type!r}, which is no causal language model. Write a "
+            "function that returns a remat.Workload, and give it as file.py:function."
+        )
+
+    def build() -> nn.Module:
+        own = copy.deepcopy(config)  # a model writes into its configuration
+        own.use_cache = False
+        if hasattr(own, "num_experts_per_tok"):
+            own._experts_implementation = "batched_mm"  # as in models/qwen3_moe.py
+        model = library.AutoModelForCausalLM.from_config(own, dtype=torch.float32)
+        if getattr(model, "loss_type", None) is None:
+            model.loss_type = "ForCausalLM"  # as in models/gpt2.py
+        return cast(nn.Module, model.train())
+
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    return text_workload(
+        name,
+        build,
+        vocab=text.vocab_size,
+        positions=positions,
+        batch_size=CAUSAL_BATCH_SIZE,
+        seq_len=min(CAUSAL_SEQ_LEN, positions or CAUSAL_SEQ_LEN),
+    )
+
+
+def _library() -> Any:
+    """`transformers`, kept from writing progress and advice over our own lines."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    return transformers()
+
+
+# Options
+
+
+def optimizers() -> dict[str, type[torch.optim.Optimizer]]:
+    """The classes of `torch.optim` that a step can use, by name."""
+    return {
+        name: value
+        for name, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
+    }
+
+
+def optimizer_named(name: str) -> type[torch.optim.Optimizer] | None:
+    """The class of `torch.optim` called `name` in any case; None for `none`."""
+    if name.lower() == "none":
+        return None
+    by_lower_name = {known.lower(): known for known in optimizers()}
+    found = by_lower_name.get(name.lower())
+    if found is None:
+        usable = sorted(known.lower() for known in optimizers() if known not in REFUSED_OPTIMIZERS)
+        raise UsageError(f"optimizer {name!r} is not in torch.optim; choose none, {', '.join(usable)}.")
+    if found in REFUSED_OPTIMIZERS:
+        raise UsageError(f"optimizer {found} needs {REFUSED_OPTIMIZERS[found]}, which remat does not plan for.")
+    return optimizers()[found]
+
+
+# Errors of other people's functions
+
+
+def guarded(workload: Workload, path: Path | None) -> Workload:
+    """The same workload; what its functions raise becomes a UsageError that says where. `step` is the recorder's."""
+
+    def guard(name: str) -> Any:
+        function = getattr(workload, name)
+
+        @functools.wraps(function)
+        def call(*args: Any) -> Any:
+            with blaming(f"`{name}` of {workload.name}", path):
+                return function(*args)
+
+        return call
+
+    own = ("build", "batch", "optimizer") if workload.optimizer is not None else ("build", "batch")
+    return dataclasses.replace(workload, **{name: guard(name) for name in own})
+
+
+@contextlib.contextmanager
+def blaming(what: str, path: Path | None) -> Iterator[None]:
+    """Turn an exception into a UsageError: `what` raised it, and in which line of the file at `path`."""
+    try:
+        yield
+    except (RematError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except (Exception, SystemExit) as error:
+        if "DefaultCPUAllocator" in str(error):  # the CPU's way to say OutOfMemoryError
+            raise
+        raise UsageError(f"{what} raises {describe(error)}{_line_of(error, path)}.") from error
+
+
+def _line_of(error: BaseException, path: Path | None) -> str:
+    """Where in the user's file, as ` (file.py:12)`; the innermost line anywhere if no line of that file is to blame."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if path is None or not frames or isinstance(error, SyntaxError):  # whose text has it
+        return ""
+    own = [frame for frame in frames if frame.filename == str(path.resolve())]
+    return f" ({path}:{own[-1].lineno})" if own else f" ({frames[-1].filename}:{frames[-1].lineno})"

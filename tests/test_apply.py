@@ -1,0 +1,382 @@
+"""A model with a plan trains bit for bit as without, and is in every other respect the model that it was."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from remat import models
+from remat.apply import apply, counts_of, remove
+from remat.errors import PlanMismatch, UsageError
+from remat.memory import Memory
+from remat.plan import Plan, Region, place
+from remat.record import FakeStep, autocast_context, record
+from remat.replay import RewrittenCalls, replay
+from remat.space import blocks, find_space
+from remat.tracker import Tracker
+from remat.workload import Workload
+from tests.toys import (
+    CHOICES,
+    CONVNET,
+    CPU,
+    LENGTH,
+    TRANSFORMER,
+    TRANSFORMER_BF16,
+    VOCAB,
+    WORKLOADS,
+    ConvNet,
+    Transformer,
+    every_block,
+    nested,
+    plan_by_hand,
+    plan_for,
+    recorded,
+)
+
+
+def built(workload: Workload) -> nn.Module:
+    torch.manual_seed(0)
+    return workload.build()
+
+
+def loss_of(workload: Workload, model: nn.Module, batch: Any, seed: int = 1) -> torch.Tensor:
+    torch.manual_seed(seed)
+    with autocast_context(CPU, workload.autocast):
+        return workload.step(model, batch)
+
+
+def batch_of(workload: Workload, samples: int | None = None) -> Any:
+    torch.manual_seed(100)
+    return workload.batch(samples or workload.batch_size, workload.seq_len)
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def same(left: Iterator[torch.Tensor] | list[torch.Tensor], right: Iterator[torch.Tensor] | list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def trained(workload: Workload, model: nn.Module, micro_batches: int = 1) -> tuple[list[float], list[torch.Tensor]]:
+    """Losses, and the gradients summed over `micro_batches`."""
+    losses = []
+    for seed in range(micro_batches):
+        loss = loss_of(workload, model, batch_of(workload), seed)
+        loss.backward()
+        losses.append(loss.item())
+    return losses, gradients(model)
+
+
+@pytest.fixture(scope="module")
+def plans() -> dict[str, Plan]:
+    """Every block of each toy a region."""
+    return {name: plan_for(workload) for name, workload in WORKLOADS.items()}
+
+
+@pytest.fixture
+def planned(plans: dict[str, Plan]) -> nn.Module:
+    return apply(built(TRANSFORMER), plans["transformer"], observe=True)
+
+
+# Training
+
+
+@pytest.fixture(scope="module")
+def graphs() -> dict[str, tuple[FakeStep, Any]]:
+    return {name: recorded(workload) for name, workload in WORKLOADS.items()}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_two_micro_batches_are_bitwise_those_of_the_untouched_model(name: str, choice: str, graphs: Any) -> None:
+    workload, graph = WORKLOADS[name], graphs[name][1]
+    regions = tuple(CHOICES[choice](graph))
+    untouched, model = built(workload), built(workload)
+    apply(model, plan_by_hand(graph, regions), observe=True)
+    expected, next_number = trained(workload, untouched, 2), torch.rand(1)
+    got = trained(workload, model, 2)
+    assert torch.rand(1) == next_number  # the stream of random numbers goes on as without
+    assert got[0] == expected[0]
+    assert same(got[1], expected[1])
+    assert same(model.buffers(), untouched.buffers())
+    assert counts_of(model).regions == 2 * len(regions)
+    assert counts_of(model).recomputed_nodes == 2 * Memory(graph).recomputed_nodes(regions)
+
+
+def test_batch_norm_advances_once_for_every_forward(plans: dict[str, Plan]) -> None:
+    model = apply(built(CONVNET), plans["convnet"])
+    trained(CONVNET, model, 3)
+    norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
+    assert {int(norm.num_batches_tracked) for norm in norms if norm.num_batches_tracked is not None} == {3}
+
+
+def test_batch_norm_advances_once_in_nested_regions(graphs: Any) -> None:
+    graph = graphs["convnet"][1]
+    model = apply(built(CONVNET), plan_by_hand(graph, nested(graph)))
+    trained(CONVNET, model)
+    norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
+    assert {int(norm.num_batches_tracked) for norm in norms if norm.num_batches_tracked is not None} == {1}
+
+
+def test_several_steps_with_an_optimizer_stay_equal(plans: dict[str, Plan]) -> None:
+    untouched, model = built(TRANSFORMER), apply(built(TRANSFORMER), plans["transformer"])
+    for each in (untouched, model):
+        optimizer = torch.optim.AdamW(each.parameters())
+        for seed in range(3):
+            loss_of(TRANSFORMER, each, batch_of(TRANSFORMER), seed).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert same(model.parameters(), untouched.parameters())
+
+
+@pytest.mark.parametrize("choice", ["every-block", "nested"])
+def test_a_second_backward_of_one_forward_recomputes_again(choice: str, graphs: Any) -> None:
+    graph = graphs["transformer"][1]
+    untouched, model = built(TRANSFORMER), built(TRANSFORMER)
+    apply(model, plan_by_hand(graph, CHOICES[choice](graph)))
+    for each in (untouched, model):
+        loss = loss_of(TRANSFORMER, each, batch_of(TRANSFORMER))
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert same(gradients(model), gradients(untouched))
+
+
+def test_an_exception_in_forward_leaves_the_model_fit_for_the_next_step(planned: nn.Module) -> None:
+    ids, labels = batch_of(TRANSFORMER)
+    with pytest.raises(IndexError):
+        planned(ids, labels + VOCAB)  # found by the loss, after all regions have run
+    planned.zero_grad()
+    losses, found = trained(TRANSFORMER, planned)
+    expected = trained(TRANSFORMER, built(TRANSFORMER))
+    assert losses == expected[0]
+    assert same(found, expected[1])
+
+
+# Batches of another size
+
+
+def test_a_smaller_last_batch_trains_with_the_plan(planned: nn.Module) -> None:
+    trained(TRANSFORMER, planned)
+    entered = counts_of(planned).regions
+    planned.zero_grad()
+    loss_of(TRANSFORMER, planned, batch_of(TRANSFORMER, 1)).backward()
+    assert counts_of(planned).regions == entered + 4
+    untouched = built(TRANSFORMER)
+    loss_of(TRANSFORMER, untouched, batch_of(TRANSFORMER, 1)).backward()
+    assert same(gradients(planned), gradients(untouched))
+
+
+@pytest.fixture
+def sized_plan(plans: dict[str, Plan]) -> Plan:
+    """A plan that knows how large the arguments of forward were: ids and labels, 4 x 8 each."""
+    plan = plans["transformer"]
+    return dataclasses.replace(plan, about={**plan.about, "batch_elements": 2 * TRANSFORMER.batch_size * LENGTH})
+
+
+def test_a_larger_batch_warns_once(sized_plan: Plan) -> None:
+    model = apply(built(TRANSFORMER), sized_plan)
+    batch = batch_of(TRANSFORMER, TRANSFORMER.batch_size + 1)
+    with pytest.warns(UserWarning, match="80 elements, the plan was made for 64 .batch size 4") as caught:
+        model(*batch)
+    assert [warning.filename for warning in caught] == [__file__]
+    model(*batch)  # a second warning would be an error here
+
+
+def test_a_larger_batch_is_refused_where_asked(sized_plan: Plan) -> None:
+    model = apply(built(TRANSFORMER), sized_plan, on_larger="refuse")
+    model(*batch_of(TRANSFORMER))
+    with pytest.raises(PlanMismatch, match="its peak will exceed the planned"):
+        model(*batch_of(TRANSFORMER, TRANSFORMER.batch_size + 1))
+
+
+# What is not training
+
+
+def test_keys_values_and_names_stay(plans: dict[str, Plan]) -> None:
+    untouched, model = built(CONVNET), apply(built(CONVNET), plans["convnet"])
+    for each in (untouched, model):
+        trained(CONVNET, each)
+    assert list(model.state_dict()) == list(untouched.state_dict())
+    assert same(list(model.state_dict().values()), list(untouched.state_dict().values()))
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in untouched.named_parameters()]
+    assert [n for n, _ in model.named_modules()] == [n for n, _ in untouched.named_modules()]
+    assert type(model) is ConvNet
+    model.load_state_dict(built(CONVNET).state_dict())
+
+
+@pytest.mark.parametrize("mode", ["eval", "no_grad", "inference_mode"])
+def test_what_is_not_training_runs_the_original_forward(mode: str, planned: nn.Module) -> None:
+    untouched = built(TRANSFORMER)
+    contexts: dict[str, Callable[[], Any]] = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
+    for each in (untouched, planned):
+        each.train(mode != "eval")
+    ids, _ = batch_of(TRANSFORMER)
+    with contexts.get(mode, torch.enable_grad)():
+        torch.manual_seed(3)
+        expected = untouched(ids)
+        torch.manual_seed(3)
+        assert torch.equal(planned(ids), expected)
+    assert counts_of(planned).regions == 0
+    planned.train()
+    trained(TRANSFORMER, planned)
+    assert counts_of(planned).regions == 4
+
+
+def test_a_copy_trains_its_own_parameters_with_the_plan(planned: nn.Module) -> None:
+    trained(TRANSFORMER, planned)
+    planned.zero_grad()
+    twin = copy.deepcopy(planned)
+    losses, found = trained(TRANSFORMER, twin)
+    assert counts_of(twin).regions == 4
+    assert gradients(planned) == []
+    expected = trained(TRANSFORMER, built(TRANSFORMER))
+    assert losses == expected[0]
+    assert same(found, expected[1])
+    assert remove(twin).__dict__.get("forward") is None
+    assert counts_of(planned).regions == 4  # the original keeps its plan
+
+
+def test_a_pickled_model_comes_back_with_its_plan(planned: nn.Module) -> None:
+    twin = pickle.loads(pickle.dumps(planned))
+    losses, found = trained(TRANSFORMER, twin)
+    assert counts_of(twin).regions == 4
+    expected = trained(TRANSFORMER, built(TRANSFORMER))
+    assert losses == expected[0]
+    assert same(found, expected[1])
+
+
+# Applying and removing
+
+
+def test_a_plan_is_applied_from_its_file(tmp_path: Path, plans: dict[str, Plan]) -> None:
+    plans["transformer"].save(tmp_path / "toy.plan.json")
+    model = built(TRANSFORMER)
+    assert apply(model, tmp_path / "toy.plan.json") is model
+    trained(TRANSFORMER, model)
+    assert counts_of(model).regions == 4
+
+
+def test_a_second_plan_replaces_the_first(planned: nn.Module, graphs: Any) -> None:
+    trained(TRANSFORMER, planned)
+    graph = graphs["transformer"][1]
+    apply(planned, plan_by_hand(graph, CHOICES["all-in-one"](graph)))
+    planned.zero_grad()
+    losses, found = trained(TRANSFORMER, planned)
+    assert counts_of(planned).regions == 1
+    expected = trained(TRANSFORMER, built(TRANSFORMER))
+    assert losses == expected[0]
+    assert same(found, expected[1])
+    assert remove(planned).__dict__.get("forward") is None
+
+
+def test_remove_restores_the_model(planned: nn.Module) -> None:
+    assert remove(planned) is planned
+    assert "forward" not in planned.__dict__
+    assert remove(planned) is planned  # nothing to do
+    with pytest.raises(UsageError, match="no plan is applied"):
+        counts_of(planned)
+
+
+def test_a_forward_of_the_users_own_is_kept_under_the_plan(plans: dict[str, Plan]) -> None:
+    model = built(TRANSFORMER)
+    own = model.forward = _Renamed(model)  # type: ignore[method-assign, assignment]
+    apply(model, plans["transformer"])
+    trained(TRANSFORMER, model)
+    assert counts_of(model).regions == 4
+    assert remove(model).forward is own
+
+
+class _Renamed:
+    """What a library that wraps forwards leaves behind."""
+
+    def __init__(self, model: nn.Module):
+        self.inner = model.forward
+
+    def __call__(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.inner(ids, labels)
+        return loss
+
+
+# What does not fit
+
+
+def test_a_plan_for_another_model_is_refused_at_the_first_forward(plans: dict[str, Plan]) -> None:
+    deeper = apply(Transformer(layers=5), plans["transformer"])
+    with pytest.raises(PlanMismatch, match="made for 'toy-transformer', whose graph differs"):
+        deeper(*batch_of(TRANSFORMER))
+
+
+def test_a_plan_under_autocast_is_refused_without(plans: dict[str, Plan]) -> None:
+    model = apply(built(TRANSFORMER_BF16), plans["transformer-amp"])
+    with pytest.raises(PlanMismatch, match="for autocast to bfloat16, this forward runs no autocast"):
+        model(*batch_of(TRANSFORMER_BF16))
+    trained(TRANSFORMER_BF16, model)  # as planned it works
+    assert counts_of(model).regions == 4
+
+
+def test_a_plan_without_autocast_is_refused_under_it(planned: nn.Module) -> None:
+    with pytest.raises(PlanMismatch, match="for no autocast, this forward runs autocast to bfloat16"):
+        loss_of(TRANSFORMER_BF16, planned, batch_of(TRANSFORMER))
+
+
+def test_parameters_of_another_dtype_are_refused(planned: nn.Module) -> None:
+    planned.to(torch.bfloat16)
+    with pytest.raises(PlanMismatch, match=r"parameters of \['float32'\], this model has \['bfloat16'\]"):
+        planned(*batch_of(TRANSFORMER))
+
+
+def test_what_is_no_module_is_refused(plans: dict[str, Plan]) -> None:
+    with pytest.raises(UsageError, match=r"needs a torch.nn.Module, not function"):
+        apply(lambda: None, plans["transformer"])  # type: ignore[type-var]
+
+
+# The evaluator and the executor count alike, on the families of the registry
+
+
+def assorted(graph: Any) -> dict[str, tuple[Region, ...]]:
+    """Regions of every sort that the graph has room for; none that holds what must stay plain."""
+    space = find_space(graph)
+    stretches = list(space.stretches())
+    longest = max(stretches, key=lambda ab: ab[1] - ab[0])
+    cuts = [space.segments[i].first for i in range(*longest)] + [space.segments[longest[1] - 1].end]
+    inner = [Region(a, b) for a, b in zip(cuts[:-1:2], cuts[1::2], strict=False)]
+    saving = tuple(
+        Region(first, end, tuple(v for v in space.saveable[::3] if first <= v < end)) for first, end in blocks(graph)
+    )
+    return {
+        "every-block": tuple(every_block(graph)),
+        "saving": saving,
+        "halves": (Region(cuts[0], cuts[len(cuts) // 2]), Region(cuts[len(cuts) // 2], cuts[-1])),
+        "nested": (Region(cuts[0], cuts[-1], inner=tuple(inner)),),
+    }
+
+
+@pytest.mark.parametrize("name", models.TEST_SIZES)
+def test_evaluator_and_executor_count_the_same_recomputed_nodes(name: str) -> None:
+    pytest.importorskip("transformers")
+    workload = models.TEST_SIZES[name]().sized(batch_size=2)
+    fake = FakeStep(workload, device=CPU)
+    graph = record(fake)
+    memory = Memory(graph)
+    for choice, regions in assorted(graph).items():
+        calls = RewrittenCalls(place(graph, regions), observe=True)
+        fake.run_call = calls
+        fake.run(Tracker(), lambda: None, lambda: None)
+        assert calls.counts.recomputed_nodes == memory.recomputed_nodes(regions), choice
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_evaluator_and_executor_need_the_same_memory(choice: str, graphs: Any) -> None:
+    for name in ("transformer", "transformer-amp"):
+        fake, graph = graphs[name]
+        regions = tuple(CHOICES[choice](graph))
+        assert Memory(graph).curve(regions).peak_bytes == replay(fake, place(graph, regions)).max()
