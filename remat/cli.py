@@ -12,7 +12,6 @@ Rules that every command keeps:
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import functools
 import importlib.metadata
@@ -22,7 +21,6 @@ import os
 import re
 import sys
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -45,7 +43,6 @@ if TYPE_CHECKING:
 INTERNAL_ERROR = 1
 DEBUG = "REMAT_DEBUG"
 SPEC = "model_spec"  # key of a plan's or profile's `about`: how to make its workload again
-LIBRARIES = ("torch", "transformers", "huggingface_hub")  # whose warnings are about nothing a reader can change
 PACKAGES = ("numpy", "ortools", "torch", "transformers")
 
 # The base of what typer raises for a bad command line; its module depends on typer's version.
@@ -141,7 +138,9 @@ def answering(command: Callable[..., Answer]) -> Callable[..., Answer]:
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Answer:
-        with _stdout_to_stderr(), _quiet_libraries():
+        from remat.screen import quiet_libraries, stdout_to_stderr
+
+        with stdout_to_stderr(), quiet_libraries(os.environ.get(DEBUG, "")):
             try:
                 return command(*args, **kwargs)
             except KeyboardInterrupt:
@@ -150,38 +149,13 @@ def answering(command: Callable[..., Answer]) -> Callable[..., Answer]:
     return run
 
 
-@contextlib.contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
-    """Rule 1: whatever anybody prints meanwhile goes to stderr."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        with contextlib.suppress(OSError, TypeError):
-            ctypes.CDLL(None).fflush(None)  # what C code printed may still be in its buffer
-        os.dup2(kept, 1)
-        os.close(kept)
-
-
-@contextlib.contextmanager
-def _quiet_libraries() -> Iterator[None]:
-    with warnings.catch_warnings():
-        if not os.environ.get(DEBUG):
-            for library in LIBRARIES:
-                warnings.filterwarnings("ignore", module=rf"{library}(\.|$)")
-        yield
-
-
 # Options
 
 Model = Annotated[
     str | None,
     typer.Option(
-        help="A ready-made model (see `remat models`), path/to/file.py:function that returns a remat.Workload, a folder "
-        "with a config.json, or the id of a causal language model on the Hugging Face hub. The first that fits.",
+        help="A ready-made model (see `remat models`), path/to/file.py:function that returns a remat.Workload, a "
+        "folder with a config.json, or the id of a causal language model on the Hugging Face hub. The first that fits.",
     ),
 ]
 BatchSize = Annotated[int | None, typer.Option(min=1, help="Samples in a batch.")]
@@ -288,9 +262,10 @@ def plan_command(
                 spec, budget, headroom, target or "auto", accumulation or 1, _limits(time_limit, seed, line), line
             )
     path = out or Path(f"{_file_name(found.about['workload'])}.plan.json")
-    found = dataclasses.replace(found, about=_about(found.about, spec, path))
+    about = {**_about(found.about, spec, path), "headroom_bytes": limit.given_bytes - limit.limit_bytes}
+    found = dataclasses.replace(found, about=about)
     found.save(path)
-    return _plan_answer(found, limit, path, replayed=profile is None)
+    return _plan_answer(found, path, replayed=profile is None)
 
 
 @app.command(name="profile")
@@ -372,7 +347,7 @@ def show_command(plan: PlanFile, as_json: Json = False) -> Answer:
 
     found = _load_plan(plan)
     try:
-        text = f"{plan_text(found, headroom_bytes=found.about.get('headroom_bytes', 0))}\n\n{regions_text(found)}"
+        text = f"{plan_text(found)}\n\n{regions_text(found)}"
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"{plan} is not a complete plan file ({type(error).__name__}: {error}).") from error
     return Answer(found.to_json(), text.rstrip())
@@ -494,7 +469,9 @@ def _spec_of(plan: Plan, path: Path, model: str | None) -> ModelSpec:
 
     spec = ModelSpec.from_json(plan.about.get(SPEC), path.absolute().parent)
     if spec is None and model is None:
-        raise UsageError(f"{path} does not say how to build its model; name it with --model, for example file.py:function.")
+        raise UsageError(
+            f"{path} does not say how to build its model; name it with --model, for example file.py:function."
+        )
     if spec is None:
         spec = ModelSpec("", batch_size=plan.about.get("batch_size"), seq_len=plan.about.get("seq_len"))
     return spec.changed(model=model)
@@ -555,14 +532,13 @@ def _teller(line: LiveLine) -> Callable[[str], None]:
 # Their answers
 
 
-def _plan_answer(plan: Plan, limit: Budget, path: Path, *, replayed: bool) -> Answer:
+def _plan_answer(plan: Plan, path: Path, *, replayed: bool) -> Answer:
     from remat.screen import plan_text
 
-    headroom = limit.given_bytes - limit.limit_bytes
     data = {
         "model": plan.about["workload"],
-        "budget_bytes": limit.given_bytes,
-        "headroom_bytes": headroom,
+        "budget_bytes": plan.budget_bytes + plan.about["headroom_bytes"],
+        "headroom_bytes": plan.about["headroom_bytes"],
         "target": plan.target,
         "costs": plan.costs,
         "predicted": plan.predicted,
@@ -572,11 +548,28 @@ def _plan_answer(plan: Plan, limit: Budget, path: Path, *, replayed: bool) -> An
     }
     notes = [] if replayed else ["judged by the evaluator alone: a profile has no model to replay the plan on"]
     notes += [f"wrote {path}", f"next: remat validate {path}"]
-    return Answer(data, plan_text(plan, headroom_bytes=headroom) + "\n\n" + "\n".join(notes))
+    return Answer(data, plan_text(plan) + "\n\n" + "\n".join(notes))
 
 
 def _profile_answer(profile: Profile, path: Path) -> Answer:
     from remat.memory import Memory
-    from remat.units import ms
+    from remat.screen import profile_text
 
     graph, costs = profile.graph, profile.costs
+    without_checkpointing = {
+        "peak_bytes": Memory(graph, costs.workspace_per_op(graph)).peak_without_checkpointing,
+        "step_time_us": costs.step_time_us(graph),
+    }
+    data = {
+        "model": graph.about["workload"],
+        "target": profile.target.name,
+        "costs": costs.source,
+        "without_checkpointing": without_checkpointing,
+        "nodes": len(graph.nodes),
+        "operators": graph.op_count,
+        "kinds": len(graph.kinds),
+        "not_measured": costs.about.get("not_measured", []),
+        "profile_path": str(path),
+    }
+    notes = [f"wrote {path}", f"next: remat plan --profile {path} --budget auto"]
+    return Answer(data, profile_text(data, graph.about) + "\n\n" + "\n".join(notes))

@@ -7,18 +7,24 @@ stderr is a terminal. Times that come from estimated costs carry that word where
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from remat.plan import NodeRef, PlacedRegion, Plan
 from remat.units import gib, ms
 
+if TYPE_CHECKING:
+    from remat.plan import NodeRef, PlacedRegion, Plan
+
 INDENT = "  "
+LIBRARIES = ("torch", "transformers", "huggingface_hub")  # whose warnings are about nothing a reader can change
 
 
 def aligned(rows: Iterable[tuple[str, ...]], indent: str = INDENT) -> str:
@@ -26,27 +32,21 @@ def aligned(rows: Iterable[tuple[str, ...]], indent: str = INDENT) -> str:
     table = list(rows)
     widths = [max(map(len, column)) for column in zip(*(row[:-1] for row in table), strict=True)]
     return "\n".join(
-        indent + "".join(f"{cell:{width}}   " for cell, width in zip(row, widths, strict=False)) + row[-1]
+        (indent + "".join(f"{cell:{width}}   " for cell, width in zip(row, widths, strict=False)) + row[-1]).rstrip()
         for row in table
     )
 
 
-def plan_text(plan: Plan, *, headroom_bytes: int = 0) -> str:
+def plan_text(plan: Plan) -> str:
     """A plan's promise: what it is for, what it costs, and how good it is."""
-    plain, predicted = plan.without_checkpointing, plan.predicted
-    parts = [
-        f"{plan.about['workload']} on {plan.target}, costs {plan.costs}: {_step_of(plan.about)}",
-        aligned(
-            [
-                ("without checkpointing", gib(plain["peak_bytes"]), _a_step(plain["step_time_us"], plan)),
-                ("budget", gib(plan.budget_bytes + headroom_bytes), _headroom(plan, headroom_bytes)),
-                ("predicted peak", gib(predicted["peak_bytes"]), _a_step(predicted["step_time_us"], plan)),
-            ]
-        ),
-        f"{_decision(plan)}\n{aligned(_proof(plan), indent='')}",
-        f"at the peak, {predicted['peak_at']}\n{breakdown_text(predicted['breakdown'])}",
-    ]
-    return "\n\n".join(parts)
+    return "\n\n".join(
+        [
+            f"{plan.about['workload']} on {plan.target}, costs {plan.costs}: {_step_of(plan.about)}",
+            aligned([*_promise(plan), *(_decision(plan) if plan.regions else ())]),
+            *([] if plan.regions else ["no checkpointing needed: the whole step fits as it is"]),
+            f"at the peak, {plan.predicted['peak_at']}\n{breakdown_text(plan.predicted['breakdown'])}",
+        ]
+    )
 
 
 def _step_of(about: dict[str, Any]) -> str:
@@ -59,46 +59,55 @@ def _step_of(about: dict[str, Any]) -> str:
     return f"{sizes}{accumulated}, {weights}{autocast}, {about['optimizer'] or 'no optimizer'}"
 
 
-def _a_step(time_us: float, plan: Plan) -> str:
-    estimated = " (estimated)" if plan.costs == "estimated" else ""
-    return f"{ms(time_us)} a step{estimated}"
+def _promise(plan: Plan) -> list[tuple[str, ...]]:
+    plain, predicted, headroom_bytes = plan.without_checkpointing, plan.predicted, plan.about.get("headroom_bytes", 0)
+    left = f"less {gib(headroom_bytes)} of headroom: {gib(plan.budget_bytes)}" if headroom_bytes else ""
+    return [
+        ("without checkpointing", gib(plain["peak_bytes"]), f"{_time(plain['step_time_us'], plan)} a step"),
+        ("budget", gib(plan.budget_bytes + headroom_bytes), left),
+        ("predicted peak", gib(predicted["peak_bytes"]), f"{_time(predicted['step_time_us'], plan)} a step"),
+    ]
 
 
-def _headroom(plan: Plan, headroom_bytes: int) -> str:
-    if not headroom_bytes:
-        return ""
-    return f"less {gib(headroom_bytes)} of headroom: {gib(plan.budget_bytes)}"
-
-
-def _decision(plan: Plan) -> str:
-    if not plan.regions:
-        return "no checkpointing needed: the whole step fits as it is"
-    nested = sum(bool(region.inner) for region in plan.regions)
-    regions = f"{_count(len(plan.regions), 'region')}" + (f", {nested} of them nested," if nested else "")
-    return (
-        f"{regions} recomputing {_count(plan.predicted['recomputed_nodes'], 'node')} and saving "
-        f"{_count(sum(map(_saves, plan.regions)), 'output')}"
-    )
-
-
-def _proof(plan: Plan) -> list[tuple[str, ...]]:
-    if not plan.regions:
-        return [("overhead", "none")]
+def _decision(plan: Plan) -> list[tuple[str, ...]]:
     predicted, solver = plan.predicted, plan.solver
-    estimated = ", estimated" if plan.costs == "estimated" else ""
+    nested = sum(bool(region.inner) for region in plan.regions)
+    does = [
+        *([f"{nested} nested"] if nested else []),
+        f"{_count(predicted['recomputed_nodes'], 'node')} recomputed",
+        f"{_count(sum(map(_saves, plan.regions)), 'output')} saved",
+    ]
+    proof = f"gap {100 * solver['gap']:.2f} %, {solver['name']}, {solver['wall_s']:.1f} s"
     rows = [
         (
             "overhead",
-            f"{100 * predicted['overhead']:.1f} %  ({ms(predicted['recompute_time_us'])} of recomputation{estimated})",
+            f"{100 * predicted['overhead']:.1f} %",
+            f"{_time(predicted['recompute_time_us'], plan)} recomputation",
         ),
-        (
-            "solver",
-            f"{solver['name']}: {solver['status']}, gap {100 * solver['gap']:.2f} %, {solver['wall_s']:.1f} s",
-        ),
+        ("regions", f"{len(plan.regions)}", ", ".join(does)),
+        ("solver", solver["status"], proof),
     ]
     if solver["status"] != "optimal":
-        rows.append(("", f"the best plan found; no plan recomputes for less than {ms(solver['bound_us'])}{estimated}"))
+        least = _time(solver["bound_us"], plan)
+        rows.append(("", "", f"the best plan found; none recomputes for less than {least}"))
     return rows
+
+
+def _time(time_us: float, plan: Plan) -> str:
+    return f"{ms(time_us)} (estimated)" if plan.costs == "estimated" else ms(time_us)
+
+
+def profile_text(found: dict[str, Any], about: dict[str, Any]) -> str:
+    """What a profile holds; `found` is what `remat profile --json` prints."""
+    plain = found["without_checkpointing"]
+    estimated = " (estimated)" if found["costs"] == "estimated" else ""
+    rows = [
+        ("without checkpointing", f"{gib(plain['peak_bytes'])}   {ms(plain['step_time_us'])} a step{estimated}"),
+        ("recorded", f"{found['nodes']} nodes, {found['operators']} operators of {found['kinds']} kinds"),
+    ]
+    if found["not_measured"]:
+        rows.append(("not measured", ", ".join(sorted({row["op"] for row in found["not_measured"]}))))
+    return f"{found['model']} on {found['target']}, costs {found['costs']}: {_step_of(about)}\n\n{aligned(rows)}"
 
 
 def breakdown_text(parts: dict[str, int]) -> str:
@@ -126,7 +135,7 @@ def _region_lines(region: PlacedRegion, title: str, indent: str) -> list[str]:
     lines = [f"{indent}{title}   {_span(region)}   {_count(region.count_nodes(), 'node')}{saved}{random}"]
     if region.saved:
         names = [(f"{INDENT}saves {ref.name}", ref.module) for ref in region.saved]
-        lines += [line.rstrip() for line in aligned(names, indent).splitlines()]
+        lines += aligned(names, indent).splitlines()
     for number, inner in enumerate(region.inner, start=1):
         lines += _region_lines(inner, f"inner {number}", indent + INDENT)
     return lines
@@ -189,3 +198,28 @@ def live_line() -> Iterator[LiveLine]:
     shown = console.is_terminal and sys.stderr.isatty()
     with Progress(*columns, console=console, transient=True, redirect_stdout=False, disable=not shown) as progress:
         yield LiveLine(progress)
+
+
+@contextlib.contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """What anybody prints meanwhile goes to stderr: file descriptor 1 itself, because C++ libraries print too."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        with contextlib.suppress(OSError, TypeError, AttributeError):
+            ctypes.CDLL(None).fflush(None)  # what C code printed may still be in its buffer
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+@contextlib.contextmanager
+def quiet_libraries(debug: str) -> Iterator[None]:
+    """Drop the warnings of the libraries underneath, unless in debugging."""
+    with warnings.catch_warnings():
+        for library in () if debug else LIBRARIES:
+            warnings.filterwarnings("ignore", module=rf"{library}(\.|$)")
+        yield

@@ -31,7 +31,8 @@ class Limits:
 class Solution:
     """regions in graph order; objective and bound in microseconds of recomputation.
 
-    status  "infeasible" is proved; "unknown" means that time ran out before any plan was found
+    status       "infeasible" is proved; "unknown" means that no plan was found, in time or at all
+    interrupted  somebody pressed Ctrl-C
     """
 
     solver: str
@@ -41,6 +42,7 @@ class Solution:
     bound_us: float = 0.0
     wall_s: float = 0.0
     rounds: int = 1
+    interrupted: bool = False
 
     @property
     def gap(self) -> float:

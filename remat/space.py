@@ -6,6 +6,8 @@ storages cross. In a transformer these are the residual stream's positions betwe
 Storages that live through a large part of the forward or are used by many layers (attention masks, rotary tables, an
 encoder's output) are not counted as crossing: they would hide every cut.
 
+The borders of the model's layers are always cuts, so that no plan of whole layers is missed.
+
 Runs of nodes between neighbouring cuts are *segments*. "Optimal" always means: among plans made of these segments,
 these saves and this nesting depth. `Space.about` says so in the plan file.
 """
@@ -70,7 +72,7 @@ def find_space(graph: Graph, *, depth: int = 2) -> Space:
         cuts = [p for p in legal if len(crossing[p]) <= most]
         if len(cuts) >= FEWEST_SEGMENTS:
             break
-    forced = _forced_cuts(graph)
+    forced = _forced_cuts(graph) | {cut for block in blocks(graph) for cut in block}
     cuts = _merge_small(graph, sorted({*cuts, *forced}), forced, crossing)
     plain_nodes = {i for i, node in enumerate(graph.nodes) if node.call == OUTSIDE or node.effect == "other"}
     segments = tuple(

@@ -20,6 +20,7 @@ apart permutations that all cost the same.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Iterator
 
@@ -27,7 +28,7 @@ import numpy as np
 
 from remat.plan import Region
 from remat.problem import NS, Problem, Run
-from remat.solution import Limits, Solution, Status
+from remat.solution import Limits, Solution
 
 NAME = "chain-dp"
 TRIES = 6
@@ -52,30 +53,59 @@ def solve(problem: Problem, limits: Limits) -> Solution:
     Grains get finer until bound and plan meet. Before each refinement, runs that the coarser bound excludes from
     every plan better than the best known are dropped.
     """
-    started = time.monotonic()
-    best: tuple[Region, ...] | None = None
-    objective, bound = np.inf, 0.0
+    found = _Found()
+    started, interrupted = time.monotonic(), False
+    try:
+        infeasible = _refine(problem, limits, found, started)
+    except KeyboardInterrupt:
+        infeasible, interrupted = False, True
+    wall = time.monotonic() - started
+    if infeasible:
+        return Solution(NAME, "infeasible", wall_s=wall)
+    if found.regions is None:
+        return Solution(NAME, "unknown", bound_us=found.bound_ns / NS, wall_s=wall, interrupted=interrupted)
+    return Solution(
+        NAME,
+        "optimal" if found.closed(limits) else "feasible",
+        found.regions,
+        found.objective_ns / NS,
+        found.bound_ns / NS,
+        wall,
+        interrupted=interrupted,
+    )
+
+
+@dataclasses.dataclass
+class _Found:
+    """The best plan and bound so far."""
+
+    regions: tuple[Region, ...] | None = None
+    objective_ns: float = math.inf
+    bound_ns: float = 0.0
+
+    def closed(self, limits: Limits) -> bool:
+        return self.objective_ns - self.bound_ns <= limits.gap * max(self.objective_ns, NS)
+
+
+def _refine(problem: Problem, limits: Limits, found: _Found, started: float) -> bool:
+    """Improve `found` with ever finer grains; True if the problem is proved infeasible."""
     chain = _Chain(problem, LEVELS[0])
     for finer in (*LEVELS[1:], None):
         table = chain.table()
         least = chain.least_time_ns(table)
-        if least is None:
-            if best is None:
-                return Solution(NAME, "infeasible", wall_s=time.monotonic() - started)
-            least = objective  # nothing better than the best known is left
-        bound = max(bound, min(least, objective))
+        if least is None and found.regions is None:
+            return True
+        # No entry left means that nothing beats the best known.
+        found.bound_ns = max(found.bound_ns, min(math.inf if least is None else least, found.objective_ns))
         for regions in _within_budget(chain, table):
-            if (time_ns := problem.objective_ns(regions)) < objective:
-                best, objective = regions, time_ns
+            if (time_ns := problem.objective_ns(regions)) < found.objective_ns:
+                found.regions, found.objective_ns = regions, time_ns
         late = limits.time_s is not None and time.monotonic() - started > limits.time_s
-        if finer is None or late or objective - bound <= limits.gap * max(objective, NS):
+        if finer is None or late or found.closed(limits):
             break
-        chain = _Chain(problem, finer, chain.useful(table, objective))
-    wall = time.monotonic() - started
-    if best is None:
-        return Solution(NAME, "unknown", bound_us=bound / NS, wall_s=wall)
-    status: Status = "optimal" if objective - bound <= limits.gap * max(objective, NS) else "feasible"
-    return Solution(NAME, status, best, objective / NS, bound / NS, wall)
+        chain = _Chain(problem, finer, chain.useful(table, found.objective_ns))
+    found.bound_ns = min(found.bound_ns, found.objective_ns)
+    return False
 
 
 def _within_budget(chain: _Chain, table: list[np.ndarray]) -> Iterator[tuple[Region, ...]]:
@@ -112,12 +142,15 @@ class _Chain:
     def _step(self, index: int, run: Run) -> _Step:
         problem, budget = self.problem, self.problem.budget_bytes
         rows = problem.first_rows(index)
-        highest = max((row.bytes for row in rows), default=0)
+        # A node that is saved does not run again, and takes no workspace then: its term may be negative.
+        highest = max((row.bytes + sum(min(size, 0) for _, size in row.saves) for row in rows), default=0)
         keeps = problem.own_bytes[run.a] if run.region is None else 0
         keeps += sum(kept.size_bytes for kept in problem.closing[run.a : run.b] for kept in kept if kept.wanted_by(run))
         waiting = [row for row in rows if row.saves]
         inputs = sum(problem.kept[u].size_bytes for row in waiting[:1] for u in row.alive)
-        after = budget - waiting[0].bytes + inputs if waiting else budget
+        after = budget
+        if waiting:
+            after += inputs + int(problem.memory.workspace_bytes[waiting[0].op]) - waiting[0].bytes
         items = () if run.region is None or run.region.inner else tuple(self._items(run))
         return _Step(index, run, keeps, budget - highest, after, items)
 

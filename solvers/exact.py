@@ -1,7 +1,8 @@
 """The default: exact where it can be proved in time, and never without a plan once there is one.
 
 First the chain (`chain_dp.py`), which in most models proves its own plan in a second. Where its bound and its plan do
-not meet, because storages cross the chain or time ran out, CP-SAT (`cp_sat.py`) goes on from that plan and that bound.
+not meet, because storages cross the chain, CP-SAT (`cp_sat.py`) goes on from that plan and that bound. If neither finds
+a plan in time, or both are interrupted, the best heuristic that fits is the answer.
 """
 
 from __future__ import annotations
@@ -11,17 +12,29 @@ import time
 
 from remat.problem import Problem
 from remat.solution import Limits, Solution
-from remat.solvers import chain_dp, cp_sat
+from remat.solvers import chain_dp, cp_sat, every_block, none, sqrt_n
+
+
+HEURISTICS = (none.solve, every_block.solve, sqrt_n.solve)
 
 
 def solve(problem: Problem, limits: Limits) -> Solution:
     """The plan with least recompute time within the budget, with a bound; see `Solution` for the statuses."""
     started = time.monotonic()
     start = chain_dp.solve(problem, limits)
-    if start.status in ("optimal", "infeasible"):
-        return start
-    left = None if limits.time_s is None else max(limits.time_s - start.wall_s, 0.0)
+    if start.status in ("optimal", "infeasible") or start.interrupted:
+        return start if start.status != "unknown" else _best_heuristic(problem, limits, start, started)
     if limits.on_progress is not None:
         limits.on_progress(start.objective_us, start.bound_us)
+    left = None if limits.time_s is None else max(limits.time_s - start.wall_s, 0.0)
     found = cp_sat.solve(problem, dataclasses.replace(limits, time_s=left), start=start)
+    if found.status == "unknown":
+        return _best_heuristic(problem, limits, found, started)
     return dataclasses.replace(found, wall_s=time.monotonic() - started)
+
+
+def _best_heuristic(problem: Problem, limits: Limits, failed: Solution, started: float) -> Solution:
+    proposals = [heuristic(problem, limits) for heuristic in HEURISTICS]
+    fitting = [solution for solution in proposals if solution.status == "feasible"]
+    best = min(fitting, key=lambda solution: solution.objective_us, default=failed)
+    return dataclasses.replace(best, bound_us=failed.bound_us, wall_s=time.monotonic() - started)

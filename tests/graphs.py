@@ -347,7 +347,7 @@ def may_be_region(graph: Graph, first: int, end: int) -> bool:
 
 @st.composite
 def plans(draw: st.DrawFn, graph: Graph) -> tuple[Region, ...]:
-    """Disjoint regions over legal cuts; some save, some hold regions."""
+    """Disjoint regions over legal cuts; some save, some consist of inner regions."""
     cuts = legal_cuts(graph)
     can_save = saveable(graph)
     chosen = sorted(draw(st.sets(st.sampled_from(cuts), min_size=2, max_size=9)))
@@ -362,7 +362,8 @@ def plans(draw: st.DrawFn, graph: Graph) -> tuple[Region, ...]:
         if kind == "saving" and within:
             saved = tuple(sorted(draw(st.sets(st.sampled_from(within), max_size=6))))
         elif kind == "nested":
-            borders = sorted(draw(st.sets(st.sampled_from([p for p in cuts if first <= p <= end]), max_size=5)))
-            inner = tuple(Region(a, b) for a, b in itertools.pairwise(borders) if draw(st.booleans()))
+            between = [p for p in cuts if first < p < end]
+            borders = sorted(draw(st.sets(st.sampled_from(between), max_size=4))) if between else []
+            inner = tuple(Region(a, b) for a, b in itertools.pairwise([first, *borders, end]))
         regions.append(Region(first, end, saved, inner))
     return tuple(regions)

@@ -1,0 +1,741 @@
+"""Validate: run the untouched and the planned step on the device at hand, and hold the plan to what it says.
+
+Five claims are tested: loss and gradients are those of the untouched model; both steps run the same kernels,
+recomputation aside; the plan recomputes the nodes that it says, no more and no fewer; and the peak of memory is
+within the budget. A claim that cannot be tested on this device is said to be so in `Report.notes`.
+
+Rule 1  Steps are whole (forward, backward, optimizer, gradients let go), and begin from the same parameters, buffers
+        and random state. Gradients are compared in the first step, before the optimizer's; memory is measured in a
+        later one, when the optimizer's state exists.
+Rule 2  A peak is what the allocator saw above the level at the start of the step, plus what existed then: parameters,
+        buffers, batch, optimizer state, and gradients where they accumulate.
+Rule 3  Where the plan was made for this device and this batch, the peak is held against the budget. Otherwise the
+        step is recorded here and predicted anew, and the peak is held against that prediction, without tolerance.
+Rule 4  The batch is halved until the planned step fits the device's free memory and, on a CPU, bears waiting for. The
+        untouched step may need a smaller one; then gradients and kernels are compared at that.
+Rule 5  Gradients are compared bit by bit. Where they differ, the untouched step is run twice: if it does not repeat
+        itself (kernels with atomic additions), the planned one may be `NOISE` times as far away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import gc
+import math
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from remat.allocator import Measured, measure_step
+from remat.apply import apply, planned_forward, remove
+from remat.costs import estimate
+from remat.errors import PlanMismatch, UsageError, ValidationFailed
+from remat.graph import Graph
+from remat.measure import device_name, device_target, measure, physical_memory
+from remat.memory import Memory
+from remat.plan import PlacedRegion, Plan, Region, unplace
+from remat.profile import Place, Profile, fake_step
+from remat.record import FakeStep, autocast_context, record
+from remat.replay import replay
+from remat.tracker import Tracker
+from remat.units import gib, ms
+from remat.workload import Workload
+
+BEARABLE_S = 20.0  # estimated time of one step on a CPU
+CPU_SHARE = 0.6  # of the memory that is free
+CUDA_SHARE = 0.95
+NOISE = 4.0  # Rule 5
+MOST_DIFFERENCES = 5
+
+Progress = Callable[[int, int], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What was found. Bytes and microseconds; `None` where nothing was run to measure it.
+
+    measured    peak_bytes, step_time_us, and reserved_bytes on CUDA     predicted  the same, without reserved_bytes
+    untouched   peak_bytes, step_time_us: measured if the step `fits`, else predicted
+    limit       name and bytes of what the measured peak is held against (Rule 3)
+    recomputed_nodes  planned and observed            kernel_differences  the first few
+    notes       sentences: what was reduced, predicted anew, compared elsewhere, or tolerated
+    """
+
+    workload: str
+    device: str
+    batch_size: int
+    seq_len: int | None
+    measured: dict[str, int]
+    predicted: dict[str, int]
+    untouched: dict[str, Any]
+    limit: tuple[str, int]
+    loss_equal: bool
+    gradients_equal: bool
+    max_gradient_error: float
+    recomputed_nodes: dict[str, int]
+    kernel_differences: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def within_budget(self) -> bool:
+        return self.measured["peak_bytes"] <= self.limit[1]
+
+    @property
+    def kernels_equal(self) -> bool:
+        return not self.kernel_differences
+
+    @property
+    def passed(self) -> bool:
+        """Whether every claim holds."""
+        nodes = self.recomputed_nodes
+        equal = self.loss_equal and self.gradients_equal and self.kernels_equal
+        return equal and nodes["planned"] == nodes["observed"] and self.within_budget
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "measured": self.measured,
+            "predicted": self.predicted,
+            "untouched": self.untouched,
+            "loss_equal": self.loss_equal,
+            "gradients_equal": self.gradients_equal,
+            "max_gradient_error": self.max_gradient_error if math.isfinite(self.max_gradient_error) else None,
+            "within_budget": self.within_budget,
+            "recomputed_nodes": self.recomputed_nodes,
+            "kernels_equal": self.kernels_equal,
+            "kernel_differences": list(self.kernel_differences),
+            "device": self.device,
+            "batch_size": self.batch_size,
+            "seq_len": self.seq_len,
+            "notes": list(self.notes),
+            "passed": self.passed,
+        }
+
+    def __str__(self) -> str:
+        length = f", sequence length {self.seq_len}" if self.seq_len else ""
+        fits = "" if self.untouched["fits"] else "  (does not fit: predicted)"
+        name, limit_bytes = self.limit
+        nodes = self.recomputed_nodes
+        lines = [
+            f"{self.workload} on {self.device}, batch size {self.batch_size}{length}",
+            f"  {'':<10}{'peak':>12}{'step':>12}",
+            f"  measured  {_row(self.measured)}",
+            f"  predicted {_row(self.predicted)}",
+            f"  untouched {_row(self.untouched)}{fits}",
+            f"  {name:<10}{gib(limit_bytes):>12}{'kept' if self.within_budget else 'EXCEEDED':>12}",
+            f"  loss       {_verdict(self.loss_equal)}",
+            f"  gradients  {_verdict(self.gradients_equal)}, largest error {self.max_gradient_error:.3g}",
+            f"  nodes      {nodes['observed']} recomputed, {nodes['planned']} planned",
+            f"  kernels    {_verdict(self.kernels_equal)}",
+            *(f"    {difference}" for difference in self.kernel_differences),
+            *(f"  note: {note}" for note in self.notes),
+            "passed" if self.passed else "FAILED",
+        ]
+        return "\n".join(lines)
+
+
+def _row(values: dict[str, Any]) -> str:
+    return f"{gib(values['peak_bytes']):>12}{ms(values['step_time_us']):>12}"
+
+
+def _verdict(equal: bool) -> str:
+    return "equal" if equal else "DIFFERENT"
+
+
+def validate(
+    workload: Workload,
+    plan: Plan | str | os.PathLike[str],
+    *,
+    device: str | torch.device | None = None,
+    seed: int = 0,
+    repeats: int = 3,
+    on_progress: Progress | None = None,
+) -> Report:
+    """Run `plan` for `workload`, at the workload's batch size or the largest half of it that this device bears.
+
+    device       where to run, by default the GPU if there is one
+    seed         of parameters, batch and dropout      repeats  steps for a median time
+    on_progress  called with (done, total) while costs are measured
+
+    Raises PlanMismatch where the plan is for another model or dtype policy, UsageError where this device cannot run
+    the step at all, ValidationFailed where the planned step runs out of memory although it should fit.
+    """
+    if not isinstance(plan, Plan):
+        plan = Plan.load(plan)
+    place = _place(device)
+    assert place.device is not None
+    with _undisturbed(place.device):
+        sizes = _Sizes(workload, plan, place)
+        run = sizes.largest(sizes.planned_load)
+        compared = sizes.largest(sizes.untouched_load, at_most=run.workload.batch_size)
+        return _Validation(plan, place, run, compared, seed, repeats, sizes.notes).report(sizes, on_progress)
+
+
+def _place(device: str | torch.device | None) -> Place:
+    """The device at hand, as a place to predict for."""
+    found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if found.type not in ("cpu", "cuda"):
+        raise UsageError(f"device {str(found)!r} is not supported; choose cpu or cuda.")
+    if found.type == "cuda":
+        if not torch.cuda.is_available():
+            raise UsageError("device 'cuda' was asked for, and PyTorch sees none on this machine; choose cpu.")
+        found = torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
+    return Place(device_target(found), found)
+
+
+@contextlib.contextmanager
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    """`device` current, and the caller's random states as they were afterwards."""
+    states = random.getstate(), np.random.get_state()
+    on_cuda = device.type == "cuda"
+    try:
+        with (
+            torch.random.fork_rng(devices=[device] if on_cuda else []),
+            torch.cuda.device(device) if on_cuda else contextlib.nullcontext(),
+        ):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+# What fits (Rule 4)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Recorded:
+    """The step at one batch size, recorded on fakes of the device at hand; the plan's regions in its graph."""
+
+    workload: Workload
+    step: FakeStep
+    graph: Graph
+    placed: tuple[PlacedRegion, ...]
+    regions: tuple[Region, ...]
+
+
+class _Sizes:
+    """The workload at each batch size that was looked at."""
+
+    def __init__(self, workload: Workload, plan: Plan, place: Place):
+        self.notes: list[str] = []
+        self._workload, self._plan, self._place = workload, plan, place
+        self._free_bytes = _free_bytes(place)
+        self._known: dict[int, _Recorded] = {}
+
+    def at(self, batch_size: int) -> _Recorded:
+        if batch_size not in self._known:
+            workload = self._workload.sized(batch_size)
+            step = fake_step(workload, self._place, accumulation=self._plan.about.get("accumulation", 1))
+            graph = record(step, alignment_bytes=self._place.target.alignment_bytes)
+            if graph.fingerprints != self._plan.fingerprints:
+                raise PlanMismatch(
+                    f"the plan was made for {self._plan.about.get('workload')!r}, whose graph differs from that of "
+                    f"{workload.name!r} on this device; make a plan for this model."
+                )
+            self._known[batch_size] = _Recorded(
+                workload, step, graph, self._plan.regions, unplace(graph, self._plan.regions)
+            )
+        return self._known[batch_size]
+
+    def planned_load(self, recorded: _Recorded) -> tuple[float, str]:
+        """How many times too much the planned step is, in memory or in time, and why."""
+        graph, regions = recorded.graph, recorded.regions
+        load, why = self._memory_load(graph, Memory(graph).curve(regions).peak_bytes, "the planned step")
+        costs = estimate(graph, self._place.target)
+        seconds = costs.step_time_us(graph) + Memory(graph).recompute_time_us(regions, costs.per_op_us(graph))
+        seconds /= 1e6
+        if self._place.target.device == "cpu" and seconds / BEARABLE_S > load:
+            return seconds / BEARABLE_S, f"a step is estimated to take {seconds:.0f} s, more than {BEARABLE_S:.0f} s"
+        return load, why
+
+    def untouched_load(self, recorded: _Recorded) -> tuple[float, str]:
+        peak = Memory(recorded.graph).peak_without_checkpointing
+        return self._memory_load(recorded.graph, peak, "the untouched step")
+
+    def _memory_load(self, graph: Graph, peak_bytes: int, what: str) -> tuple[float, str]:
+        fixed = min(graph.fixed_total, peak_bytes)
+        state = sum(graph.fixed_bytes.get(name, 0) for name in ("parameters", "buffers"))
+        free = self._free_bytes - (2 * state if self._place.target.device == "cpu" else 0)  # Rule 1, on the host
+        text = f"{what} needs {gib(peak_bytes)}, and {gib(max(free, 0))} may be used"
+        if peak_bytes <= free:
+            return peak_bytes / free, text
+        return max((peak_bytes - fixed) / (free - fixed) if free > fixed else math.inf, 1.01), text
+
+    def largest(self, load_of: Callable[[_Recorded], tuple[float, str]], at_most: int | None = None) -> _Recorded:
+        """The step at the largest batch size, halved from `at_most`, whose load is at most 1."""
+        size = wanted = at_most or self._workload.batch_size
+        while True:
+            recorded = self.at(size)
+            load, why = load_of(recorded)
+            if load <= 1 or (size == 1 and "estimated" in why):
+                return recorded
+            if size == 1:
+                raise UsageError(f"{why} at batch size 1: validate on a device with more memory.")
+            if size == wanted:
+                self.notes.append(f"Batch size {size} is too much for this device: {why}.")
+            size >>= max(1, math.floor(math.log2(load)) if math.isfinite(load) else size.bit_length() - 1)
+            size = max(size, 1)
+
+
+def _free_bytes(place: Place) -> int:
+    """Bytes that the steps may take. (Rule 4)"""
+    if place.target.device == "cuda":
+        free = torch.cuda.mem_get_info(place.device)[0]
+        cached = torch.cuda.memory_reserved(place.device) - torch.cuda.memory_allocated(place.device)
+        return int(CUDA_SHARE * (free + cached))
+    return int(CPU_SHARE * min(_available_bytes(), physical_memory() - _used_by_container()))
+
+
+def _available_bytes() -> int:
+    """What can be allocated without swapping: free pages and those that only cache files."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    with contextlib.suppress(OSError, ValueError):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return physical_memory() // 2
+
+
+def _used_by_container() -> int:
+    with contextlib.suppress(OSError, ValueError):
+        return int(Path("/sys/fs/cgroup/memory.current").read_text())
+    return 0
+
+
+# What is predicted (Rule 3)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prediction:
+    """Of the planned and of the untouched step, with kernels' workspaces as measured here."""
+
+    planned: dict[str, int]
+    untouched: dict[str, int]
+    unmeasured: int
+
+
+def _predict(recorded: _Recorded, place: Place, on_progress: Progress | None) -> _Prediction:
+    assert place.device is not None
+    graph = recorded.graph
+    costs = measure(graph, place.device, on_progress=on_progress)
+    memory = Memory(graph, costs.workspace_per_op(graph))
+    alive = replay(
+        recorded.step,
+        recorded.placed,
+        alignment_bytes=place.target.alignment_bytes,
+        workspace_of=Profile(graph, costs, place.target).workspace_of(),
+    )
+    step_us = costs.step_time_us(graph)
+    again_us = memory.recompute_time_us(recorded.regions, costs.per_op_us(graph))
+    return _Prediction(
+        {"peak_bytes": int(alive.max()), "step_time_us": round(step_us + again_us)},
+        {"peak_bytes": memory.peak_without_checkpointing, "step_time_us": round(step_us)},
+        len(costs.about.get("not_measured", ())),
+    )
+
+
+# What is run (Rule 1)
+
+
+class _Training:
+    """A workload's model, batch and optimizer on the device."""
+
+    def __init__(self, workload: Workload, device: torch.device, seed: int, accumulate: bool):
+        self.workload, self.device, self._accumulate = workload, device, accumulate
+        self._seed_of_steps = seed + 2
+        _seed(seed)
+        with torch.device(device):
+            self.model = workload.build().to(device).train()
+        self._state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._tensors()}
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.set_batch(workload.batch_size, seed + 1)
+
+    def set_batch(self, batch_size: int, seed: int) -> None:
+        _seed(seed)
+        self.batch: Any = None
+        with torch.device(self.device):
+            batch = self.workload.batch(batch_size, self.workload.seq_len)
+        self.batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), batch)
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.model.named_parameters()
+        yield from self.model.named_buffers()
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def begin_again(self) -> None:
+        """Parameters, buffers and random state as at the start; a new optimizer."""
+        self.optimizer = None
+        self.model.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for name, tensor in self._tensors():
+                tensor.copy_(self._state[name])
+        release_memory(self.device)
+        if self.workload.optimizer is not None:
+            self.optimizer = self.workload.optimizer(self.parameters())
+        _seed(self._seed_of_steps)
+
+    def forward_and_backward(self) -> torch.Tensor:
+        with autocast_context(self.device, self.workload.autocast):
+            loss = self.workload.step(self.model, self.batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def finish(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.step()
+        if not self._accumulate:
+            self.model.zero_grad(set_to_none=True)
+
+    def step(self) -> None:
+        self.forward_and_backward()
+        self.finish()
+
+    def measure(self, alignment_bytes: int, repeats: int) -> tuple[Measured, int]:
+        """Memory and time of a step in the steady state, and the peak with what exists before it. (Rule 2)"""
+        before = Tracker(alignment_bytes).fix(
+            [
+                tensor
+                for tensor in tree_leaves(
+                    (
+                        [(p, p.grad) for p in self.model.parameters()],
+                        list(self.model.buffers()),
+                        self.batch,
+                        dict(self.optimizer.state) if self.optimizer else None,
+                    )
+                )
+                if isinstance(tensor, torch.Tensor) and tensor.device.type == self.device.type
+            ]
+        )
+        release_memory(self.device)
+        measured = measure_step(self.step, self.device, warm_up=0, repeats=max(repeats, 1))
+        return measured, before + measured.peak_bytes
+
+
+def release_memory(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+@dataclasses.dataclass(frozen=True)
+class _FirstStep:
+    """Loss and gradients of a first step, on the host, and the kernels that it ran."""
+
+    loss: torch.Tensor
+    gradients: list[torch.Tensor | None]
+    kernels: list[str]
+
+
+def _first_step(training: _Training, kernels: Kernels) -> _FirstStep:
+    with kernels:
+        loss = training.forward_and_backward()
+    gradients = [None if p.grad is None else _on_host(p.grad) for p in training.parameters()]
+    return _FirstStep(_on_host(loss), gradients, kernels.found)
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.to_dense() if tensor.is_sparse else tensor).detach().to("cpu", copy=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Distance:
+    """How far gradients are apart: largest absolute difference, and the largest relative to its parameter's."""
+
+    equal: bool
+    absolute: float
+    relative: float
+
+
+def _distance(left: Sequence[torch.Tensor | None], right: Sequence[torch.Tensor | None]) -> _Distance:
+    absolute = relative = 0.0
+    equal = True
+    for a, b in zip(left, right, strict=True):
+        if a is None or b is None:
+            if a is not b:
+                return _Distance(False, math.inf, math.inf)
+            continue
+        if bool(((a == b) | (a.isnan() & b.isnan())).all()):
+            continue
+        equal = False
+        apart = float((a.double() - b.double()).abs().nan_to_num(nan=math.inf).max())
+        absolute = max(absolute, apart)
+        relative = max(relative, apart / max(float(a.double().abs().max()), 1e-300))
+    return _Distance(equal, absolute, relative)
+
+
+# Kernels
+
+
+class Kernels(TorchDispatchMode):
+    """Writes down every operator that computes with floating-point numbers, views left out, except while paused.
+
+    Integers and booleans are bookkeeping: in eager mode a library may look at its data (is anything padded?)
+    where under capture it is told the answer.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self._paused = 0
+
+    # Dynamo must not take this mode for a reason to fall back to eager code.
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What a recomputation runs under."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if self._paused or _is_view(func):
+            return out
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor)]
+        if any(t.is_floating_point() or t.is_complex() for t in tensors) and not any(
+            isinstance(t, FakeTensor)  # Dynamo at work
+            for t in tensors
+        ):
+            self.found.append(_described(func, args, kwargs))
+        return out
+
+
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return not func._schema.is_mutable and any(r.alias_info is not None for r in returns)
+
+
+def _described(func: Any, args: Any, kwargs: Any) -> str:
+    given = [_value(arg) for arg in args] + [f"{name}={_value(arg)}" for name, arg in kwargs.items()]
+    return f"{func}({', '.join(given)})"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_value, value))}]"
+    if isinstance(value, (bool, int, float, str, torch.dtype)) or value is None:
+        return str(value)
+    return type(value).__name__
+
+
+def kernel_differences(untouched: Sequence[str], planned: Sequence[str]) -> tuple[str, ...]:
+    """The first few differences, one sentence each; empty if there are none."""
+    begin = next((i for i, (a, b) in enumerate(zip(untouched, planned, strict=False)) if a != b), None)
+    if begin is None:
+        if len(untouched) == len(planned):
+            return ()
+        begin = min(len(untouched), len(planned))
+    left, right = untouched[begin : begin + 500], planned[begin : begin + 500]  # what follows is a consequence
+    found = []
+    for tag, a, b, c, d in difflib.SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
+        if tag != "equal":
+            found.append(f"kernel {begin + a}: untouched {_listed(left[a:b])}; planned {_listed(right[c:d])}")
+    return tuple(found[:MOST_DIFFERENCES])
+
+
+def _listed(kernels: Sequence[str]) -> str:
+    if not kernels:
+        return "none"
+    return ", ".join(kernels[:2]) + (f" and {len(kernels) - 2} more" if len(kernels) > 2 else "")
+
+
+# All of it
+
+
+@dataclasses.dataclass(frozen=True)
+class _Comparison:
+    """The planned first step against the untouched one."""
+
+    loss_equal: bool
+    distance: _Distance
+    observed_nodes: int
+    differences: tuple[str, ...]
+
+
+class _Validation:
+    """`run` is the planned step that is measured, `compared` the one whose gradients are compared. (Rule 4)"""
+
+    def __init__(
+        self,
+        plan: Plan,
+        place: Place,
+        run: _Recorded,
+        compared: _Recorded,
+        seed: int,
+        repeats: int,
+        notes: list[str],
+    ):
+        assert place.device is not None
+        self.plan, self.place, self.device = plan, place, place.device
+        self.run, self.compared = run, compared
+        self.seed, self.repeats, self.notes = seed, repeats, notes
+        self.alignment_bytes = place.target.alignment_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether the untouched step runs at the batch of the planned one."""
+        return self.run is self.compared
+
+    def report(self, sizes: _Sizes, on_progress: Progress | None) -> Report:
+        prediction = _predict(self.run, self.place, on_progress)
+        predicted, limit = self._promise(prediction)
+        untouched, comparison, measured = self._steps(sizes)
+        workload = self.run.workload
+        if untouched is None:
+            untouched = prediction.untouched
+            self.notes.append(
+                f"The untouched step does not fit at batch size {workload.batch_size}: gradients and kernels are "
+                f"compared at {self.compared.workload.batch_size}."
+            )
+        equal = comparison.distance.equal
+        return Report(
+            workload=workload.name,
+            device=device_name(self.device),
+            batch_size=workload.batch_size,
+            seq_len=workload.seq_len,
+            measured=measured,
+            predicted=predicted,
+            untouched={**untouched, "fits": self.fits},
+            limit=limit,
+            loss_equal=comparison.loss_equal,
+            gradients_equal=equal,
+            max_gradient_error=comparison.distance.absolute,
+            recomputed_nodes={
+                "planned": Memory(self.compared.graph).recomputed_nodes(self.compared.regions),
+                "observed": comparison.observed_nodes,
+            },
+            kernel_differences=comparison.differences,
+            notes=tuple(self.notes),
+        )
+
+    def _promise(self, prediction: _Prediction) -> tuple[dict[str, int], tuple[str, int]]:
+        """What is predicted, and what the measured peak is held against. (Rule 3)"""
+        plan, workload = self.plan, self.run.workload
+        about, here = plan.about, self.place.target.name
+        if prediction.unmeasured:
+            self.notes.append(f"The workspaces of {prediction.unmeasured} kinds of kernel could not be measured.")
+        at = f"batch size {about['batch_size']}" + (f" x {about['seq_len']}" if about.get("seq_len") else "")
+        if (plan.target, about["batch_size"], about.get("seq_len")) == (here, workload.batch_size, workload.seq_len):
+            self.notes.append(f"The measured peak is held against the plan's budget, {gib(plan.budget_bytes)}.")
+            claimed = {name: round(plan.predicted[name]) for name in ("peak_bytes", "step_time_us")}
+            if claimed["peak_bytes"] != prediction.planned["peak_bytes"]:
+                self.notes.append(
+                    f"Recorded here, the planned step is predicted to peak at {prediction.planned['peak_bytes']} bytes; "
+                    f"the plan says {claimed['peak_bytes']}."
+                )
+            if plan.costs == "estimated":
+                self.notes.append("The predicted step time is estimated, not measured.")
+            return claimed, ("budget", plan.budget_bytes)
+        self.notes.append(
+            f"The plan was made for {plan.target} at {at}. Peak and time are predicted anew for this device and batch, "
+            "and the measured peak is held against that prediction instead of the budget."
+        )
+        return prediction.planned, ("limit", prediction.planned["peak_bytes"])
+
+    def _steps(self, sizes: _Sizes) -> tuple[dict[str, int] | None, _Comparison, dict[str, int]]:
+        """(untouched step as measured, None where it does not fit; comparison; planned step as measured)"""
+        accumulate = self.plan.about.get("accumulation", 1) > 1
+        training = _Training(self.compared.workload, self.device, self.seed, accumulate)
+        while True:
+            try:
+                expected, untouched = self._untouched(training)
+                break
+            except torch.OutOfMemoryError:
+                size = self.compared.workload.batch_size // 2
+            if size == 0:
+                raise UsageError("the untouched step runs out of memory at batch size 1: nothing can be compared.")
+            self.compared = sizes.at(size)
+            training.set_batch(size, self.seed + 1)
+        try:
+            return untouched, self._compare(training, expected), self._planned(training)
+        except torch.OutOfMemoryError as error:
+            raise ValidationFailed(
+                f"the planned step runs out of memory on {device_name(self.device)} at batch size "
+                f"{self.run.workload.batch_size}: {str(error).splitlines()[0]}"
+            ) from error
+
+    def _untouched(self, training: _Training) -> tuple[_FirstStep, dict[str, int] | None]:
+        training.begin_again()
+        found = _first_step(training, Kernels())
+        if not self.fits:
+            return found, None
+        training.finish()
+        measured, peak = training.measure(self.alignment_bytes, self.repeats)
+        return found, {"peak_bytes": peak, "step_time_us": round(measured.time_us)}
+
+    def _compare(self, training: _Training, expected: _FirstStep) -> _Comparison:
+        training.begin_again()
+        about = {name: value for name, value in self.plan.about.items() if name != "batch_elements"}
+        apply(training.model, dataclasses.replace(self.plan, about=about))  # a larger batch was chosen on purpose
+        kernels = Kernels()
+        counts = planned_forward(training.model).watch(observe=True, recompute_context=kernels.paused)
+        found = _first_step(training, kernels)
+        training.finish()
+        planned_forward(training.model).watch(observe=False)
+        distance = _distance(expected.gradients, found.gradients)
+        if not distance.equal:
+            del found.gradients[:]
+            distance = self._against_noise(training, expected, distance)
+        return _Comparison(
+            bool(_distance([expected.loss], [found.loss]).equal),
+            distance,
+            counts.recomputed_nodes,
+            kernel_differences(expected.kernels, found.kernels),
+        )
+
+    def _against_noise(self, training: _Training, expected: _FirstStep, distance: _Distance) -> _Distance:
+        """`distance`, called equal if the untouched step does not repeat itself any better. (Rule 5)"""
+        planned = planned_forward(training.model)
+        remove(training.model)
+        training.begin_again()
+        noise = _distance(expected.gradients, _first_step(training, Kernels()).gradients)
+        training.finish()
+        training.model.forward = planned
+        if noise.equal:
+            return distance
+        self.notes.append(
+            f"Gradients of the untouched step differ between two runs by {noise.relative:.2g} of their largest value: "
+            f"kernels on this device are not deterministic. The planned step differs by {distance.relative:.2g}; "
+            f"up to {NOISE:g} times as much counts as equal."
+        )
+        return dataclasses.replace(distance, equal=distance.relative <= NOISE * noise.relative)
+
+    def _planned(self, training: _Training) -> dict[str, int]:
+        """The planned step at full size, in its steady state."""
+        if not self.fits:
+            training.set_batch(self.run.workload.batch_size, self.seed + 1)
+            training.step()
+        measured, peak = training.measure(self.alignment_bytes, self.repeats)
+        found = {"peak_bytes": peak, "step_time_us": round(measured.time_us)}
+        return found if measured.reserved_bytes is None else {**found, "reserved_bytes": measured.reserved_bytes}
