@@ -16,15 +16,14 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import tree_leaves
 
-from remat.capture import GraphCalls
+from remat.capture import GraphCalls, element_count
 from remat.errors import PlanMismatch, UsageError
 from remat.graph import fingerprint
 from remat.plan import Plan
-from remat.record import module_path, target_text
+from remat.record import module_path
 from remat.replay import RewrittenCalls
-from remat.rewrite import Counts, captured_nodes
+from remat.rewrite import Counts, called, captured_nodes
 from remat.units import gib
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -159,7 +158,7 @@ class PlannedForward:
 
     def _compare_batch(self, args: Any, kwargs: Any) -> None:
         planned = self.plan.about.get("batch_elements")
-        found = sum(leaf.numel() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        found = element_count(args, kwargs)
         if not planned or found <= planned:
             return
         text = (
@@ -188,7 +187,7 @@ def fingerprint_of(graph_module: fx.GraphModule) -> str:
     nodes = captured_nodes(graph_module)
     ordinal = {node: i for i, node in enumerate(nodes)}
     return fingerprint(
-        (target_text(n), module_path(n), sorted({ordinal[i] for i in n.all_input_nodes if i in ordinal})) for n in nodes
+        (called(n), module_path(n), sorted({ordinal[i] for i in n.all_input_nodes if i in ordinal})) for n in nodes
     )
 
 

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 import torch._dynamo
 from torch import fx, nn
+from torch.utils._pytree import tree_leaves
 
 from remat.errors import CaptureError
 
@@ -36,6 +37,8 @@ class RunCall(Protocol):
 class GraphCalls:
     """A function traced by Dynamo whose graph calls are executed by `run_call`.
 
+    count     graph calls of the last call          elements  of the tensors that it was given
+
     Raises `CaptureError` where Dynamo cannot trace at all.
     """
 
@@ -43,6 +46,7 @@ class GraphCalls:
         self._run_call = run_call
         self._compiled = torch.compile(function, backend=self._backend, dynamic=False)
         self.count = 0
+        self.elements = 0
 
     def _backend(self, graph_module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
@@ -54,11 +58,17 @@ class GraphCalls:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.count = 0
+        self.elements = element_count(args, kwargs)
         with dynamo_settings(), eager_attention_masks(args, kwargs):
             try:
                 return self._compiled(*args, **kwargs)
             except torch._dynamo.exc.TorchDynamoException as error:
                 raise CaptureError(f"the model cannot be captured: {_first_line(error)}") from error
+
+
+def element_count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Elements of all tensors that a forward is given: how large its batch is."""
+    return sum(leaf.numel() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
 
 
 @contextlib.contextmanager
@@ -71,7 +81,16 @@ def dynamo_settings() -> Iterator[None]:
 
 
 def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """What a tracer's long message says: its first line, the reason that it wraps, and the user's own line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = lines[:1] or [type(error).__name__]
+    said += [line for line in lines[1:] if line.startswith(("Explanation:", "Developer debug context:"))][:2]
+    if error.__cause__ is not None:
+        said.append(
+            f"{type(error.__cause__).__name__}: {str(error.__cause__).splitlines()[0] if str(error.__cause__) else ''}"
+        )
+    frames = [line for line in lines if line.startswith('File "') and "/torch/" not in line]
+    return "; ".join([*said, *frames[-1:]])
 
 
 @contextlib.contextmanager

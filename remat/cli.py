@@ -23,7 +23,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from remat.screen import LiveLine
     from remat.solution import Limits
     from remat.target import Target
+    from remat.workload import Workload
     from remat.workloads import ModelSpec
 
 INTERNAL_ERROR = 1
@@ -106,7 +107,7 @@ def _explain(error: Exception) -> tuple[int, str]:
     if isinstance(error, CommandLineError):
         context = getattr(error, "ctx", None)
         hint = f" Try `{context.command_path} --help`." if context else ""
-        return UsageError.exit_code, f"{error.format_message()}{hint}"  # type: ignore[attr-defined]
+        return UsageError.exit_code, f"{error.format_message().rstrip('.')}.{hint}"  # type: ignore[attr-defined]
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in PACKAGES:
         package = (error.name or "").partition(".")[0]
         return UsageError.exit_code, f"this needs the package {package}, which is missing. Run `pip install {package}`."
@@ -181,6 +182,16 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on s
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.", show_default=False)]
 
 
+class Shape(NamedTuple):
+    """The options that shape a workload, as `ModelSpec` calls them."""
+
+    batch_size: int | None
+    seq_len: int | None
+    image_size: int | None
+    dtype: str | None
+    optimizer: str | None
+
+
 def _show_version(wanted: bool) -> None:
     if wanted:
         _print(f"remat {__version__} (torch {importlib.metadata.version('torch')})")
@@ -245,22 +256,15 @@ def plan_command(
     if time_limit is not None and not 0 < time_limit < math.inf:
         raise UsageError(f"--time-limit {time_limit} is not a positive number of seconds.")
     _require_writable(out or Path("new.plan.json"))
-    wanted = {
-        "batch_size": batch_size,
-        "seq_len": seq_len,
-        "image_size": image_size,
-        "dtype": dtype,
-        "optimizer": optimizer,
-    }
+    shape = Shape(batch_size, seq_len, image_size, dtype, optimizer)
     with live_line() as line:
+        limits = _limits(time_limit, seed, line)
         if profile is not None:
-            _refuse_beside_profile(model=model, target=target, accumulation=accumulation, **wanted)
-            found, limit, spec = _plan_from_profile(profile, budget, headroom, _limits(time_limit, seed, line), line)
+            _refuse_beside_profile(model=model, target=target, accumulation=accumulation, **shape._asdict())
+            found, limit, spec = _plan_from_profile(profile, budget, headroom, limits, line)
         else:
-            spec = _spec_from(model, wanted)
-            found, limit = _plan_from_model(
-                spec, budget, headroom, target or "auto", accumulation or 1, _limits(time_limit, seed, line), line
-            )
+            spec = _spec_from(model, shape)
+            found, limit = _plan_from_model(spec, budget, headroom, target, accumulation, limits, line)
     path = out or Path(f"{_file_name(found.about['workload'])}.plan.json")
     about = {**_about(found.about, spec, path), "headroom_bytes": limit.given_bytes - limit.limit_bytes}
     found = dataclasses.replace(found, about=about)
@@ -287,20 +291,11 @@ def profile_command(
     from remat.screen import live_line
 
     _require_writable(out)
-    spec = _spec_from(
-        model,
-        {
-            "batch_size": batch_size,
-            "seq_len": seq_len,
-            "image_size": image_size,
-            "dtype": dtype,
-            "optimizer": optimizer,
-        },
-    )
+    spec = _spec_from(model, Shape(batch_size, seq_len, image_size, dtype, optimizer))
     with live_line() as line:
         line.say(f"recording {spec.model}")
         found = profile(
-            spec.workload(), target=target or "auto", accumulation=accumulation or 1, on_progress=line.measured
+            _workload(spec), target=target or "auto", accumulation=accumulation or 1, on_progress=line.measured
         )
     graph = dataclasses.replace(found.graph, about=_about(found.graph.about, spec, out))
     found = dataclasses.replace(found, graph=graph)
@@ -325,27 +320,27 @@ def validate_command(
     as_json: Json = False,
 ) -> Answer:
     """Run the untouched and the planned step on this machine, and compare peak, time, loss and gradients."""
-    found = _load_plan(plan)
-    spec = _spec_of(found, plan, model).changed(
-        batch_size=batch_size, seq_len=seq_len, image_size=image_size, dtype=dtype, optimizer=optimizer
-    )
+    from remat.plan import Plan
     from remat.screen import live_line
     from remat.validate import validate
 
+    found, place = Plan.load(plan), _device(device)
+    spec = _spec_of(found, plan, model, Shape(batch_size, seq_len, image_size, dtype, optimizer))
     with live_line() as line:
         line.say(f"validating {plan}")
-        report = validate(spec.workload(), found, device=_device(device), seed=seed, on_progress=_teller(line))
+        report = validate(_workload(spec), found, device=place, seed=seed, on_progress=_measuring_first(line))
     failure = None if report.passed else ValidationFailed(f"the measurement contradicts the plan {plan}.")
-    return Answer({"passed": report.passed, **report.to_json()}, str(report), failure)
+    return Answer(report.to_json(), str(report), failure)
 
 
 @app.command(name="show")
 @answering
 def show_command(plan: PlanFile, as_json: Json = False) -> Answer:
     """Print a plan: what it promises, its regions, and what each saves."""
+    from remat.plan import Plan
     from remat.screen import plan_text, regions_text
 
-    found = _load_plan(plan)
+    found = Plan.load(plan)
     try:
         text = f"{plan_text(found)}\n\n{regions_text(found)}"
     except (KeyError, TypeError, ValueError) as error:
@@ -360,20 +355,17 @@ def models_command(as_json: Json = False) -> Answer:
     from remat import models
     from remat.screen import aligned
 
-    rows = []
-    for name in models.names():
-        workload = models.build(name)
-        optimizer = getattr(workload.optimizer, "__name__", None)
-        autocast = str(workload.autocast).removeprefix("torch.") if workload.autocast else None
-        rows.append(
-            {
-                "name": name,
-                "batch_size": workload.batch_size,
-                "seq_len": workload.seq_len,
-                "autocast": autocast,
-                "optimizer": optimizer,
-            }
-        )
+    rows = [
+        {
+            "name": name,
+            "batch_size": workload.batch_size,
+            "seq_len": workload.seq_len,
+            "autocast": str(workload.autocast).removeprefix("torch.") if workload.autocast else None,
+            "optimizer": getattr(workload.optimizer, "__name__", None),
+        }
+        for name in models.names()
+        for workload in [models.build(name)]
+    ]
     cells = [tuple("-" if value is None else str(value) for value in row.values()) for row in rows]
     return Answer({"models": rows}, aligned([("model", "batch", "tokens", "autocast", "optimizer"), *cells], indent=""))
 
@@ -385,8 +377,8 @@ def _plan_from_model(
     spec: ModelSpec,
     budget: str,
     headroom: str | None,
-    target: str,
-    accumulation: int,
+    target: str | None,
+    accumulation: int | None,
     limits: Limits,
     line: LiveLine,
 ) -> tuple[Plan, Budget]:
@@ -394,10 +386,10 @@ def _plan_from_model(
     from remat.planning import plan_profile
     from remat.profile import fake_step, find_place, profile_step
 
-    place = find_place(target)
+    place = find_place(target or "auto")
     limit = _budget(budget, headroom, place.target)
     line.say(f"recording {spec.model}")
-    step = fake_step(spec.workload(), place, accumulation=accumulation)
+    step = fake_step(_workload(spec), place, accumulation=accumulation or 1)
     profile = profile_step(step, place, on_progress=line.measured)
     line.say("solving")
     with _headroom_on_top(limit):
@@ -453,18 +445,18 @@ def _limits(time_limit: float | None, seed: int, line: LiveLine) -> Limits:
     return Limits(time_s=time_limit, seed=seed, on_progress=line.solved)
 
 
-def _spec_from(model: str | None, options: dict[str, Any]) -> ModelSpec:
+def _spec_from(model: str | None, shape: Shape) -> ModelSpec:
     if model is None:
         raise UsageError(
             "--model is missing: a ready-made model (see `remat models`), file.py:function, a folder or a hub id."
         )
     from remat.workloads import ModelSpec
 
-    return ModelSpec(model, **options)
+    return ModelSpec(model, *shape)
 
 
-def _spec_of(plan: Plan, path: Path, model: str | None) -> ModelSpec:
-    """How to make a plan's workload: as when it was planned, from `model` if that is given."""
+def _spec_of(plan: Plan, path: Path, model: str | None, shape: Shape) -> ModelSpec:
+    """How to make a plan's workload: as when it was planned, except for what is given now."""
     from remat.workloads import ModelSpec
 
     spec = ModelSpec.from_json(plan.about.get(SPEC), path.absolute().parent)
@@ -474,7 +466,7 @@ def _spec_of(plan: Plan, path: Path, model: str | None) -> ModelSpec:
         )
     if spec is None:
         spec = ModelSpec("", batch_size=plan.about.get("batch_size"), seq_len=plan.about.get("seq_len"))
-    return spec.changed(model=model)
+    return spec.changed(model=model, **shape._asdict())
 
 
 def _about(about: dict[str, Any], spec: ModelSpec | None, path: Path) -> dict[str, Any]:
@@ -507,12 +499,6 @@ def _file_name(workload: str) -> str:
     return re.sub(r"[^\w.-]+", "-", workload).strip("-.") or "model"
 
 
-def _load_plan(path: Path) -> Plan:
-    from remat.plan import Plan
-
-    return Plan.load(path)
-
-
 def _device(name: str) -> str | None:
     if name == "auto":
         return None
@@ -525,8 +511,22 @@ def _device(name: str) -> str | None:
     return name
 
 
-def _teller(line: LiveLine) -> Callable[[str], None]:
-    return line.say
+def _measuring_first(line: LiveLine) -> Callable[[int, int], None]:
+    """Progress of a validation: once the operators are measured, the steps run."""
+
+    def on_progress(done: int, total: int) -> None:
+        line.measured(done, total)
+        if done == total:
+            line.say("running the untouched and the planned step")
+
+    return on_progress
+
+
+def _workload(spec: ModelSpec) -> Workload:
+    from remat.screen import quiet_torch
+
+    quiet_torch(os.environ.get(DEBUG, ""))
+    return spec.workload()
 
 
 # Their answers
@@ -573,3 +573,7 @@ def _profile_answer(profile: Profile, path: Path) -> Answer:
     }
     notes = [f"wrote {path}", f"next: remat plan --profile {path} --budget auto"]
     return Answer(data, profile_text(data, graph.about) + "\n\n" + "\n".join(notes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

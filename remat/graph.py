@@ -119,6 +119,7 @@ class Packs:
     """Columns over the tensors that autograd saved, in the order of saving.
 
     node     node during which it was saved    storage  which storage, -1 for fixed ones
+    copy_bytes  size of the copy of module state that is saved in its place when the node is recomputed, or 0
     at       operators run before the saving   unpack   operators run before backward asked for it, -1 if never
     used     last operator of the gradient function that asked for it, -1 if never
     release  last operator during which autograd still keeps it (a little later: the engine sums broadcast
@@ -127,6 +128,7 @@ class Packs:
 
     node: np.ndarray
     storage: np.ndarray
+    copy_bytes: np.ndarray
     at: np.ndarray
     unpack: np.ndarray
     used: np.ndarray

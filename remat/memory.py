@@ -13,7 +13,7 @@ Rule 4  A region is recomputed before the first operator of backward that follow
 Rule 5  While a region with inner ones is recomputed, an inner region runs as in forward: it keeps its inputs. It is
         recomputed itself when one of its own saves is asked for.
 Rule 6  Counters of a module are not advanced by a recomputation. Batch normalisation works there on copies of its
-        running statistics, which are not counted here: a few KiB a layer, the replay sees them.
+        running statistics, which autograd saves.
 Rule 7  A cast that belongs to a saved node (autocast's copies) is not saved; it is made again.
 """
 
@@ -168,6 +168,7 @@ class Memory:
         births = [position(storages.birth)]
         deaths = [position(self._deaths_of_originals(regions, recomputations, plain))]
         made = [np.arange(len(storages.birth))]
+        sizes = [storages.size_bytes]
         runs = np.ones(len(ops), dtype=bool)
         for recomputation in recomputations:
             again, death = self._instances(recomputation, position)
@@ -179,11 +180,12 @@ class Memory:
             births.append(recomputation.start + storages.birth[again] - recomputation.first)
             deaths.append(death)
             made.append(again)
+            sizes.append(storages.size_bytes[again])
+            for part, copy in zip((births, deaths, made, sizes), self._copies(recomputation, position), strict=True):
+                part.append(copy)
             self._mark_replayed(runs, recomputation)
-        storage = np.concatenate(made)
-        return _Lives(
-            storage, storages.size_bytes[storage], np.concatenate(births), np.concatenate(deaths), ops, owner, runs
-        )
+        columns = (np.concatenate(parts) for parts in (made, sizes, births, deaths))
+        return _Lives(*columns, ops, owner, runs)
 
     def saved_storages(self, region: Region) -> np.ndarray:
         """Storages that a region saves for its saved nodes: what they allocate, casts aside. (Rule 7)"""
@@ -337,6 +339,21 @@ class Memory:
                     index = np.array(keeps, dtype=np.int64) - low
                     death[index] = np.maximum(death[index], position(np.array([inner.release]))[0])
         return made, death
+
+    def _copies(self, r: Recomputation, position: _Position) -> tuple[np.ndarray, ...]:
+        """(births, deaths, storages that they are counted with, sizes) of copies of module state. (Rule 6)"""
+        table = self.graph.packs
+        packs = r.packs[(table.copy_bytes[r.packs] > 0) & (table.at[r.packs] < r.stop)]
+        births = r.start + table.at[packs] - r.first
+        return births, position(table.used[packs]), self._first_storage[table.node[packs]], table.copy_bytes[packs]
+
+    @functools.cached_property
+    def _first_storage(self) -> np.ndarray:
+        """For every node a storage that it makes, or 0."""
+        first = np.zeros(len(self.graph.nodes), dtype=np.int64)
+        made = self.graph.storages.node >= 0
+        first[self.graph.storages.node[made][::-1]] = np.flatnonzero(made)[::-1]
+        return first
 
     def _end_with_replay(self, deaths: np.ndarray, r: Recomputation) -> None:
         """What the last replayed node saved beyond the early stop goes when the recomputation ends."""

@@ -103,6 +103,9 @@ class Problem:
         self.budget_bytes = budget_bytes
         self.memory = Memory(graph, costs.workspace_per_op(graph))
         self.op_time_ns = np.round(costs.per_op_us(graph) * NS).astype(np.int64)
+        for node in graph.nodes:
+            if node.effect == "counter":  # never recomputed
+                self.op_time_ns[node.first : node.end] = 0
         self.step_time_us = costs.step_time_us(graph)
         self._first_rows: dict[int, list[Row]] = {}
 

@@ -15,7 +15,7 @@ import bisect
 import contextlib
 import platform
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -27,10 +27,11 @@ from torch.utils._pytree import tree_leaves
 from remat.capture import GraphCalls, fake_model
 from remat.errors import CaptureError, RematError
 from remat.graph import OUTSIDE, Graph, Node, Packs, Storages
-from remat.rewrite import as_function, captured_nodes, replace_target
+from remat.rewrite import as_function, called, captured_nodes, replace_target
 from remat.tracker import FIXED, Tracker, draws_random_numbers
 from remat.workload import Workload
 
+NUMBER_BYTES = 16  # eight in forward, eight more while it is recomputed
 _BRACKETS = {"_enter_autocast": 1, "_exit_autocast": -1}
 
 
@@ -81,6 +82,8 @@ class FakeStep:
 
     def _run_call(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
         if id(graph_module) not in self._prepared:
+            for node in captured_nodes(graph_module):
+                called(node)
             if self._prepare is not None:
                 self._prepare(graph_module)
             self._prepared[id(graph_module)] = graph_module
@@ -162,12 +165,14 @@ def _run_plainly(call: int, graph_module: fx.GraphModule, args: tuple[Any, ...])
 def record(step: FakeStep, *, alignment_bytes: int = 1) -> Graph:
     """The Graph of `step`. Raises `CaptureError` for a model that cannot be captured, naming the operator."""
     step.warm_up()
-    recorder = _Recorder(alignment_bytes)
+    recorder = _Recorder(alignment_bytes, step.model.buffers())
     fixed = step.fix_state(recorder)
     step.run_call = recorder.run_call
     with torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack):
         step.run(recorder, recorder.after_forward, lambda: recorder.after_backward(step.model))
     step.run_call = _run_plainly
+    if step.device.type == "cpu" and alignment_bytes == 1:  # elsewhere they are not on the device
+        fixed["numbers"] = NUMBER_BYTES * recorder.numbers
     return recorder.graph(fixed, _about(step))
 
 
@@ -178,6 +183,7 @@ def _about(step: FakeStep) -> dict[str, Any]:
         "workload": workload.name,
         "batch_size": workload.batch_size,
         "seq_len": workload.seq_len,
+        "batch_elements": step.calls.elements,
         "autocast": str(workload.autocast).removeprefix("torch.") if workload.autocast else None,
         "parameter_dtypes": dtypes,
         "parameter_count": sum(p.numel() for p in step.model.parameters()),
@@ -191,8 +197,9 @@ def _about(step: FakeStep) -> dict[str, Any]:
 class _Recorder(Tracker):
     """Attributes operators and saves to nodes while a step runs."""
 
-    def __init__(self, alignment_bytes: int):
+    def __init__(self, alignment_bytes: int, buffers: Iterable[torch.Tensor]):
         super().__init__(alignment_bytes)
+        self._buffers = {id(buffer.untyped_storage()) for buffer in buffers}
         self._nodes: list[dict[str, Any]] = []
         self.index: dict[tuple[int, str], int] = {}  # (call, name in its graph) -> node
         self._current: int | None = None
@@ -201,6 +208,7 @@ class _Recorder(Tracker):
         self._sequence: list[int] = []  # autograd sequence number at the start of each node
         self._packs: list[dict[str, int]] = []
         self._open = 0
+        self.numbers = 0
         self._forward_end = self._backward_end = -1
         self._gradients: tuple[int, ...] = ()
 
@@ -269,8 +277,15 @@ class _Recorder(Tracker):
         self._op_nodes.append(node)
         self._storage_nodes += [node if in_forward else -1] * (len(self.storages) - len(self._storage_nodes))
         if in_forward:
+            self._count_numbers(func, args)
             self._note_effects(node, func, args, kwargs)
             self._nodes[node]["end"] = self.op_count
+
+    def _count_numbers(self, func: Any, args: Any) -> None:
+        """Count Python numbers given where a tensor is meant: autograd keeps each as a tensor that no hook sees."""
+        for value, argument in zip(args, func._schema.arguments, strict=False):
+            if isinstance(value, (int, float)) and str(argument.type) == "Tensor":
+                self.numbers += 1
 
     def _begin_outside(self) -> None:
         last = len(self._nodes) - 1
@@ -317,9 +332,12 @@ class _Recorder(Tracker):
         """Give autograd a private copy, so that the life of the copy is the life of this save."""
         if self._current is None:
             self._begin_outside()
+        node = len(self._nodes) - 1 if self._current is None else self._current
+        is_state = self._nodes[node]["effect"] == "batch_norm" and id(tensor.untyped_storage()) in self._buffers
         row = {
-            "node": len(self._nodes) - 1 if self._current is None else self._current,
+            "node": node,
             "storage": self.storage_of(tensor),
+            "copy_bytes": self._rounded(tensor.untyped_storage().nbytes()) if is_state else 0,
             "at": self.op_count,
             "unpack": -1,
             "used": -1,
@@ -374,7 +392,7 @@ class _Recorder(Tracker):
         packs = Packs(
             **{
                 name: _column(last if name == "release" and row[name] < 0 else row[name] for row in self._packs)
-                for name in ("node", "storage", "at", "unpack", "used", "release")
+                for name in ("node", "storage", "copy_bytes", "at", "unpack", "used", "release")
             }
         )
         return Graph(
@@ -410,7 +428,7 @@ def _instrumented(graph_module: fx.GraphModule, recorder: _Recorder, call: int) 
 
 
 def _recorded(node: fx.Node, function: Callable[..., Any], recorder: _Recorder, call: int) -> Callable[..., Any]:
-    bracket, effect, text, module = bracket_of(node), _effect(node), target_text(node), module_path(node)
+    bracket, effect, text, module = bracket_of(node), _effect(node), called(node), module_path(node)
     names = [argument.name for argument in node.all_input_nodes if argument.op not in ("placeholder", "get_attr")]
     wiring = tree_leaves((node.args, node.kwargs))
 
@@ -437,13 +455,6 @@ def _recorded(node: fx.Node, function: Callable[..., Any], recorder: _Recorder, 
     return recorded
 
 
-def target_text(node: fx.Node) -> str:
-    """What a node calls, as text that is the same in every torch version and on every device."""
-    if isinstance(node.target, str):
-        return f"{node.op}:{node.target}"
-    return getattr(node.target, "__name__", str(node.target))
-
-
 def module_path(node: fx.Node) -> str:
     """Path of the module that `node` runs in, as `named_modules` gives it; "" for the model itself."""
     stack = node.meta.get("nn_module_stack") or {}
@@ -453,14 +464,14 @@ def module_path(node: fx.Node) -> str:
 
 def bracket_of(node: fx.Node) -> int:
     """+1 for a node that opens a context which a later node closes (autocast, no_grad), -1 for that one."""
-    name = getattr(node.target, "__name__", "")
+    name = called(node)
     if name == "_set_grad_enabled":
         return -1 if node.args[0] else 1
     return _BRACKETS.get(name, 0)
 
 
 def _effect(node: fx.Node) -> str:
-    if getattr(node.target, "__name__", "") == "batch_norm":
+    if called(node) == "batch_norm":
         names = ("input", "running_mean", "running_var", "weight", "bias", "training")
         given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
         return "batch_norm" if given.get("running_mean") is not None and given.get("training") else ""

@@ -237,7 +237,7 @@ def _set_state(device: torch.device | None, state: Any) -> None:
 
 def _states_of(node: fx.Node) -> tuple[Any, ...]:
     """The module state that a node updates: running statistics, or the counter itself."""
-    if getattr(node.target, "__name__", "") != "batch_norm":
+    if called(node) != "batch_norm":
         return node.args[:1]
     return (*node.args[1:3], *(node.kwargs.get(name) for name in _RUNNING))
 
@@ -384,6 +384,19 @@ def captured_nodes(graph_module: fx.GraphModule) -> list[fx.Node]:
     return [n for n in graph_module.graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
 
 
+def called(node: fx.Node) -> str:
+    """What a captured node calls, as text that is the same on every device and in every torch version.
+
+    Remembered before a target's kernels are put in place of this machine's.
+    """
+    if "called" not in node.meta:
+        method = isinstance(node.target, str)
+        node.meta["called"] = (
+            f"{node.op}:{node.target}" if method else getattr(node.target, "__name__", str(node.target))
+        )
+    return str(node.meta["called"])
+
+
 class _Rewriter:
     def __init__(self, source: fx.GraphModule, options: RewriteOptions):
         self._source = source
@@ -452,7 +465,7 @@ class _Rewriter:
     def _wrap(self, node: fx.Node, region: CallRegion, ordinal: int, run: fx.Node) -> None:
         """Let `node` be called through `run` where Rules 2-4 need it."""
         if ordinal in region.once:
-            wrapper: Callable[..., Any] = _batch_norm if getattr(node.target, "__name__", "") == "batch_norm" else _once
+            wrapper: Callable[..., Any] = _batch_norm if called(node) == "batch_norm" else _once
         elif ordinal in region.saved:
             wrapper = _saved
         elif ordinal in region.random:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import sys
 import warnings
@@ -63,9 +64,9 @@ def _promise(plan: Plan) -> list[tuple[str, ...]]:
     plain, predicted, headroom_bytes = plan.without_checkpointing, plan.predicted, plan.about.get("headroom_bytes", 0)
     left = f"less {gib(headroom_bytes)} of headroom: {gib(plan.budget_bytes)}" if headroom_bytes else ""
     return [
-        ("without checkpointing", gib(plain["peak_bytes"]), f"{_time(plain['step_time_us'], plan)} a step"),
+        ("without checkpointing", gib(plain["peak_bytes"]), _labelled(f"{ms(plain['step_time_us'])} a step", plan)),
         ("budget", gib(plan.budget_bytes + headroom_bytes), left),
-        ("predicted peak", gib(predicted["peak_bytes"]), f"{_time(predicted['step_time_us'], plan)} a step"),
+        ("predicted peak", gib(predicted["peak_bytes"]), _labelled(f"{ms(predicted['step_time_us'])} a step", plan)),
     ]
 
 
@@ -78,23 +79,24 @@ def _decision(plan: Plan) -> list[tuple[str, ...]]:
         f"{_count(sum(map(_saves, plan.regions)), 'output')} saved",
     ]
     proof = f"gap {100 * solver['gap']:.2f} %, {solver['name']}, {solver['wall_s']:.1f} s"
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             "overhead",
             f"{100 * predicted['overhead']:.1f} %",
-            f"{_time(predicted['recompute_time_us'], plan)} recomputation",
+            _labelled(f"{ms(predicted['recompute_time_us'])} of recomputation", plan),
         ),
         ("regions", f"{len(plan.regions)}", ", ".join(does)),
         ("solver", solver["status"], proof),
     ]
     if solver["status"] != "optimal":
-        least = _time(solver["bound_us"], plan)
-        rows.append(("", "", f"the best plan found; none recomputes for less than {least}"))
+        rows.append(
+            ("", "", _labelled(f"best plan found; every plan recomputes for {ms(solver['bound_us'])} or more", plan))
+        )
     return rows
 
 
-def _time(time_us: float, plan: Plan) -> str:
-    return f"{ms(time_us)} (estimated)" if plan.costs == "estimated" else ms(time_us)
+def _labelled(text: str, plan: Plan) -> str:
+    return f"{text} (estimated)" if plan.costs == "estimated" else text
 
 
 def profile_text(found: dict[str, Any], about: dict[str, Any]) -> str:
@@ -176,7 +178,8 @@ class LiveLine:
 
     def say(self, what: str) -> None:
         """A stage of unknown length."""
-        self._progress.reset(self._task, description=what, total=None, completed=0)
+        self._progress.remove_task(self._task)  # a task that had a total keeps it
+        self._task = self._progress.add_task(what, total=None)
 
     def measured(self, done: int, total: int) -> None:
         """Progress of measuring."""
@@ -223,3 +226,9 @@ def quiet_libraries(debug: str) -> Iterator[None]:
         for library in () if debug else LIBRARIES:
             warnings.filterwarnings("ignore", module=rf"{library}(\.|$)")
         yield
+
+
+def quiet_torch(debug: str) -> None:
+    """Keep torch's log of tracebacks off the screen, unless in debugging; torch must be loaded already."""
+    if not debug:
+        logging.getLogger("torch").setLevel(logging.CRITICAL)

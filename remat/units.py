@@ -32,12 +32,18 @@ def parse_bytes(text: str, *, what: str = "size", whole_bytes: int | None = None
     if match := _PERCENT.fullmatch(text):
         if whole_bytes is None:
             raise UsageError(f"{what} {text!r} is a percentage, but there is no total to take it of; give it as 20GiB.")
-        return int(float(match[1]) / 100 * whole_bytes)
+        return _whole(float(match[1]) / 100 * whole_bytes, what, text)
     if (match := _BYTES.fullmatch(text)) and (unit := _UNITS.get(match[2].lower())):
-        return int(float(match[1]) * unit)
+        return _whole(float(match[1]) * unit, what, text)
     raise UsageError(
         f"{what} {text!r} is not a positive number with a unit; write for example 20GiB, 20GB or 21474836480B."
     )
+
+
+def _whole(count: float, what: str, text: str) -> int:
+    if not count < 1 << 60:
+        raise UsageError(f"{what} {text[:24]!r} is more than any device has; write for example 20GiB.")
+    return int(count)
 
 
 def gib(count: int) -> str:

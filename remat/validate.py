@@ -10,7 +10,8 @@ Rule 1  Steps are whole (forward, backward, optimizer, gradients let go), and be
 Rule 2  A peak is what the allocator saw above the level at the start of the step, plus what existed then: parameters,
         buffers, batch, optimizer state, and gradients where they accumulate.
 Rule 3  Where the plan was made for this device and this batch, the peak is held against the budget. Otherwise the
-        step is recorded here and predicted anew, and the peak is held against that prediction, without tolerance.
+        step is recorded here and predicted anew, with the workspaces of this device's kernels, and the peak is held
+        against that prediction, without tolerance.
 Rule 4  The batch is halved until the planned step fits the device's free memory and, on a CPU, bears waiting for. The
         untouched step may need a smaller one; then gradients and kernels are compared at that.
 Rule 5  Gradients are compared bit by bit. Where they differ, the untouched step is run twice: if it does not repeat
@@ -57,6 +58,7 @@ CPU_SHARE = 0.6  # of the memory that is free
 CUDA_SHARE = 0.95
 NOISE = 4.0  # Rule 5
 MOST_DIFFERENCES = 5
+_SAVES_NUMBERS = {"aten.mul.Tensor", "aten.div.Tensor"}
 
 Progress = Callable[[int, int], None]
 
@@ -342,13 +344,28 @@ def _predict(recorded: _Recorded, place: Place, on_progress: Progress | None) ->
         alignment_bytes=place.target.alignment_bytes,
         workspace_of=Profile(graph, costs, place.target).workspace_of(),
     )
+    numbers = _saved_numbers_bytes(graph) if place.target.device == "cpu" else 0
     step_us = costs.step_time_us(graph)
     again_us = memory.recompute_time_us(recorded.regions, costs.per_op_us(graph))
     return _Prediction(
-        {"peak_bytes": int(alive.max()), "step_time_us": round(step_us + again_us)},
-        {"peak_bytes": memory.peak_without_checkpointing, "step_time_us": round(step_us)},
+        {"peak_bytes": int(alive.max()) + numbers, "step_time_us": round(step_us + again_us)},
+        {"peak_bytes": memory.peak_without_checkpointing + numbers, "step_time_us": round(step_us)},
         len(costs.about.get("not_measured", ())),
     )
+
+
+def _saved_numbers_bytes(graph: Graph) -> int:
+    """At most what autograd keeps for products and quotients of a tensor and a Python number.
+
+    The number is wrapped in a tensor of 8 bytes on the CPU, which no dispatched operator shows. A plan keeps each
+    at most once at a time, in forward or recomputed.
+    """
+    wrapping = {
+        index
+        for index, kind in enumerate(graph.kinds)
+        if kind.name in _SAVES_NUMBERS and any(isinstance(arg, (int, float)) for arg in kind.signature[0])
+    }
+    return 8 * sum(int(kind) in wrapping for kind in graph.op_kind[: graph.forward_end])
 
 
 # What is run (Rule 1)
@@ -651,7 +668,7 @@ class _Validation:
             claimed = {name: round(plan.predicted[name]) for name in ("peak_bytes", "step_time_us")}
             if claimed["peak_bytes"] != prediction.planned["peak_bytes"]:
                 self.notes.append(
-                    f"Recorded here, the planned step is predicted to peak at {prediction.planned['peak_bytes']} bytes; "
+                    f"Recorded here, the predicted peak is {prediction.planned['peak_bytes']} bytes; "
                     f"the plan says {claimed['peak_bytes']}."
                 )
             if plan.costs == "estimated":

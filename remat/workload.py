@@ -71,19 +71,16 @@ class Workload:
         fp32  fp32 weights and arithmetic
         bf16  weights, gradients and optimizer state in bf16, no autocast
         """
-        if policy == "amp":
-            return dataclasses.replace(self, autocast=torch.bfloat16)
-        if policy == "fp32":
-            return dataclasses.replace(self, autocast=None)
-        if policy == "bf16":
-            build, batch = self.build, self.batch
-            return dataclasses.replace(
-                self,
-                build=lambda: build().to(torch.bfloat16),
-                batch=lambda batch_size, seq_len: floats_to(batch(batch_size, seq_len), torch.bfloat16),
-                autocast=None,
-            )
-        raise UsageError(f"dtype {policy!r} is not known; choose one of {', '.join(DTYPE_POLICIES)}.")
+        if policy not in DTYPE_POLICIES:
+            raise UsageError(f"dtype {policy!r} is not known; choose one of {', '.join(DTYPE_POLICIES)}.")
+        weights = torch.bfloat16 if policy == "bf16" else torch.float32
+        build, batch = self.build, self.batch
+        return dataclasses.replace(
+            self,
+            build=lambda: build().to(weights),
+            batch=lambda batch_size, seq_len: floats_to(batch(batch_size, seq_len), weights),
+            autocast=torch.bfloat16 if policy == "amp" else None,
+        )
 
 
 def floats_to(batch: Any, dtype: torch.dtype) -> Any:

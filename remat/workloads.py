@@ -36,7 +36,7 @@ from remat import models
 from remat.errors import RematError, UsageError
 from remat.models.common import text_workload, transformers
 from remat.record import describe
-from remat.workload import DTYPE_POLICIES, DTypePolicy, Workload
+from remat.workload import DTypePolicy, Workload
 
 # What a causal language model from a configuration trains on, unless the options say otherwise.
 CAUSAL_BATCH_SIZE = 8
@@ -69,8 +69,6 @@ class ModelSpec:
             )
         workload = workload.sized(self.batch_size, self.seq_len)
         if self.dtype is not None:
-            if self.dtype not in DTYPE_POLICIES:
-                raise UsageError(f"dtype {self.dtype!r} is not known; choose one of {', '.join(DTYPE_POLICIES)}.")
             workload = workload.with_dtype(cast(DTypePolicy, self.dtype))
         if self.optimizer is not None:
             workload = dataclasses.replace(workload, optimizer=optimizer_named(self.optimizer))
@@ -312,7 +310,7 @@ def blaming(what: str, path: Path | None) -> Iterator[None]:
 
 def _line_of(error: BaseException, path: Path | None) -> str:
     """Where in the user's file, as ` (file.py:12)`; the innermost line anywhere if no line of that file is to blame."""
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     if path is None or not frames or isinstance(error, SyntaxError):  # whose text has it
         return ""
     own = [frame for frame in frames if frame.filename == str(path.resolve())]

@@ -145,7 +145,8 @@ class _Chain:
         # A node that is saved does not run again, and takes no workspace then: its term may be negative.
         highest = max((row.bytes + sum(min(size, 0) for _, size in row.saves) for row in rows), default=0)
         keeps = problem.own_bytes[run.a] if run.region is None else 0
-        keeps += sum(kept.size_bytes for kept in problem.closing[run.a : run.b] for kept in kept if kept.wanted_by(run))
+        closing = [kept for group in problem.closing[run.a : run.b] for kept in group]
+        keeps += sum(kept.size_bytes for kept in closing if kept.wanted_by(run))
         waiting = [row for row in rows if row.saves]
         inputs = sum(problem.kept[u].size_bytes for row in waiting[:1] for u in row.alive)
         after = budget

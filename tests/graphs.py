@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -306,11 +306,12 @@ TOYS: dict[str, Workload] = {
         _toy("held-logits", Tied, _holding_logits, _ids, optimizer=None),
         _toy("transformer", Transformer, _cross_entropy, _ids),
         _toy("autocast", Transformer, _cross_entropy, _ids, autocast=torch.bfloat16),
-        _toy("brackets", lambda: Loss(Brackets()), autocast=torch.bfloat16),
         _toy("broken", Broken),
         _toy("frozen", Frozen, optimizer=SGD),
     )
 }
+
+BRACKETS = _toy("brackets", lambda: Loss(Brackets()), autocast=torch.bfloat16)
 
 # Rule 6 of memory.py: recomputed batch normalisation takes a few bytes that the evaluator does not count.
 BATCH_NORM = _toy("batch-norm", Convolutions, batch=_images)
@@ -332,6 +333,20 @@ def recorded(workload: Workload, accumulation: int = 1) -> Recorded:
     return Recorded(workload, step, record(step))
 
 
+@contextlib.contextmanager
+def autocast_left_as_found() -> Iterator[None]:
+    """Closes what a test leaves open: autocast's nesting count, and its cache of weight casts."""
+    depth = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    try:
+        yield
+    finally:
+        torch.autocast_increment_nesting()
+        while torch.autocast_decrement_nesting() > depth - 1:
+            pass
+        torch.clear_autocast_cache()
+
+
 # Plans
 
 
@@ -346,14 +361,14 @@ def may_be_region(graph: Graph, first: int, end: int) -> bool:
 
 
 @st.composite
-def plans(draw: st.DrawFn, graph: Graph) -> tuple[Region, ...]:
-    """Disjoint regions over legal cuts; some save, some consist of inner regions."""
+def plans(draw: st.DrawFn, graph: Graph, *, nested: bool = True) -> tuple[Region, ...]:
+    """Disjoint regions over legal cuts; some save, some consist of inner regions (`nested`)."""
     cuts = legal_cuts(graph)
     can_save = saveable(graph)
     chosen = sorted(draw(st.sets(st.sampled_from(cuts), min_size=2, max_size=9)))
     regions = []
     for first, end in itertools.pairwise(chosen):
-        kind = draw(st.sampled_from(("region", "saving", "nested", "plain")))
+        kind = draw(st.sampled_from(("region", "saving", "plain", *["nested"] * nested)))
         if kind == "plain" or not may_be_region(graph, first, end):
             continue
         within = [v for v in can_save if first <= v < end]
@@ -367,3 +382,220 @@ def plans(draw: st.DrawFn, graph: Graph) -> tuple[Region, ...]:
             inner = tuple(Region(a, b) for a, b in itertools.pairwise([first, *borders, end]))
         regions.append(Region(first, end, saved, inner))
     return tuple(regions)
+
+
+# Graphs without torch
+
+
+@dataclasses.dataclass(frozen=True)
+class ToyNode:
+    """One node: what it takes, allocates and saves for its backward.
+
+    size   bytes of its output, and of the gradient of it       inputs  nodes that it takes
+    extra  bytes of a second result, seen by autograd alone     cast    bytes of a cast made first, as autocast does
+    parameter  bytes of a parameter's gradient, made by a backward operator of its own
+    keeps  what autograd saves: "output", "inputs", "extra", "cast", "fixed"
+    kind   "new" allocates its output; "view" and "in-place" are about the storage of their only input
+    """
+
+    size: int
+    inputs: tuple[int, ...] = ()
+    keeps: frozenset[str] = frozenset({"output"})
+    extra: int = 0
+    cast: int = 0
+    parameter: int = 0
+    time_us: int = 1
+    workspace_bytes: int = 0
+    kind: str = "new"
+    module: str = ""
+
+
+class _Builder:
+    """Writes the columns of a Graph while it goes through a step."""
+
+    def __init__(self, nodes: Sequence[ToyNode]) -> None:
+        self.toys = nodes
+        self.kinds: list[OpKind] = []
+        self.costs: list[tuple[int, int]] = []
+        self.op_node: list[int] = []
+        self.storages: list[dict[str, int]] = []
+        self.packs: list[dict[str, int]] = []
+        self.nodes: list[dict[str, Any]] = []
+        self.gradients: list[int] = []
+        self.roots: list[int] = []  # of a view the node that has the gradient
+
+    def op(self, node: int, time_us: int = 1, workspace_bytes: int = 0, name: str = "toy.op") -> int:
+        self.kinds.append(OpKind(name, [len(self.kinds)], 0, 1, "float32"))
+        self.costs.append((time_us, workspace_bytes))
+        self.op_node.append(node)
+        return len(self.op_node) - 1
+
+    def storage(self, size: int, birth: int, node: int, cast: int = 0) -> int:
+        row = {"size_bytes": size, "birth": birth, "death": birth, "node": node, "cast": cast}
+        self.storages.append(row)
+        return len(self.storages) - 1
+
+    def forward(self, index: int, toy: ToyNode) -> None:
+        first = len(self.op_node)
+        values = {u for i in toy.inputs for u in self.nodes[i]["values"]}
+        saved: list[tuple[int, int]] = [(first, -1)] * ("fixed" in toy.keeps)
+        saved += [(first, u) for u in sorted(values) if "inputs" in toy.keeps]
+        self.roots.append(self.roots[toy.inputs[0]] if toy.kind == "view" else index)
+        if toy.kind != "view":
+            cast = self.op(index, name="aten._to_copy.default") if toy.cast else None
+            if cast is not None:
+                made = self.storage(toy.cast, cast, index, cast=1)
+                saved += [(cast + 1, made)] * ("cast" in toy.keeps)
+            main = self.op(index, toy.time_us, toy.workspace_bytes)
+            if cast is not None:
+                self.storages[made]["death"] = main
+            if toy.kind == "new":
+                values = {self.storage(toy.size, main, index)}
+            saved += [(main + 1, u) for u in sorted(values) if "output" in toy.keeps]
+            if toy.extra:
+                extra = self.storage(toy.extra, main, index)
+                saved += [(main + 1, extra)] * ("extra" in toy.keeps)
+            self.packs += [{"node": index, "storage": u, "at": at} for at, u in saved]
+        self.nodes.append(
+            {
+                "name": f"n{index}",
+                "op": f"op{index}",
+                "module": toy.module,
+                "call": 0,
+                "inputs": toy.inputs,
+                "values": tuple(sorted(values)),
+                "first": first,
+                "end": len(self.op_node),
+                "mutates": toy.inputs if toy.kind == "in-place" else (),
+                "wired": toy.inputs,
+            }
+        )
+
+    def die_after_last_use(self) -> None:
+        for node in self.nodes:
+            last = max(node["first"], node["end"] - 1)
+            for u in [u for i in node["inputs"] for u in self.nodes[i]["values"]]:
+                self.storages[u]["death"] = max(self.storages[u]["death"], last)
+
+    def backward(self) -> None:
+        """In reverse; a gradient lives until the node that made the value has done its backward."""
+        seed = self.op(-1)
+        last = len(self.toys) - 1
+        arriving = {last: [self.storage(self.toys[last].size, seed, -1)]}
+        for index in reversed(range(len(self.toys))):
+            toy = self.toys[index]
+            if toy.kind == "view":
+                continue
+            op = self.op(index)
+            for root in sorted({self.roots[i] for i in toy.inputs}):
+                arriving.setdefault(root, []).append(self.storage(self.toys[root].size, op, -1))
+            if toy.parameter:
+                self.gradients.append(self.storage(toy.parameter, self.op(index), -1))
+            done = len(self.op_node) - 1
+            for u in arriving[index]:
+                self.storages[u]["death"] = done
+            for pack in self.packs:
+                if pack["node"] == index:
+                    pack |= {"unpack": op, "used": done, "release": done}
+
+
+def toy_graph(nodes: Sequence[ToyNode], *, fixed_bytes: int = 0, optimizer_bytes: int = 0) -> tuple[Graph, Costs]:
+    """A step of `nodes`, the last of which is the loss and is held through backward.
+
+    Every node but the last must be taken by a later one. The backward starts with an operator that makes the
+    gradient of the loss; each node then makes the gradients of all its inputs in one operator.
+    """
+    builder = _Builder(nodes)
+    for index, toy in enumerate(nodes):
+        builder.forward(index, toy)
+    builder.die_after_last_use()
+    forward_end = len(builder.op_node)
+    builder.backward()
+    backward_end = len(builder.op_node)
+    for u in builder.nodes[-1]["values"]:
+        builder.storages[u]["death"] = backward_end - 1
+    builder.storage(optimizer_bytes, builder.op(-1), -1)
+    for u in builder.gradients:
+        builder.storages[u]["death"] = backward_end
+    graph = Graph(
+        nodes=tuple(Node(**node) for node in builder.nodes),
+        kinds=tuple(builder.kinds),
+        op_kind=np.arange(len(builder.kinds)),
+        op_node=np.array(builder.op_node),
+        storages=Storages(**_columns(builder.storages, Storages)),
+        packs=Packs(**_columns(builder.packs, Packs)),
+        forward_end=forward_end,
+        backward_end=backward_end,
+        fixed_bytes={"parameters": fixed_bytes},
+        parameter_gradients=tuple(builder.gradients),
+        about={"workload": "toy"},
+    )
+    times, workspaces = zip(*builder.costs, strict=True)
+    return graph, Costs("estimated", "toy", tuple(map(float, times)), tuple(workspaces))
+
+
+def _columns(rows: list[dict[str, int]], table: type) -> dict[str, np.ndarray]:
+    names = [field.name for field in dataclasses.fields(table)]
+    return {name: np.array([row.get(name, 0) for row in rows], dtype=np.int64) for name in names}
+
+
+def chain(*sizes: int, **options: Any) -> list[ToyNode]:
+    """Each node takes the one before and saves its output."""
+    return [ToyNode(size, inputs=(i - 1,) if i else (), **options) for i, size in enumerate(sizes)]
+
+
+def every_cut(graph: Graph, *, depth: int = 1) -> Space:
+    """The finest space: a segment between any two legal cuts, everything saveable."""
+    cuts = legal_cuts(graph)
+    return Space(tuple(Segment(a, b, False) for a, b in itertools.pairwise(cuts)), saveable(graph), depth)
+
+
+KEEPS = ("output", "inputs", "extra", "cast", "fixed")
+
+
+@st.composite
+def toys(draw: st.DrawFn, *, most: int = 7) -> list[ToyNode]:
+    """A small graph: chains, diamonds, skips, views, in-place operators, casts, nodes that save nothing."""
+    count = draw(st.integers(2, most))
+    sizes = st.integers(1, 12)
+    some = st.one_of(st.just(0), sizes)
+    nodes: list[ToyNode] = []
+    for index in range(count):
+        near = st.sets(st.integers(0, index - 1), max_size=2) if index else st.just(set())
+        inputs = draw(near) | ({index - 1} if index else set())
+        if index == count - 1:
+            inputs |= set(range(index)) - {i for node in nodes for i in node.inputs}
+        # What is written in place must have no other use, as in code that autograd accepts.
+        alone = len(inputs) == 1 and index < count - 1 and not any(index - 1 in node.inputs for node in nodes)
+        kind = draw(st.sampled_from(("new", "new", "new", "view", "in-place"))) if alone else "new"
+        keeps = draw(st.frozensets(st.sampled_from(KEEPS), max_size=3))
+        if kind == "in-place":
+            keeps &= {"output", "fixed"}
+        nodes.append(
+            ToyNode(
+                size=nodes[-1].size if kind != "new" else draw(sizes) * 4,
+                inputs=tuple(sorted(inputs)),
+                keeps=frozenset() if kind == "view" else keeps,
+                extra=draw(some) if kind == "new" else 0,
+                cast=draw(some) if kind != "view" else 0,
+                parameter=draw(some) if kind != "view" else 0,
+                time_us=draw(sizes),
+                workspace_bytes=draw(some) if kind != "view" else 0,
+                kind=kind,
+            )
+        )
+    return nodes
+
+
+@st.composite
+def spaces(draw: st.DrawFn, graph: Graph, *, most_segments: int = 5, most_saves: int = 3) -> Space:
+    """A space small enough to enumerate: few segments, some of which must stay plain, and few nodes to save."""
+    count = len(graph.nodes)
+    inside = [p for p in legal_cuts(graph) if 0 < p < count]
+    chosen = draw(st.sets(st.sampled_from(inside), max_size=most_segments - 1)) if inside else set()
+    borders = itertools.pairwise([0, *sorted(chosen), count])
+    plain = draw(st.sets(st.integers(0, 2 * most_segments), max_size=1))
+    segments = tuple(Segment(a, b, i in plain) for i, (a, b) in enumerate(borders))
+    can_save = saveable(graph)
+    saves = draw(st.sets(st.sampled_from(can_save), max_size=most_saves)) if can_save else set()
+    return Space(segments, tuple(sorted(saves)), draw(st.sampled_from((1, 2))))

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from remat.costs import estimate
+from remat.costs import Costs, estimate
 from remat.graph import Graph
 from remat.memory import Memory
 from remat.plan import Plan, Region, place
@@ -33,7 +33,7 @@ class Block(nn.Module):
         self.dropout = dropout
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4).unbind()
         rate = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=rate, is_causal=True)
         x = x + F.dropout(self.out(mixed.transpose(1, 2).flatten(2)), self.dropout, self.training)
@@ -187,31 +187,28 @@ def recorded(workload: Workload) -> tuple[FakeStep, Graph]:
     return fake, record(fake)
 
 
-def plan_by_hand(graph: Graph, regions: Sequence[Region], *, target: str = "cpu", **changes: object) -> Plan:
+def plan_by_hand(graph: Graph, regions: Sequence[Region], costs: Costs | None = None, **changes: object) -> Plan:
     """A Plan of `regions` whose budget is what the evaluator says that it needs."""
-    memory, regions = Memory(graph), tuple(regions)
-    costs = estimate(graph, TARGETS["h100-80gb"])
-    recompute_us = memory.recompute_time_us(regions, costs.per_op_us(graph))
+    costs, regions = costs or estimate(graph, TARGETS["h100-80gb"]), tuple(regions)
+    memory = Memory(graph, costs.workspace_per_op(graph))
+    step_us, again_us = costs.step_time_us(graph), memory.recompute_time_us(regions, costs.per_op_us(graph))
     peak = memory.curve(regions).peak_bytes
     plan = Plan(
         regions=place(graph, regions),
         fingerprints=graph.fingerprints,
         about=graph.about,
-        target=target,
-        costs="estimated",
+        target="cpu",
+        costs=costs.source,
         budget_bytes=peak,
         predicted={
             "peak_bytes": peak,
-            "step_time_us": costs.step_time_us(graph) + recompute_us,
-            "recompute_time_us": recompute_us,
-            "overhead": recompute_us / costs.step_time_us(graph),
+            "step_time_us": step_us + again_us,
+            "recompute_time_us": again_us,
+            "overhead": again_us / step_us,
             "recomputed_nodes": memory.recomputed_nodes(regions),
         },
-        without_checkpointing={
-            "peak_bytes": memory.peak_without_checkpointing,
-            "step_time_us": costs.step_time_us(graph),
-        },
-        solver={"name": "by hand", "status": "feasible", "objective_us": recompute_us, "bound_us": 0.0, "gap": 1.0},
+        without_checkpointing={"peak_bytes": memory.peak_without_checkpointing, "step_time_us": step_us},
+        solver={"name": "by hand", "status": "feasible", "objective_us": again_us, "bound_us": 0.0, "gap": 1.0},
         space=find_space(graph).about(),
     )
     return dataclasses.replace(plan, **changes)  # type: ignore[arg-type]

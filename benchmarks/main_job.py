@@ -1,0 +1,118 @@
+"""The main job: predicted against measured peak, and equality of loss and gradients, for every workload family.
+
+On the CPU every family at test size, in fp32 and under bf16 autocast, at three budgets: the least feasible one, and one
+and two thirds of the way to no checkpointing. On a CUDA device also GPT-2 and Llama-1B at full size. A row that fails
+stays in the table.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from benchmarks import report
+from remat.errors import Infeasible, RematError
+from remat.models import TEST_SIZES, build
+from remat.planning import Budget, plan_profile
+from remat.problem import Problem
+from remat.profile import fake_step, find_place, profile_step
+from remat.solution import Limits
+from remat.solvers import cp_sat
+from remat.space import find_space
+from remat.units import MIB
+from remat.validate import validate
+from remat.workload import DTypePolicy, Workload
+
+COLUMNS = [
+    "workload",
+    "dtype",
+    "budget_mib",
+    "predicted_mib",
+    "measured_mib",
+    "error_percent",
+    "within_budget",
+    "loss_equal",
+    "gradients_equal",
+    "kernels_equal",
+    "recomputed",
+    "overhead_percent",
+    "status",
+    "infeasible_1_percent_below",
+    "failure",
+]
+
+
+def main() -> None:
+    cpu = torch.device("cpu")
+    rows = []
+    for name, small in TEST_SIZES.items():
+        for dtype in ("fp32", "amp"):
+            rows += list(_rows(name, small().with_dtype(dtype), dtype, "cpu"))
+    report.write(report.stem("main_job", cpu), report.provenance(cpu), rows, COLUMNS)
+    if torch.cuda.is_available():
+        rows = []
+        for name in ("gpt2", "llama-1b"):
+            rows += list(_rows(name, build(name), "amp", "cuda"))
+        device = torch.device("cuda")
+        report.write(report.stem("main_job", device), report.provenance(device), rows, COLUMNS)
+
+
+def _rows(name: str, workload: Workload, dtype: DTypePolicy, target: str) -> Iterator[dict[str, Any]]:
+    place = find_place(target)
+    step = fake_step(workload, place)
+    profile = profile_step(step, place)
+    space = find_space(profile.graph)
+    problem = Problem(profile.graph, profile.costs, space, 1 << 62)
+    most = problem.memory.peak_without_checkpointing
+    least, _, _ = cp_sat.least_peak(problem.with_budget(most), Limits())
+    for share in (0.0, 1 / 3, 2 / 3):
+        budget = int(least + share * (most - least))
+        started = time.monotonic()
+        row: dict[str, Any] = {"workload": name, "dtype": dtype, "budget_mib": _mib(budget)}
+        try:
+            plan = plan_profile(profile, Budget(budget, budget), step=step, space=space, limits=Limits(time_s=60))
+            row |= _measured(workload, plan, target)
+            if share == 0.0:
+                row["infeasible_1_percent_below"] = _is_infeasible(profile, int(0.99 * least), step, space)
+        except RematError as error:
+            row["failure"] = f"{type(error).__name__}: {error}"
+        row["wall_s"] = round(time.monotonic() - started, 1)
+        print({key: value for key, value in row.items() if value != ""}, flush=True)
+        yield row
+
+
+def _measured(workload: Workload, plan: Any, target: str) -> dict[str, Any]:
+    found = validate(workload, plan, device=target, repeats=1).to_json()
+    measured, predicted = found["measured"]["peak_bytes"], plan.predicted["peak_bytes"]
+    return {
+        "predicted_mib": _mib(predicted),
+        "measured_mib": _mib(measured),
+        "error_percent": round(100 * (predicted - measured) / measured, 3),
+        "within_budget": found["within_budget"],
+        "loss_equal": found["loss_equal"],
+        "gradients_equal": found["gradients_equal"],
+        "kernels_equal": found["kernels_equal"],
+        "recomputed": "{planned}/{observed}".format(**found["recomputed_nodes"]),
+        "overhead_percent": round(100 * plan.predicted["overhead"], 1),
+        "status": plan.solver["status"],
+        "gap": plan.solver["gap"],
+        "notes": found["notes"],
+        "measured_step_us": found["measured"]["step_time_us"],
+        "predicted_step_us": plan.predicted["step_time_us"],
+        "untouched": found["untouched"],
+    }
+
+
+def _is_infeasible(profile: Any, budget: int, step: Any, space: Any) -> bool:
+    try:
+        plan_profile(profile, Budget(budget, budget), step=step, space=space)
+    except Infeasible:
+        return True
+    return False
+
+
+def _mib(size: int) -> float:
+    return round(size / MIB, 2)

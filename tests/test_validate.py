@@ -1,0 +1,396 @@
+"""Validation confirms a good plan, names what is wrong with a bad one, and says what it could not do here."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import remat.validate as validation
+from remat.errors import PlanMismatch, UsageError, ValidationFailed
+from remat.graph import Graph
+from remat.measure import measure
+from remat.memory import Memory
+from remat.plan import Plan
+from remat.rewrite import RegionRun
+from remat.validate import Report, kernel_differences, validate
+from remat.workload import Workload
+from tests.toys import (
+    CHOICES,
+    CONVNET,
+    CPU,
+    TRANSFORMER,
+    TRANSFORMER_BF16,
+    WORKLOADS,
+    Transformer,
+    every_block,
+    plan_by_hand,
+    plan_for,
+    recorded,
+)
+
+KEYS = {
+    "measured",
+    "predicted",
+    "untouched",
+    "loss_equal",
+    "gradients_equal",
+    "max_gradient_error",
+    "within_budget",
+    "recomputed_nodes",
+    "kernels_equal",
+    "kernel_differences",
+    "device",
+    "batch_size",
+    "seq_len",
+    "notes",
+    "passed",
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Toys are too small to share: on a busy machine threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("costs")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    """Times are not what is tested here: measure costs as fast as may be, apart from the user's cache."""
+    fast = functools.partial(measure, cache=cache, repeats=3, seconds_per_kind=0.0)
+    monkeypatch.setattr(validation, "measure", fast)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+
+
+@pytest.fixture(scope="module")
+def graphs() -> dict[str, Graph]:
+    return {name: recorded(workload)[1] for name, workload in WORKLOADS.items()}
+
+
+@pytest.fixture(scope="module")
+def plan(graphs: dict[str, Graph]) -> Plan:
+    """Every block of the transformer a region, with a budget that leaves room."""
+    graph = graphs["transformer"]
+    return plan_by_hand(graph, every_block(graph), budget_bytes=1 << 20)
+
+
+def on_cpu(workload: Workload, plan: Plan, **options: Any) -> Report:
+    return validate(workload, plan, device="cpu", repeats=1, **options)
+
+
+def with_free_bytes(monkeypatch: pytest.MonkeyPatch, free: int, workload: Workload) -> None:
+    """Let the steps have `free` bytes beside the copies of parameters that a CPU keeps for the comparison."""
+    state = 2 * sum(p.numel() * p.element_size() for p in workload.build().parameters())
+    monkeypatch.setattr(validation, "_free_bytes", lambda place: free + state)
+
+
+# Good plans
+
+
+@pytest.mark.parametrize(
+    ("name", "choice"),
+    [
+        ("transformer", "every-block"),
+        ("transformer", "nothing"),
+        ("transformer-amp", "half-saved"),
+        ("convnet", "nested"),
+    ],
+)
+def test_a_good_plan_passes(name: str, choice: str, graphs: dict[str, Graph], cache: Path) -> None:
+    graph, workload = graphs[name], WORKLOADS[name]
+    costs = measure(graph, CPU, cache=cache, repeats=3, seconds_per_kind=0.0)
+    regions = tuple(CHOICES[choice](graph))
+    plan = plan_by_hand(graph, regions, costs)
+    report = on_cpu(workload, dataclasses.replace(plan, budget_bytes=plan.budget_bytes + 1024))
+    assert report.passed, report
+    assert (report.loss_equal, report.gradients_equal, report.max_gradient_error) == (True, True, 0.0)
+    assert report.recomputed_nodes == {
+        name: Memory(graph).recomputed_nodes(regions) for name in ("planned", "observed")
+    }
+    assert report.untouched["fits"]
+    assert report.measured["peak_bytes"] == pytest.approx(report.predicted["peak_bytes"], rel=0.005)
+    assert report.untouched["peak_bytes"] == pytest.approx(plan.without_checkpointing["peak_bytes"], rel=0.005)
+    assert report.predicted["peak_bytes"] == plan.predicted["peak_bytes"]
+    assert "reserved_bytes" not in report.measured
+
+
+def test_the_json_document_has_these_keys_and_no_others(plan: Plan) -> None:
+    report = on_cpu(TRANSFORMER, plan)
+    document = report.to_json()
+    assert set(document) == KEYS
+    assert set(document["measured"]) == set(document["predicted"]) == {"peak_bytes", "step_time_us"}
+    assert set(document["untouched"]) == {"peak_bytes", "step_time_us", "fits"}
+    assert (document["passed"], document["batch_size"], document["seq_len"]) == (True, 4, 8)
+    assert document["device"].startswith("cpu")
+
+
+def test_the_random_state_of_the_caller_stays(plan: Plan) -> None:
+    torch.manual_seed(5)
+    random.seed(5)
+    expected = torch.rand(1), random.random()
+    torch.manual_seed(5)
+    random.seed(5)
+    on_cpu(TRANSFORMER, plan)
+    assert (torch.rand(1), random.random()) == expected
+
+
+def test_a_step_without_an_optimizer(plan: Plan) -> None:
+    assert on_cpu(dataclasses.replace(TRANSFORMER, optimizer=None), plan).passed
+
+
+def test_gradients_that_accumulate_are_counted(plan: Plan) -> None:
+    once = on_cpu(TRANSFORMER, plan)
+    several = on_cpu(TRANSFORMER, dataclasses.replace(plan, about={**plan.about, "accumulation": 4}))
+    assert several.passed
+    parameters = sum(p.numel() * p.element_size() for p in Transformer().parameters())
+    assert once.measured["peak_bytes"] < several.measured["peak_bytes"] <= once.measured["peak_bytes"] + parameters
+
+
+# Bad plans
+
+
+def test_a_peak_above_the_budget_fails(plan: Plan) -> None:
+    measured = on_cpu(TRANSFORMER, plan).measured["peak_bytes"]
+    exact = on_cpu(TRANSFORMER, dataclasses.replace(plan, budget_bytes=measured))
+    assert exact.passed
+    short = on_cpu(TRANSFORMER, dataclasses.replace(plan, budget_bytes=measured - 1))
+    assert (short.within_budget, short.passed) == (False, False)
+    assert "EXCEEDED" in str(short)
+
+
+def test_a_wrong_gradient_fails(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(self: RegionRun, key: int, function: Any, args: Any, kwargs: Any) -> Any:
+        return function(*args, **kwargs)  # the recomputation draws other numbers than forward did
+
+    monkeypatch.setattr(RegionRun, "random", forgetful)
+    report = on_cpu(TRANSFORMER, plan)
+    assert report.loss_equal
+    assert not report.gradients_equal
+    assert report.max_gradient_error > 1e-3
+    assert not report.passed
+    assert "gradients  DIFFERENT" in str(report)
+
+
+def test_nodes_that_are_not_recomputed_fail(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Memory, "recomputed_nodes", lambda self, regions: 1)
+    report = on_cpu(TRANSFORMER, plan)
+    assert report.recomputed_nodes["observed"] > report.recomputed_nodes["planned"] == 1
+    assert not report.passed
+
+
+class Unpacks(Transformer):
+    """Iterating over a tensor is one `unbind` in eager mode, and several `select` when captured."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        even, odd = ids.unflatten(1, (2, -1)).transpose(0, 1)
+        left, right = self.embed(even * 1), self.embed(odd * 1)
+        first, second = torch.stack([left, right])
+        return super().forward(ids, labels) + (first * second).mean()
+
+
+def test_a_captured_program_that_runs_other_kernels_fails() -> None:
+    workload = dataclasses.replace(TRANSFORMER, name="unpacks", build=functools.partial(Unpacks, layers=2))
+    report = on_cpu(workload, plan_for(workload, budget_bytes=1 << 20))
+    assert not report.kernels_equal
+    assert any("untouched aten.stack" in line and "select_backward" in line for line in report.kernel_differences)
+    assert not report.passed
+
+
+@pytest.mark.parametrize(
+    ("untouched", "planned", "differences"),
+    [
+        pytest.param("abc", "abc", (), id="equal"),
+        pytest.param("abc", "abd", ("kernel 2: untouched c; planned d",), id="replaced"),
+        pytest.param("abc", "ab", ("kernel 2: untouched c; planned none",), id="short"),
+        pytest.param("abc", "abcc", ("kernel 3: untouched none; planned c",), id="long"),
+        pytest.param("abcde", "ae", ("kernel 1: untouched b, c and 1 more; planned none",), id="many"),
+    ],
+)
+def test_differences_of_kernels(untouched: str, planned: str, differences: tuple[str, ...]) -> None:
+    assert kernel_differences(list(untouched), list(planned)) == differences
+
+
+def test_only_the_first_differences_are_listed() -> None:
+    assert len(kernel_differences(list("axbxcxdxexfx"), list("aybyxcydyeyfy"))) == validation.MOST_DIFFERENCES
+
+
+def test_a_plan_for_another_model_is_refused(plan: Plan) -> None:
+    with pytest.raises(PlanMismatch, match=r"made for 'toy-transformer', whose graph differs from that of 'toy-conv"):
+        on_cpu(CONVNET, plan)
+
+
+def test_a_plan_for_another_dtype_policy_is_refused(plan: Plan) -> None:
+    with pytest.raises(PlanMismatch, match="for no autocast"):
+        on_cpu(TRANSFORMER_BF16, plan)
+
+
+# Other devices and batches
+
+
+@pytest.mark.parametrize("changed", ["target", "batch"])
+def test_a_plan_made_elsewhere_is_predicted_anew(changed: str, plan: Plan) -> None:
+    workload = TRANSFORMER.sized(batch_size=2) if changed == "batch" else TRANSFORMER
+    if changed == "target":
+        plan = dataclasses.replace(plan, target="h100-80gb", predicted={**plan.predicted, "peak_bytes": 1})
+    report = on_cpu(workload, dataclasses.replace(plan, budget_bytes=1))
+    assert report.passed, report
+    assert report.limit == ("limit", report.predicted["peak_bytes"])
+    assert report.measured["peak_bytes"] == pytest.approx(report.predicted["peak_bytes"], rel=0.005)
+    assert any("predicted anew" in note for note in report.notes)
+
+
+def test_a_larger_batch_than_planned_is_run_where_it_is_asked_for(plan: Plan) -> None:
+    limited = dataclasses.replace(plan, about={**plan.about, "batch_elements": 1})
+    assert on_cpu(TRANSFORMER.sized(batch_size=6), limited).batch_size == 6
+
+
+def test_the_batch_is_halved_until_the_planned_step_fits(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = recorded(TRANSFORMER.sized(batch_size=8))[1]
+    half = Memory(graph).peak_without_checkpointing  # room for the untouched step at 8, and the planned one at 16
+    with_free_bytes(monkeypatch, half, TRANSFORMER)
+    report = on_cpu(TRANSFORMER.sized(batch_size=64), plan)
+    assert report.passed, report
+    assert report.batch_size in (8, 16)
+    assert report.notes[0].startswith("Batch size 64 is too much for this device: the planned step needs")
+
+
+def test_gradients_are_compared_where_the_untouched_step_fits(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = recorded(TRANSFORMER.sized(batch_size=16))[1]
+    planned = Memory(graph).curve(every_block(graph)).peak_bytes
+    with_free_bytes(monkeypatch, planned, TRANSFORMER)
+    report = on_cpu(TRANSFORMER.sized(batch_size=16), plan)
+    assert report.passed, report
+    assert report.batch_size == 16
+    assert not report.untouched["fits"]
+    assert report.untouched["peak_bytes"] > planned
+    assert "does not fit: predicted" in str(report)
+    assert "does not fit at batch size 16: gradients and kernels are compared at " in report.notes[-1]
+
+
+def test_an_untouched_step_that_runs_out_of_memory_is_compared_at_half(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    genuine = validation._first_step
+
+    def small_device(training: Any, kernels: Any) -> Any:
+        if "forward" not in training.model.__dict__ and len(training.batch[0]) > 2:
+            raise torch.OutOfMemoryError("out of memory")
+        return genuine(training, kernels)
+
+    monkeypatch.setattr(validation, "_first_step", small_device)
+    report = on_cpu(TRANSFORMER, plan)
+    assert report.passed, report
+    assert (report.batch_size, report.untouched["fits"]) == (4, False)
+    assert any("compared at 2" in note for note in report.notes)
+
+
+def test_a_planned_step_that_runs_out_of_memory_fails(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(self: Any, training: Any) -> Any:
+        raise torch.OutOfMemoryError("no room for 1 GiB")
+
+    monkeypatch.setattr(validation._Validation, "_planned", no_room)
+    with pytest.raises(ValidationFailed, match=r"runs out of memory on cpu.* at batch size 4: no room"):
+        on_cpu(TRANSFORMER, plan)
+
+
+def test_a_step_that_takes_too_long_is_run_at_a_smaller_batch(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validation, "BEARABLE_S", 1e-9)
+    report = on_cpu(TRANSFORMER, plan)
+    assert report.batch_size == 1
+    assert "a step is estimated to take" in report.notes[0]
+
+
+def test_a_device_too_small_for_one_sample_is_refused(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_free_bytes(monkeypatch, 1000, TRANSFORMER)
+    with pytest.raises(UsageError, match=r"planned step needs .* and 1000 B may be used at batch size 1"):
+        on_cpu(TRANSFORMER, plan)
+
+
+@pytest.mark.parametrize("device", ["meta", "cuda"])
+def test_a_device_that_is_not_there_is_refused(device: str, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UsageError, match=f"device '{device}'"):
+        validate(TRANSFORMER, plan, device=device)
+
+
+# Kernels that do not repeat themselves (Rule 5)
+
+
+def noisy(amount: float) -> nn.Module:
+    """Gradients that differ from run to run, as those of kernels with atomic additions do."""
+    model = Transformer(layers=2)
+    urandom = random.SystemRandom()
+    for parameter in model.parameters():
+        parameter.register_hook(lambda g: g * torch.tensor(1 + amount * urandom.choice([-1, 1])))
+    return model
+
+
+def test_gradients_as_far_apart_as_two_untouched_steps_count_as_equal() -> None:
+    workload = dataclasses.replace(TRANSFORMER, name="noisy", build=functools.partial(noisy, 1e-5))
+    quiet = dataclasses.replace(workload, build=functools.partial(Transformer, layers=2))
+    report = on_cpu(workload, plan_for(quiet, budget_bytes=1 << 20))
+    assert report.max_gradient_error > 0
+    assert report.gradients_equal
+    assert report.passed
+    assert any("not deterministic" in note for note in report.notes)
+
+
+# Printing
+
+
+def test_a_report_prints_aligned() -> None:
+    report = Report(
+        workload="toy",
+        device="cpu",
+        batch_size=4,
+        seq_len=8,
+        measured={"peak_bytes": 3 << 30, "step_time_us": 250_000},
+        predicted={"peak_bytes": 3 << 30, "step_time_us": 20_000_000},
+        untouched={"peak_bytes": 5 << 30, "step_time_us": 90_000, "fits": True},
+        limit=("budget", 4 << 30),
+        loss_equal=True,
+        gradients_equal=True,
+        max_gradient_error=0.0,
+        recomputed_nodes={"planned": 7, "observed": 7},
+        kernel_differences=(),
+        notes=("A sentence.",),
+    )
+    assert str(report).splitlines() == [
+        "toy on cpu, batch size 4, sequence length 8",
+        "                    peak        step",
+        "  measured      3.00 GiB    250.0 ms",
+        "  predicted     3.00 GiB      20.0 s",
+        "  untouched     5.00 GiB    90.00 ms",
+        "  budget        4.00 GiB        kept",
+        "  loss       equal",
+        "  gradients  equal, largest error 0",
+        "  nodes      7 recomputed, 7 planned",
+        "  kernels    equal",
+        "  note: A sentence.",
+        "passed",
+    ]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_on_a_gpu(name: str, graphs: dict[str, Graph]) -> None:
+    plan = plan_by_hand(graphs[name], every_block(graphs[name]))
+    report = validate(WORKLOADS[name], plan, device="cuda")
+    assert report.loss_equal and report.gradients_equal and report.kernels_equal, report
+    assert report.recomputed_nodes["planned"] == report.recomputed_nodes["observed"]
+    assert report.measured["reserved_bytes"] >= report.measured["peak_bytes"]
