@@ -15,7 +15,7 @@ import bisect
 import contextlib
 import platform
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -40,8 +40,8 @@ class FakeStep:
 
     device     the device that tensors pretend to be on
     prepare    changes a captured graph before its first run (the target's kernels)
-    recompute_context  what a region's recomputation runs under beside its own state; the forward runs under it
-               too, in place of autocast (the emulated cache of weight casts)
+    recompute_context  what forward and recomputations run under where kernels are substituted: the emulated cache
+               of weight casts
     foreach    let optimizers use their foreach form, as they do by themselves on a GPU
     """
 
@@ -87,12 +87,16 @@ class FakeStep:
             if self._prepare is not None:
                 self._prepare(graph_module)
             self._prepared[id(graph_module)] = graph_module
-        return self.run_call(call, graph_module, args)
+        if self.recompute_context is None:
+            return self.run_call(call, graph_module, args)
+        with torch.autocast(self.device.type, enabled=False):  # the substituted kernels cast by themselves
+            return self.run_call(call, graph_module, args)
 
-    def _forward_context(self) -> contextlib.AbstractContextManager[Any]:
-        if self.recompute_context is not None:
-            return self.recompute_context()
-        return autocast_context(self.device, self.workload.autocast)
+    @contextlib.contextmanager
+    def _forward_context(self) -> Iterator[None]:
+        """Autocast, which models may ask about while they are traced, and the emulated cache of casts."""
+        with autocast_context(self.device, self.workload.autocast), (self.recompute_context or contextlib.nullcontext)():
+            yield
 
     def forward(self) -> torch.Tensor:
         """The loss of one forward; raises CaptureError if `step` fails or returns something else."""

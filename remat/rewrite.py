@@ -126,7 +126,7 @@ class RegionRun:
                 value = function(*args, **kwargs)
             self._saved[key] = outputs
             return value
-        keep = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
         if key not in self._saved:
             raise RematError(
                 "a region that saves outputs was asked to recompute twice; call backward(retain_graph=True) for the "

@@ -413,7 +413,7 @@ class _Training:
     def forward_and_backward(self) -> torch.Tensor:
         with autocast_context(self.device, self.workload.autocast):
             loss = self.workload.step(self.model, self.batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss.detach()
 
     def finish(self) -> None:

@@ -29,6 +29,9 @@ from remat.workload import Workload
 
 WIDTH = 8
 
+# Dynamo reads `.grad` of every tensor that crosses a graph break ("broken"), leaf or not, and torch warns of it.
+DYNAMO_LOOKS_AT_GRAD = "ignore:The .grad attribute of a Tensor that is not a leaf"
+
 # Toy models. Each takes a float tensor (batch, WIDTH) unless it says otherwise, and returns what its step takes.
 
 
@@ -395,6 +398,7 @@ class ToyNode:
     extra  bytes of a second result, seen by autograd alone     cast    bytes of a cast made first, as autocast does
     parameter  bytes of a parameter's gradient, made by a backward operator of its own
     keeps  what autograd saves: "output", "inputs", "extra", "cast", "fixed"
+    lingers  operators of backward after its own until autograd lets its saves go
     kind   "new" allocates its output; "view" and "in-place" are about the storage of their only input
     """
 
@@ -408,6 +412,7 @@ class ToyNode:
     workspace_bytes: int = 0
     kind: str = "new"
     module: str = ""
+    lingers: int = 0
 
 
 class _Builder:
@@ -496,7 +501,7 @@ class _Builder:
                 self.storages[u]["death"] = done
             for pack in self.packs:
                 if pack["node"] == index:
-                    pack |= {"unpack": op, "used": done, "release": done}
+                    pack |= {"unpack": op, "used": done, "release": done + toy.lingers}
 
 
 def toy_graph(nodes: Sequence[ToyNode], *, fixed_bytes: int = 0, optimizer_bytes: int = 0) -> tuple[Graph, Costs]:
@@ -512,6 +517,8 @@ def toy_graph(nodes: Sequence[ToyNode], *, fixed_bytes: int = 0, optimizer_bytes
     forward_end = len(builder.op_node)
     builder.backward()
     backward_end = len(builder.op_node)
+    for pack in builder.packs:
+        pack["release"] = min(pack["release"], backward_end - 1)
     for u in builder.nodes[-1]["values"]:
         builder.storages[u]["death"] = backward_end - 1
     builder.storage(optimizer_bytes, builder.op(-1), -1)

@@ -298,7 +298,7 @@ def test_remove_restores_the_model(planned: nn.Module) -> None:
 
 def test_a_forward_of_the_users_own_is_kept_under_the_plan(plans: dict[str, Plan]) -> None:
     model = built(TRANSFORMER)
-    own = model.forward = types.MethodType(patched_forward, model)  # type: ignore[method-assign]
+    own = model.forward = types.MethodType(patched_forward, model)
     apply(model, plans["transformer"])
     trained(TRANSFORMER, model)
     assert counts_of(model).regions == 4

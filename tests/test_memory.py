@@ -10,6 +10,7 @@ import pytest
 from graphs import (
     BATCH_NORM,
     BRACKETS,
+    DYNAMO_LOOKS_AT_GRAD,
     TOYS,
     ToyNode,
     autocast_left_as_found,
@@ -36,6 +37,8 @@ PLANS = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 
+
+pytestmark = pytest.mark.filterwarnings(DYNAMO_LOOKS_AT_GRAD)
 
 NESTED = pytest.mark.xfail(
     strict=True,
@@ -152,7 +155,9 @@ def test_every_operator_runs_in_its_order_whatever_the_plan(nodes: list[ToyNode]
 def assert_replay_agrees(workload: Workload, regions: tuple[Region, ...], accumulation: int = 1) -> None:
     found = recorded(workload, accumulation)
     curve = Memory(found.graph).curve(regions)
-    np.testing.assert_array_equal(replay(found.step, place(found.graph, regions)), curve.alive_bytes[curve.runs])
+    # Python numbers that autograd keeps as tensors are counted when recording; no tracker of tensors sees them.
+    predicted = curve.alive_bytes[curve.runs] - found.graph.fixed_bytes.get("numbers", 0)
+    np.testing.assert_array_equal(replay(found.step, place(found.graph, regions)), predicted)
 
 
 def without_idle_saves(workload: Workload, regions: tuple[Region, ...]) -> tuple[Region, ...]:

@@ -22,13 +22,12 @@ from remat.plan import Plan
 from remat.rewrite import RegionRun
 from remat.validate import Report, kernel_differences, validate
 from remat.workload import Workload
+from tests import toys
 from tests.toys import (
     CHOICES,
     CONVNET,
     CPU,
-    TRANSFORMER,
     TRANSFORMER_BF16,
-    WORKLOADS,
     Transformer,
     every_block,
     plan_by_hand,
@@ -36,6 +35,8 @@ from tests.toys import (
     recorded,
 )
 
+TRANSFORMER = dataclasses.replace(toys.TRANSFORMER, build=functools.partial(Transformer, layers=2))
+WORKLOADS = {**toys.WORKLOADS, "transformer": TRANSFORMER}
 KEYS = {
     "measured",
     "predicted",

@@ -216,4 +216,4 @@ def plan_by_hand(graph: Graph, regions: Sequence[Region], costs: Costs | None = 
 
 def plan_for(workload: Workload, choose: Choose = every_block, **changes: object) -> Plan:
     graph = recorded(workload)[1]
-    return plan_by_hand(graph, choose(graph), **changes)
+    return dataclasses.replace(plan_by_hand(graph, choose(graph)), **changes)  # type: ignore[arg-type]
