@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from remat.errors import CaptureError
 
 RECOMPILE_LIMIT = 64
+_VIEWS = {"expand", "expand_as", "permute", "reshape", "squeeze", "transpose", "unsqueeze", "view"}
 
 
 class RunCall(Protocol):
@@ -49,6 +50,8 @@ class GraphCalls:
         self.elements = 0
 
     def _backend(self, graph_module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        drop_dead_views(graph_module)
+
         def run(*args: Any) -> Any:
             call = self.count
             self.count += 1
@@ -64,6 +67,18 @@ class GraphCalls:
                 return self._compiled(*args, **kwargs)
             except torch._dynamo.exc.TorchDynamoException as error:
                 raise CaptureError(f"the model cannot be captured: {_first_line(error)}") from error
+
+
+def drop_dead_views(graph_module: fx.GraphModule) -> None:
+    """Remove views that nobody looks at.
+
+    Models make some for certain shapes only (positions expanded to a batch of more than one), which would make a plan
+    for the one not belong to the other.
+    """
+    for node in reversed(graph_module.graph.nodes):
+        if node.op == "call_method" and node.target in _VIEWS and not node.users:
+            graph_module.graph.erase_node(node)
+    graph_module.recompile()
 
 
 def element_count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

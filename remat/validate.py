@@ -27,6 +27,7 @@ import gc
 import math
 import os
 import random
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from remat.allocator import Measured, measure_step
+from remat.allocator import Measured, measure_step, time_once_us
 from remat.apply import apply, planned_forward, remove
 from remat.costs import estimate
 from remat.errors import PlanMismatch, UsageError, ValidationFailed
@@ -56,9 +57,9 @@ from remat.workload import Workload
 BEARABLE_S = 20.0  # estimated time of one step on a CPU
 CPU_SHARE = 0.6  # of the memory that is free
 CUDA_SHARE = 0.95
+LONG_STEP_S = 5.0  # a step that takes longer is timed once
 NOISE = 4.0  # Rule 5
 MOST_DIFFERENCES = 5
-_SAVES_NUMBERS = {"aten.mul.Tensor", "aten.div.Tensor"}
 
 Progress = Callable[[int, int], None]
 
@@ -166,7 +167,8 @@ def validate(
     """Run `plan` for `workload`, at the workload's batch size or the largest half of it that this device bears.
 
     device       where to run, by default the GPU if there is one
-    seed         of parameters, batch and dropout      repeats  steps for a median time
+    seed         of parameters, batch and dropout
+    repeats      steps for a median time; a step of more than `LONG_STEP_S` is timed once
     on_progress  called with (done, total) while costs are measured
 
     Raises PlanMismatch where the plan is for another model or dtype policy, UsageError where this device cannot run
@@ -344,28 +346,14 @@ def _predict(recorded: _Recorded, place: Place, on_progress: Progress | None) ->
         alignment_bytes=place.target.alignment_bytes,
         workspace_of=Profile(graph, costs, place.target).workspace_of(),
     )
-    numbers = _saved_numbers_bytes(graph) if place.target.device == "cpu" else 0
+    numbers = graph.fixed_bytes.get("numbers", 0)  # a replay does not see them
     step_us = costs.step_time_us(graph)
     again_us = memory.recompute_time_us(recorded.regions, costs.per_op_us(graph))
     return _Prediction(
         {"peak_bytes": int(alive.max()) + numbers, "step_time_us": round(step_us + again_us)},
-        {"peak_bytes": memory.peak_without_checkpointing + numbers, "step_time_us": round(step_us)},
+        {"peak_bytes": memory.peak_without_checkpointing, "step_time_us": round(step_us)},
         len(costs.about.get("not_measured", ())),
     )
-
-
-def _saved_numbers_bytes(graph: Graph) -> int:
-    """At most what autograd keeps for products and quotients of a tensor and a Python number.
-
-    The number is wrapped in a tensor of 8 bytes on the CPU, which no dispatched operator shows. A plan keeps each
-    at most once at a time, in forward or recomputed.
-    """
-    wrapping = {
-        index
-        for index, kind in enumerate(graph.kinds)
-        if kind.name in _SAVES_NUMBERS and any(isinstance(arg, (int, float)) for arg in kind.signature[0])
-    }
-    return 8 * sum(int(kind) in wrapping for kind in graph.op_kind[: graph.forward_end])
 
 
 # What is run (Rule 1)
@@ -443,7 +431,10 @@ class _Training:
             ]
         )
         release_memory(self.device)
-        measured = measure_step(self.step, self.device, warm_up=0, repeats=max(repeats, 1))
+        measured = measure_step(self.step, self.device, warm_up=0, repeats=1)
+        if measured.time_us < 1e6 * LONG_STEP_S:
+            times = [measured.time_us, *(time_once_us(self.step, self.device) for _ in range(repeats - 1))]
+            measured = dataclasses.replace(measured, time_us=statistics.median(times))
         return measured, before + measured.peak_bytes
 
 

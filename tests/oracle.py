@@ -106,7 +106,8 @@ def value_of(problem: Problem, row: Row, regions: Sequence[Region]) -> int:
     total += sum(problem.save_bytes[v] for v in saved if problem.segment_of_node[v] < row.before)
     for kept in problem.kept.values():
         site = kept.site_before(row.before)
-        open_ = kept.segment < row.before and kept.storage not in row.alive and site is not None
-        if open_ and is_kept(kept, site, runs, saved):
+        if site is None or kept.segment >= row.before or kept.storage in row.alive:
+            continue
+        if is_kept(kept, site, runs, saved):
             total += kept.size_bytes
     return total

@@ -7,7 +7,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from graphs import (
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from remat.memory import Memory
+from remat.plan import Region, place
+from remat.replay import replay
+from remat.workload import Workload
+from tests.graphs import (
     BATCH_NORM,
     BRACKETS,
     DYNAMO_LOOKS_AT_GRAD,
@@ -20,13 +27,6 @@ from graphs import (
     toy_graph,
     toys,
 )
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
-
-from remat.memory import Memory
-from remat.plan import Region, place
-from remat.replay import replay
-from remat.workload import Workload
 
 # A replay takes 30 to 100 ms: few examples of each toy, the same ones every time.
 PLANS = settings(
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.filterwarnings(DYNAMO_LOOKS_AT_GRAD)
 
 NESTED = pytest.mark.xfail(
     strict=True,
-    reason="inputs of an inner region are let go when it has been recomputed; the evaluator keeps them until its saves go",
+    reason="inputs of an inner region go when it has been recomputed; the evaluator keeps them until its saves go",
 )
 BRACKET = pytest.mark.xfail(
     strict=True, reason="a recomputation that stops early inside an autocast bracket leaves autocast's nesting raised"

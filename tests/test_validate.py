@@ -56,6 +56,13 @@ KEYS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    """Dynamo counts what it captured of one class of model over the whole process, up to a limit."""
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
     """Toys are too small to share: on a busy machine threads would only wait for each other."""
