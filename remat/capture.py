@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -62,7 +63,9 @@ class GraphCalls:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.count = 0
         self.elements = element_count(args, kwargs)
-        with dynamo_settings(), eager_attention_masks(args, kwargs):
+        with dynamo_settings(), eager_attention_masks(args, kwargs), warnings.catch_warnings():
+            # Dynamo looks at .grad of every tensor that crosses a graph break.
+            warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
             try:
                 return self._compiled(*args, **kwargs)
             except torch._dynamo.exc.TorchDynamoException as error:

@@ -10,8 +10,9 @@ Rule 3  A region keeps the values that it takes while it runs, and then, with th
 Rule 4  A region is recomputed before the first operator of backward that follows a request for one of its saves,
         from its first operator to its last save (early stop). What it saves lives until it has been used (the
         checkpoint hands it out and forgets it), everything else as long as in forward, at most until the recomputation ends.
-Rule 5  While a region with inner ones is recomputed, an inner region runs as in forward: it keeps its inputs. It is
-        recomputed itself when one of its own saves is asked for.
+        A region that opens or closes a context (autocast) is recomputed to its end.
+Rule 5  While a region with inner ones is recomputed, an inner region runs as in forward: it keeps its inputs until it
+        is recomputed itself, when one of its own saves is asked for.
 Rule 6  Counters of a module are not advanced by a recomputation. Batch normalisation works there on copies of its
         running statistics, which autograd saves.
 Rule 7  A cast that belongs to a saved node (autocast's copies) is not saved; it is made again.
@@ -208,8 +209,8 @@ class Memory:
         """How many nodes are called again, a node of an inner region once per level."""
         count = 0
         for r in self._recomputations(regions):
-            last = int(self.graph.packs.node[self.packs_in(r.region.first, r.region.end)[-1]])
-            if r.region.inner:
+            last = self._last_called(r.region)
+            if r.region.inner and not self._holds_context(r.region):
                 # An inner region that starts at the early stop is entered no more.
                 stops = [p for p in r.region.inner if int(self.node_first[p.first]) >= r.stop]
                 last = min([last, *(p.first - 1 for p in stops)])
@@ -248,12 +249,32 @@ class Memory:
             region,
             top=0,
             first=int(self.node_first[region.first]),
-            stop=int(table.at[packs].max()),
+            stop=self._stop(region, int(table.at[packs].max())),
             trigger=int(asked[asked >= 0].min()),
             release=int(table.release[packs].max()),
             level=0,
             packs=packs,
         )
+
+    def _stop(self, region: Region, last_save: int) -> int:
+        """Where the recomputation of `region` ends: at its last save, unless a context might be open there."""
+        return int(self.node_end[region.end - 1]) if self._holds_context(region) else last_save
+
+    def _last_called(self, region: Region) -> int:
+        """The last node of `region` that its recomputation calls."""
+        if self._holds_context(region):
+            return region.end - 1
+        return int(self.graph.packs.node[self.packs_in(region.first, region.end)[-1]])
+
+    def _holds_context(self, region: Region) -> bool:
+        return bool(self._bracketed[region.end] > self._bracketed[region.first])
+
+    @functools.cached_property
+    def _bracketed(self) -> np.ndarray:
+        """How many nodes before each are inside a context or close one."""
+        nodes = self.graph.nodes
+        inside = [node.bracketed or (i > 0 and nodes[i - 1].bracketed) for i, node in enumerate(nodes)]
+        return np.concatenate([[0], np.cumsum(inside)])
 
     def _outer(self, region: Region, top: int, inner: list[Recomputation]) -> Recomputation | None:
         """The recomputation of a region that holds regions. (Rule 5)"""
@@ -263,6 +284,7 @@ class Memory:
             packs = packs[(nodes < part.first) | (nodes >= part.end)]
             nodes = table.node[packs]
         asked = table.unpack[packs]
+        starts = [part.first for part in region.inner]
         triggers = [*asked[asked >= 0].tolist(), *(r.trigger for r in inner)]
         if not triggers:
             return None
@@ -270,7 +292,7 @@ class Memory:
             region,
             top,
             first=int(self.node_first[region.first]),
-            stop=max([*table.at[packs].tolist(), *(int(self.node_first[p.first]) for p in region.inner)]),
+            stop=self._stop(region, max([*table.at[packs].tolist(), *self.node_first[starts].tolist()])),
             trigger=min(triggers),
             release=max([*table.release[packs].tolist(), *(r.release for r in inner)]),
             level=0,
@@ -318,7 +340,7 @@ class Memory:
                 if not r.region.saved:
                     continue
                 saved = self.saved_storages(r.region)
-                replayed = self.graph.storages.node[saved] <= table.node[r.packs[-1]]
+                replayed = self.graph.storages.node[saved] <= self._last_called(r.region)
                 death[saved] = np.maximum(death[saved], np.where(replayed, r.trigger - 1, r.release))
         return death
 
@@ -334,10 +356,12 @@ class Memory:
         if r.level == 0:
             for part in r.region.inner:
                 inner = self._recomputation(part, r.top, level=1)
-                keeps = [u for u in self.inputs(part.first, part.end) if low <= u < high]
-                if inner and keeps:
-                    index = np.array(keeps, dtype=np.int64) - low
-                    death[index] = np.maximum(death[index], position(np.array([inner.release]))[0])
+                keeps = np.array([u for u in self.inputs(part.first, part.end) if low <= u < high], dtype=np.int64)
+                if inner and len(keeps):
+                    until = int(position(np.array([inner.trigger]))[0]) - 1
+                    death[keeps - low] = np.maximum(death[keeps - low], until)
+                    again = inner.packs[np.isin(table.storage[inner.packs], keeps) & (table.used[inner.packs] >= 0)]
+                    np.maximum.at(death, table.storage[again] - low, position(table.used[again]))
         return made, death
 
     def _copies(self, r: Recomputation, position: _Position) -> tuple[np.ndarray, ...]:
@@ -359,7 +383,7 @@ class Memory:
         """What the last replayed node saved beyond the early stop goes when the recomputation ends."""
         saved = self.saved_storages(r.region)
         unused = saved[(self.graph.storages.birth[saved] >= r.stop)]
-        unused = unused[self.graph.storages.node[unused] <= self.graph.packs.node[r.packs[-1]]]
+        unused = unused[self.graph.storages.node[unused] <= self._last_called(r.region)]
         deaths[unused] = np.maximum(deaths[unused], r.start + r.stop - r.first - 1)
 
     def _mark_replayed(self, runs: np.ndarray, r: Recomputation) -> None:

@@ -27,12 +27,11 @@ from torch.utils._pytree import tree_leaves
 from remat.capture import GraphCalls, fake_model
 from remat.errors import CaptureError, RematError
 from remat.graph import OUTSIDE, Graph, Node, Packs, Storages
-from remat.rewrite import as_function, called, captured_nodes, replace_target
+from remat.rewrite import as_function, bracket_of, called, captured_nodes, replace_target
 from remat.tracker import FIXED, Tracker, draws_random_numbers
 from remat.workload import Workload
 
 NUMBER_BYTES = 16  # eight in forward, eight more while it is recomputed
-_BRACKETS = {"_enter_autocast": 1, "_exit_autocast": -1}
 
 
 class FakeStep:
@@ -211,6 +210,7 @@ class _Recorder(Tracker):
         self._storage_nodes: list[int] = []
         self._sequence: list[int] = []  # autograd sequence number at the start of each node
         self._packs: list[dict[str, int]] = []
+        self._sequence_after = 0
         self._open = 0
         self.numbers = 0
         self._forward_end = self._backward_end = -1
@@ -264,6 +264,7 @@ class _Recorder(Tracker):
         node["end"] = self.op_count
         node["crossable"] = isinstance(value, torch.Tensor)
         node["bracketed"] = self._open > 0
+        self._sequence_after = torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]
         self._current = None
 
     def producer(self, tensor: Any) -> int | None:
@@ -276,7 +277,7 @@ class _Recorder(Tracker):
     def dispatched(self, op: int, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         in_forward = self._forward_end < 0
         if in_forward and self._current is None:
-            self._begin_outside()
+            self._begin_outside(op)
         node = self._nodes_now(in_forward)
         self._op_nodes.append(node)
         self._storage_nodes += [node if in_forward else -1] * (len(self.storages) - len(self._storage_nodes))
@@ -291,10 +292,13 @@ class _Recorder(Tracker):
             if isinstance(value, (int, float)) and str(argument.type) == "Tensor":
                 self.numbers += 1
 
-    def _begin_outside(self) -> None:
+    def _begin_outside(self, first: int) -> None:
+        """Let what runs between graph calls from operator `first` on be a node of its own."""
         last = len(self._nodes) - 1
         if last < 0 or self._nodes[last]["call"] != OUTSIDE:
             self.begin(OUTSIDE, f"outside_{len(self._nodes)}")
+            # Autograd has numbered the first operator already: the node begins where the one before ended.
+            self._nodes[-1]["first"], self._sequence[-1] = first, self._sequence_after
             self._current = None
 
     def _nodes_now(self, in_forward: bool) -> int:
@@ -335,7 +339,7 @@ class _Recorder(Tracker):
     def pack(self, tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
         """Give autograd a private copy, so that the life of the copy is the life of this save."""
         if self._current is None:
-            self._begin_outside()
+            self._begin_outside(self.op_count)
         node = len(self._nodes) - 1 if self._current is None else self._current
         is_state = self._nodes[node]["effect"] == "batch_norm" and id(tensor.untyped_storage()) in self._buffers
         row = {
@@ -464,14 +468,6 @@ def module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     path = str(next(reversed(stack.values()))[0]) if stack else ""
     return path.removeprefix("L['self']").removeprefix("L['fn']").lstrip(".")
-
-
-def bracket_of(node: fx.Node) -> int:
-    """+1 for a node that opens a context which a later node closes (autocast, no_grad), -1 for that one."""
-    name = called(node)
-    if name == "_set_grad_enabled":
-        return -1 if node.args[0] else 1
-    return _BRACKETS.get(name, 0)
 
 
 def _effect(node: fx.Node) -> str:

@@ -256,12 +256,16 @@ def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 class _Body:
     """The nodes of a region as a function (run, *state, *inputs).
 
+    early_stop  end a recomputation at the last tensor that backward needs; not where that might be between the opening
+                and the closing of a context, which would stay open
+
     The first `states` inputs are module state that the region updates. They are passed on as they are: autograd
     would refuse to give back a saved tensor that has changed since.
     """
 
     function: fx.GraphModule
     states: int
+    early_stop: bool
 
     def __call__(self, run: RegionRun, state: tuple[Any, ...], *inputs: Any) -> Any:
         return self.function(run, *state, *inputs)
@@ -275,6 +279,7 @@ class _Body:
             use_reentrant=False,
             preserve_rng_state=False,
             context_fn=run.contexts,
+            early_stop=self.early_stop,
         )
 
 
@@ -397,6 +402,16 @@ def called(node: fx.Node) -> str:
     return str(node.meta["called"])
 
 
+_BRACKETS = {"_enter_autocast": 1, "_exit_autocast": -1}
+
+
+def bracket_of(node: fx.Node) -> int:
+    """+1 for a node that opens a context which a later node closes (autocast, no_grad), -1 for that one."""
+    if called(node) == "_set_grad_enabled":
+        return -1 if node.args[0] else 1
+    return _BRACKETS.get(called(node), 0)
+
+
 class _Rewriter:
     def __init__(self, source: fx.GraphModule, options: RewriteOptions):
         self._source = source
@@ -424,7 +439,9 @@ class _Rewriter:
         """Add the call of `region` to `graph`; `run` is the enclosing region's execution, if there is one."""
         states, inputs, outputs = self._boundary(region)
         inputs = [*states, *inputs]
-        body = _Body(self._body(region, inputs, outputs), len(states))
+        inside = self._nodes[region.first : region.last + 1]
+        early_stop = not any(bracket_of(node) for node in inside)
+        body = _Body(self._body(region, inputs, outputs), len(states), early_stop)
         name, arguments = f"region_{region.first}_{region.last}", [environment[n] for n in inputs]
         if run is None:
             call = graph.call_function(_top_region(body, self._options, name), tuple(arguments))

@@ -74,9 +74,10 @@ def find_space(graph: Graph, *, depth: int = 2) -> Space:
             break
     forced = _forced_cuts(graph) | {cut for block in blocks(graph) for cut in block}
     cuts = _merge_small(graph, sorted({*cuts, *forced}), forced, crossing)
+    allowed = set(legal)
     plain_nodes = {i for i, node in enumerate(graph.nodes) if node.call == OUTSIDE or node.effect == "other"}
     segments = tuple(
-        Segment(first, end, any(i in plain_nodes for i in range(first, end)))
+        Segment(first, end, not allowed.issuperset((first, end)) or any(i in plain_nodes for i in range(first, end)))
         for first, end in zip(cuts[:-1], cuts[1:], strict=True)
     )
     return Space(segments, saveable(graph), depth)
@@ -107,9 +108,13 @@ def last_uses(graph: Graph) -> list[int]:
 
 
 def saveable(graph: Graph) -> tuple[int, ...]:
-    """Nodes whose outputs a region may save: they allocate, and neither change a value nor have theirs changed."""
+    """Nodes whose outputs a region may save: they allocate, and neither change a value nor have theirs changed.
+
+    What somebody holds through backward anyway is left out.
+    """
     changed = {producer for node in graph.nodes for producer in node.mutates}
-    allocating = set(graph.storages.node[graph.storages.cast == 0].tolist())
+    held = graph.storages.death >= graph.forward_end
+    allocating = set(graph.storages.node[graph.storages.cast == 0].tolist()) - set(graph.storages.node[held].tolist())
     return tuple(
         i
         for i, node in enumerate(graph.nodes)

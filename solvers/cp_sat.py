@@ -74,6 +74,7 @@ def solve(
                 best = dataclasses.replace(outcome, rounds=rounds)
             break
         program.add_exact(violated)
+        program.exclude(outcome.regions)
     if best.status == "unknown":
         return Solution(NAME, "unknown", bound_us=bound, wall_s=time.monotonic() - started)
     bound = min(bound, best.objective_us)
@@ -282,6 +283,13 @@ class Program:
             self.model.add_hint(x, index in chosen)
         for v, s in self.s.items():
             self.model.add_hint(s, v in saved)
+
+    def exclude(self, regions: tuple[Region, ...]) -> None:
+        """Rule out this one plan, which is over budget, whatever the rows say."""
+        chosen = self.problem.runs_of(regions)
+        saved = {v for region in regions for v in region.saved}
+        same = [self.x[i] for i in chosen] + [s if v in saved else s.negated() for v, s in self.s.items()]
+        self.model.add_bool_or([literal.negated() for literal in same])
 
     def run(self, limits: Limits, time_s: float | None) -> Solution:
         """Solve the program as it stands."""

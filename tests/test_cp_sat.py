@@ -148,7 +148,6 @@ def test_renaming_nodes_changes_nothing(problem: Problem, percent: int) -> None:
     assert (other.status, other.objective_us) == (one.status, one.objective_us)
 
 
-@pytest.mark.xfail(strict=True, reason="a save that autograd lets go late is missing from the rows: no plan is found")
 @pytest.mark.parametrize("budget", [67, 68, 87, 88])
 def test_saves_that_are_let_go_late_are_no_obstacle(budget: int) -> None:
     """Peaks of the five plans: 94, 88, 94, 68 and 88."""

@@ -136,7 +136,6 @@ def test_a_recorded_graph_is_in_order(name: str) -> None:
     assert all(i < n for n, node in enumerate(graph.nodes) for i in (*node.inputs, *node.mutates))
 
 
-@pytest.mark.xfail(strict=True, reason="a node outside the graphs begins one operator after the one that began it")
 def test_a_node_outside_the_graphs_has_all_its_operators() -> None:
     graph = recorded(TOYS["tied"]).graph
     assert graph.nodes[-1].call == OUTSIDE

@@ -40,14 +40,6 @@ PLANS = settings(
 
 pytestmark = pytest.mark.filterwarnings(DYNAMO_LOOKS_AT_GRAD)
 
-NESTED = pytest.mark.xfail(
-    strict=True,
-    reason="inputs of an inner region go when it has been recomputed; the evaluator keeps them until its saves go",
-)
-BRACKET = pytest.mark.xfail(
-    strict=True, reason="a recomputation that stops early inside an autocast bracket leaves autocast's nesting raised"
-)
-
 # Three nodes of 4, 4 and 8 bytes; each saves its output; the last is the loss, held through backward.
 # Columns: forward a, b, c; [recomputed operators]; gradient of the loss; backward c, b, a; optimizer.
 ANCHORS = [
@@ -174,7 +166,6 @@ def test_the_curve_is_the_replay_byte_for_byte(name: str, data: st.DataObject) -
     assert_replay_agrees(TOYS[name], without_idle_saves(TOYS[name], regions))
 
 
-@NESTED
 @pytest.mark.parametrize("name", ["chain", "residual", "skip", "tied"])
 @given(data=st.data())
 @PLANS
@@ -183,12 +174,10 @@ def test_the_curve_of_nested_regions_is_the_replay_byte_for_byte(name: str, data
     assert_replay_agrees(TOYS[name], without_idle_saves(TOYS[name], regions))
 
 
-@NESTED
 def test_an_inner_region_keeps_its_inputs_until_it_has_been_recomputed() -> None:
     assert_replay_agrees(TOYS["chain"], (Region(0, 8, inner=(Region(0, 2), Region(2, 8))),))
 
 
-@BRACKET
 @given(data=st.data())
 @PLANS
 def test_the_curve_is_the_replay_where_regions_hold_contexts(data: st.DataObject) -> None:

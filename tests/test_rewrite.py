@@ -196,9 +196,6 @@ def test_a_rewritten_graph_reads_as_its_regions() -> None:
     ]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a recomputation that stops early inside an autocast bracket leaves autocast's nesting raised"
-)
 def test_a_recomputation_leaves_autocast_as_it_found_it() -> None:
     """Otherwise the cache of weight casts outlives the step, and the next one trains with old weights."""
     graph = recorded(BRACKETS).graph
