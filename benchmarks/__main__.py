@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-NAMES = ("sweep", "main_job")
+NAMES = ("commands", "sweep", "main_job")
 
 
 def main(names: list[str]) -> None:

@@ -247,11 +247,7 @@ class _Sizes:
             workload = self._workload.sized(batch_size)
             step = fake_step(workload, self._place, accumulation=self._plan.about.get("accumulation", 1))
             graph = record(step, alignment_bytes=self._place.target.alignment_bytes)
-            if graph.fingerprints != self._plan.fingerprints:
-                raise PlanMismatch(
-                    f"the plan was made for {self._plan.about.get('workload')!r}, whose graph differs from that of "
-                    f"{workload.name!r} on this device; make a plan for this model."
-                )
+            _require_match(self._plan, graph)
             self._known[batch_size] = _Recorded(
                 workload, step, graph, self._plan.regions, unplace(graph, self._plan.regions)
             )
@@ -295,6 +291,22 @@ class _Sizes:
                 self.notes.append(f"Batch size {size} is too much for this device: {why}.")
             size >>= max(1, math.floor(math.log2(load)) if math.isfinite(load) else size.bit_length() - 1)
             size = max(size, 1)
+
+
+def _require_match(plan: Plan, graph: Graph) -> None:
+    """Raise PlanMismatch where `plan` is for another dtype policy or model than the one recorded here."""
+    for field, name in (("parameter_dtypes", "parameters of"), ("autocast", "autocast to")):
+        planned, found = plan.about.get(field), graph.about[field]
+        if planned != found:
+            raise PlanMismatch(
+                f"the plan is for {name} {planned}, this workload has {name} {found}; "
+                "choose the dtype policy of the plan."
+            )
+    if graph.fingerprints != plan.fingerprints:
+        raise PlanMismatch(
+            f"the plan was made for {plan.about.get('workload')!r}, whose graph differs from that of "
+            f"{graph.about['workload']!r} on this device; make a plan for this model."
+        )
 
 
 def _free_bytes(place: Place) -> int:

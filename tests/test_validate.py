@@ -243,7 +243,7 @@ def test_a_plan_for_another_model_is_refused(plan: Plan) -> None:
 
 
 def test_a_plan_for_another_dtype_policy_is_refused(plan: Plan) -> None:
-    with pytest.raises(PlanMismatch, match="for no autocast"):
+    with pytest.raises(PlanMismatch, match="for autocast to None, this workload has autocast to bfloat16"):
         on_cpu(TRANSFORMER_BF16, plan)
 
 
