@@ -18,12 +18,12 @@ from remat.errors import Infeasible, RematError
 from remat.models import TEST_SIZES, build
 from remat.planning import Budget, plan_profile
 from remat.problem import Problem
-from remat.profile import fake_step, find_place, profile_step
+from remat.profiling import fake_step, find_place, profile_step
 from remat.solution import Limits
 from remat.solvers import cp_sat
 from remat.space import find_space
 from remat.units import MIB
-from remat.validate import validate
+from remat.validating import validate
 from remat.workload import DTypePolicy, Workload
 
 COLUMNS = [

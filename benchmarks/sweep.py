@@ -16,7 +16,7 @@ from benchmarks import report
 from remat.models import build
 from remat.planning import Budget, plan_profile
 from remat.problem import Problem
-from remat.profile import fake_step, find_place, profile_step
+from remat.profiling import fake_step, find_place, profile_step
 from remat.solution import Limits
 from remat.solvers import cp_sat, every_block, none, sqrt_n
 from remat.space import find_space

@@ -13,12 +13,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from remat.apply import apply, remove
+    from remat.applying import apply, remove
     from remat.errors import CaptureError, Infeasible, PlanMismatch, RematError, UsageError
-    from remat.plan import Plan
+    from remat.plans import Plan
     from remat.planning import plan
-    from remat.profile import Profile, profile
-    from remat.validate import validate
+    from remat.profiling import Profile, profile
+    from remat.validating import validate
     from remat.workload import Workload
 
 __version__ = "0.1.0"
@@ -26,17 +26,17 @@ __version__ = "0.1.0"
 _HOMES = {
     "CaptureError": "remat.errors",
     "Infeasible": "remat.errors",
-    "Plan": "remat.plan",
+    "Plan": "remat.plans",
     "PlanMismatch": "remat.errors",
-    "Profile": "remat.profile",
+    "Profile": "remat.profiling",
     "RematError": "remat.errors",
     "UsageError": "remat.errors",
     "Workload": "remat.workload",
-    "apply": "remat.apply",
+    "apply": "remat.applying",
     "plan": "remat.planning",
-    "profile": "remat.profile",
-    "remove": "remat.apply",
-    "validate": "remat.validate",
+    "profile": "remat.profiling",
+    "remove": "remat.applying",
+    "validate": "remat.validating",
 }
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 Dynamo is used as a tracer and as a dispatcher: it guards on shapes, flags and module attributes, hands every graph
 to our backend, and calls what the backend returned. The same mechanism records a step under fake tensors
-(`record.py`) and runs a plan in training (`apply.py`), so a plan is applied to exactly the graph that it was made
+(`record.py`) and runs a plan in training (`applying.py`), so a plan is applied to exactly the graph that it was made
 for. `torch.fx.symbolic_trace` fails on current transformers models, `torch.export` on their outputs; both would
 also lose the guards.
 
@@ -14,6 +14,7 @@ call of the forward, and the node's name in that graph.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,6 +28,10 @@ from torch.utils._pytree import tree_leaves
 from remat.errors import CaptureError
 
 RECOMPILE_LIMIT = 64
+# Captures of one model class do not count against each other's limit, where this torch can keep them apart.
+_ISOLATED: dict[str, Any] = (
+    {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
+)
 _VIEWS = {"expand", "expand_as", "permute", "reshape", "squeeze", "transpose", "unsqueeze", "view"}
 
 
@@ -46,7 +51,7 @@ class GraphCalls:
 
     def __init__(self, function: Callable[..., Any], run_call: RunCall):
         self._run_call = run_call
-        self._compiled = torch.compile(function, backend=self._backend, dynamic=False)
+        self._compiled = torch.compile(function, backend=self._backend, dynamic=False, **_ISOLATED)
         self.count = 0
         self.elements = 0
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from remat.errors import RematError
-from remat.plan import Region
+from remat.plans import Region
 from remat.problem import Problem
 from remat.solution import Solution
 from remat.space import legal_cuts

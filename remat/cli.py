@@ -32,9 +32,9 @@ from remat.errors import Infeasible, NoPlanInTime, RematError, UsageError, Valid
 from remat.units import gib
 
 if TYPE_CHECKING:
-    from remat.plan import Plan
+    from remat.plans import Plan
     from remat.planning import Budget
-    from remat.profile import Profile
+    from remat.profiling import Profile
     from remat.screen import LiveLine
     from remat.solution import Limits
     from remat.target import Target
@@ -287,7 +287,7 @@ def profile_command(
     as_json: Json = False,
 ) -> Answer:
     """Record and cost a training step, for `remat plan --profile` on any machine."""
-    from remat.profile import profile
+    from remat.profiling import profile
     from remat.screen import live_line
 
     _require_writable(out)
@@ -320,9 +320,9 @@ def validate_command(
     as_json: Json = False,
 ) -> Answer:
     """Run the untouched and the planned step on this machine, and compare peak, time, loss and gradients."""
-    from remat.plan import Plan
+    from remat.plans import Plan
     from remat.screen import live_line
-    from remat.validate import validate
+    from remat.validating import validate
 
     found, place = Plan.load(plan), _device(device)
     spec = _spec_of(found, plan, model, Shape(batch_size, seq_len, image_size, dtype, optimizer))
@@ -337,7 +337,7 @@ def validate_command(
 @answering
 def show_command(plan: PlanFile, as_json: Json = False) -> Answer:
     """Print a plan: what it promises, its regions, and what each saves."""
-    from remat.plan import Plan
+    from remat.plans import Plan
     from remat.screen import plan_text, regions_text
 
     found = Plan.load(plan)
@@ -384,7 +384,7 @@ def _plan_from_model(
 ) -> tuple[Plan, Budget]:
     line.say("loading PyTorch")
     from remat.planning import plan_profile
-    from remat.profile import fake_step, find_place, profile_step
+    from remat.profiling import fake_step, find_place, profile_step
 
     place = find_place(target or "auto")
     limit = _budget(budget, headroom, place.target)
@@ -401,7 +401,7 @@ def _plan_from_profile(
 ) -> tuple[Plan, Budget, ModelSpec | None]:
     line.say(f"reading {path}")
     from remat.planning import plan_profile
-    from remat.profile import Profile
+    from remat.profiling import Profile
     from remat.workloads import ModelSpec
 
     profile = Profile.load(path)

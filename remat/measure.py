@@ -46,7 +46,7 @@ from remat.allocator import measure_peak, synchronize
 from remat.costs import Costs, kind_key
 from remat.errors import UsageError
 from remat.graph import Graph, OpKind
-from remat.plan import write_atomically
+from remat.plans import write_atomically
 from remat.target import TARGETS, Target
 from remat.units import GIB, gib
 

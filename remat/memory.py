@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from remat.graph import Graph, block_of
-from remat.plan import Region
+from remat.plans import Region
 
 _Position = Callable[[np.ndarray], np.ndarray]
 

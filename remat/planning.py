@@ -1,6 +1,6 @@
 """Plan: from a workload and a budget to a Plan that the replay has accepted.
 
-This is the sentence of the package in code: capture and profile (`profile.py`), pose (`problem.py`), solve (a
+This is the sentence of the package in code: capture and profile (`profiling.py`), pose (`problem.py`), solve (a
 function passed in, CP-SAT by default), check (`check.py`), replay (`replay.py`).
 """
 
@@ -13,9 +13,9 @@ from typing import Any, Protocol
 from remat import check
 from remat.errors import Infeasible, NoPlanInTime, UsageError
 from remat.graph import Graph
-from remat.plan import Plan, Region, place
+from remat.plans import Plan, Region, place
 from remat.problem import Problem
-from remat.profile import Profile, fake_step, find_place, profile_step
+from remat.profiling import Profile, fake_step, find_place, profile_step
 from remat.record import FakeStep
 from remat.replay import replay
 from remat.solution import Limits, Solution
@@ -75,7 +75,7 @@ def plan(
 ) -> Plan:
     """The plan with the least recomputation whose peak over the whole step stays within `budget`.
 
-    budget, headroom  see `parse_budget`              target  see `profile.find_place`
+    budget, headroom  see `parse_budget`              target  see `profiling.find_place`
     accumulation      micro-batches per optimizer step: more than one keeps gradients alive through forward
     solver            any function of `remat.solvers`; the exact one by default
     on_progress       called with (done, total) while costs are measured

@@ -25,7 +25,7 @@ import numpy as np
 from remat.costs import Costs
 from remat.graph import Graph
 from remat.memory import Curve, Memory
-from remat.plan import Region
+from remat.plans import Region
 from remat.space import Space
 
 NS = 1000  # nanoseconds in a microsecond: objectives are integers

@@ -14,6 +14,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import platform
+import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -31,6 +32,7 @@ from remat.rewrite import as_function, bracket_of, called, captured_nodes, repla
 from remat.tracker import FIXED, Tracker, draws_random_numbers
 from remat.workload import Workload
 
+_OWNER = re.compile(r"^L\['\w+'\](?:.*__self__)?\.?")  # how Dynamo calls the model, or what wraps its forward
 NUMBER_BYTES = 16  # eight in forward, eight more while it is recomputed
 
 
@@ -467,7 +469,7 @@ def module_path(node: fx.Node) -> str:
     """Path of the module that `node` runs in, as `named_modules` gives it; "" for the model itself."""
     stack = node.meta.get("nn_module_stack") or {}
     path = str(next(reversed(stack.values()))[0]) if stack else ""
-    return path.removeprefix("L['self']").removeprefix("L['fn']").lstrip(".")
+    return _OWNER.sub("", path)
 
 
 def _effect(node: fx.Node) -> str:

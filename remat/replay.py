@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch import fx
 
-from remat.plan import PlacedRegion
+from remat.plans import PlacedRegion
 from remat.record import FakeStep
 from remat.rewrite import CallRegion, Counts, RewriteOptions, rewrite
 from remat.tracker import Tracker

@@ -22,7 +22,7 @@ from rich.text import Text
 from remat.units import gib, ms
 
 if TYPE_CHECKING:
-    from remat.plan import NodeRef, PlacedRegion, Plan
+    from remat.plans import NodeRef, PlacedRegion, Plan
 
 INDENT = "  "
 LIBRARIES = ("torch", "transformers", "huggingface_hub")  # whose warnings are about nothing a reader can change

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Literal
 
-from remat.plan import Region
+from remat.plans import Region
 
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 

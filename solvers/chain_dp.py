@@ -26,7 +26,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from remat.plan import Region
+from remat.plans import Region
 from remat.problem import NS, Problem, Run
 from remat.solution import Limits, Solution
 

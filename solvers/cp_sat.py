@@ -32,7 +32,7 @@ from collections.abc import Iterable
 
 from ortools.sat.python import cp_model
 
-from remat.plan import Region
+from remat.plans import Region
 from remat.problem import NS, Kept, Problem, Row
 from remat.solution import Limits, Solution, Status
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from remat.plan import Region
+from remat.plans import Region
 from remat.problem import Problem
 from remat.solution import Limits, Solution
 from remat.solvers.heuristic import judge

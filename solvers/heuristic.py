@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from remat.plan import Region
+from remat.plans import Region
 from remat.problem import NS, Problem
 from remat.solution import Solution
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from remat.plan import Region
+from remat.plans import Region
 from remat.problem import Problem
 from remat.solution import Limits, Solution
 from remat.solvers.heuristic import judge

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from remat.costs import Costs
 from remat.graph import OUTSIDE, Graph, Node, OpKind, Packs, Storages
-from remat.plan import Region
+from remat.plans import Region
 from remat.record import FakeStep, record
 from remat.space import Segment, Space, legal_cuts, saveable
 from remat.workload import Workload

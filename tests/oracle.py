@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from hypothesis import strategies as st
 
-from remat.plan import Region
+from remat.plans import Region
 from remat.problem import Kept, Problem, Row, Run
 
 

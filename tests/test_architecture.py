@@ -26,7 +26,7 @@ KNOWN_TO_MODELS = {"remat.errors", "remat.units", "remat.workload"}
 WATCHED = {"remat", "torch", "transformers"}
 
 # What a user's training script imports, and what that must not cost it.
-EVERYDAY = ("remat", "remat.plan", "remat.apply", "remat.measure", "remat.validate")
+EVERYDAY = ("remat", "remat.plans", "remat.applying", "remat.measure", "remat.validating")
 HEAVY = ("ortools", "rich", "transformers", "typer")
 
 

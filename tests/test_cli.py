@@ -21,7 +21,7 @@ import torch
 
 from remat import cli, planning, screen, workloads
 from remat.errors import NoPlanInTime, UsageError
-from remat.plan import Plan
+from remat.plans import Plan
 from remat.workload import Workload
 from remat.workloads import ModelSpec
 
@@ -214,7 +214,7 @@ def test_an_interrupt_without_a_plan_says_so(remat: Remat, monkeypatch: pytest.M
     def interrupted(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("remat.profile.fake_step", interrupted)
+    monkeypatch.setattr("remat.profiling.fake_step", interrupted)
     arguments = (
         stack("--json") if command == "plan" else ["profile", "--model", "model.py:stack", "--out", "p", "--json"]
     )
@@ -455,7 +455,7 @@ def test_validate_makes_the_planned_workload_again(
         seen.append((workload, options))
         return FakeReport(passed)
 
-    monkeypatch.setattr("remat.validate.validate", validate)
+    monkeypatch.setattr("remat.validating.validate", validate)
     remat(*stack("--batch-size", "64", "--optimizer", "sgd"))
     ran = remat("validate", "stack.plan.json", "--device", "cpu", "--seed", "3")
     assert (ran.exit_code, ran.stdout) == (exit_code, "the report\n")

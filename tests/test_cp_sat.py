@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from remat.check import check
 from remat.costs import Costs
 from remat.graph import Graph
-from remat.plan import Region
+from remat.plans import Region
 from remat.problem import Problem
 from remat.solution import Limits, Solution
 from remat.solvers import cp_sat

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from remat.memory import Memory
-from remat.plan import Region, place
+from remat.plans import Region, place
 from remat.replay import replay
 from remat.workload import Workload
 from tests.graphs import (

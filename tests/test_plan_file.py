@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remat.errors import UsageError
-from remat.plan import VERSION, Plan, Region, place, unplace, write_atomically
+from remat.plans import VERSION, Plan, Region, place, unplace, write_atomically
 from remat.target import TARGETS
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD, TOYS, plans, recorded
 

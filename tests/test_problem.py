@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from remat.costs import Costs
 from remat.graph import Graph
 from remat.memory import Memory
-from remat.plan import Region
+from remat.plans import Region
 from remat.problem import Problem
 from remat.space import Segment, Space, find_space
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD, TOYS, ToyNode, chain, every_cut, recorded, spaces, toy_graph, toys

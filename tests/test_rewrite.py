@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from remat.capture import GraphCalls
 from remat.memory import Memory
-from remat.plan import Region, place
+from remat.plans import Region, place
 from remat.replay import RewrittenCalls
 from remat.rewrite import CallRegion, Counts, RewriteOptions, rewrite
 from remat.space import saveable

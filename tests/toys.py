@@ -12,7 +12,7 @@ from torch import nn
 from remat.costs import Costs, estimate
 from remat.graph import Graph
 from remat.memory import Memory
-from remat.plan import Plan, Region, place
+from remat.plans import Plan, Region, place
 from remat.record import FakeStep, record
 from remat.space import Space, blocks, find_space
 from remat.target import TARGETS

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from remat import models
-from remat.apply import apply, counts_of, remove
+from remat.applying import apply, counts_of, remove
 from remat.errors import PlanMismatch, UsageError
 from remat.memory import Memory
-from remat.plan import Plan, Region, place
+from remat.plans import Plan, Region, place
 from remat.record import FakeStep, autocast_context, record
 from remat.replay import RewrittenCalls, replay
 from remat.space import blocks, find_space

@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import nn
 
-import remat.validate as validation
+import remat.validating as validation
 from remat.errors import PlanMismatch, UsageError, ValidationFailed
 from remat.graph import Graph
 from remat.measure import measure
 from remat.memory import Memory
-from remat.plan import Plan
+from remat.plans import Plan
 from remat.rewrite import RegionRun
-from remat.validate import Report, kernel_differences, validate
+from remat.validating import Report, kernel_differences, validate
 from remat.workload import Workload
 from tests import toys
 from tests.toys import (

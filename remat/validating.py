@@ -40,14 +40,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from remat.allocator import Measured, measure_step, time_once_us
-from remat.apply import apply, planned_forward, remove
+from remat.applying import apply, planned_forward, remove
 from remat.costs import estimate
 from remat.errors import PlanMismatch, UsageError, ValidationFailed
 from remat.graph import Graph
 from remat.measure import device_name, device_target, measure, physical_memory
 from remat.memory import Memory
-from remat.plan import PlacedRegion, Plan, Region, unplace
-from remat.profile import Place, Profile, fake_step
+from remat.plans import PlacedRegion, Plan, Region, unplace
+from remat.profiling import Place, Profile, fake_step
 from remat.record import FakeStep, autocast_context, record
 from remat.replay import replay
 from remat.tracker import Tracker

@@ -17,7 +17,7 @@ import torch
 from remat.costs import Costs, estimate
 from remat.errors import UsageError
 from remat.graph import Graph
-from remat.plan import read_json, write_atomically
+from remat.plans import read_json, write_atomically
 from remat.record import FakeStep, record
 from remat.target import TARGETS, Target
 from remat.workload import Workload

@@ -20,7 +20,7 @@ from torch import fx, nn
 from remat.capture import GraphCalls, element_count
 from remat.errors import PlanMismatch, UsageError
 from remat.graph import fingerprint
-from remat.plan import Plan
+from remat.plans import Plan
 from remat.record import module_path
 from remat.replay import RewrittenCalls
 from remat.rewrite import Counts, called, captured_nodes
