@@ -52,6 +52,10 @@ types: $(DEV_STAMP) ## mypy: the package and its tests
 	@set -o pipefail; cd $(TYPED) && "$(CURDIR)/$(BIN)/mypy" --config-file "$(CURDIR)/pyproject.toml" --cache-dir "$(CURDIR)/.mypy_cache" \
 		remat tests | sed -E 's,^remat/(solvers|models)/,\1/,'
 
+.PHONY: bench
+bench: $(DEV_STAMP) ## measure what README claims, on this machine, and write it to results/ (minutes)
+	$(BIN)/python -m benchmarks
+
 .PHONY: clean
 clean: ## remove the virtual environment and all that tools leave behind
 	rm -rf $(VENV) build remat.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

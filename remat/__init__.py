@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from remat.applying import apply, remove
     from remat.errors import CaptureError, Infeasible, PlanMismatch, RematError, UsageError
-    from remat.plans import Plan
     from remat.planning import plan
+    from remat.plans import Plan
     from remat.profiling import Profile, profile
     from remat.validating import validate
     from remat.workload import Workload

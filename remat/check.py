@@ -5,6 +5,7 @@ Every rule is a short function that states facts and numbers. A solver's claim c
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 from remat.errors import RematError
@@ -31,7 +32,7 @@ def require(problem: Problem, solution: Solution) -> None:
 
 
 def _disjoint(regions: Sequence[Region]) -> Iterator[str]:
-    for left, right in zip(regions[:-1], regions[1:], strict=True):
+    for left, right in itertools.pairwise(regions):
         if right.first < left.end:
             yield f"regions at nodes {left.first} and {right.first} overlap"
 

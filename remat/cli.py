@@ -32,8 +32,8 @@ from remat.errors import Infeasible, NoPlanInTime, RematError, UsageError, Valid
 from remat.units import gib
 
 if TYPE_CHECKING:
-    from remat.plans import Plan
     from remat.planning import Budget
+    from remat.plans import Plan
     from remat.profiling import Profile
     from remat.screen import LiveLine
     from remat.solution import Limits

@@ -207,9 +207,7 @@ class Graph:
     @staticmethod
     def from_json(data: dict[str, Any]) -> Graph:
         """Inverse of `to_json`; raises KeyError, TypeError or ValueError where `data` is not a Graph."""
-        nodes = tuple(
-            Node(*(tuple(value) if isinstance(value, list) else value for value in row)) for row in data["nodes"]
-        )
+        nodes = tuple(_node_from_json(row) for row in data["nodes"])
         return Graph(
             nodes=nodes,
             kinds=tuple(OpKind(*row) for row in data["kinds"]),
@@ -223,6 +221,11 @@ class Graph:
             parameter_gradients=tuple(data["parameter_gradients"]),
             about=data["about"],
         )
+
+
+def _node_from_json(row: list[Any]) -> Node:
+    values: list[Any] = [tuple(value) if isinstance(value, list) else value for value in row]
+    return Node(*values)
 
 
 def _columns_to_json(table: Storages | Packs) -> dict[str, list[int]]:

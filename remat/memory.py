@@ -9,7 +9,8 @@ Rule 3  A region keeps the values that it takes while it runs, and then, with th
         last release of a save made inside it; a saved output moves from the region to autograd when it is replayed.
 Rule 4  A region is recomputed before the first operator of backward that follows a request for one of its saves,
         from its first operator to its last save (early stop). What it saves lives until it has been used (the
-        checkpoint hands it out and forgets it), everything else as long as in forward, at most until the recomputation ends.
+        checkpoint hands it out and forgets it), everything else as long as in forward, at most until the recomputation
+        ends.
         A region that opens or closes a context (autocast) is recomputed to its end.
 Rule 5  While a region with inner ones is recomputed, an inner region runs as in forward: it keeps its inputs until it
         is recomputed itself, when one of its own saves is asked for.
@@ -185,8 +186,8 @@ class Memory:
             for part, copy in zip((births, deaths, made, sizes), self._copies(recomputation, position), strict=True):
                 part.append(copy)
             self._mark_replayed(runs, recomputation)
-        columns = (np.concatenate(parts) for parts in (made, sizes, births, deaths))
-        return _Lives(*columns, ops, owner, runs)
+        storage, size, birth, death = (np.concatenate(parts) for parts in (made, sizes, births, deaths))
+        return _Lives(storage, size, birth, death, ops, owner, runs)
 
     def saved_storages(self, region: Region) -> np.ndarray:
         """Storages that a region saves for its saved nodes: what they allocate, casts aside. (Rule 7)"""

@@ -117,7 +117,8 @@ class Plan:
             return Plan(**fields)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UsageError(
-                f"{where} is not a complete plan file ({type(error).__name__}: {error}); write it again with `remat plan`."
+                f"{where} is not a complete plan file ({type(error).__name__}: {error}); "
+                "write it again with `remat plan`."
             ) from error
 
     def __str__(self) -> str:
@@ -184,11 +185,16 @@ def unplace(graph: Graph, regions: tuple[PlacedRegion, ...]) -> tuple[Region, ..
 
 
 def _region_from_json(row: dict[str, Any]) -> PlacedRegion:
+    def refs(name: str) -> tuple[NodeRef, ...]:
+        return tuple(NodeRef(**ref) for ref in row[name])
+
     return PlacedRegion(
         NodeRef(**row["first"]),
         NodeRef(**row["last"]),
-        *(tuple(NodeRef(**ref) for ref in row[name]) for name in ("saved", "random", "once")),
-        tuple(_region_from_json(inner) for inner in row["inner"]),
+        saved=refs("saved"),
+        random=refs("random"),
+        once=refs("once"),
+        inner=tuple(_region_from_json(inner) for inner in row["inner"]),
     )
 
 

@@ -69,7 +69,7 @@ class FakeStep:
         self.run_call: Any = _run_plainly
         self._forward = self.model.forward
         self.calls = GraphCalls(self._forward, self._run_call)
-        self.model.forward = self.calls  # type: ignore[method-assign]
+        self.model.forward = self.calls
         self.optimizer = self._make_optimizer(foreach)
 
     def _make_optimizer(self, foreach: bool) -> torch.optim.Optimizer | None:
@@ -96,7 +96,10 @@ class FakeStep:
     @contextlib.contextmanager
     def _forward_context(self) -> Iterator[None]:
         """Autocast, which models may ask about while they are traced, and the emulated cache of casts."""
-        with autocast_context(self.device, self.workload.autocast), (self.recompute_context or contextlib.nullcontext)():
+        with (
+            autocast_context(self.device, self.workload.autocast),
+            (self.recompute_context or contextlib.nullcontext)(),
+        ):
             yield
 
     def forward(self) -> torch.Tensor:
@@ -236,7 +239,7 @@ class _Recorder(Tracker):
         """A node starts; `wired` are the nodes of its graph that it takes values of, `given` those of others."""
         self._current = len(self._nodes)
         self.index[call, name] = self._current
-        self._sequence.append(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
+        self._sequence.append(torch._C._autograd._get_sequence_nr())
         self._nodes.append(
             {
                 "name": name,
@@ -266,7 +269,7 @@ class _Recorder(Tracker):
         node["end"] = self.op_count
         node["crossable"] = isinstance(value, torch.Tensor)
         node["bracketed"] = self._open > 0
-        self._sequence_after = torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        self._sequence_after = torch._C._autograd._get_sequence_nr()
         self._current = None
 
     def producer(self, tensor: Any) -> int | None:
@@ -306,7 +309,7 @@ class _Recorder(Tracker):
     def _nodes_now(self, in_forward: bool) -> int:
         if in_forward:
             return len(self._nodes) - 1 if self._current is None else self._current
-        autograd_node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        autograd_node = torch._C._current_autograd_node()
         if autograd_node is None or self._backward_end >= 0:
             return -1
         number = autograd_node._sequence_nr()
@@ -382,7 +385,7 @@ class _Recorder(Tracker):
 
     def after_forward(self) -> None:
         self._forward_end = self.op_count
-        self._sequence_end = torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        self._sequence_end = torch._C._autograd._get_sequence_nr()
 
     def after_backward(self, model: nn.Module) -> None:
         self._backward_end = self.op_count
@@ -430,7 +433,8 @@ def _instrumented(graph_module: fx.GraphModule, recorder: _Recorder, call: int) 
     Only targets change, so that the generated code lets go of its values where the original does.
     """
     graph = fx.Graph()
-    graph.output(graph.graph_copy(graph_module.graph, environment := {}))
+    environment: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(graph_module.graph, environment))
     for node in captured_nodes(graph_module):
         copy = environment[node]
         replace_target(copy, _recorded(node, as_function(copy), recorder, call))

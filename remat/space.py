@@ -15,6 +15,7 @@ these saves and this nesting depth. `Space.about` says so in the plan file.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -78,7 +79,7 @@ def find_space(graph: Graph, *, depth: int = 2) -> Space:
     plain_nodes = {i for i, node in enumerate(graph.nodes) if node.call == OUTSIDE or node.effect == "other"}
     segments = tuple(
         Segment(first, end, not allowed.issuperset((first, end)) or any(i in plain_nodes for i in range(first, end)))
-        for first, end in zip(cuts[:-1], cuts[1:], strict=True)
+        for first, end in itertools.pairwise(cuts)
     )
     return Space(segments, saveable(graph), depth)
 
@@ -170,7 +171,7 @@ def _merge_small(graph: Graph, cuts: list[int], forced: set[int], crossing: list
         return int(sum(sizes[u] for u in crossing[position]))
 
     while True:
-        works = [work(a, b) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+        works = [work(a, b) for a, b in itertools.pairwise(cuts)]
         free = [i for i in range(len(works)) if {cuts[i], cuts[i + 1]} - forced]
         if not free:
             return cuts

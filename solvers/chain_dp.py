@@ -31,7 +31,7 @@ from remat.problem import NS, Problem, Run
 from remat.solution import Limits, Solution
 
 NAME = "chain-dp"
-TRIES = 6
+TRIES = 12
 LEVELS = ((6_000, 16_000), (40_000, 100_000), (200_000, 400_000))  # grains in a budget, coarse to fine
 
 
@@ -84,6 +84,8 @@ class _Found:
     bound_ns: float = 0.0
 
     def closed(self, limits: Limits) -> bool:
+        if self.regions is None:
+            return False
         return self.objective_ns - self.bound_ns <= limits.gap * max(self.objective_ns, NS)
 
 
@@ -120,7 +122,7 @@ def _within_budget(chain: _Chain, table: list[np.ndarray]) -> Iterator[tuple[Reg
         if excess <= 0:
             yield regions
             return
-        spare += excess
+        spare += max(excess, chain.grain)
 
 
 class _Chain:

@@ -91,7 +91,8 @@ def least_peak(problem: Problem, limits: Limits) -> tuple[int, tuple[Region, ...
     """
     started = time.monotonic()
     program = Program(problem, least_peak=True)
-    best, regions, bound = problem.memory.peak_without_checkpointing, (), 0.0
+    best, bound = problem.memory.peak_without_checkpointing, 0.0
+    regions: tuple[Region, ...] = ()
     for _ in range(MOST_ROUNDS):
         left = _left(limits, started)
         if left is not None and left <= 0:
@@ -219,7 +220,8 @@ class Program:
         prefix: list[cp_model.LinearExprT] = [0]
         for a in range(count):
             total = self.model.new_int_var(0, problem.budget_bytes // self.grain, f"P[{a + 1}]")
-            self.model.add(total == prefix[a] + sum(weight * var for var, weight in terms[a] if weight))
+            added = [weight * var for var, weight in terms[a] if weight]
+            self.model.add(total == cp_model.LinearExpr.sum([prefix[a], *added]))
             prefix.append(total)
         return prefix
 

@@ -14,7 +14,7 @@ from remat.problem import Problem
 from remat.solution import Limits, Solution
 from remat.solvers import chain_dp, cp_sat, every_block, none, sqrt_n
 
-
+PATIENCE_S = 40.0  # of the search for a better plan than the chain's, where nobody set a time limit
 HEURISTICS = (none.solve, every_block.solve, sqrt_n.solve)
 
 
@@ -26,7 +26,10 @@ def solve(problem: Problem, limits: Limits) -> Solution:
         return start if start.status != "unknown" else _best_heuristic(problem, limits, start, started)
     if limits.on_progress is not None:
         limits.on_progress(start.objective_us, start.bound_us)
-    left = None if limits.time_s is None else max(limits.time_s - start.wall_s, 0.0)
+    if limits.time_s is not None:
+        left: float | None = max(limits.time_s - start.wall_s, 0.0)
+    else:
+        left = PATIENCE_S if start.status == "feasible" else None
     found = cp_sat.solve(problem, dataclasses.replace(limits, time_s=left), start=start)
     if found.status == "unknown":
         return _best_heuristic(problem, limits, found, started)

@@ -20,7 +20,19 @@ FOLDERS = {"remat": "remat", "remat.solvers": "solvers", "remat.models": "models
 
 TORCH_FREE = {
     f"remat.{name}"
-    for name in ("check", "costs", "errors", "graph", "memory", "plan", "problem", "space", "target", "units")
+    for name in (
+        "check",
+        "costs",
+        "errors",
+        "graph",
+        "memory",
+        "plans",
+        "problem",
+        "solution",
+        "space",
+        "target",
+        "units",
+    )
 }
 KNOWN_TO_MODELS = {"remat.errors", "remat.units", "remat.workload"}
 WATCHED = {"remat", "torch", "transformers"}

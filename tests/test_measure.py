@@ -42,7 +42,7 @@ def graph_of(*kinds: OpKind) -> Graph:
         op_kind=np.arange(len(kinds)),
         op_node=np.zeros(len(kinds), dtype=np.int64),
         storages=Storages(none, none, none, none, none),
-        packs=Packs(none, none, none, none, none, none),
+        packs=Packs(none, none, none, none, none, none, none),
         forward_end=len(kinds),
         backward_end=len(kinds),
         fixed_bytes={},
