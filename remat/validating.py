@@ -12,8 +12,9 @@ Rule 2  A peak is what the allocator saw above the level at the start of the ste
 Rule 3  Where the plan was made for this device and this batch, the peak is held against the budget. Otherwise the
         step is recorded here and predicted anew, with the workspaces of this device's kernels, and the peak is held
         against that prediction, without tolerance.
-Rule 4  The batch is halved until the planned step fits the device's free memory and, on a CPU, bears waiting for. The
-        untouched step may need a smaller one; then gradients and kernels are compared at that.
+Rule 4  The batch is halved until the planned step fits the device's free memory and, on a CPU, bears waiting for; at a
+        batch of one the sequence is halved for that. The untouched step may need a smaller batch; then gradients and
+        kernels are compared at that.
 Rule 5  Gradients are compared bit by bit. Where they differ, the untouched step is run twice: if it does not repeat
         itself (kernels with atomic additions), the planned one may be `NOISE` times as far away.
 """
@@ -54,7 +55,8 @@ from remat.tracker import Tracker
 from remat.units import gib, ms
 from remat.workload import Workload
 
-BEARABLE_S = 20.0  # estimated time of one step on a CPU
+BEARABLE_S = 10.0  # estimated time of one step on a CPU
+SHORTEST = 128  # sequence length
 CPU_SHARE = 0.6  # of the memory that is free
 CUDA_SHARE = 0.95
 LONG_STEP_S = 5.0  # a step that takes longer is timed once
@@ -277,13 +279,27 @@ class _Sizes:
             return peak_bytes / free, text
         return max((peak_bytes - fixed) / (free - fixed) if free > fixed else math.inf, 1.01), text
 
+    def _shorten(self, why: str) -> bool:
+        """Halve the sequence, where there is one to halve."""
+        length = self._workload.seq_len
+        if length is None or length < 2 * SHORTEST:
+            return False
+        self.notes.append(f"Sequence length {length} is too much for this device: {why}.")
+        self._workload = self._workload.sized(seq_len=length // 2)
+        self._known.clear()
+        return True
+
     def largest(self, load_of: Callable[[_Recorded], tuple[float, str]], at_most: int | None = None) -> _Recorded:
         """The step at the largest batch size, halved from `at_most`, whose load is at most 1."""
         size = wanted = at_most or self._workload.batch_size
         while True:
             recorded = self.at(size)
             load, why = load_of(recorded)
-            if load <= 1 or (size == 1 and "estimated" in why):
+            if load <= 1:
+                return recorded
+            if size == 1 and "estimated" in why:  # slow, but possible
+                if self._shorten(why):
+                    continue
                 return recorded
             if size == 1:
                 raise UsageError(f"{why} at batch size 1: validate on a device with more memory.")

@@ -63,10 +63,10 @@ def solve(
         if left is not None and left <= 0:
             break
         outcome = program.run(limits, left)
-        if outcome.status == "infeasible":
+        if outcome.status == "infeasible" and best.status == "unknown":
             return Solution(NAME, "infeasible", wall_s=time.monotonic() - started, rounds=rounds)
         bound = max(bound, outcome.bound_us)
-        if outcome.status == "unknown":
+        if outcome.status in ("infeasible", "unknown"):
             break
         violated = over_budget(problem, outcome.regions)
         if violated is None:
