@@ -11,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 USER_STAMP := $(VENV)/.installed-models
 DEV_STAMP := $(VENV)/.installed-dev
-INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: help
 help: ## list the targets

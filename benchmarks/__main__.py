@@ -1,4 +1,7 @@
-"""`python -m benchmarks [NAME ...]`: run the named benchmarks, or all of them."""
+"""`python -m benchmarks [NAME[:ARGUMENT,...] ...]`: run the named benchmarks, or all of them.
+
+`main_job:t5-base,swin-base` runs that benchmark for two families only.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,11 @@ NAMES = ("commands", "sweep", "main_job")
 
 
 def main(names: list[str]) -> None:
-    for name in names or NAMES:
+    for text in names or NAMES:
+        name, _, arguments = text.partition(":")
         if name not in NAMES:
             raise SystemExit(f"there is no benchmark {name!r}; choose from {', '.join(NAMES)}.")
-        importlib.import_module(f"benchmarks.{name}").main()
+        importlib.import_module(f"benchmarks.{name}").main(*filter(None, arguments.split(",")))
 
 
 if __name__ == "__main__":

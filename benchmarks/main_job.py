@@ -45,13 +45,13 @@ COLUMNS = [
 ]
 
 
-def main() -> None:
+def main(*families: str) -> None:
     cpu = torch.device("cpu")
     rows = []
-    for name, small in TEST_SIZES.items():
+    for name in families or TEST_SIZES:
         for dtype in ("fp32", "amp"):
-            rows += list(_rows(name, small().with_dtype(dtype), dtype, "cpu"))
-    report.write(report.stem("main_job", cpu), report.provenance(cpu), rows, COLUMNS)
+            rows += list(_rows(name, TEST_SIZES[name]().with_dtype(dtype), dtype, "cpu"))
+    report.write(report.stem("_".join(["main_job", *families]), cpu), report.provenance(cpu), rows, COLUMNS)
     if torch.cuda.is_available():
         rows = []
         for name in ("gpt2", "llama-1b"):

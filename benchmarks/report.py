@@ -23,7 +23,7 @@ def provenance(device: torch.device) -> dict[str, Any]:
     return {
         "command": "python -m benchmarks " + " ".join(sys.argv[1:]),
         "date": datetime.date.today().isoformat(),
-        "commit": commit(),
+        "commit": _COMMIT,
         "device": device_name(device),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -42,12 +42,15 @@ def commit() -> str:
     return short + ("+" if dirty else "")
 
 
+_COMMIT = commit()  # of the code that runs, should the tree change meanwhile
+
+
 def stem(name: str, device: torch.device) -> Path:
     """`results/NAME_DEVICE_YYYYMM_COMMIT`, without an ending."""
     device_word = "cpu" if device.type == "cpu" else device_name(device).split()[-1].lower()
     month = datetime.date.today().strftime("%Y%m")
     RESULTS.mkdir(exist_ok=True)
-    return RESULTS / f"{name}_{device_word}_{month}_{commit().rstrip('+')}"
+    return RESULTS / f"{name}_{device_word}_{month}_{_COMMIT.rstrip('+')}"
 
 
 def write(path: Path, about: dict[str, Any], rows: list[dict[str, Any]], columns: list[str]) -> None:
