@@ -142,16 +142,6 @@ class Tracker(TorchDispatchMode):
             )
         return index
 
-    def peak(self, workspaces: dict[int, int] | None = None) -> tuple[int, int]:
-        """(peak bytes, operator at which it occurs) over all operators seen, fixed storages not counted.
-
-        workspaces  operator kind -> bytes that the kernel takes while it runs
-        """
-        alive = self.alive()
-        if workspaces:
-            alive = alive + np.array([workspaces.get(kind, 0) for kind in self.op_kinds], dtype=np.int64)
-        return (int(alive.max()), int(alive.argmax())) if len(alive) else (0, 0)
-
     def alive(self) -> np.ndarray:
         """Bytes alive during each operator."""
         change = np.zeros(self.op_count + 1, dtype=np.int64)

@@ -28,7 +28,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Iterable
 
 from ortools.sat.python import cp_model
 
@@ -42,13 +41,10 @@ MOST_ROUNDS = 60
 LEAST_PEAK_GAP = 0.001
 
 
-def solve(
-    problem: Problem, limits: Limits, *, start: Solution | None = None, extra_rows: Iterable[Row] = ()
-) -> Solution:
+def solve(problem: Problem, limits: Limits, *, start: Solution | None = None) -> Solution:
     """The plan with least recompute time within `problem.budget_bytes`, and a bound on it.
 
-    start       what another solver found: its plan is the first hint, its bound a row
-    extra_rows  rows that hold for every plan, found elsewhere
+    start  what another solver found: its plan is the first hint, its bound a row
     """
     started = time.monotonic()
     best = start if start is not None and start.status == "feasible" else Solution(NAME, "unknown")
@@ -56,8 +52,6 @@ def solve(
     program = Program(problem)
     program.bound_below(bound)
     program.hint(best.regions)
-    for row in extra_rows:
-        program.add_exact(row)
     for rounds in range(1, MOST_ROUNDS + 1):
         left = _left(limits, started)
         if left is not None and left <= 0:
