@@ -28,11 +28,11 @@ COLUMNS = ["command", "wall_s", "rss_gib", "exit_code", "status", "gap", "peak_g
 
 def main() -> None:
     rows = []
+    cpu = torch.device("cpu")
     for command in COMMANDS:
         rows.append(run(command))
         print(rows[-1], flush=True)
-    cpu = torch.device("cpu")
-    report.write(report.stem("commands", cpu), report.provenance(cpu), rows, COLUMNS)
+        report.write(report.stem("commands", cpu), report.provenance(cpu), rows, COLUMNS)  # so far
 
 
 def run(command: str) -> dict[str, Any]:
