@@ -31,7 +31,8 @@ class Limits:
 class Solution:
     """regions in graph order; objective and bound in microseconds of recomputation.
 
-    status       "infeasible" is proved; "unknown" means that no plan was found, in time or at all
+    status       "infeasible" is proved; "unknown" means that no plan within the budget was found, in time or at all;
+                 a heuristic's `regions` are then the plan of its kind that comes nearest
     interrupted  somebody pressed Ctrl-C
     """
 

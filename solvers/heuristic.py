@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
 
 from remat.plans import Region
 from remat.problem import NS, Problem
-from remat.solution import Solution
+from remat.solution import Solution, Status
 
 
 def judge(problem: Problem, name: str, proposals: Iterable[tuple[Region, ...]]) -> Solution:
-    """The proposal with least recompute time that keeps the budget; "unknown" if none does."""
+    """The proposal with least recompute time that keeps the budget; where none does, "unknown" with the nearest."""
     started = time.monotonic()
-    best: tuple[float, tuple[Region, ...]] | None = None
+    judged = []
     for regions in proposals:
-        if problem.memory.curve(regions).peak_bytes > problem.budget_bytes:
-            continue
+        over = max(problem.memory.curve(regions).peak_bytes - problem.budget_bytes, 0)
         time_us = problem.memory.recompute_time_us(regions, problem.op_time_ns / NS)
-        if best is None or time_us < best[0]:
-            best = (time_us, regions)
-    wall = time.monotonic() - started
-    if best is None:
-        return Solution(name, "unknown", wall_s=wall)
-    return Solution(name, "feasible", best[1], best[0], 0.0, wall)
+        judged.append((over, time_us, regions))
+    over, time_us, regions = min(judged, default=(math.inf, 0.0, ()))
+    status: Status = "unknown" if over else "feasible"
+    return Solution(name, status, regions, time_us, 0.0, time.monotonic() - started)
