@@ -18,6 +18,7 @@ class Limits:
     time_s       wall time, None without limit       seed     of whatever it draws
     workers      threads                             gap      relative gap at which a plan counts as optimal
     on_progress  called with (objective_us, bound_us) whenever either improves
+    start    a plan of the same space, for a solver that can go on from one, whether or not it keeps this budget
     """
 
     time_s: float | None = None
@@ -25,6 +26,7 @@ class Limits:
     workers: int = 2
     gap: float = 0.001
     on_progress: Callable[[float, float], None] | None = None
+    start: tuple[Region, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
