@@ -30,6 +30,7 @@ import numpy as np
 from remat.graph import Graph, block_of
 from remat.plans import Region
 
+CAST = "aten._to_copy.default"
 _Position = Callable[[np.ndarray], np.ndarray]
 
 
@@ -73,13 +74,29 @@ class _Lives:
     runs: np.ndarray
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Copies:
+    storage: np.ndarray
+    size_bytes: np.ndarray
+    birth: np.ndarray
+    death: np.ndarray
+
+
+def _joined(parts: Sequence[tuple[np.ndarray, int]]) -> tuple[np.ndarray, np.ndarray]:
+    """All parts in one array, and the number of the part that each entry is from."""
+    if not parts:
+        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    lengths = [len(part) for part, _ in parts]
+    return np.concatenate([part for part, _ in parts]), np.repeat([number for _, number in parts], lengths)
+
+
 @dataclasses.dataclass
 class Recomputation:
     """Operators [first, stop), inserted before backward operator `trigger`.
 
     top      index of the top-level region          level  0, or 1 for an inner one
     packs    the saves that it makes again          release  last operator during which its inputs are kept
-    start    its position on the timeline
+    inner    those of the regions that it holds     start    its position on the timeline
     """
 
     region: Region
@@ -90,7 +107,22 @@ class Recomputation:
     release: int
     level: int
     packs: np.ndarray
+    inner: tuple[Recomputation, ...] = ()
     start: int = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    """What `Recomputation` says of a region that holds no regions, wherever it stands."""
+
+    first: int
+    stop: int
+    trigger: int
+    release: int
+    packs: np.ndarray
+
+    def of(self, region: Region, top: int, level: int) -> Recomputation:
+        return Recomputation(region, top, self.first, self.stop, self.trigger, self.release, level, self.packs)
 
 
 class Memory:
@@ -102,7 +134,8 @@ class Memory:
         packs = graph.packs
         self.kept = np.flatnonzero((packs.storage >= 0) & (packs.release >= graph.forward_end))
         self._inputs: dict[tuple[int, int], frozenset[int]] = {}
-        self._leaves: dict[tuple[int, int], Recomputation | None] = {}
+        self._input_arrays: dict[tuple[int, int], np.ndarray] = {}
+        self._leaves: dict[tuple[int, int], _Leaf | None] = {}
         self.node_first = np.array([node.first for node in graph.nodes], dtype=np.int64)
         self.node_end = np.array([node.end for node in graph.nodes], dtype=np.int64)
 
@@ -114,6 +147,13 @@ class Memory:
             sources = {source for node in nodes[first:end] for source in node.inputs if source < first}
             self._inputs[key] = frozenset(storage for source in sources for storage in nodes[source].values)
         return self._inputs[key]
+
+    def _inputs_array(self, region: Region) -> np.ndarray:
+        """`inputs` of a region, in order."""
+        key = (region.first, region.end)
+        if key not in self._input_arrays:
+            self._input_arrays[key] = np.array(sorted(self.inputs(*key)), dtype=np.int64)
+        return self._input_arrays[key]
 
     @functools.cached_property
     def peak_without_checkpointing(self) -> int:
@@ -167,27 +207,28 @@ class Memory:
         recomputations = self._recomputations(regions)
         position, ops, owner = self._timeline(recomputations)
         storages = self.graph.storages
-        births = [position(storages.birth)]
-        deaths = [position(self._deaths_of_originals(regions, recomputations, plain))]
-        made = [np.arange(len(storages.birth))]
-        sizes = [storages.size_bytes]
+        death = position(self._deaths_of_originals(regions, recomputations, plain))
+        again, again_birth, again_death, made_by = self._made_again(recomputations, position)
         runs = np.ones(len(ops), dtype=bool)
-        for recomputation in recomputations:
-            again, death = self._instances(recomputation, position)
+        for i, recomputation in enumerate(recomputations):
             if recomputation.region.saved:
-                saved = np.isin(again, self.saved_storages(recomputation.region))
-                deaths[0][again[saved]] = np.maximum(deaths[0][again[saved]], death[saved])
-                self._end_with_replay(deaths[0], recomputation)
-                again, death = again[~saved], death[~saved]
-            births.append(recomputation.start + storages.birth[again] - recomputation.first)
-            deaths.append(death)
-            made.append(again)
-            sizes.append(storages.size_bytes[again])
-            for part, copy in zip((births, deaths, made, sizes), self._copies(recomputation, position), strict=True):
-                part.append(copy)
+                saved = (made_by == i) & np.isin(again, self.saved_storages(recomputation.region))
+                death[again[saved]] = np.maximum(death[again[saved]], again_death[saved])
+                self._end_with_replay(death, recomputation)
+                made_by[saved] = -1
             self._mark_replayed(runs, recomputation)
-        storage, size, birth, death = (np.concatenate(parts) for parts in (made, sizes, births, deaths))
-        return _Lives(storage, size, birth, death, ops, owner, runs)
+        instances = made_by >= 0
+        again, again_birth, again_death = again[instances], again_birth[instances], again_death[instances]
+        copies = self._copies(recomputations, position)
+        return _Lives(
+            storage=np.concatenate([np.arange(len(storages.birth)), again, copies.storage]),
+            size_bytes=np.concatenate([storages.size_bytes, storages.size_bytes[again], copies.size_bytes]),
+            birth=np.concatenate([position(storages.birth), again_birth, copies.birth]),
+            death=np.concatenate([death, again_death, copies.death]),
+            op=ops,
+            region=owner,
+            runs=runs,
+        )
 
     def saved_storages(self, region: Region) -> np.ndarray:
         """Storages that a region saves for its saved nodes: what they allocate, casts aside. (Rule 7)"""
@@ -238,22 +279,19 @@ class Memory:
         if key not in self._leaves:
             self._leaves[key] = self._leaf(region)
         leaf = self._leaves[key]
-        return leaf and dataclasses.replace(leaf, region=region, top=top, level=level)
+        return leaf and leaf.of(region, top, level)
 
-    def _leaf(self, region: Region) -> Recomputation | None:
+    def _leaf(self, region: Region) -> _Leaf | None:
         """The recomputation of a region that holds no regions. (Rule 4)"""
         table, packs = self.graph.packs, self.packs_in(region.first, region.end)
         asked = table.unpack[packs]
         if not (asked >= 0).any():
             return None
-        return Recomputation(
-            region,
-            top=0,
+        return _Leaf(
             first=int(self.node_first[region.first]),
             stop=self._stop(region, int(table.at[packs].max())),
             trigger=int(asked[asked >= 0].min()),
             release=int(table.release[packs].max()),
-            level=0,
             packs=packs,
         )
 
@@ -280,12 +318,10 @@ class Memory:
     def _outer(self, region: Region, top: int, inner: list[Recomputation]) -> Recomputation | None:
         """The recomputation of a region that holds regions. (Rule 5)"""
         table, packs = self.graph.packs, self.packs_in(region.first, region.end)
-        nodes = table.node[packs]
-        for part in region.inner:
-            packs = packs[(nodes < part.first) | (nodes >= part.end)]
-            nodes = table.node[packs]
+        starts, ends = ([getattr(part, side) for part in region.inner] for side in ("first", "end"))
+        holder = np.searchsorted(starts, table.node[packs], side="right") - 1
+        packs = packs[(holder < 0) | (table.node[packs] >= np.array(ends)[holder])]
         asked = table.unpack[packs]
-        starts = [part.first for part in region.inner]
         triggers = [*asked[asked >= 0].tolist(), *(r.trigger for r in inner)]
         if not triggers:
             return None
@@ -298,6 +334,7 @@ class Memory:
             release=max([*table.release[packs].tolist(), *(r.release for r in inner)]),
             level=0,
             packs=packs,
+            inner=tuple(inner),
         )
 
     def _timeline(self, recomputations: list[Recomputation]) -> tuple[_Position, np.ndarray, np.ndarray]:
@@ -331,12 +368,14 @@ class Memory:
         for region in regions:
             plain = plain[(table.node[plain] < region.first) | (table.node[plain] >= region.end)]
         np.maximum.at(death, table.storage[plain], table.release[plain])
-        for part in [part for region in regions for part in (region, *region.inner)]:
-            taken = np.array(sorted(self.inputs(part.first, part.end)), dtype=np.int64)
-            death[taken] = np.maximum(death[taken], self.node_end[part.end - 1] - 1)
+        parts = [part for region in regions for part in (region, *region.inner)]
+        if parts:
+            taken = [self._inputs_array(part) for part in parts]
+            until = self.node_end[[part.end - 1 for part in parts]] - 1
+            np.maximum.at(death, np.concatenate(taken), np.repeat(until, [len(found) for found in taken]))
         for r in recomputations:
             if r.level == 0:
-                keeps = np.array(sorted(self.inputs(r.region.first, r.region.end)), dtype=np.int64)
+                keeps = self._inputs_array(r.region)
                 death[keeps] = np.maximum(death[keeps], r.release)
                 if not r.region.saved:
                     continue
@@ -345,32 +384,54 @@ class Memory:
                 death[saved] = np.maximum(death[saved], np.where(replayed, r.trigger - 1, r.release))
         return death
 
-    def _instances(self, r: Recomputation, position: _Position) -> tuple[np.ndarray, np.ndarray]:
-        """(storages made again by `r`, last position of each). (Rules 4 and 5)"""
+    def _made_again(
+        self, recomputations: list[Recomputation], position: _Position
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """(storages made again, their births, their deaths, which recomputation makes them). (Rules 4 and 5)"""
         storages, table = self.graph.storages, self.graph.packs
-        low, high = np.searchsorted(storages.birth, (r.first, r.stop))
-        made = np.arange(low, high)
-        death = r.start + np.minimum(storages.death[made], r.stop - 1) - r.first
-        packs = r.packs[(table.storage[r.packs] >= low) & (table.storage[r.packs] < high)]
-        packs = packs[table.used[packs] >= 0]
-        np.maximum.at(death, table.storage[packs] - low, position(table.used[packs]))
-        if r.level == 0:
-            for part in r.region.inner:
-                inner = self._recomputation(part, r.top, level=1)
-                keeps = np.array([u for u in self.inputs(part.first, part.end) if low <= u < high], dtype=np.int64)
-                if inner and len(keeps):
-                    until = int(position(np.array([inner.trigger]))[0]) - 1
-                    death[keeps - low] = np.maximum(death[keeps - low], until)
-                    again = inner.packs[np.isin(table.storage[inner.packs], keeps) & (table.used[inner.packs] >= 0)]
-                    np.maximum.at(death, table.storage[again] - low, position(table.used[again]))
-        return made, death
+        first = np.array([r.first for r in recomputations], dtype=np.int64)
+        stop = np.array([r.stop for r in recomputations], dtype=np.int64)
+        shift = np.array([r.start for r in recomputations], dtype=np.int64) - first
+        low, high = np.searchsorted(storages.birth, first), np.searchsorted(storages.birth, stop)
+        count = high - low
+        place = np.cumsum(count) - count - low  # storage u made by recomputation r is entry u + place[r]
+        by = np.repeat(np.arange(len(recomputations)), count)
+        made = np.arange(int(count.sum())) - place[by]
+        death = shift[by] + np.minimum(storages.death[made], stop[by] - 1)
 
-    def _copies(self, r: Recomputation, position: _Position) -> tuple[np.ndarray, ...]:
-        """(births, deaths, storages that they are counted with, sizes) of copies of module state. (Rule 6)"""
+        def live_until_used(packs: np.ndarray, by: np.ndarray) -> None:
+            storage, used = table.storage[packs], table.used[packs]
+            own = (storage >= low[by]) & (storage < high[by]) & (used >= 0)
+            np.maximum.at(death, storage[own] + place[by[own]], position(used[own]))
+
+        packs, owner = _joined([(r.packs, i) for i, r in enumerate(recomputations)])
+        live_until_used(packs, owner)
+        for i, outer in enumerate(recomputations):
+            if not outer.inner:
+                continue
+            keeps, inner = _joined([(self._inputs_array(part.region), k) for k, part in enumerate(outer.inner)])
+            own = (keeps >= low[i]) & (keeps < high[i])
+            until = position(np.array([part.trigger for part in outer.inner])) - 1
+            np.maximum.at(death, keeps[own] + place[i], until[inner[own]])
+            packs, inner_of_pack = _joined([(part.packs, k) for k, part in enumerate(outer.inner)])
+            # A pair (inner region, storage) as one number, to find the saves of what that region takes.
+            pairs = inner_of_pack * (1 << 32) + table.storage[packs]
+            again = packs[np.isin(pairs, inner[own] * (1 << 32) + keeps[own])]
+            live_until_used(again, np.full(len(again), i))
+        return made, shift[by] + storages.birth[made], death, by
+
+    def _copies(self, recomputations: list[Recomputation], position: _Position) -> _Copies:
+        """Copies of module state, counted with the first storage of their node. (Rule 6)"""
         table = self.graph.packs
-        packs = r.packs[(table.copy_bytes[r.packs] > 0) & (table.at[r.packs] < r.stop)]
-        births = r.start + table.at[packs] - r.first
-        return births, position(table.used[packs]), self._first_storage[table.node[packs]], table.copy_bytes[packs]
+        packs, by = _joined([(r.packs, i) for i, r in enumerate(recomputations)])
+        stop = np.array([r.stop for r in recomputations], dtype=np.int64)
+        shift = np.array([r.start - r.first for r in recomputations], dtype=np.int64)
+        copied = (table.copy_bytes[packs] > 0) & (table.at[packs] < stop[by])
+        packs, by = packs[copied], by[copied]
+        birth = shift[by] + table.at[packs]
+        return _Copies(
+            self._first_storage[table.node[packs]], table.copy_bytes[packs], birth, position(table.used[packs])
+        )
 
     @functools.cached_property
     def _first_storage(self) -> np.ndarray:
@@ -399,4 +460,4 @@ class Memory:
         return [i for i, node in enumerate(self.graph.nodes) if node.effect == "counter"]
 
     def _is_cast(self, op: int) -> bool:
-        return self.graph.kinds[self.graph.op_kind[op]].name == "aten._to_copy.default"
+        return self.graph.kinds[self.graph.op_kind[op]].name == CAST

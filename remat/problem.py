@@ -22,27 +22,75 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from remat.alike import classes
 from remat.costs import Costs
 from remat.graph import Graph
-from remat.memory import Curve, Memory
+from remat.memory import CAST, Curve, Memory
 from remat.plans import Region
 from remat.space import Space
 
 NS = 1000  # nanoseconds in a microsecond: objectives are integers
+INNER_WIDTHS = (1, 2, 4)  # segments in an inner region
+PLAIN = -1  # stands for the width of what is no region
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """An operator at which a run has much alive, in terms that hold for all runs alike (`alike.py`).
+
+    op           counted from the run's first forward operator if `recomputing`, else from its first backward one
+    bytes        alive there if nothing but the run kept anything, less what the step itself has alive at the run's
+                 first backward operator
+    spare_bytes  what is not alive there if the node that runs is saved: its workspace, and the copy of its outputs
+    """
+
+    op: int
+    recomputing: bool
+    bytes: int
+    spare_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What runs alike share: time to recompute one once, in ns, and where its memory is tested first.
+
+    highest      where the run has most alive           start  where its recomputation begins, if it may save
+    never_again  nodes after the last save, counted from the run's first: early stop leaves them out, so saving them
+                 gains nothing
+    kept_until   the last operator at which a region keeps what it takes, counted from its first backward one
+    """
+
+    time_ns: int = 0
+    highest: Point | None = None
+    start: Point | None = None
+    never_again: tuple[int, ...] = ()
+    kept_until: int = 0
+
+    @property
+    def points(self) -> tuple[Point, ...]:
+        """`highest` and `start`, in the order of time, once."""
+        both = {point for point in (self.highest, self.start) if point is not None}
+        return tuple(sorted(both, key=lambda point: (not point.recomputing, point.op)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Segments a..b-1, plain (`region` None; then b = a + 1) or one region; time to recompute it once, in ns.
-
-    never_again  nodes after the last save: early stop leaves them out, so saving them gains nothing
-    """
+    """Segments a..b-1, plain (`region` None; then b = a + 1) or one region, of a certain shape."""
 
     a: int
     b: int
     region: Region | None
-    time_ns: int
-    never_again: frozenset[int] = frozenset()
+    shape: Shape
+
+    @property
+    def time_ns(self) -> int:
+        return self.shape.time_ns
+
+    @property
+    def never_again(self) -> frozenset[int]:
+        if self.region is None:
+            return frozenset()
+        return frozenset(self.region.first + offset for offset in self.shape.never_again)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +155,8 @@ class Problem:
             if node.effect == "counter":  # never recomputed
                 self.op_time_ns[node.first : node.end] = 0
         self.step_time_us = costs.step_time_us(graph)
-        self._first_rows: dict[int, list[Row]] = {}
+        self._alike_runs: dict[tuple[int, ...], int] = {}
+        self._shapes: dict[tuple[int, int], Shape | None] = {}
 
     def with_budget(self, budget_bytes: int) -> Problem:
         """The same problem under another budget; what was computed about the graph is shared."""
@@ -146,51 +195,126 @@ class Problem:
 
     @functools.cached_property
     def runs(self) -> tuple[Run, ...]:
-        return tuple(self._find_runs())
+        """Every run: the plain ones, in order of segments, and then the regions."""
+        plain = (Run(s, s + 1, None, self._plain_shape(s)) for s in range(len(self.space.segments)))
+        return (*plain, *self._find_regions())
 
-    def _find_runs(self) -> Iterator[Run]:
-        for s in range(len(self.space.segments)):
-            yield Run(s, s + 1, None, 0)
+    def _find_regions(self) -> Iterator[Run]:
         for start, stop in self.space.stretches():
             for a in range(start, stop):
-                for b in range(a + 1, stop + 1):
-                    for region in self._regions(a, b):
-                        run = self._run(a, b, region)
-                        if run is not None:
-                            yield run
+                alike: tuple[int, ...] = (self._alike[a],)
+                for b in range(a + 1, min(stop, a + self.space.longest) + 1):
+                    number = self._alike_runs.setdefault(alike, len(self._alike_runs))
+                    for width, region in self._regions(a, b):
+                        shape = self._region_shape(a, b, region, (number, width))
+                        if shape is not None:
+                            yield Run(a, b, region, shape)
+                    if b < len(self._alike):
+                        alike = (number, self._alike[b])
 
-    def _regions(self, a: int, b: int) -> Iterator[Region]:
-        """The ways to execute segments a..b-1 as a region: whole, or holding regions of equally many segments."""
+    @functools.cached_property
+    def _alike(self) -> list[int]:
+        return classes(self.memory, self.space.segments, self.backward_of, self.op_time_ns)
+
+    def _regions(self, a: int, b: int) -> Iterator[tuple[int, Region]]:
+        """The ways to execute segments a..b-1 as a region: whole (0), or as regions of `width` segments each."""
         segments = self.space.segments
         first, end = segments[a].first, segments[b - 1].end
-        yield Region(first, end)
+        yield 0, Region(first, end)
         if self.space.depth < 2:
             return
-        for width in (1, 2, 4):
-            if b - a >= 2 * width and b - a >= 3:
-                starts = range(a, b, width)
-                inner = tuple(Region(segments[i].first, segments[min(i + width, b) - 1].end) for i in starts)
-                yield Region(first, end, inner=inner)
+        for width in INNER_WIDTHS:
+            if (b - a) % width == 0 and b - a >= max(2 * width, 3):
+                inner = tuple(self._inner_region(i, i + width) for i in range(a, b, width))
+                yield width, Region(first, end, inner=inner)
 
-    def _run(self, a: int, b: int, region: Region) -> Run | None:
+    @functools.cache  # noqa: B019  the same few regions stand in many runs, and go with the problem
+    def _inner_region(self, a: int, b: int) -> Region:
+        return Region(self.space.segments[a].first, self.space.segments[b - 1].end)
+
+    # Shapes
+
+    def _plain_shape(self, a: int) -> Shape:
+        key = (self._alike_runs.setdefault((self._alike[a],), len(self._alike_runs)), PLAIN)
+        if key not in self._shapes:
+            highest, _ = self._points(Run(a, a + 1, None, Shape()))
+            self._shapes[key] = Shape(highest=highest)
+        shape = self._shapes[key]
+        assert shape is not None
+        return shape
+
+    def _region_shape(self, a: int, b: int, region: Region, key: tuple[int, int]) -> Shape | None:
+        if key not in self._shapes:
+            self._shapes[key] = self._find_region_shape(a, b, region)
+        return self._shapes[key]
+
+    def _find_region_shape(self, a: int, b: int, region: Region) -> Shape | None:
         recomputation = self.memory.recomputation(region)
         if recomputation is None:
             return None
+        highest, start = self._points(Run(a, b, region, Shape()))
+        kept_until = recomputation.release - self.backward_of[b - 1][0]
         if region.inner:
-            return Run(a, b, region, self.memory.nested_time(region, self._time_until))
-        again = self.op_time_ns[recomputation.first : recomputation.stop]
+            time_ns = self.memory.nested_time(region, self._time_until)
+            return Shape(time_ns, highest, None, (), kept_until)
         ends = self.memory.node_end[region.first : region.end]
-        never = frozenset((region.first + np.flatnonzero(ends > recomputation.stop)).tolist())
-        return Run(a, b, region, int(again.sum()), never)
+        never = tuple(np.flatnonzero(ends > recomputation.stop).tolist())
+        time_ns = int(self.op_time_ns[recomputation.first : recomputation.stop].sum())
+        return Shape(time_ns, highest, start, never, kept_until)
+
+    def _points(self, run: Run) -> tuple[Point | None, Point | None]:
+        """Where `run` has most alive, and where its recomputation begins."""
+        curve = self.curve_of(run)
+        positions = self.positions_of(run, curve)
+        if not len(positions):
+            return None, None
+        highest = self._point(run, curve, int(positions[curve.alive_bytes[positions].argmax()]))
+        again = np.flatnonzero(curve.region >= 0)
+        return highest, self._point(run, curve, int(again[0])) if len(again) else None
+
+    def _point(self, run: Run, curve: Curve, position: int) -> Point:
+        op, recomputing = int(curve.op[position]), bool(curve.region[position] >= 0)
+        spare = 0
+        if recomputing and int(self.graph.op_node[op]) in self.save_time_ns:
+            made = (self.graph.storages.birth == op) & (self.graph.storages.cast == 0)
+            spare = int(self.memory.workspace_bytes[op] + self.graph.storages.size_bytes[made].sum())
+        return Point(
+            op - self._anchor(run, recomputing), recomputing, int(curve.alive_bytes[position]) - self.level(run), spare
+        )
+
+    def _anchor(self, run: Run, recomputing: bool) -> int:
+        """The operator from which a point of `run` counts."""
+        if recomputing:
+            return int(self.memory.node_first[self.space.segments[run.a].first])
+        return self.backward_of[run.b - 1][0]
+
+    def level(self, run: Run) -> int:
+        """Bytes that the step itself has alive at the run's first backward operator."""
+        first = min(self.backward_of[run.b - 1][0], self.graph.op_count - 1)
+        return int(self._local_bytes[first])
+
+    @functools.cached_property
+    def _local_bytes(self) -> np.ndarray:
+        """Bytes alive at every operator if nothing were kept for backward."""
+        return self.memory.curve((), plain=(0, 0)).alive_bytes
 
     def runs_of(self, regions: Sequence[Region]) -> set[int]:
-        """Indices of the runs that a plan of this space consists of."""
-        index = {
-            (run.region.first, run.region.end, run.region.inner): i for i, run in enumerate(self.runs) if run.region
-        }
-        chosen = {index[region.first, region.end, region.inner] for region in regions}
+        """Indices of the runs that a plan of this space consists of; KeyError for a plan of another space."""
+        chosen = {self._run_of(region) for region in regions}
         covered = {s for i in chosen for s in range(self.runs[i].a, self.runs[i].b)}
         return chosen | (set(range(len(self.space.segments))) - covered)
+
+    def _run_of(self, region: Region) -> int:
+        index = self._index[region.first, region.end, len(region.inner)]
+        found = self.runs[index].region
+        if found is None or found.inner != region.inner:
+            raise KeyError(region)
+        return index
+
+    @functools.cached_property
+    def _index(self) -> dict[tuple[int, int, int], int]:
+        regions = ((i, run.region) for i, run in enumerate(self.runs) if run.region)
+        return {(region.first, region.end, len(region.inner)): i for i, region in regions}
 
     def run_at(self, regions: Sequence[Region], op: int, top: int) -> int:
         """The run of a plan that recomputes region `top`, or else whose backward operator `op` is."""
@@ -220,7 +344,7 @@ class Problem:
 
     @functools.cached_property
     def _is_cast(self) -> np.ndarray:
-        names = np.array([kind.name == "aten._to_copy.default" for kind in self.graph.kinds])
+        names = np.array([kind.name == CAST for kind in self.graph.kinds])
         return names[self.graph.op_kind]
 
     @functools.cached_property
@@ -350,31 +474,24 @@ class Problem:
 
     def first_rows(self, index: int) -> list[Row]:
         """The rows of a run with which a solver starts: its highest point, and the start of its recomputation."""
-        if index not in self._first_rows:
-            self._first_rows[index] = self._find_first_rows(index)
-        return self._first_rows[index]
-
-    def _find_first_rows(self, index: int) -> list[Row]:
         run = self.runs[index]
-        curve = self.curve_of(run)
-        positions = self.positions_of(run, curve)
-        if not len(positions):
-            return []
-        highest = int(positions[curve.alive_bytes[positions].argmax()])
-        chosen = {highest}
-        if run.region is not None and not run.region.inner:
-            chosen.update(np.flatnonzero(curve.region >= 0)[:1].tolist())
-        return [self.row(index, curve, position) for position in sorted(chosen)]
+        level = self.level(run)
+        return [
+            self._row(index, self._anchor(run, point.recomputing) + point.op, point.recomputing, level + point.bytes)
+            for point in run.shape.points
+        ]
 
     def row(self, index: int, curve: Curve, position: int) -> Row:
         """The exact row of run `index` at `position` of its own curve."""
+        recomputing = bool(curve.region[position] >= 0)
+        return self._row(index, int(curve.op[position]), recomputing, int(curve.alive_bytes[position]))
+
+    def _row(self, index: int, op: int, recomputing: bool, alive_bytes: int) -> Row:
         run = self.runs[index]
-        op = int(curve.op[position])
-        recomputing = curve.region[position] >= 0
         return Row(
             run=index,
             op=op,
-            bytes=int(curve.alive_bytes[position]),
+            bytes=alive_bytes,
             before=run.a,
             alive=self._alive(run, op, recomputing),
             saves=self._save_terms(run, op, recomputing),

@@ -27,6 +27,8 @@ MANY_LAYERS = 3
 MOST_SEGMENTS = 200
 SMALLEST_SEGMENT = 0.05  # of the average traffic: smaller ones are merged into a neighbour
 FEWEST_SEGMENTS = 4
+MOST_INTERVALS = 100_000  # of segments that may be a region: beyond that, the length of a region is limited ...
+SHORTEST_LIMIT = 60  # ... to no less than this
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,16 +42,25 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True)
 class Space:
-    """Segments in order, covering all nodes; `saveable` nodes; how many levels regions may nest."""
+    """Segments in order, covering all nodes; `saveable` nodes; how deep regions may nest, and how long one may be.
+
+    longest  segments in a region, at most
+    """
 
     segments: tuple[Segment, ...]
     saveable: tuple[int, ...]
     depth: int
+    longest: int = 1 << 30
 
     def about(self) -> dict[str, int]:
         """For the plan file: what "optimal" ranges over."""
         free = sum(not segment.plain for segment in self.segments)
-        return {"segments": free, "saveable_nodes": len(self.saveable), "nesting_depth": self.depth}
+        return {
+            "segments": free,
+            "saveable_nodes": len(self.saveable),
+            "nesting_depth": self.depth,
+            "longest_region_segments": min(self.longest, len(self.segments)),
+        }
 
     def stretches(self) -> Iterator[tuple[int, int]]:
         """Maximal runs [a, b) of segments that are not plain and belong to one graph call."""
@@ -81,7 +92,7 @@ def find_space(graph: Graph, *, depth: int = 2) -> Space:
         Segment(first, end, not allowed.issuperset((first, end)) or any(i in plain_nodes for i in range(first, end)))
         for first, end in itertools.pairwise(cuts)
     )
-    return Space(segments, saveable(graph), depth)
+    return Space(segments, saveable(graph), depth, longest=max(MOST_INTERVALS // len(segments), SHORTEST_LIMIT))
 
 
 def legal_cuts(graph: Graph) -> list[int]:

@@ -21,6 +21,7 @@ FOLDERS = {"remat": "remat", "remat.solvers": "solvers", "remat.models": "models
 TORCH_FREE = {
     f"remat.{name}"
     for name in (
+        "alike",
         "check",
         "costs",
         "errors",

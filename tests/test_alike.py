@@ -1,0 +1,115 @@
+"""What runs alike share is what each of them has: every shape against the run computed for itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from remat.alike import classes
+from remat.costs import Costs
+from remat.graph import Graph
+from remat.models import bert, gpt2, qwen3_moe, resnet, t5
+from remat.problem import Problem, Run
+from remat.profiling import fake_step, find_place, profile_step
+from remat.space import Space, find_space
+from remat.workload import Workload
+from tests.graphs import ToyNode, chain, every_cut, toy_graph, toys
+
+AMPLE = 10**12
+MODELS: dict[str, Callable[[], Workload]] = {
+    "gpt2": lambda: gpt2.workload("gpt2", width=32, layers=5, heads=2, batch_size=2, positions=16, vocab=64),
+    "t5": lambda: t5.workload("t5", width=32, layers=3, heads=2, batch_size=2, seq_len=16, vocab=64),
+    "bert": bert.small,
+    "qwen3-moe": qwen3_moe.small,
+    "resnet50": resnet.small,
+}
+
+
+def shape_by_itself(problem: Problem, run: Run) -> object:
+    """The shape of `run` as a problem finds it that has seen no other run."""
+    if run.region is None:
+        return dataclasses.replace(run.shape, highest=problem._points(run)[0])
+    return problem._find_region_shape(run.a, run.b, run.region)
+
+
+def assert_shared_shapes_are_right(graph: Graph, costs: Costs, space: Space, *, every: int = 1) -> None:
+    problem = Problem(graph, costs, space, AMPLE)
+    wrong = [run for run in problem.runs[::every] if shape_by_itself(problem, run) != run.shape]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_runs_of_real_models(name: str) -> None:
+    place = find_place("h100-80gb")
+    profile = profile_step(fake_step(MODELS[name](), place), place)
+    assert_shared_shapes_are_right(profile.graph, profile.costs, find_space(profile.graph), every=3)
+
+
+def repeated(pattern: list[ToyNode], times: int) -> list[ToyNode]:
+    """`pattern` again and again, each copy taking what the pattern takes, one copy further, and its neighbour's end."""
+    nodes = []
+    for copy in range(times):
+        shift = copy * len(pattern)
+        for i, node in enumerate(pattern):
+            inputs = {source + shift for source in node.inputs} | ({shift - 1} if copy and i == 0 else set())
+            nodes.append(dataclasses.replace(node, inputs=tuple(sorted(inputs)), kind="new"))
+    return nodes
+
+
+@given(toys(most=4), st.integers(3, 6), st.sampled_from((1, 2)))
+@settings(max_examples=80, deadline=None, derandomize=True)
+def test_runs_of_repeated_toys(pattern: list[ToyNode], times: int, depth: int) -> None:
+    graph, costs = toy_graph(repeated(pattern, times), fixed_bytes=5)
+    assert_shared_shapes_are_right(graph, costs, every_cut(graph, depth=depth))
+
+
+@given(toys(most=7), st.sampled_from((1, 2)))
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_runs_of_toys(nodes: list[ToyNode], depth: int) -> None:
+    graph, costs = toy_graph(nodes)
+    assert_shared_shapes_are_right(graph, costs, every_cut(graph, depth=depth))
+
+
+def numbers(graph: Graph, costs: Costs) -> list[int]:
+    problem = Problem(graph, costs, every_cut(graph), AMPLE)
+    return classes(problem.memory, problem.space.segments, problem.backward_of, problem.op_time_ns)
+
+
+def test_the_inner_layers_of_a_chain_are_alike() -> None:
+    found = numbers(*toy_graph(chain(4, 4, 4, 4, 4, 4, 4, 4)))
+    # the first takes nothing, the last is held by the caller, and the one before it feeds the last
+    assert len(set(found[1:6])) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({"size": 8}, id="size"),
+        pytest.param({"time_us": 5}, id="time"),
+        pytest.param({"workspace_bytes": 5}, id="workspace"),
+        pytest.param({"parameter": 7}, id="gradient"),
+        pytest.param({"keeps": frozenset({"inputs"})}, id="saves"),
+    ],
+)
+def test_a_layer_that_differs_is_not_alike(change: dict[str, object]) -> None:
+    nodes = chain(4, 4, 4, 4, 4, 4, 4, 4)
+    nodes[3] = dataclasses.replace(nodes[3], **change)
+    found = numbers(*toy_graph(nodes))
+    assert found[3] not in found[:3] + found[4:]
+
+
+def test_what_is_taken_from_afar_is_named_itself() -> None:
+    """Layers that take a mask made by the first node are alike, however far from it."""
+    nodes = [
+        dataclasses.replace(node, inputs=tuple(sorted({0, *node.inputs}))) if i else node
+        for i, node in enumerate(chain(*itertools.repeat(4, 12)))
+    ]
+    graph, costs = toy_graph(nodes)
+    found = numbers(graph, costs)
+    assert len(set(found[5:10])) == 1
+    assert_shared_shapes_are_right(graph, costs, every_cut(graph, depth=2))
