@@ -47,7 +47,7 @@ TYPED := .mypy_cache/layout
 .PHONY: types
 types: $(DEV_STAMP) ## mypy: the package and its tests
 	@rm -rf $(TYPED) && mkdir -p $(TYPED)/remat
-	@ln -s "$(CURDIR)"/remat/*.py "$(CURDIR)/solvers" "$(CURDIR)/models" $(TYPED)/remat
+	@ln -s "$(CURDIR)"/remat/*.py "$(CURDIR)/remat/commands" "$(CURDIR)/solvers" "$(CURDIR)/models" $(TYPED)/remat
 	@ln -s "$(CURDIR)/tests" $(TYPED)/tests
 	@set -o pipefail; cd $(TYPED) && "$(CURDIR)/$(BIN)/mypy" --config-file "$(CURDIR)/pyproject.toml" --cache-dir "$(CURDIR)/.mypy_cache" \
 		remat tests | sed -E 's,^remat/(solvers|models)/,\1/,'

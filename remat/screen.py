@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
@@ -24,6 +24,7 @@ from remat.units import gib, ms
 if TYPE_CHECKING:
     from remat.plans import NodeRef, PlacedRegion, Plan
 
+DEBUG = "REMAT_DEBUG"  # set in the environment: nothing is kept off the screen
 INDENT = "  "
 LIBRARIES = ("torch", "transformers", "huggingface_hub")  # whose warnings are about nothing a reader can change
 
@@ -161,6 +162,15 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def put(answer: RenderableType) -> None:
+    """Print an answer on stdout: in colour on a terminal, and whole wherever it goes."""
+    if isinstance(answer, str):
+        print(answer)
+    else:
+        Console(soft_wrap=True, highlight=False).print(answer)
+    sys.stdout.flush()
+
+
 # Beside the answer
 
 
@@ -220,15 +230,15 @@ def stdout_to_stderr() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def quiet_libraries(debug: str) -> Iterator[None]:
+def quiet_libraries() -> Iterator[None]:
     """Drop the warnings of the libraries underneath, unless in debugging."""
     with warnings.catch_warnings():
-        for library in () if debug else LIBRARIES:
+        for library in () if os.environ.get(DEBUG) else LIBRARIES:
             warnings.filterwarnings("ignore", module=rf"{library}(\.|$)")
         yield
 
 
-def quiet_torch(debug: str) -> None:
+def quiet_torch() -> None:
     """Keep torch's log of tracebacks off the screen, unless in debugging; torch must be loaded already."""
-    if not debug:
+    if not os.environ.get(DEBUG):
         logging.getLogger("torch").setLevel(logging.CRITICAL)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = {"remat": "remat", "remat.solvers": "solvers", "remat.models": "models"}
+FOLDERS = {"remat": "remat", "remat.commands": "remat/commands", "remat.solvers": "solvers", "remat.models": "models"}
 
 TORCH_FREE = {
     f"remat.{name}"
@@ -95,3 +95,11 @@ def test_a_training_script_loads_neither_solver_nor_command_line() -> None:
     program = f"import sys, {', '.join(present)}; print(*({set(HEAVY)} & set(sys.modules)))"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout.split()) == (0, []), ran.stderr
+
+
+@pytest.mark.parametrize("module", [m for package in FOLDERS for m in modules_in(package) if m != "remat.cli"])
+def test_only_the_command_line_knows_the_commands(module: str) -> None:
+    named = watched_imports(module)
+    assert "remat.cli" not in named
+    if not module.startswith("remat.commands."):
+        assert not any(name.startswith("remat.commands") for name in named)

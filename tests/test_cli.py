@@ -104,7 +104,7 @@ def remat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delenv(cli.DEBUG, raising=False)
+    monkeypatch.delenv(screen.DEBUG, raising=False)
 
     def run(*arguments: str) -> Ran:
         capfd.readouterr()
@@ -332,7 +332,7 @@ def test_a_plan_short_of_the_proof_says_how_far() -> None:
         pytest.param(["plan", "--profile", "p.json", "--budget", "1GiB"], "no profile file at p.json", id="no-profile"),
         pytest.param(
             ["plan", "--profile", "p.json", "--budget", "1GiB", "--target", "cpu", "--seq-len", "8"],
-            "--target, --seq-len cannot go with --profile",
+            "--seq-len, --target cannot go with --profile",
             id="profile-and-options",
         ),
         pytest.param(["show", "none.json"], "there is no plan file at none.json", id="no-plan"),
@@ -376,7 +376,7 @@ def test_a_bug_is_one_line_and_a_traceback_on_request(remat: Remat, monkeypatch:
     assert (ran.exit_code, ran.data["exit_code"]) == (1, 1)
     assert re.fullmatch(r"internal error, AssertionError: two is three \(test_cli.py:\d+\)\. .*", ran.data["error"])
     assert "Traceback" not in ran.stderr
-    monkeypatch.setenv(cli.DEBUG, "1")
+    monkeypatch.setenv(screen.DEBUG, "1")
     assert "Traceback" in remat(*stack()).stderr
 
 

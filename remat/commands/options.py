@@ -1,0 +1,174 @@
+"""Options, each described once, in groups that commands share.
+
+A command takes a group as one parameter (`search: SearchOptions`). `spread` lays groups out for typer, one option for
+each field, and gathers them again when the command is called.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import math
+import typing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from remat.commands import Answer
+from remat.errors import UsageError
+
+if TYPE_CHECKING:
+    from remat.screen import LiveLine
+    from remat.solution import Limits
+    from remat.workloads import ModelSpec
+
+STEP, SEARCH = "The training step", "The search"  # titles in --help
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and all else on stderr.")]
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.", show_default=False)]
+
+
+def _option(*names: str, panel: str = STEP, **about: Any) -> Any:
+    return typer.Option(*names, show_default=about.pop("show_default", False), rich_help_panel=panel, **about)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelOptions:
+    """`--model` and what shapes its workload: the fields of a `ModelSpec`."""
+
+    model: Annotated[
+        str | None,
+        _option(
+            help="A ready-made model (see `remat models`), path/to/file.py:function that returns a remat.Workload, a "
+            "folder with a config.json, or the id of a causal language model on the Hugging Face hub. The first that "
+            "fits."
+        ),
+    ] = None
+    batch_size: Annotated[int | None, _option(min=1, help="Samples in a batch.")] = None
+    seq_len: Annotated[int | None, _option(min=1, help="Tokens in a sample.")] = None
+    image_size: Annotated[int | None, _option(min=1, help="Side of the images, for ready-made image models.")] = None
+    dtype: Annotated[
+        str | None, _option(help="amp (fp32 weights, bf16 autocast), fp32 or bf16 (weights, gradients and state).")
+    ] = None
+    optimizer: Annotated[str | None, _option(help="A class of torch.optim in any case (adamw, sgd, ...), or none.")] = (
+        None
+    )
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The fields of this class and of those that extend it that were given."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    def spec(self) -> ModelSpec:
+        """What is asked for; UsageError without a model."""
+        if self.model is None:
+            raise UsageError(
+                "--model is missing: a ready-made model (see `remat models`), file.py:function, a folder or a hub id."
+            )
+        from remat.workloads import ModelSpec
+
+        return ModelSpec(**{field.name: getattr(self, field.name) for field in dataclasses.fields(ModelOptions)})
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOptions(ModelOptions):
+    """A model, and what its step runs on."""
+
+    target: Annotated[
+        str | None,
+        _option(
+            help="Device to plan for: cuda (this machine's GPU), cpu, h100-80gb, h200, a100-40gb, a100-80gb or "
+            "rtx4090; auto is this machine's GPU, or else h100-80gb."
+        ),
+    ] = None
+    accumulation: Annotated[
+        int | None,
+        _option(min=1, help="Micro-batches per optimizer step. More than one keeps gradients alive."),
+    ] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceOptions(StepOptions):
+    """A step: of a model, or out of a profile."""
+
+    profile: Annotated[
+        Path | None, _option(help="A file of `remat profile`, in place of --model and all that goes with it.")
+    ] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class BudgetOptions:
+    budget: Annotated[
+        str,
+        typer.Option(
+            help="Limit on the peak of the whole step: bytes with a unit (20GiB, 20GB, 21474836480B), or 90% or auto "
+            "of the target's memory."
+        ),
+    ]
+    headroom: Annotated[
+        str | None,
+        typer.Option(
+            help="Subtracted from the budget first: bytes with a unit, or a percentage of it.",
+            show_default="0, and 10% of --budget auto",
+        ),
+    ] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchOptions:
+    time_limit: Annotated[
+        float | None,
+        _option(panel=SEARCH, show_default="none", help="Seconds for a solver; the best plan by then is taken."),
+    ] = None
+    seed: Annotated[int, _option(panel=SEARCH, show_default=True, min=0, max=2**31 - 1, help="Seed of solvers.")] = 0
+
+    def __post_init__(self) -> None:
+        if self.time_limit is not None and not 0 < self.time_limit < math.inf:
+            raise UsageError(f"--time-limit {self.time_limit} is not a positive number of seconds.")
+
+    def limits(self, line: LiveLine) -> Limits:
+        from remat.solution import Limits
+
+        return Limits(time_s=self.time_limit, seed=self.seed, on_progress=line.solved)
+
+
+GROUPS = (ModelOptions, StepOptions, SourceOptions, BudgetOptions, SearchOptions)
+
+
+def spread(command: Callable[..., Answer]) -> Callable[..., Answer]:
+    """`command` with a parameter for every field of the groups that it takes."""
+    hints = typing.get_type_hints(command, include_extras=True)
+    groups = {name: hint for name, hint in hints.items() if hint in GROUPS}
+
+    @functools.wraps(command)
+    def run(**given: Any) -> Answer:
+        gathered = {
+            name: group(**{field.name: given.pop(field.name) for field in dataclasses.fields(group)})
+            for name, group in groups.items()
+        }
+        return command(**gathered, **given)
+
+    parameters = [
+        parameter
+        for parameter in inspect.signature(command).parameters.values()
+        for parameter in (
+            _fields(groups[parameter.name])
+            if parameter.name in groups
+            else [parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY)]
+        )
+    ]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run
+
+
+def _fields(group: type) -> Iterator[inspect.Parameter]:
+    hints = typing.get_type_hints(group, include_extras=True)
+    for field in dataclasses.fields(group):
+        default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+        yield inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name]
+        )

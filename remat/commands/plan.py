@@ -1,0 +1,65 @@
+"""`remat plan`."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from remat.commands import Answer
+from remat.commands.files import about_with, file_name, require_writable
+from remat.commands.options import BudgetOptions, Json, SearchOptions, SourceOptions
+from remat.commands.source import budget_for, headroom_on_top, opened
+
+if TYPE_CHECKING:
+    from remat.plans import Plan
+
+
+def plan(
+    budget: BudgetOptions,
+    source: SourceOptions,
+    search: SearchOptions,
+    out: Annotated[
+        Path | None, typer.Option(help="The plan file.", show_default="NAME.plan.json in this folder")
+    ] = None,
+    as_json: Json = False,
+) -> Answer:
+    """Find the fastest plan within a memory budget, and write it to a file."""
+    from remat.screen import live_line
+
+    require_writable(out or Path("new.plan.json"))
+    with live_line() as line:
+        found = opened(source, line)
+        limit = budget_for(budget, found.target)
+        profile, step = found.record()
+        from remat.planning import plan_profile
+
+        line.say("solving")
+        with headroom_on_top(limit):
+            made = plan_profile(profile, limit, limits=search.limits(line), step=step)
+    path = out or Path(f"{file_name(made.about['workload'])}.plan.json")
+    about = {**about_with(found.spec, made.about, path), "headroom_bytes": limit.given_bytes - limit.limit_bytes}
+    made = dataclasses.replace(made, about=about)
+    made.save(path)
+    return _answer(made, path, replayed=step is not None)
+
+
+def _answer(plan: Plan, path: Path, *, replayed: bool) -> Answer:
+    from remat.screen import plan_text
+
+    data = {
+        "model": plan.about["workload"],
+        "budget_bytes": plan.budget_bytes + plan.about["headroom_bytes"],
+        "headroom_bytes": plan.about["headroom_bytes"],
+        "target": plan.target,
+        "costs": plan.costs,
+        "predicted": plan.predicted,
+        "without_checkpointing": plan.without_checkpointing,
+        "solver": plan.solver,
+        "plan_path": str(path),
+    }
+    notes = [] if replayed else ["judged by the evaluator alone: a profile has no model to replay the plan on"]
+    notes += [f"wrote {path}", f"next: remat validate {path}"]
+    return Answer(data, plan_text(plan) + "\n\n" + "\n".join(notes))

@@ -1,0 +1,114 @@
+"""The step that a command is about: of a model, to be recorded, or out of a profile; and the budget that it gets."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from remat.commands.files import spec_in
+from remat.commands.options import BudgetOptions, SourceOptions, StepOptions
+from remat.errors import Infeasible, UsageError
+from remat.units import gib
+
+if TYPE_CHECKING:
+    from remat.planning import Budget
+    from remat.profiling import Profile
+    from remat.record import FakeStep
+    from remat.screen import LiveLine
+    from remat.target import Target
+    from remat.workload import Workload
+    from remat.workloads import ModelSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """What is known before anything slow begins, and how to go on.
+
+    spec    how to make the workload again; None where a profile does not say
+    record  the profile, and the step to replay plans on; a profile out of a file has none
+    """
+
+    target: Target
+    spec: ModelSpec | None
+    record: Callable[[], tuple[Profile, FakeStep | None]]
+
+
+def opened(options: StepOptions, line: LiveLine) -> Source:
+    """The step that `options` name. Raises UsageError."""
+    if isinstance(options, SourceOptions) and options.profile is not None:
+        _refuse_beside_profile(options)
+        return _from_profile(options.profile, line)
+    return _from_model(options, line)
+
+
+def _from_profile(path: Path, line: LiveLine) -> Source:
+    line.say(f"reading {path}")
+    from remat.profiling import Profile
+
+    profile = Profile.load(path)
+    return Source(profile.target, spec_in(profile.graph.about, path), lambda: (profile, None))
+
+
+def _from_model(options: StepOptions, line: LiveLine) -> Source:
+    line.say("loading PyTorch")
+    from remat.profiling import fake_step, find_place, profile_step
+
+    spec = options.spec()
+    place = find_place(options.target or "auto")
+
+    def record() -> tuple[Profile, FakeStep]:
+        line.say(f"recording {spec.model}")
+        step = fake_step(workload_of(spec), place, accumulation=options.accumulation or 1)
+        return profile_step(step, place, on_progress=line.measured), step
+
+    return Source(place.target, spec, record)
+
+
+def _refuse_beside_profile(options: SourceOptions) -> None:
+    given = [f"--{name.replace('_', '-')}" for name in options.given if name != "profile"]
+    if given:
+        raise UsageError(
+            f"{', '.join(given)} cannot go with --profile: the profile holds one step on one target. "
+            "Give the option to `remat profile`, or use --model in its place."
+        )
+
+
+def workload_of(spec: ModelSpec) -> Workload:
+    from remat.screen import quiet_torch
+
+    quiet_torch()
+    return spec.workload()
+
+
+# Budgets
+
+
+def budget_for(options: BudgetOptions, target: Target) -> Budget:
+    """The budget that `options` mean on `target`, with a warning where it is more than the target has."""
+    from remat.planning import parse_budget
+    from remat.screen import tell
+
+    limit = parse_budget(options.budget, options.headroom, target.memory_bytes)
+    if limit.given_bytes > target.memory_bytes:
+        tell(
+            "warning",
+            f"the budget of {gib(limit.given_bytes)} is more than the {gib(target.memory_bytes)} of {target.name}; "
+            "it is planned for all the same.",
+            "bold yellow",
+        )
+    return limit
+
+
+@contextlib.contextmanager
+def headroom_on_top(limit: Budget) -> Iterator[None]:
+    """A refusal names the least peak; what the headroom takes comes on top of that."""
+    try:
+        yield
+    except Infeasible as error:
+        if not (headroom := limit.given_bytes - limit.limit_bytes):
+            raise
+        message = f"{error} The headroom of {gib(headroom)} comes on top."
+        raise Infeasible(message, error.minimum_budget_bytes, error.breakdown) from error
