@@ -1,0 +1,431 @@
+"""The exact program, stated without a solver, and the rounds in which a solver and the evaluator settle it.
+
+Data       segments 0..m-1; runs r = [a_r, b_r), plain or a region, with time t_r to recompute it; nodes v that may be
+           saved, with time c_v and bytes; storages u kept for several reasons, with sites (segments) i; budget B;
+           F bytes that are always there
+Variables  x[r] = 1    run r is chosen
+           s[v] = 1    the output of v is saved
+           k[u,i] = 1  u is kept for a reason at site i or before
+           P[a]        bytes that segments before a keep, storages whose last site is before a only
+Minimise   sum t_r x[r] - sum c_v s[v]                                                              (1)
+s.t.       sum of x[r] over r that hold segment i = 1                  i = 0..m-1                   (2)
+           s[v] <= sum of x[r] over regions r that recompute v                                      (3)
+           k[u,i] >= x[plain i] if autograd saves u there                                           (4)
+                     + sum of x[r] over regions r that hold i and take u as input
+                     + s[v] if i is where v makes u
+           k[u,i] >= k[u,i'] for the site i' before i
+           P[a+1] = P[a] + own bytes x[plain a] + sum bytes s[v] + sum w_u k[u,a] over u with last site a  (5)
+           bytes_p + kept_p <= B  for the points p of every run r with x[r] = 1                     (6)
+                     kept_p = P[a_r] + sum w_u k[u,.] over open u not alive there + sum extra[v] s[v]
+           forward: bytes_p + all that is kept and no longer local <= B                             (7)
+
+Rounding    Bytes are rounded *down* to a grain, so the program never overstates a peak and its bound is a bound. The
+            evaluator (`Memory.curve`) judges the plan exactly; where it is over budget, the exact row of that point,
+            valid for every plan, is added and the program solved again.
+Slack       What kept_p counts is kept when forward ends, whatever r is: F + kept_p <= B holds for every plan. So where
+            x[r] = 0 the row (6) may be relaxed by bytes_p - F and by no more. As one row without a condition it is
+            F + kept_p + (bytes_p - F) x[r] <= B.
+Least peak  Instead of (1), the peak itself is minimised, up to B; it takes the place of B in (6) and (7).
+
+A solver sees variables, linear constraints and an objective, all in integers. It is a `Backend`, which keeps its own
+model in step with a `Program` that only ever grows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from remat.plans import Region
+from remat.problem import NS, Kept, Problem, Row
+from remat.solution import Limits, Solution, Status
+
+GRAINS = 1 << 22  # a budget is this many grains at least
+MOST_ROUNDS = 60
+LEAST_PEAK_GAP = 0.001
+
+Terms = tuple[tuple[int, int], ...]  # (variable, coefficient)
+Progress = Callable[[float, float], None]  # of (objective, bound), in the program's own unit
+
+
+@dataclasses.dataclass(frozen=True)
+class Variable:
+    """An integer from 0 to `most`."""
+
+    name: str
+    most: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Constraint:
+    """sum of coefficient * variable <= most (= most, if `equal`), where variable `when` is 1.
+
+    slack  what may be added to `most` where `when` is 0: every plan keeps that as well
+    """
+
+    terms: Terms
+    most: int
+    equal: bool = False
+    when: int | None = None
+    slack: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a backend says about a program as it stands: one value per variable, empty if it has none."""
+
+    status: Status
+    values: Sequence[int] = ()
+    bound: float = 0.0
+    interrupted: bool = False
+
+
+class Backend(Protocol):
+    """A solver's own model of a program.
+
+    precision  relative error of its arithmetic: a smaller gap is none
+    """
+
+    precision: float
+
+    def run(self, limits: Limits, time_s: float | None, on_progress: Progress | None) -> Outcome:
+        """Solve the program as it stands, with all that was added to it since the last time."""
+
+
+MakeBackend = Callable[["Program"], Backend]
+
+
+def solve(
+    name: str,
+    make: MakeBackend,
+    problem: Problem,
+    limits: Limits,
+    *,
+    start: Solution | None = None,
+    keep: set[int] | None = None,
+) -> Solution:
+    """The plan with least recompute time within `problem.budget_bytes`, and a bound on it.
+
+    start  what another solver found: its plan is the first hint, its bound a row
+    keep   indices of the runs that may be chosen besides those of the plan to start from, None for all; whoever gives
+           it answers for it that no plan with another run is better
+    """
+    started = time.monotonic()
+    best = _best_known(name, problem, limits, start)
+    hint = best.regions if best.status == "feasible" else limits.start
+    bound = start.bound_us if start is not None else 0.0
+    if keep is not None and hint is not None:
+        keep = keep | problem.runs_of(hint)
+    program = Program(problem, keep=keep)
+    program.bound_below(bound)
+    program.hint(hint or ())
+    backend = make(program)
+    interrupted = False
+
+    def on_progress(objective: float, bound_now: float) -> None:
+        assert limits.on_progress is not None
+        objective_us = min(best.objective_us if best.status == "feasible" else math.inf, objective / NS)
+        if objective_us < math.inf:
+            limits.on_progress(objective_us, min(max(bound, bound_now / NS), objective_us))
+
+    for rounds in range(1, MOST_ROUNDS + 1):
+        left = _left(limits, started)
+        if interrupted or (left is not None and left <= 0):
+            break
+        outcome = backend.run(limits, left, on_progress if limits.on_progress else None)
+        if outcome.status == "infeasible" and best.status == "unknown":
+            return Solution(name, "infeasible", wall_s=time.monotonic() - started, rounds=rounds)
+        bound, interrupted = max(bound, outcome.bound / NS), outcome.interrupted
+        if not outcome.values:
+            break
+        regions = program.regions(outcome.values)
+        violated = over_budget(problem, regions)
+        if violated is None:
+            objective_us = program.objective_at(outcome.values) / NS
+            if best.status == "unknown" or objective_us < best.objective_us:
+                best = Solution(name, "feasible", regions, objective_us, rounds=rounds)
+            break
+        program.add_exact(violated)
+        program.exclude(regions)
+    wall = time.monotonic() - started
+    if best.status == "unknown":
+        return Solution(name, "unknown", bound_us=bound, wall_s=wall, interrupted=interrupted)
+    found = dataclasses.replace(best, bound_us=min(bound, best.objective_us), wall_s=wall, interrupted=interrupted)
+    closed = found.gap <= max(limits.gap, backend.precision)
+    return dataclasses.replace(found, status="optimal" if closed else "feasible")
+
+
+def _best_known(name: str, problem: Problem, limits: Limits, start: Solution | None) -> Solution:
+    """The better of the plans to start from that keep the budget."""
+    known = [start] if start is not None and start.status == "feasible" else []
+    if limits.start is not None and problem.memory.curve(limits.start).peak_bytes <= problem.budget_bytes:
+        known.append(Solution(name, "feasible", limits.start, problem.objective_ns(limits.start) / NS))
+    return min(known, key=lambda solution: solution.objective_us, default=Solution(name, "unknown"))
+
+
+def least_peak(make: MakeBackend, problem: Problem, limits: Limits) -> tuple[int, tuple[Region, ...], float]:
+    """(peak bytes, regions, lower bound in bytes) of the plan of this space with the least peak.
+
+    `problem.budget_bytes` must be a peak that some plan reaches. Nothing is saved: saving never lowers a peak by
+    more than a workspace.
+    """
+    started = time.monotonic()
+    program = Program(problem, least_peak=True)
+    backend = make(program)
+    best, bound = problem.memory.peak_without_checkpointing, 0.0
+    regions: tuple[Region, ...] = ()
+    for _ in range(MOST_ROUNDS):
+        left = _left(limits, started)
+        if left is not None and left <= 0:
+            break
+        outcome = backend.run(limits, left, None)
+        bound = max(bound, outcome.bound * program.grain)
+        if not outcome.values:
+            break
+        found = program.regions(outcome.values)
+        peak = problem.memory.curve(found).peak_bytes
+        if peak < best:
+            best, regions = peak, found
+        if best <= bound + LEAST_PEAK_GAP * best or outcome.interrupted:
+            break
+        violated = over_budget(problem.with_budget(int(bound)), found)
+        if violated is None:
+            break
+        program.add_exact(violated)
+    return best, regions, bound
+
+
+def _left(limits: Limits, started: float) -> float | None:
+    return None if limits.time_s is None else limits.time_s - (time.monotonic() - started)
+
+
+def over_budget(problem: Problem, regions: tuple[Region, ...]) -> Row | None:
+    """The exact row that the plan breaks most, None if it keeps the budget."""
+    curve = problem.memory.curve(regions)
+    position = curve.peak_at
+    if curve.alive_bytes[position] <= problem.budget_bytes:
+        return None
+    op, top = int(curve.op[position]), int(curve.region[position])
+    if op < problem.graph.forward_end and top < 0:
+        return problem.forward_row(op)
+    index = problem.run_at(regions, op, top)
+    run = problem.runs[index]
+    own = problem.curve_of(run)
+    same = (own.op == op) & (own.region >= 0 if top >= 0 else own.region < 0)
+    candidates = same.nonzero()[0]
+    return problem.row(index, own, int(max(candidates, key=lambda i: own.alive_bytes[i])))
+
+
+class Program:
+    """Variables, constraints and objective, and what was added since.
+
+    least_peak  minimise the peak, up to `problem.budget_bytes`, in place of (1); nothing is saved then
+    keep        indices of the runs that may be chosen, None for all; nothing is built for the others
+    """
+
+    def __init__(self, problem: Problem, *, least_peak: bool = False, keep: set[int] | None = None):
+        self.problem = problem
+        self.grain = max(1, problem.budget_bytes // GRAINS)
+        self.variables: list[Variable] = []
+        self.constraints: list[Constraint] = []
+        self.hints: dict[int, int] = {}
+        self.fixed_bytes = problem.graph.fixed_total
+        # In grains, rounded down.
+        self.peak = self._variable("peak", problem.budget_bytes // self.grain) if least_peak else None
+        runs = problem.runs
+        indices = range(len(runs)) if keep is None else sorted(keep)
+        self.x = {i: self._variable(f"x[{runs[i].a},{runs[i].b},{i}]") for i in indices}
+        self.holding = self._holding()
+        self.s: dict[int, int] = {}
+        if not least_peak:
+            self._save_inside_regions()
+        self.k: dict[tuple[int, int], int] = {}
+        for kept in problem.kept.values():
+            self._keep_for_every_reason(kept)
+        self.prefix = self._prefixes()
+        self.objective: Terms = ((self.peak, 1),) if self.peak is not None else self._recomputation()
+        self._partition_segments()
+        for index in self.x:
+            self._keep_budget(index)
+        for row in problem.forward_rows:
+            self._add(row, self.grain)
+
+    def __str__(self) -> str:
+        return (
+            f"Program: {len(self.x)} runs, {len(self.s)} saves, {len(self.k)} reasons to keep; "
+            f"{len(self.variables)} variables, {len(self.constraints)} constraints"
+        )
+
+    def _variable(self, name: str, most: int = 1) -> int:
+        self.variables.append(Variable(name, most))
+        return len(self.variables) - 1
+
+    def _require(self, terms: Iterable[tuple[int, int]], most: int, *, equal: bool = False) -> None:
+        self.constraints.append(Constraint(tuple(terms), most, equal))
+
+    def _holding(self) -> list[list[int]]:
+        """For every segment the runs that hold it."""
+        holding: list[list[int]] = [[] for _ in self.problem.space.segments]
+        for index in self.x:
+            for segment in range(self.problem.runs[index].a, self.problem.runs[index].b):
+                holding[segment].append(index)
+        return holding
+
+    def _recomputation(self) -> Terms:  # (1)
+        runs = self.problem.runs
+        times = [(x, runs[i].time_ns) for i, x in self.x.items() if runs[i].region]
+        return (*times, *((s, -self.problem.save_time_ns[v]) for v, s in self.s.items()))
+
+    def _partition_segments(self) -> None:  # (2)
+        for indices in self.holding:
+            self._require(((self.x[i], 1) for i in indices), 1, equal=True)
+
+    def _save_inside_regions(self) -> None:  # (3)
+        runs = self.problem.runs
+        for v in self.problem.save_time_ns:
+            recomputing = [
+                self.x[i]
+                for i in self.holding[int(self.problem.segment_of_node[v])]
+                if (region := runs[i].region) and not region.inner and v not in runs[i].never_again
+            ]
+            if recomputing:
+                self.s[v] = self._variable(f"s[{v}]")
+                self._require([(self.s[v], 1), *((x, -1) for x in recomputing)], 0)
+
+    def _keep_for_every_reason(self, kept: Kept) -> None:  # (4)
+        runs = self.problem.runs
+        before: int | None = None
+        for site in kept.sites:
+            sources = [source for source, taken_at in kept.taken if taken_at == site]
+            reasons = [
+                self.x[i]
+                for i in self.holding[site]
+                if (site in kept.packed if runs[i].region is None else any(source < runs[i].a for source in sources))
+            ]
+            if site == kept.segment and kept.saver in self.s:
+                reasons.append(self.s[kept.saver])
+            if reasons:
+                k = self._variable(f"k[{kept.storage},{site}]")
+                self._require([*((reason, 1) for reason in reasons), (k, -1)], 0)
+                if before is not None:
+                    self._require([(before, 1), (k, -1)], 0)
+                before = k
+            if before is not None:
+                self.k[kept.storage, site] = before
+
+    def _prefixes(self) -> list[int | None]:  # (5)
+        """P[0..m]; None is zero."""
+        problem, count = self.problem, len(self.problem.space.segments)
+        added: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+        for a in range(count):
+            if a in self.x:
+                added[a].append((self.x[a], problem.own_bytes[a]))
+        for v, s in self.s.items():
+            added[int(problem.segment_of_node[v])].append((s, problem.save_bytes[v]))
+        for kept in problem.kept.values():
+            if (k := self.k.get((kept.storage, kept.sites[-1]))) is not None:
+                added[kept.sites[-1]].append((k, kept.size_bytes))
+        most = max(problem.budget_bytes - self.fixed_bytes, 0) // self.grain
+        prefix: list[int | None] = [None]
+        for a in range(count):
+            terms = self._in_grains(added[a])
+            if not terms:
+                prefix.append(prefix[a])
+                continue
+            total = self._variable(f"P[{a + 1}]", most)
+            if (before := prefix[a]) is not None:
+                terms.append((before, 1))
+            self._require([*terms, (total, -1)], 0, equal=True)
+            prefix.append(total)
+        return prefix
+
+    def _in_grains(self, terms: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        return [(variable, size // self.grain) for variable, size in terms if size // self.grain]
+
+    def _keep_budget(self, index: int) -> None:  # (6)
+        for row in self.problem.first_rows(index):
+            self._add(row, self.grain)
+
+    def add_exact(self, row: Row) -> None:
+        """Add `row` in bytes, without rounding."""
+        self._add(row, 1)
+
+    def _add(self, row: Row, grain: int) -> None:
+        if row.run is not None and row.run not in self.x:
+            return
+        terms = self._prefix_terms(row, grain) if row.run is not None else self._forward_terms(row, grain)
+        terms += [(self.s[v], size // grain) for v, size in row.saves if v in self.s]
+        most = self.problem.budget_bytes // grain
+        if self.peak is not None:
+            terms.append((self.peak, -self.grain // grain))
+            most = self.grain // grain - 1
+        own, always = row.bytes // grain, self.fixed_bytes // grain
+        when = None if row.run is None else self.x[row.run]
+        self.constraints.append(
+            Constraint(tuple(term for term in terms if term[1]), most - own, when=when, slack=own - always)
+        )
+
+    def _prefix_terms(self, row: Row, grain: int) -> list[tuple[int, int]]:
+        """kept_p of (6), its saves aside; in bytes without P, whose terms are rounded."""
+        problem = self.problem
+        terms: list[tuple[int, int]] = []
+        rounded = grain == self.grain
+        if rounded and (prefix := self.prefix[row.before]) is not None:
+            terms.append((prefix, 1))
+        for kept in problem.kept.values():
+            closed = kept.sites[-1] < row.before
+            if kept.segment >= row.before or kept.storage in row.alive or (closed and rounded):
+                continue
+            site = kept.site_before(row.before)
+            if site is not None and (kept.storage, site) in self.k:
+                terms.append((self.k[kept.storage, site], kept.size_bytes // grain))
+        if not rounded:
+            terms += [(self.x[a], problem.own_bytes[a]) for a in range(row.before) if a in self.x]
+            terms += [(s, problem.save_bytes[v]) for v, s in self.s.items() if problem.segment_of_node[v] < row.before]
+        return terms
+
+    def _forward_terms(self, row: Row, grain: int) -> list[tuple[int, int]]:  # (7)
+        terms = [(self.x[a], size // grain) for a, size in row.plain if a in self.x]
+        for storage, site in row.kept:
+            if (storage, site) in self.k:
+                terms.append((self.k[storage, site], self.problem.kept[storage].size_bytes // grain))
+        return terms
+
+    def bound_below(self, bound_us: float) -> None:
+        """Say that no plan takes less than `bound_us`."""
+        if bound_us > 0:
+            self._require(((variable, -time) for variable, time in self.objective), -math.floor(bound_us * NS))
+
+    def _chosen(self, regions: tuple[Region, ...]) -> tuple[set[int], set[int]]:
+        """The x and s that are 1 in a plan."""
+        chosen = {self.x[i] for i in self.problem.runs_of(regions) if i in self.x}
+        return chosen, {self.s[v] for region in regions for v in region.saved if v in self.s}
+
+    def hint(self, regions: tuple[Region, ...]) -> None:
+        """Let the next search start from `regions`."""
+        chosen, saved = self._chosen(regions)
+        self.hints = {variable: int(variable in chosen) for variable in self.x.values()}
+        self.hints |= {variable: int(variable in saved) for variable in self.s.values()}
+
+    def exclude(self, regions: tuple[Region, ...]) -> None:
+        """Rule out this one plan, which is over budget, whatever the rows say."""
+        chosen, saved = self._chosen(regions)
+        terms = [(x, 1) for x in chosen] + [(s, 1 if s in saved else -1) for s in self.s.values()]
+        self._require(terms, len(chosen) + len(saved) - 1)
+
+    def objective_at(self, values: Sequence[int]) -> int:
+        return sum(coefficient * values[variable] for variable, coefficient in self.objective)
+
+    def regions(self, values: Sequence[int]) -> tuple[Region, ...]:
+        """The plan that `values` stand for."""
+        chosen = [self.problem.runs[i].region for i, x in self.x.items() if values[x]]
+        saved = [v for v, s in self.s.items() if values[s]]
+        regions = [
+            Region(region.first, region.end, tuple(v for v in saved if v in region), region.inner)
+            for region in chosen
+            if region is not None
+        ]
+        return tuple(sorted(regions))
