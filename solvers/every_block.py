@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from remat.plans import Region
 from remat.problem import Problem
 from remat.solution import Limits, Solution
-from remat.solvers.heuristic import judge
-from remat.space import blocks
+from remat.solvers.heuristic import grouped, judge, layers, plan_of
 
 
 def solve(problem: Problem, limits: Limits) -> Solution:
-    return judge(problem, "every-block", [tuple(Region(first, end) for first, end in blocks(problem.graph))])
+    return judge(problem, "every-block", [plan_of(problem, grouped(layers(problem), 1))])
