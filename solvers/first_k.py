@@ -1,0 +1,16 @@
+"""First k: each of the first k layers a region, the others plain (Megatron-LM, `--recompute-method block`).
+
+The first ones, because the last are differentiated while all others still keep what they keep: there a region frees
+little that its own recomputation does not take again. k is the least that keeps the budget.
+"""
+
+from __future__ import annotations
+
+from remat.problem import Problem
+from remat.solution import Limits, Solution
+from remat.solvers.heuristic import grouped, judge, layers, plan_of
+
+
+def solve(problem: Problem, limits: Limits) -> Solution:
+    regions = plan_of(problem, grouped(layers(problem), 1))
+    return judge(problem, "first-k", [regions[:k] for k in range(len(regions) + 1)])
