@@ -1,0 +1,45 @@
+"""Save the matmuls: a layer is a region that recomputes what is cheap and saves what is not.
+
+Two policies of selective checkpointing, both torchtitan's (`selective_ac_option = "op"`):
+
+* Save every matrix product, convolution and attention.
+* Recompute every second matrix product of a layer, the second first; attention is always saved. It was torchtitan's
+  default until it named tensors instead.
+
+Either for the first k layers, the others plain (see `first_k.py`). Expensive is what PyTorch's own FLOP counter counts:
+`mm`, `addmm`, `bmm`, `convolution`, the kernels of scaled dot-product attention, and their kin.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from remat.plans import Region
+from remat.problem import Problem
+from remat.solution import Limits, Solution
+from remat.solvers.heuristic import grouped, judge, layers, plan_of
+
+
+def solve(problem: Problem, limits: Limits) -> Solution:
+    plain = grouped(layers(problem), 1)
+    policies = [plan_of(problem, (saving(problem, region, every) for region in plain)) for every in (1, 2)]
+    families = ([regions[:k] for k in range(len(regions) + 1)] for regions in policies)
+    return judge(problem, "save-matmuls", *families)
+
+
+def saving(problem: Problem, region: Region, every: int) -> Region:
+    """`region` with its attentions saved and its products, where `every` is 2 without the second, fourth, ..."""
+    nodes = [node for node in range(region.first, region.end) if is_expensive(problem, node)]
+    products = [node for node in nodes if not is_attention(problem, node)]
+    dropped = set(products[1::2]) if every == 2 else set()
+    return dataclasses.replace(region, saved=tuple(node for node in nodes if node not in dropped))
+
+
+def is_expensive(problem: Problem, node: int) -> bool:
+    graph = problem.graph
+    return any(graph.kinds[kind].flops for kind in graph.op_kind[graph.nodes[node].first : graph.nodes[node].end])
+
+
+def is_attention(problem: Problem, node: int) -> bool:
+    """Whether an expensive node is attention as a whole, by one kernel or by many; else it is a product."""
+    return "attention" in problem.graph.nodes[node].op
