@@ -19,8 +19,17 @@ from remat.solution import Limits, Solution
 
 Solver = Callable[[Problem, Limits], Solution]
 
-HEURISTICS = ("none", "every-block", "sqrt-n")
-EXACT = ("exact", "chain-dp", "cp-sat")  # those that prove a bound
+HEURISTICS = (
+    "none",
+    "every-block",
+    "every-n",
+    "first-k",
+    "sqrt-n",
+    "chen-greedy",
+    "save-matmuls",
+    "greedy",
+)
+EXACT = ("exact", "chain-dp", "cp-sat", "milp")  # those that prove a bound
 STRATEGIES = (*HEURISTICS, *EXACT)
 
 
