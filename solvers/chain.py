@@ -1,0 +1,318 @@
+"""The problem seen as a chain: what every run does to the number of bytes kept, for `chain_dp.py`.
+
+What limits a run is little more than the number of bytes that the segments before it keep. That number, and for one
+storage at every cut whether it is in it, is the state of the dynamic program; a `Step` is what a run does to it.
+
+A storage with several reasons to be kept (a residual stream: saved by the region that made it, taken by the next, or
+kept by autograd there) must be counted once. `Chain.tracked` names for every cut at most one storage that crosses it,
+and the state says whether some run before the cut keeps it already; so it is counted by the first run that has a
+reason. A storage crosses many cuts with one name: the tracked ones are chosen so that their stretches do not overlap,
+the most bytes first (weighted interval scheduling).
+
+Storages that cross much of the chain (an encoder's output, a position bias) are settled by cases (`Case`): in one the
+storage is kept, and counted where it is made; in the other it is not, and then nothing may want it. What is neither
+tracked nor settled is counted at its last site only, which may understate what a plan needs and never overstates it:
+a bound stays a bound.
+
+Autocast's copies live to the end of the forward, and a plain run keeps them for longer. Counted as kept they are there
+twice while the forward runs; left out they are missing in backward. A chain does the one or the other (`copies`), and
+either is a bound.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+
+import numpy as np
+
+from remat.problem import Kept, Problem, Row, Run
+
+LASTING = 2  # sites of a storage beyond which it is settled by cases
+MOST_LASTING = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Plans that keep the storages `pinned`, and do not keep those `absent`."""
+
+    pinned: frozenset[int] = frozenset()
+    absent: frozenset[int] = frozenset()
+
+    def split(self, storage: int) -> tuple[Case, Case]:
+        """The plans of this case that keep `storage`, and those that do not."""
+        return (
+            dataclasses.replace(self, pinned=self.pinned | {storage}),
+            dataclasses.replace(self, absent=self.absent | {storage}),
+        )
+
+
+def lasting_storages(problem: Problem) -> list[int]:
+    """Storages worth a split, the largest first: those with many sites that are not tracked."""
+    tracked = {kept.storage for kept in _choose_tracked(problem, len(problem.space.segments)) if kept is not None}
+    lasting = [kept for kept in problem.kept.values() if len(kept.sites) > LASTING and kept.storage not in tracked]
+    return [kept.storage for kept in sorted(lasting, key=lambda kept: -kept.size_bytes)[:MOST_LASTING]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """A node that a region may save: bytes that it keeps then, ns that it spares.
+
+    passes_on  the storage tracked at the region's end is among what it keeps
+    """
+
+    node: int
+    bytes: int
+    time_ns: int
+    passes_on: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Run `index`, from cut a to cut b.
+
+    keeps_bytes  what it keeps, saves and the storage tracked at `a` left out
+    most_bytes   what may be kept before it at most
+    wants        it has a reason of its own to keep the storage tracked at `a` ...
+    counts       ... and `most_bytes` has deducted that storage
+    passes_on    it is plain and keeps the storage tracked at `b`, which it made
+    saves        it is a region that may save
+    """
+
+    index: int
+    a: int
+    b: int
+    time_ns: int
+    keeps_bytes: int
+    most_bytes: int
+    wants: bool
+    counts: bool
+    passes_on: bool = False
+    saves: bool = False
+
+
+class Chain:
+    """Steps of `problem` in one case: those of the runs in `keep`, or of all.
+
+    copies     count autocast's copies as kept
+
+    into       for every cut the steps that end there, the shortest first; those that others dominate are left out
+    beside     for every pair of cuts the runs between them, those left out included
+    tracked    for every cut the storage whose being kept is part of the state, or None
+    most       for every cut what segments before it may keep while later ones run forward
+    most_after for every cut what may be kept there when a region that ends at it is recomputed
+    """
+
+    def __init__(
+        self, problem: Problem, case: Case | None = None, keep: set[int] | None = None, *, copies: bool = True
+    ):
+        self.problem = problem
+        self.case = case or Case()
+        self.copies = copies
+        self.count = len(problem.space.segments)
+        self.tracked = _choose_tracked(problem, self.count)
+        self.open = _open_storages(problem, self.count)
+        self.most = [self._forward_limit(cut) for cut in range(self.count + 1)]
+        self.most_after = [0] * (self.count + 1)
+        self.into: list[list[Step]] = [[] for _ in range(self.count + 1)]
+        for index, run in enumerate(problem.runs):
+            if keep is None or index in keep:
+                self._add(index, run)
+        self.beside: dict[tuple[int, int], list[int]] = {}
+        for b, steps in enumerate(self.into):
+            for step in steps:
+                self.beside.setdefault((step.a, b), []).append(step.index)
+            self.into[b] = sorted(self._undominated(steps), key=lambda step: -step.a)
+
+    def tracked_bytes(self, cut: int) -> int:
+        """Size of the storage tracked at `cut`."""
+        kept = self.tracked[cut]
+        return kept.size_bytes if kept is not None else 0
+
+    def persists(self, a: int, b: int) -> bool:
+        """Whether the storage tracked at cut `a` is still the one tracked at `b`."""
+        return self.tracked[a] is not None and self.tracked[a] is self.tracked[b]
+
+    @functools.cache  # noqa: B019  both live as long as one solve
+    def items(self, segment: int, b: int) -> tuple[Item, ...]:
+        """What a region that holds `segment` and ends at cut `b` may save there."""
+        problem, tracked = self.problem, self.tracked[b]
+        found = []
+        for node in problem.saves_in[segment]:
+            if node in self._never_again(b):
+                continue
+            shared = [problem.kept[u] for u in problem.saved_by[node] if u in problem.kept]
+            if any(kept.storage in self.case.absent for kept in shared):
+                continue
+            passes_on = tracked is not None and any(kept is tracked for kept in shared)
+            late = (k for k in shared if k.storage not in self.case.pinned and (k is tracked or k.sites[-1] < b))
+            size = problem.save_bytes[node] + sum(kept.size_bytes for kept in late)
+            found.append(Item(node, size, problem.save_time_ns[node], passes_on))
+        return tuple(sorted(found, key=lambda item: item.passes_on))
+
+    @functools.cache  # noqa: B019
+    def _never_again(self, b: int) -> frozenset[int]:
+        """Nodes that no region ending at cut `b` recomputes."""
+        regions = [self.problem.runs[step.index].never_again for step in self.into[b] if step.saves]
+        return frozenset.intersection(*regions) if regions else frozenset()
+
+    def _add(self, index: int, run: Run) -> None:
+        if self._wants_what_is_absent(run):
+            return
+        step = self._plain_step(index, run) if run.region is None else self._region_step(index, run)
+        if step.most_bytes + (self.tracked_bytes(run.a) if step.counts else 0) >= 0:
+            self.into[run.b].append(step)
+
+    def _wants_what_is_absent(self, run: Run) -> bool:
+        absent = (self.problem.kept[u] for u in self.case.absent)
+        return any(run.a in kept.packed if run.region is None else _is_taken(kept, run) for kept in absent)
+
+    def _undominated(self, steps: list[Step]) -> list[Step]:
+        """Steps without those that another one with the same ends is as fast as, wherever they fit."""
+        found: dict[int, list[Step]] = {}
+        for step in sorted(steps, key=lambda step: (step.time_ns, not step.saves)):
+            rivals = found.setdefault(step.a, [])
+            if all(rival.keeps_bytes > step.keeps_bytes or not self._covers(rival, step) for rival in rivals):
+                rivals.append(step)
+        return [step for rivals in found.values() for step in rivals]
+
+    def _covers(self, rival: Step, step: Step) -> bool:
+        """Whether `rival` fits wherever `step` does."""
+        if step.saves and not rival.saves:
+            return False
+        if rival.wants != step.wants or rival.passes_on != step.passes_on:
+            return False
+        if rival.saves and self.most_after[rival.b] < self.most[rival.b] + self.tracked_bytes(rival.b):
+            return False
+        ample = rival.most_bytes >= self.most[rival.a] + self.tracked_bytes(rival.a)
+        return ample or (rival.most_bytes >= step.most_bytes and rival.counts >= step.counts)
+
+    def _pinned_bytes(self, run: Run) -> int:
+        """What the case settles as kept of what `run` makes."""
+        kept = (self.problem.kept[u] for u in self.case.pinned)
+        return sum(k.size_bytes for k in kept if run.a <= k.segment < run.b)
+
+    def _late(self, kept: Kept, run: Run) -> bool:
+        """Whether `kept` is counted at its last site, and that is in `run`."""
+        return kept is not self.tracked[run.a] and kept.storage not in self.case.pinned and kept.sites[-1] < run.b
+
+    def _plain_step(self, index: int, run: Run) -> Step:
+        problem, at, end = self.problem, self.tracked[run.a], self.tracked[run.b]
+        (row,) = problem.first_rows(index) or [Row(index, 0, 0)]
+        keeps = problem.own_bytes[run.a] + self._pinned_bytes(run)
+        if not self.copies:
+            keeps -= sum(int(problem.graph.storages.size_bytes[u]) for u in problem.own[run.a] if self._is_late[u])
+        keeps += sum(k.size_bytes for k in problem.closing[run.a] if self._late(k, run) and k.wanted_by(run))
+        passes_on = end is not None and end is not at and run.a in end.packed
+        earlier = (problem.kept[u] for u in row.alive & self.case.pinned)
+        return Step(
+            index,
+            run.a,
+            run.b,
+            0,
+            keeps + (end.size_bytes if passes_on and end is not None else 0),
+            problem.budget_bytes - row.bytes + sum(kept.size_bytes for kept in earlier if kept.segment < run.a),
+            wants=at is not None and run.a in at.packed,
+            counts=at is not None and at.storage in row.alive,
+            passes_on=passes_on,
+        )
+
+    def _region_step(self, index: int, run: Run) -> Step:
+        problem, at, shape = self.problem, self.tracked[run.a], run.shape
+        assert run.region is not None
+        taken = [kept for kept in self.open[run.a] if _is_taken(kept, run)]
+        pinned = sum(kept.size_bytes for kept in taken if kept.storage in self.case.pinned)
+        late = sum(kept.size_bytes for kept in taken if self._late(kept, run))
+        level, saves = problem.level(run), not run.region.inner
+        most = problem.budget_bytes - level
+        counts = False
+        if (highest := shape.highest) is not None:
+            counts = highest.recomputing or highest.op <= shape.kept_until
+            most -= highest.bytes - (highest.spare_bytes if saves else 0) - (pinned if counts else 0)
+        if saves and (start := shape.start) is not None:
+            inputs = late + pinned + (self.tracked_bytes(run.a) if at in taken else 0)
+            after = problem.budget_bytes - level - start.bytes + start.spare_bytes + inputs
+            self.most_after[run.b] = max(self.most_after[run.b], after)
+        return Step(
+            index,
+            run.a,
+            run.b,
+            shape.time_ns,
+            late + self._pinned_bytes(run),
+            most,
+            wants=at in taken,
+            counts=counts and at in taken,
+            saves=saves,
+        )
+
+    def _forward_limit(self, cut: int) -> int:
+        """What segments before `cut` may keep while later ones run forward. What is local then counts once."""
+        problem, storages = self.problem, self.problem.graph.storages
+        segments = problem.space.segments
+        first = problem.graph.nodes[segments[cut].first].first if cut < self.count else None
+        most = problem.budget_bytes
+        for row in problem.forward_rows:
+            if first is None or row.op >= first:
+                local = (storages.birth <= row.op) & (storages.death >= row.op) & (storages.node >= 0)
+                twice = local & (problem.is_packed | self._is_pinned)
+                if not self.copies:
+                    twice &= ~(self._is_late & self._is_own)
+                most = min(most, problem.budget_bytes - row.bytes + int(storages.size_bytes[twice].sum()))
+        return most
+
+    @functools.cached_property
+    def _is_late(self) -> np.ndarray:
+        """Storages local at every point of the forward that limits what is kept, from their making on."""
+        storages, rows = self.problem.graph.storages, self.problem.forward_rows
+        last = max((row.op for row in rows), default=0)
+        return storages.death >= last
+
+    @functools.cached_property
+    def _is_own(self) -> np.ndarray:
+        own = np.zeros(len(self.problem.graph.storages.birth), dtype=bool)
+        own[[u for found in self.problem.own for u in found]] = True
+        return own
+
+    @functools.cached_property
+    def _is_pinned(self) -> np.ndarray:
+        pinned = np.zeros(len(self.problem.graph.storages.birth), dtype=bool)
+        pinned[list(self.case.pinned)] = True
+        return pinned
+
+
+def _is_taken(kept: Kept, run: Run) -> bool:
+    return any(source < run.a <= site < run.b for source, site in kept.taken)
+
+
+def _open_storages(problem: Problem, count: int) -> list[list[Kept]]:
+    """For every cut the storages that cross it and have a reason after it."""
+    found: list[list[Kept]] = [[] for _ in range(count + 1)]
+    for kept in problem.kept.values():
+        for cut in range(kept.segment + 1, kept.sites[-1] + 1):
+            found[cut].append(kept)
+    return found
+
+
+def _choose_tracked(problem: Problem, count: int) -> list[Kept | None]:
+    """For every cut the storage to track: stretches that do not overlap, of most bytes in all."""
+    stretches = [(kept.segment + 1, kept.sites[-1], kept) for kept in problem.kept.values()]
+    stretches = sorted((s for s in stretches if s[0] <= s[1]), key=lambda s: (s[1], s[0], s[2].storage))
+    ends = [end for _, end, _ in stretches]
+    best = [0]  # bytes, by number of stretches considered
+    taken: list[bool] = []
+    for first, _, kept in stretches:
+        before = bisect.bisect_left(ends, first)
+        with_it = best[before] + kept.size_bytes
+        taken.append(with_it > best[-1])
+        best.append(max(with_it, best[-1]))
+    tracked: list[Kept | None] = [None] * (count + 1)
+    i = len(stretches)
+    while i > 0:
+        first, end, kept = stretches[i - 1]
+        if taken[i - 1]:
+            tracked[first : end + 1] = [kept] * (end + 1 - first)
+            i = bisect.bisect_left(ends, first)
+        else:
+            i -= 1
+    return tracked
