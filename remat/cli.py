@@ -1,4 +1,4 @@
-"""The command line: `remat plan`, `profile`, `validate`, `show`, `models`, each a file of `remat.commands`.
+"""The command line: `remat plan`, `compare`, `profile`, `validate`, `show`, `models`, each a file of `remat.commands`.
 
 Rules that every command keeps:
 
@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import typer
 
 from remat import __version__
-from remat.commands import Answer, models, plan, profile, show, validate
+from remat.commands import Answer, compare, models, plan, profile, show, validate
 from remat.commands.options import spread
 from remat.errors import Infeasible, NoPlanInTime, RematError, UsageError
 from remat.screen import DEBUG, put, quiet_libraries, stdout_to_stderr, tell
@@ -133,7 +133,7 @@ def remat(
         raise typer.Exit
 
 
-for module in (plan, profile, validate, show, models):
+for module in (plan, compare, profile, validate, show, models):
     name = module.__name__.rpartition(".")[2]
     app.command(name=name)(answering(spread(getattr(module, name))))
 

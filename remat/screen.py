@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
@@ -43,7 +43,7 @@ def plan_text(plan: Plan) -> str:
     """A plan's promise: what it is for, what it costs, and how good it is."""
     return "\n\n".join(
         [
-            f"{plan.about['workload']} on {plan.target}, costs {plan.costs}: {_step_of(plan.about)}",
+            heading(plan.about, plan.target, plan.costs),
             aligned([*_promise(plan), *(_decision(plan) if plan.regions else ())]),
             *([] if plan.regions else ["no checkpointing needed: the whole step fits as it is"]),
             f"at the peak, {plan.predicted['peak_at']}\n{breakdown_text(plan.predicted['breakdown'])}",
@@ -51,14 +51,33 @@ def plan_text(plan: Plan) -> str:
     )
 
 
-def _step_of(about: dict[str, Any]) -> str:
+def columns(header: Sequence[str], rows: Iterable[Sequence[str]]) -> tuple[list[str], list[str]]:
+    """A table of numbers: the first column to the left, all others to the right.
+
+    (lines of the header, lines of the rows); the lines of a header are separated by \\n, and it ends level.
+    """
+    titles = [title.split("\n") for title in header]
+    height = max(map(len, titles))
+    above = list(zip(*([""] * (height - len(title)) + title for title in titles), strict=True))
+    table = [*above, *rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [
+        "  ".join(f"{cell:{'>' if i else '<'}{width}}" for i, (cell, width) in enumerate(zip(row, widths, strict=True)))
+        for row in table
+    ]
+    return lines[:height], lines[height:]
+
+
+def heading(about: dict[str, Any], target: str, costs: str) -> str:
+    """The step that something is about, and what it is for."""
     sizes = f"batch {about['batch_size']}"
     if about["seq_len"] is not None:
         sizes += f" x {about['seq_len']}"
     weights = " and ".join(about["parameter_dtypes"]) + " weights"
     autocast = f", {about['autocast']} autocast" if about["autocast"] else ""
     accumulated = f", accumulated over {about['accumulation']}" if about["accumulation"] > 1 else ""
-    return f"{sizes}{accumulated}, {weights}{autocast}, {about['optimizer'] or 'no optimizer'}"
+    step = f"{sizes}{accumulated}, {weights}{autocast}, {about['optimizer'] or 'no optimizer'}"
+    return f"{about['workload']} on {target}, costs {costs}: {step}"
 
 
 def _promise(plan: Plan) -> list[tuple[str, ...]]:
@@ -110,7 +129,7 @@ def profile_text(found: dict[str, Any], about: dict[str, Any]) -> str:
     ]
     if found["not_measured"]:
         rows.append(("not measured", ", ".join(sorted({row["op"] for row in found["not_measured"]}))))
-    return f"{found['model']} on {found['target']}, costs {found['costs']}: {_step_of(about)}\n\n{aligned(rows)}"
+    return f"{heading(about, found['target'], found['costs'])}\n\n{aligned(rows)}"
 
 
 def breakdown_text(parts: dict[str, int]) -> str:
@@ -184,10 +203,12 @@ class LiveLine:
 
     def __init__(self, progress: Progress):
         self._progress = progress
+        self._stage = ""
         self._task = progress.add_task("", total=None)
 
     def say(self, what: str) -> None:
         """A stage of unknown length."""
+        self._stage = what
         self._progress.remove_task(self._task)  # a task that had a total keeps it
         self._task = self._progress.add_task(what, total=None)
 
@@ -196,11 +217,10 @@ class LiveLine:
         self._progress.update(self._task, description="measuring operators", completed=done, total=total)
 
     def solved(self, objective_us: float, bound_us: float) -> None:
-        """Progress of a solver."""
+        """Progress of a solver within a stage."""
         gap = 100 * max(objective_us - bound_us, 0.0) / max(objective_us, 1.0)
-        self._progress.update(
-            self._task, description=f"solving: {ms(objective_us)} of recomputation, within {gap:.1f} % of the best"
-        )
+        found = f"{ms(objective_us)} of recomputation, within {gap:.1f} % of the best"
+        self._progress.update(self._task, description=f"{self._stage}: {found}")
 
 
 @contextlib.contextmanager

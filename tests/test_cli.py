@@ -118,6 +118,10 @@ def stack(*arguments: str, budget: str = "8MiB") -> list[str]:
     return ["plan", "--model", "model.py:stack", "--target", "h100-80gb", "--budget", budget, *arguments]
 
 
+def against(*arguments: str, budget: str = "8MiB") -> list[str]:
+    return ["compare", "--model", "model.py:stack", "--target", "h100-80gb", "--budget", budget, *arguments]
+
+
 def left_behind() -> set[str]:
     return {path.name for path in Path().iterdir()} - {"model.py", "cache", "__pycache__"}
 
@@ -335,6 +339,11 @@ def test_a_plan_short_of_the_proof_says_how_far() -> None:
             "--seq-len, --target cannot go with --profile",
             id="profile-and-options",
         ),
+        pytest.param(
+            against("--strategies", "none,foo"), "there is no strategy 'foo'; choose from none, ", id="strategy"
+        ),
+        pytest.param(against("--strategies", ","), "--strategies names none; choose from", id="no-strategy"),
+        pytest.param(against("--save", "no/such"), "no/such cannot be written: there is no folder", id="save-folder"),
         pytest.param(["show", "none.json"], "there is no plan file at none.json", id="no-plan"),
         pytest.param(["show", "model.py"], "model.py is not a plan file", id="corrupt-plan"),
         pytest.param(["validate", "none.json"], "there is no plan file at none.json", id="validate-no-plan"),
@@ -378,6 +387,63 @@ def test_a_bug_is_one_line_and_a_traceback_on_request(remat: Remat, monkeypatch:
     assert "Traceback" not in ran.stderr
     monkeypatch.setenv(screen.DEBUG, "1")
     assert "Traceback" in remat(*stack()).stderr
+
+
+# compare
+
+
+def test_strategies_are_compared_and_their_plans_saved(remat: Remat) -> None:
+    data = remat(*against("--strategies", "none, sqrt-n,exact", "--save", "plans", "--json", budget="11MiB")).data
+    assert [row["strategy"] for row in data["rows"]] == ["exact", "sqrt-n", "none"]
+    assert [row["fits"] for row in data["rows"]] == [True, True, False]
+    assert (data["model"], data["target"], data["budget_bytes"]) == ("stack", "h100-80gb", 11 << 20)
+    assert data["plan_paths"] == {name: f"plans/stack.{name}.plan.json" for name in ("exact", "sqrt-n")}
+    for row in data["rows"][:2]:
+        plan = Plan.load(data["plan_paths"][row["strategy"]])
+        assert plan.predicted["peak_bytes"] == row["peak_bytes"] <= plan.budget_bytes == 11 << 20
+        assert plan.about["model_spec"] == {"model": "../model.py:stack"}
+    assert remat("show", "plans/stack.sqrt-n.plan.json").exit_code == 0
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_a_comparison_is_one_line_a_strategy_and_never_cut(
+    remat: Remat, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    ran = remat(*against("--strategies", "none,chen-greedy,exact", budget="11MiB"))
+    lines = ran.stdout.splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.startswith("strategy "))
+    table = lines[begin - 1 : begin + 4]
+    assert [line.split()[:2] for line in table[2:]] == [["exact", "yes"], ["chen-greedy", "yes"], ["none", "no"]]
+    assert all(len(line) <= max(columns, 75) for line in table)
+    assert ("━" in table[2]) == (columns >= 80)
+    assert "peak_bytes" not in ran.stdout and "\x1b" not in ran.stdout and "…" not in ran.stdout
+    assert lines[-1].startswith("next: add --save FOLDER")
+
+
+def test_a_comparison_of_what_nothing_keeps_names_the_least_budget(remat: Remat) -> None:
+    refused = remat(*against("--json", budget="2MiB"))
+    assert refused.exit_code == refused.data["exit_code"] == 3
+    assert refused.data["minimum_budget_bytes"] > 2 << 20
+    alone = remat(*against("--strategies", "none", budget="2MiB"))
+    assert alone.exit_code == 0
+    assert "no plan fits; the nearest, of strategy none, needs 13.66 MiB" in alone.stdout
+
+
+def test_what_is_measured_is_shown_beside(remat: Remat, monkeypatch: pytest.MonkeyPatch) -> None:
+    def validate(workload: Workload, plan: Plan, **options: Any) -> Any:
+        passed = bool(plan.regions)
+        return dataclasses.make_dataclass("Report", ["batch_size", "seq_len", "device", "measured", "passed"])(
+            64, None, "cpu", {"peak_bytes": 3 << 20, "step_time_us": 5000}, passed
+        )
+
+    monkeypatch.setattr("remat.validating.validate", validate)
+    data = remat(*against("--strategies", "exact", "--measure", "--json")).data
+    assert data["rows"][0]["measured"] == {"peak_bytes": 3 << 20, "step_time_us": 5000}
+    assert data["measured_on"] == {"device": "cpu", "batch_size": 64, "seq_len": None}
+    ran = remat(*against("--strategies", "none", "--measure", budget="90%"))
+    assert "measured on cpu at batch 64, not the planned 4096" in ran.stdout
+    assert ran.exit_code == 4 and "error: none: the measurement contradicts the plan." in ran.stderr
 
 
 # profile, show, models

@@ -11,7 +11,7 @@ import functools
 import inspect
 import math
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -135,7 +135,46 @@ class SearchOptions:
         return Limits(time_s=self.time_limit, seed=self.seed, on_progress=line.solved)
 
 
-GROUPS = (ModelOptions, StepOptions, SourceOptions, BudgetOptions, SearchOptions)
+@dataclasses.dataclass(frozen=True)
+class EachSearchOptions(SearchOptions):
+    """A search of several solvers or budgets, which must not stay with one for ever."""
+
+    time_limit: Annotated[
+        float | None, _option(panel=SEARCH, show_default=True, help="Seconds for each; the best plan by then is taken.")
+    ] = 60.0
+    strategies: Annotated[
+        str | None,
+        _option(
+            panel=SEARCH,
+            show_default="the heuristics and exact",
+            help="Names with commas between them (every-block,sqrt-n,exact), or all.",
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.strategies is None:
+            return
+        from remat.solvers import STRATEGIES
+
+        wrong = [name for name in self._named if name not in (*STRATEGIES, "all")]
+        if wrong or not self._named:
+            what = f"there is no strategy {wrong[0]!r}" if wrong else "--strategies names none"
+            raise UsageError(f"{what}; choose from {', '.join(STRATEGIES)}, or all.")
+
+    @property
+    def _named(self) -> list[str]:
+        return [name.strip() for name in (self.strategies or "").split(",") if name.strip()]
+
+    @property
+    def names(self) -> Sequence[str] | None:
+        """The strategies asked for; None leaves the choice."""
+        from remat.solvers import STRATEGIES
+
+        return STRATEGIES if "all" in self._named else self._named or None
+
+
+GROUPS = (ModelOptions, StepOptions, SourceOptions, BudgetOptions, SearchOptions, EachSearchOptions)
 
 
 def spread(command: Callable[..., Answer]) -> Callable[..., Answer]:

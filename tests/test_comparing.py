@@ -1,0 +1,279 @@
+"""A comparison shows what each strategy achieves under one budget, in order, beside the best that is proved."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from remat import comparing
+from remat.comparing import Comparison, Row, compare
+from remat.errors import Infeasible, RematError, UsageError, ValidationFailed
+from remat.planning import Budget
+from remat.problem import Problem
+from remat.profiling import Profile, fake_step, find_place, profile_step
+from remat.record import FakeStep
+from remat.solution import Limits, Solution
+from remat.solvers import HEURISTICS
+from remat.space import find_space
+from tests import toys
+from tests.graphs import DYNAMO_LOOKS_AT_GRAD
+
+pytestmark = pytest.mark.filterwarnings(DYNAMO_LOOKS_AT_GRAD)
+
+LIMITS = Limits(workers=1)
+KEYS = {
+    "strategy",
+    "fits",
+    "peak_bytes",
+    "step_time_us",
+    "recompute_time_us",
+    "overhead",
+    "bound_us",
+    "gap",
+    "measured",
+    "status",
+    "wall_s",
+    "samples_per_s",
+    "tokens_per_s",
+    "above_bound",
+}
+
+
+@pytest.fixture(scope="module")
+def taken() -> tuple[Profile, FakeStep]:
+    place = find_place("h100-80gb")
+    step = fake_step(toys.TRANSFORMER.sized(64), place)
+    return profile_step(step, place), step
+
+
+@pytest.fixture(scope="module")
+def profile(taken: tuple[Profile, FakeStep]) -> Profile:
+    return taken[0]
+
+
+@pytest.fixture(scope="module")
+def problem(profile: Profile) -> Problem:
+    return Problem(profile.graph, profile.costs, find_space(profile.graph), 1 << 62)
+
+
+@pytest.fixture(scope="module")
+def budget(problem: Problem) -> Budget:
+    """What every block recomputed needs, and a little more."""
+    peak = problem.memory.curve(toys.every_block(problem.graph)).peak_bytes
+    limit = peak + (problem.memory.peak_without_checkpointing - peak) // 4
+    return Budget(limit, limit)
+
+
+@pytest.fixture(scope="module")
+def found(taken: tuple[Profile, FakeStep], budget: Budget) -> Comparison:
+    return compare(taken[0], budget, limits=LIMITS, step=taken[1])
+
+
+def row_of(comparison: Comparison, strategy: str) -> Row:
+    return next(row for row in comparison.rows if row.strategy == strategy)
+
+
+def test_by_default_the_heuristics_and_the_exact_strategy_are_compared(found: Comparison) -> None:
+    assert {row.strategy for row in found.rows} == {*HEURISTICS, "exact"}
+
+
+def test_what_fits_comes_first_by_its_time_and_what_does_not_last(found: Comparison) -> None:
+    fitting = [row for row in found.rows if row.fits]
+    assert len(fitting) >= 3 and found.rows[: len(fitting)] == tuple(fitting)
+    times = [row.step_time_us or 0 for row in fitting]
+    assert times == sorted(times)
+    assert found.rows[0].strategy == "exact" and found.best is found.rows[0]
+    assert not row_of(found, "none").fits
+
+
+def test_a_row_says_what_the_evaluator_says(found: Comparison, problem: Problem) -> None:
+    row, regions = row_of(found, "every-block"), tuple(toys.every_block(problem.graph))
+    again_us = problem.memory.recompute_time_us(regions, problem.op_time_ns / 1000)
+    assert row.peak_bytes == problem.memory.curve(regions).peak_bytes <= found.budget_bytes
+    assert row.recompute_time_us == pytest.approx(again_us)
+    assert row.step_time_us == pytest.approx(problem.step_time_us + again_us)
+    assert row.overhead == pytest.approx(again_us / problem.step_time_us)
+    assert row.samples_per_s == pytest.approx(64 / row.step_time_us * 1e6)
+    assert row.tokens_per_s == pytest.approx(row.samples_per_s * toys.LENGTH)
+    assert row.plan is not None and row.plan.predicted["judged_by"] == "replay"
+
+
+def test_only_exact_strategies_have_a_bound_and_all_are_held_against_it(found: Comparison) -> None:
+    exact = row_of(found, "exact")
+    assert exact.bound_us == found.bound_us > 0 and exact.gap is not None and exact.gap <= LIMITS.gap
+    for row in found.rows:
+        if row.strategy != "exact":
+            assert (row.bound_us, row.gap) == (None, None)
+        if row.fits:
+            assert row.above_bound is not None and row.recompute_time_us is not None
+            assert row.above_bound == pytest.approx(max(row.recompute_time_us / found.bound_us - 1, 0), abs=1e-9)
+            assert row.above_bound >= exact.above_bound - 1e-9 if exact.above_bound is not None else False
+            # In its file a plan has the bound that others proved.
+            assert row.plan is not None and row.plan.solver["bound_us"] == pytest.approx(found.bound_us)
+        else:
+            assert row.above_bound is None
+
+
+def test_what_does_not_fit_shows_how_near_it_comes(found: Comparison, problem: Problem) -> None:
+    row = row_of(found, "none")
+    assert (row.status, row.fits) == ("unknown", False)
+    assert row.peak_bytes == problem.memory.peak_without_checkpointing > found.budget_bytes
+    assert row.overhead == 0
+
+
+def test_it_is_one_document(found: Comparison) -> None:
+    data = json.loads(json.dumps(found.to_json(), allow_nan=False))
+    assert all(set(row) == KEYS for row in data["rows"])
+    assert [row["strategy"] for row in data["rows"]] == [row.strategy for row in found.rows]
+    assert data["budget_bytes"] == found.budget_bytes
+    assert {"model", "target", "costs", "without_checkpointing", "bound_us", "measured_on"} <= set(data)
+
+
+def test_named_strategies_are_compared_once_each(profile: Profile, budget: Budget) -> None:
+    seen = []
+    found = compare(
+        profile, budget, strategies=["none", "every-block", "none"], on_strategy=lambda *about: seen.append(about)
+    )
+    assert seen == [("none", 1, 2), ("every-block", 2, 2)]
+    assert [row.strategy for row in found.rows] == ["every-block", "none"]
+    assert found.bound_us == 0 and all(row.above_bound is None for row in found.rows)  # nobody proved anything
+
+
+def test_an_unknown_strategy_is_refused(profile: Profile, budget: Budget) -> None:
+    with pytest.raises(UsageError, match=r"there is no strategy 'every-blok'.*every-block"):
+        compare(profile, budget, strategies=["every-blok"])
+
+
+def test_a_step_that_fits_needs_no_proof(profile: Profile, problem: Problem) -> None:
+    most = problem.memory.peak_without_checkpointing
+    found = compare(profile, Budget(most, most), strategies=["none", "exact"])
+    assert all(row.fits and row.overhead == 0 and row.above_bound is None for row in found.rows)
+    assert row_of(found, "exact").status == "optimal"
+
+
+def test_where_it_is_proved_that_nothing_fits_the_least_budget_is_named(profile: Profile, problem: Problem) -> None:
+    limit = problem.memory.peak_without_checkpointing // 10
+    with pytest.raises(Infeasible) as refused:
+        compare(profile, Budget(limit, limit), strategies=["none", "exact"], limits=LIMITS)
+    least = refused.value.minimum_budget_bytes
+    assert least is not None and limit < least
+    assert compare(profile, Budget(least, least), strategies=["exact"], limits=LIMITS).rows[0].fits
+
+
+def test_heuristics_that_do_not_fit_prove_nothing(profile: Profile, problem: Problem) -> None:
+    limit = problem.memory.peak_without_checkpointing // 10
+    found = compare(profile, Budget(limit, limit), strategies=["none", "every-block"])
+    assert found.best is None
+    assert [row.strategy for row in found.rows] == ["every-block", "none"]  # by peak
+
+
+# Solvers that go wrong
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, **solutions: Solution | BaseException) -> None:
+    """Let strategies by name give these; the others are as they are."""
+    load = comparing.load
+
+    def loaded(name: str) -> Any:
+        given = solutions.get(name.replace("-", "_"))
+        if given is None:
+            return load(name)
+
+        def solve(problem: Problem, limits: Limits) -> Solution:
+            if isinstance(given, BaseException):
+                raise given
+            return given
+
+        return solve
+
+    monkeypatch.setattr(comparing, "load", loaded)
+
+
+def test_a_plan_that_does_not_hold_is_no_row(
+    profile: Profile, budget: Budget, problem: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = tuple(toys.every_block(problem.graph))
+    answering(monkeypatch, exact=Solution("liar", "optimal", blocks, objective_us=1.0, bound_us=1.0))
+    with pytest.raises(RematError, match=r"solver liar gave a plan that does not hold: .*claims 1\.000 us"):
+        compare(profile, budget, strategies=["exact"])
+
+
+def test_no_plan_in_time_is_a_row_without_numbers(
+    profile: Profile, budget: Budget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answering(monkeypatch, exact=Solution("slow", "unknown", bound_us=1.0, wall_s=2.0))
+    row = compare(profile, budget, strategies=["exact", "every-block"]).rows[-1]
+    assert (row.strategy, row.status, row.fits, row.bound_us, row.wall_s) == ("exact", "unknown", False, 1.0, 2.0)
+    assert row.peak_bytes is None and row.step_time_us is None and row.tokens_per_s is None and row.plan is None
+
+
+def test_an_interrupt_keeps_the_rows_so_far(profile: Profile, budget: Budget, monkeypatch: pytest.MonkeyPatch) -> None:
+    answering(monkeypatch, sqrt_n=KeyboardInterrupt())
+    found = compare(profile, budget, strategies=["every-block", "sqrt-n", "none"])
+    assert found.interrupted and [row.strategy for row in found.rows] == ["every-block"]
+    with pytest.raises(KeyboardInterrupt):
+        compare(profile, budget, strategies=["sqrt-n"])
+
+
+def test_where_the_replay_needs_more_less_is_asked_for(
+    taken: tuple[Profile, FakeStep], budget: Budget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replay = comparing.replay_peak
+    monkeypatch.setattr(comparing, "replay_peak", lambda *args: replay(*args) + 1000)
+    row = compare(taken[0], budget, strategies=["exact"], limits=LIMITS, step=taken[1]).rows[0]
+    assert row.peak_bytes is not None and row.peak_bytes + 1000 <= budget.limit_bytes
+
+
+# On the device at hand
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeReport:
+    batch_size: int
+    seq_len: int | None
+    passed: bool = True
+    device: str = "a device"
+
+    @property
+    def measured(self) -> dict[str, int]:
+        return {"peak_bytes": 10 * self.batch_size, "step_time_us": self.batch_size, "reserved_bytes": 0}
+
+
+def test_all_that_fits_is_measured_at_one_size(found: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[tuple[int, int]] = []
+
+    def validate(workload: Any, plan: Any, **options: Any) -> FakeReport:
+        """The plan of `exact` bears half the batch that others do."""
+        most = 8 if plan == row_of(found, "exact").plan else 16
+        ran.append((workload.batch_size, len(plan.regions)))
+        return FakeReport(min(workload.batch_size, most), workload.seq_len)
+
+    monkeypatch.setattr("remat.validating.validate", validate)
+    measured = comparing.measure(found, toys.TRANSFORMER.sized(64))
+    assert measured.measured_on == {"device": "a device", "batch_size": 8, "seq_len": toys.LENGTH}
+    for row in measured.rows:
+        assert row.measured == ({"peak_bytes": 80, "step_time_us": 8} if row.fits else None)
+    different = len({row.plan.regions for row in found.rows if row.fits and row.plan})
+    assert len([size for size, _ in ran if size == 8]) <= different  # equal plans run once
+    assert measured.failures == ()
+
+
+def test_a_measurement_that_fails_is_said_and_the_others_go_on(
+    found: Comparison, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact, blocks = (row_of(found, name).plan for name in ("exact", "every-block"))
+
+    def validate(workload: Any, plan: Any, **options: Any) -> FakeReport:
+        if plan == exact:
+            raise ValidationFailed("out of memory.")
+        return FakeReport(workload.batch_size, workload.seq_len, passed=plan.regions != blocks.regions)
+
+    monkeypatch.setattr("remat.validating.validate", validate)
+    measured = comparing.measure(found, toys.TRANSFORMER.sized(64))
+    assert row_of(measured, "exact").measured is None
+    assert row_of(measured, "every-block").measured == {"peak_bytes": 640, "step_time_us": 64}
+    assert "exact: out of memory." in measured.failures
+    assert "every-block: the measurement contradicts the plan." in measured.failures
