@@ -41,13 +41,15 @@ class Point:
     op           counted from the run's first forward operator if `recomputing`, else from its first backward one
     bytes        alive there if nothing but the run kept anything, less what the step itself has alive at the run's
                  first backward operator
-    spare_bytes  what is not alive there if the node that runs is saved: its workspace, and the copy of its outputs
+    spare_bytes  workspace that is not taken there if the node that runs is saved
+    made_bytes   what that node has made by then, alive once whether it is saved or made again
     """
 
     op: int
     recomputing: bool
     bytes: int
     spare_bytes: int = 0
+    made_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Shape:
     """What runs alike share: time to recompute one once, in ns, and where its memory is tested first.
 
     highest      where the run has most alive           start  where its recomputation begins, if it may save
+    firm         where it has most alive even if the node that runs is saved
     never_again  nodes after the last save, counted from the run's first: early stop leaves them out, so saving them
                  gains nothing
     kept_until   the last operator at which a region keeps what it takes, counted from its first backward one
@@ -62,15 +65,16 @@ class Shape:
 
     time_ns: int = 0
     highest: Point | None = None
+    firm: Point | None = None
     start: Point | None = None
     never_again: tuple[int, ...] = ()
     kept_until: int = 0
 
     @property
     def points(self) -> tuple[Point, ...]:
-        """`highest` and `start`, in the order of time, once."""
-        both = {point for point in (self.highest, self.start) if point is not None}
-        return tuple(sorted(both, key=lambda point: (not point.recomputing, point.op)))
+        """All of them in the order of time, once."""
+        found = {point for point in (self.highest, self.firm, self.start) if point is not None}
+        return tuple(sorted(found, key=lambda point: (not point.recomputing, point.op)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,7 +241,7 @@ class Problem:
     def _plain_shape(self, a: int) -> Shape:
         key = (self._alike_runs.setdefault((self._alike[a],), len(self._alike_runs)), PLAIN)
         if key not in self._shapes:
-            highest, _ = self._points(Run(a, a + 1, None, Shape()))
+            highest, *_ = self._points(Run(a, a + 1, None, Shape()))
             self._shapes[key] = Shape(highest=highest)
         shape = self._shapes[key]
         assert shape is not None
@@ -252,35 +256,47 @@ class Problem:
         recomputation = self.memory.recomputation(region)
         if recomputation is None:
             return None
-        highest, start = self._points(Run(a, b, region, Shape()))
+        highest, firm, start = self._points(Run(a, b, region, Shape()))
         kept_until = recomputation.release - self.backward_of[b - 1][0]
         if region.inner:
             time_ns = self.memory.nested_time(region, self._time_until)
-            return Shape(time_ns, highest, None, (), kept_until)
+            return Shape(time_ns, highest, kept_until=kept_until)
         ends = self.memory.node_end[region.first : region.end]
         never = tuple(np.flatnonzero(ends > recomputation.stop).tolist())
         time_ns = int(self.op_time_ns[recomputation.first : recomputation.stop].sum())
-        return Shape(time_ns, highest, start, never, kept_until)
+        return Shape(time_ns, highest, firm, start, never, kept_until)
 
-    def _points(self, run: Run) -> tuple[Point | None, Point | None]:
-        """Where `run` has most alive, and where its recomputation begins."""
+    def _points(self, run: Run) -> tuple[Point | None, Point | None, Point | None]:
+        """Where `run` has most alive, where it has most even if what runs there is saved, and where it starts again."""
         curve = self.curve_of(run)
         positions = self.positions_of(run, curve)
         if not len(positions):
-            return None, None
-        highest = self._point(run, curve, int(positions[curve.alive_bytes[positions].argmax()]))
+            return None, None, None
+        alive = curve.alive_bytes[positions]
+        spared = np.where(curve.region[positions] >= 0, self._spare[0][curve.op[positions]], 0)
         again = np.flatnonzero(curve.region >= 0)
-        return highest, self._point(run, curve, int(again[0])) if len(again) else None
+        return (
+            self._point(run, curve, int(positions[alive.argmax()])),
+            self._point(run, curve, int(positions[(alive - spared).argmax()])) if len(again) else None,
+            self._point(run, curve, int(again[0])) if len(again) else None,
+        )
 
     def _point(self, run: Run, curve: Curve, position: int) -> Point:
         op, recomputing = int(curve.op[position]), bool(curve.region[position] >= 0)
-        spare = 0
-        if recomputing and int(self.graph.op_node[op]) in self.save_time_ns:
-            made = (self.graph.storages.birth == op) & (self.graph.storages.cast == 0)
-            spare = int(self.memory.workspace_bytes[op] + self.graph.storages.size_bytes[made].sum())
-        return Point(
-            op - self._anchor(run, recomputing), recomputing, int(curve.alive_bytes[position]) - self.level(run), spare
-        )
+        alive = int(curve.alive_bytes[position]) - self.level(run)
+        spare, made = (int(column[op]) if recomputing else 0 for column in self._spare)
+        return Point(op - self._anchor(run, recomputing), recomputing, alive, spare, made)
+
+    @functools.cached_property
+    def _spare(self) -> tuple[np.ndarray, np.ndarray]:
+        """For every operator of a node that may be saved its workspace, and what the node has made by then."""
+        graph = self.graph
+        spare = np.where(np.isin(graph.op_node, list(self.save_time_ns)), self.memory.workspace_bytes, 0)
+        made = np.zeros_like(spare)
+        for node, saved in self.saved_by.items():
+            for u in saved:
+                made[graph.storages.birth[u] : graph.nodes[node].end] += graph.storages.size_bytes[u]
+        return spare, made
 
     def _anchor(self, run: Run, recomputing: bool) -> int:
         """The operator from which a point of `run` counts."""
@@ -407,7 +423,7 @@ class Problem:
             )
         return result
 
-    def _is_own(self, storage: int) -> bool:
+    def is_own(self, storage: int) -> bool:
         """Whether only its own segment can keep it, and it is not held anyway."""
         return storage not in self.kept and self.graph.storages.death[storage] < self.graph.forward_end
 
@@ -415,7 +431,7 @@ class Problem:
     def own(self) -> list[list[int]]:
         """For every segment the storages made there that only its being plain keeps."""
         packed, _ = self._reasons
-        return [[u for u in packed[s] if self._is_own(u)] for s in range(len(self.space.segments))]
+        return [[u for u in packed[s] if self.is_own(u)] for s in range(len(self.space.segments))]
 
     @functools.cached_property
     def closing(self) -> list[list[Kept]]:
@@ -455,7 +471,7 @@ class Problem:
     def save_bytes(self) -> dict[int, int]:
         """Bytes that saving each node keeps and no other reason does."""
         sizes = self.graph.storages.size_bytes
-        return {node: int(sum(sizes[u] for u in saved if self._is_own(u))) for node, saved in self.saved_by.items()}
+        return {node: int(sum(sizes[u] for u in saved if self.is_own(u))) for node, saved in self.saved_by.items()}
 
     # Rows
 
@@ -546,7 +562,7 @@ class Problem:
             return int(sum(storages.size_bytes[u] for u in found if storages.death[u] < op))
 
         plain = ((s, gone(found)) for s, found in enumerate(self.own))
-        saves = ((v, gone([u for u in found if self._is_own(u)])) for v, found in self.saved_by.items())
+        saves = ((v, gone([u for u in found if self.is_own(u)])) for v, found in self.saved_by.items())
         kept = ((k.storage, k.sites[-1]) for k in self.kept.values() if k.death < op)
         return Row(
             run=None,

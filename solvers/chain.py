@@ -14,9 +14,9 @@ storage is kept, and counted where it is made; in the other it is not, and then 
 tracked nor settled is counted at its last site only, which may understate what a plan needs and never overstates it:
 a bound stays a bound.
 
-Autocast's copies live to the end of the forward, and a plain run keeps them for longer. Counted as kept they are there
-twice while the forward runs; left out they are missing in backward. A chain does the one or the other (`copies`), and
-either is a bound.
+What somebody holds to the end of the forward anyway (autocast's copies) may be kept for longer by a plain run or a
+save. Counted as kept it is there twice while the forward runs; left out it is missing in backward. A chain does the
+one or the other (`count_held`), and allows for what it may count twice: either is a bound.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -31,6 +32,7 @@ from remat.problem import Kept, Problem, Row, Run
 
 LASTING = 2  # sites of a storage beyond which it is settled by cases
 MOST_LASTING = 4
+MATTERS = 2000  # a storage smaller than a 2000th of the budget is not worth it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +51,11 @@ class Case:
 
 
 def lasting_storages(problem: Problem) -> list[int]:
-    """Storages worth a split, the largest first: those with many sites that are not tracked."""
+    """Storages worth a split, the largest first: those with many sites that are not tracked, and not too small."""
+    least = problem.budget_bytes // MATTERS
     tracked = {kept.storage for kept in _choose_tracked(problem, len(problem.space.segments)) if kept is not None}
     lasting = [kept for kept in problem.kept.values() if len(kept.sites) > LASTING and kept.storage not in tracked]
+    lasting = [kept for kept in lasting if kept.size_bytes > least]
     return [kept.storage for kept in sorted(lasting, key=lambda kept: -kept.size_bytes)[:MOST_LASTING]]
 
 
@@ -95,7 +99,7 @@ class Step:
 class Chain:
     """Steps of `problem` in one case: those of the runs in `keep`, or of all.
 
-    copies     count autocast's copies as kept
+    count_held count what is held to the end of the forward as kept
 
     into       for every cut the steps that end there, the shortest first; those that others dominate are left out
     beside     for every pair of cuts the runs between them, those left out included
@@ -105,11 +109,11 @@ class Chain:
     """
 
     def __init__(
-        self, problem: Problem, case: Case | None = None, keep: set[int] | None = None, *, copies: bool = True
+        self, problem: Problem, case: Case | None = None, keep: set[int] | None = None, *, count_held: bool = True
     ):
         self.problem = problem
         self.case = case or Case()
-        self.copies = copies
+        self.count_held = count_held
         self.count = len(problem.space.segments)
         self.tracked = _choose_tracked(problem, self.count)
         self.open = _open_storages(problem, self.count)
@@ -148,6 +152,7 @@ class Chain:
             passes_on = tracked is not None and any(kept is tracked for kept in shared)
             late = (k for k in shared if k.storage not in self.case.pinned and (k is tracked or k.sites[-1] < b))
             size = problem.save_bytes[node] + sum(kept.size_bytes for kept in late)
+            size -= self._held_bytes(problem.saved_by[node])
             found.append(Item(node, size, problem.save_time_ns[node], passes_on))
         return tuple(sorted(found, key=lambda item: item.passes_on))
 
@@ -200,9 +205,7 @@ class Chain:
     def _plain_step(self, index: int, run: Run) -> Step:
         problem, at, end = self.problem, self.tracked[run.a], self.tracked[run.b]
         (row,) = problem.first_rows(index) or [Row(index, 0, 0)]
-        keeps = problem.own_bytes[run.a] + self._pinned_bytes(run)
-        if not self.copies:
-            keeps -= sum(int(problem.graph.storages.size_bytes[u]) for u in problem.own[run.a] if self._is_late[u])
+        keeps = problem.own_bytes[run.a] + self._pinned_bytes(run) - self._held_bytes(problem.own[run.a])
         keeps += sum(k.size_bytes for k in problem.closing[run.a] if self._late(k, run) and k.wanted_by(run))
         passes_on = end is not None and end is not at and run.a in end.packed
         earlier = (problem.kept[u] for u in row.alive & self.case.pinned)
@@ -227,12 +230,12 @@ class Chain:
         level, saves = problem.level(run), not run.region.inner
         most = problem.budget_bytes - level
         counts = False
-        if (highest := shape.highest) is not None:
-            counts = highest.recomputing or highest.op <= shape.kept_until
-            most -= highest.bytes - (highest.spare_bytes if saves else 0) - (pinned if counts else 0)
+        if (high := shape.firm if saves else shape.highest) is not None:
+            counts = high.recomputing or high.op <= shape.kept_until
+            most -= high.bytes - (high.spare_bytes if saves else 0) - (pinned if counts else 0)
         if saves and (start := shape.start) is not None:
             inputs = late + pinned + (self.tracked_bytes(run.a) if at in taken else 0)
-            after = problem.budget_bytes - level - start.bytes + start.spare_bytes + inputs
+            after = problem.budget_bytes - level - start.bytes + start.spare_bytes + start.made_bytes + inputs
             self.most_after[run.b] = max(self.most_after[run.b], after)
         return Step(
             index,
@@ -254,31 +257,43 @@ class Chain:
         most = problem.budget_bytes
         for row in problem.forward_rows:
             if first is None or row.op >= first:
-                local = (storages.birth <= row.op) & (storages.death >= row.op) & (storages.node >= 0)
-                twice = local & (problem.is_packed | self._is_pinned)
-                if not self.copies:
-                    twice &= ~(self._is_late & self._is_own)
+                local = (storages.birth <= row.op) & (storages.death >= row.op)
+                twice = local & (self._made_in < cut) & self._may_count
+                if (tracked := self.tracked[cut]) is not None:
+                    twice[tracked.storage] = False
                 most = min(most, problem.budget_bytes - row.bytes + int(storages.size_bytes[twice].sum()))
         return most
 
     @functools.cached_property
-    def _is_late(self) -> np.ndarray:
-        """Storages local at every point of the forward that limits what is kept, from their making on."""
-        storages, rows = self.problem.graph.storages, self.problem.forward_rows
-        last = max((row.op for row in rows), default=0)
-        return storages.death >= last
+    def _made_in(self) -> np.ndarray:
+        """For every storage the segment that makes it; of those made in backward the last."""
+        made_by = self.problem.graph.storages.node
+        return np.where(made_by >= 0, self.problem.segment_of_node[made_by], self.count)
 
     @functools.cached_property
-    def _is_own(self) -> np.ndarray:
-        own = np.zeros(len(self.problem.graph.storages.birth), dtype=bool)
-        own[[u for found in self.problem.own for u in found]] = True
-        return own
+    def _is_held(self) -> np.ndarray:
+        """Storages that are local, from their making on, at every point of the forward that limits what is kept."""
+        last = max((row.op for row in self.problem.forward_rows), default=0)
+        return self.problem.graph.storages.death >= last
+
+    def _held_bytes(self, storages: Iterable[int]) -> int:
+        """Size of those that this chain does not count as kept."""
+        if self.count_held:
+            return 0
+        held = (u for u in storages if self._is_held[u] and self.problem.is_own(u))
+        return sum(int(self.problem.graph.storages.size_bytes[u]) for u in held)
 
     @functools.cached_property
-    def _is_pinned(self) -> np.ndarray:
-        pinned = np.zeros(len(self.problem.graph.storages.birth), dtype=bool)
-        pinned[list(self.case.pinned)] = True
-        return pinned
+    def _may_count(self) -> np.ndarray:
+        """Storages that this chain may count as kept."""
+        problem = self.problem
+        found = problem.is_packed.copy()
+        found[[u for saved in problem.saved_by.values() for u in saved]] = True
+        found[list(self.case.pinned)] = True
+        if not self.count_held:
+            own = [u for u in np.flatnonzero(found & self._is_held).tolist() if problem.is_own(u)]
+            found[own] = False
+        return found
 
 
 def _is_taken(kept: Kept, run: Run) -> bool:

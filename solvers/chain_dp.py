@@ -26,6 +26,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections.abc import Iterable
 
 from remat.plans import Region
 from remat.problem import NS, Problem
@@ -35,7 +36,7 @@ from remat.solvers.chain_table import Table
 
 NAME = "chain-dp"
 TRIES = 12
-LEVELS = ((4_000, 12_000), (40_000, 100_000), (200_000, 400_000))  # grains in a budget, coarse to fine
+LEVELS = ((3_000, 10_000), (10_000, 40_000), (40_000, 150_000))  # grains in a budget, coarse to fine
 
 
 def solve(problem: Problem, limits: Limits) -> Solution:
@@ -82,11 +83,9 @@ class Found:
         if time_ns < self.objective_ns:
             self.regions, self.objective_ns = regions, time_ns
 
-    def raise_bound(self, bound_ns: float | None) -> None:
-        """Take a bound; None says that no plan is left that could beat the best known."""
-        if bound_ns is None:
-            self.infeasible = self.regions is None
-            bound_ns = math.inf
+    def raise_bound(self, bound_ns: float) -> None:
+        """Take a bound on what could beat the best known; infinite where nothing can."""
+        self.infeasible = math.isinf(bound_ns) and self.regions is None
         self.bound_ns = max(self.bound_ns, min(bound_ns, self.objective_ns))
 
     def closed(self, limits: Limits) -> bool:
@@ -128,22 +127,34 @@ def _refine(problem: Problem, limits: Limits, found: Found) -> None:
             if found.late(limits):
                 cases += waiting
                 break
-            case = _solve_case(problem, waiting.pop(), levels, found)
-            if case is None:
+            case, tables = _solve_case(problem, waiting.pop(), levels, found)
+            if case.bound_ns >= found.objective_ns:
                 continue
             unsettled = [u for u in lasting if u not in case.case.pinned | case.case.absent]
             if unsettled and not found.closes(case.bound_ns, limits):
                 kept, absent = case.case.split(unsettled[0])
                 waiting += [dataclasses.replace(case, case=absent), dataclasses.replace(case, case=kept)]
-            else:
+            elif levels == LEVELS[-1] or found.closes(case.bound_ns, limits):
                 cases.append(case)
-        found.raise_bound(min((case.bound_ns for case in cases), default=None))
+            else:
+                cases.append(dataclasses.replace(case, useful=_useful(case, tables, found)))
+        found.raise_bound(min((case.bound_ns for case in cases), default=math.inf))
         if limits.on_progress is not None and found.regions is not None:
             limits.on_progress(found.objective_ns / NS, found.bound_ns / NS)
         if found.late(limits) or found.closed(limits):
             break
         cases = [case for case in cases if case.bound_ns < found.objective_ns]
-        found.useful = set().union(*(case.useful or () for case in cases))
+        found.useful = _union(case.useful for case in cases)
+
+
+def _union(sets: Iterable[set[int] | None]) -> set[int] | None:
+    """All of them together; None stands for everything."""
+    union: set[int] = set()
+    for members in sets:
+        if members is None:
+            return None
+        union |= members
+    return union
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,22 +166,26 @@ class _Open:
     bound_ns: float
 
 
-def _solve_case(problem: Problem, case: _Open, levels: tuple[int, int], found: Found) -> _Open | None:
-    """`case` with a better bound and fewer runs, its plans offered; None if it holds no better plan."""
-    for copies in (True, False):
-        table = Table(Chain(problem, case.case, case.useful, copies=copies), levels)
+def _solve_case(problem: Problem, case: _Open, levels: tuple[int, int], found: Found) -> tuple[_Open, list[Table]]:
+    """`case` with a better bound, infinite if it holds no plan, and the tables that say so; plans are offered."""
+    tables: list[Table] = []
+    for count_held in (True, False):
+        table = Table(Chain(problem, case.case, case.useful, count_held=count_held), levels)
+        tables.append(table)
         bound_ns = table.least_time_ns()
-        if bound_ns is None:
-            return None
-        case = dataclasses.replace(case, bound_ns=max(case.bound_ns, bound_ns))
-        forward_binds = _offer_plan(table, found)
-        if case.bound_ns >= found.objective_ns:
-            return None
-        useful = table.useful(found.objective_ns)
-        case = dataclasses.replace(case, useful=useful if case.useful is None else case.useful & useful)
-        if not forward_binds:
+        case = dataclasses.replace(case, bound_ns=max(case.bound_ns, math.inf if bound_ns is None else bound_ns))
+        if math.isinf(case.bound_ns) or not _offer_plan(table, found):
             break
-    return case
+    return case, tables
+
+
+def _useful(case: _Open, tables: list[Table], found: Found) -> set[int] | None:
+    """The runs of which every table says that a better plan may contain them."""
+    useful = case.useful
+    for table in tables:
+        of_table = table.useful(found.objective_ns)
+        useful = of_table if useful is None else useful & of_table
+    return useful
 
 
 def _offer_plan(table: Table, found: Found) -> bool:

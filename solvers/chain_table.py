@@ -6,6 +6,7 @@ being kept (k = 0) and one for its being kept (k = 1).
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from remat.solvers.chain import Chain, Item, Step
 MOST_CELLS = 60_000_000  # of a table: longer chains get coarser grains
 
 RECENT = 2  # segments
+FREQUENT_SIZES, PARTS = 60, 200  # from which grains are tried
 Track = list[np.ndarray]  # one array, or two, for k = 0 and 1
 
 
@@ -46,20 +48,30 @@ class Table:
         return None if math.isinf(least) else max(least, 0.0)
 
     def _choose_grain(self, levels: tuple[int, int]) -> int:
-        """The grain, within `levels`, that loses least by rounding what runs keep and save."""
+        """The grain, within `levels`, that loses least by rounding: sizes are often multiples of one number."""
         chain = self.chain
-        sizes = {step.keeps_bytes for steps in chain.into for step in steps}
-        sizes |= {chain.tracked_bytes(cut) for cut in range(chain.count)}
-        for b in range(1, chain.count + 1):
-            sizes |= {item.bytes for item in chain.items(b - 1, b)}
-        sizes_array = np.array(sorted(sizes), dtype=np.int64)
         room = max(min(self.chain.problem.budget_bytes, max(chain.most)), 1)
         most = min(levels[1], MOST_CELLS // (2 * (chain.count + 1)))
-        least = min(levels[0], most // 3)
-        candidates = np.unique(np.geomspace(room / most, room / least, 400).astype(np.int64))
-        candidates = candidates[candidates > 0] if candidates.any() else np.array([1])
-        lost = [int((sizes_array % grain).sum()) + int(grain) for grain in candidates]
-        return int(candidates[int(np.argmin(lost))])
+        finest, coarsest = max(room // most, 1), max(3 * room // most, room // levels[0], 1)
+        counted = collections.Counter(self._sizes())
+        counted.pop(0, None)
+        sizes = np.array(list(counted), dtype=np.int64)
+        times = np.array(list(counted.values()), dtype=np.int64)
+        candidates = {finest, coarsest}
+        for size, _ in counted.most_common(FREQUENT_SIZES):
+            parts = np.arange(-(-size // coarsest), size // finest + 1)
+            candidates.update((size // parts[parts > 0][:PARTS]).tolist())
+        usable = [grain for grain in sorted(candidates) if finest <= grain <= coarsest]
+        lost = [int((sizes % grain * times).sum()) + grain for grain in usable]
+        return usable[int(np.argmin(lost))]
+
+    def _sizes(self) -> Iterator[int]:
+        """What is rounded: what each segment keeps if it is plain, saves, and hands on."""
+        chain = self.chain
+        for b in range(1, chain.count + 1):
+            yield from (step.keeps_bytes for step in chain.into[b] if step.b - step.a == 1)
+            yield from (item.bytes for item in chain.items(b - 1, b))
+            yield chain.tracked_bytes(b)
 
     # Filling
 
@@ -99,6 +111,8 @@ class Table:
     def _saving(self, unsaved: np.ndarray, item: Item, saved: np.ndarray) -> np.ndarray:
         """The better of not saving `item` and saving it."""
         weight = item.bytes // self.grain
+        if weight == 0 and unsaved is saved:
+            return unsaved - item.time_ns
         result = unsaved.copy()
         if weight < self.levels:
             end = self.levels - weight
@@ -210,7 +224,11 @@ class Table:
         return item.bytes - (self.chain.tracked_bytes(b) if item.passes_on else 0)
 
     def _with_saving(self, values: np.ndarray, size_bytes: int, time_ns: int) -> np.ndarray:
-        return np.minimum(values, self._shifted(values, size_bytes // self.grain) - time_ns)
+        weight = size_bytes // self.grain
+        result = values.copy() if weight else values - time_ns
+        if 0 < weight < self.levels:
+            np.minimum(values[weight:], values[:-weight] - time_ns, out=result[weight:])
+        return result
 
     def _shifted(self, values: np.ndarray, grains: int) -> np.ndarray:
         """`values` for as many grains more kept."""
