@@ -18,6 +18,7 @@ s.t.       sum of x[r] over r that hold segment i = 1                  i = 0..m-
            bytes_p + kept_p <= B  for the points p of every run r with x[r] = 1                     (6)
                      kept_p = P[a_r] + sum w_u k[u,.] over open u not alive there + sum extra[v] s[v]
            forward: bytes_p + all that is kept and no longer local <= B                             (7)
+           The step of the optimizer takes the same under every plan: it is looked at first.
 
 Rounding    Bytes are rounded *down* to a grain, so the program never overstates a peak and its bound is a bound. The
             evaluator (`Memory.curve`) judges the plan exactly; where it is over budget, the exact row of that point,
@@ -36,8 +37,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
+
+import numpy as np
 
 from remat.plans import Region
 from remat.problem import NS, Kept, Problem, Row
@@ -114,48 +117,82 @@ def solve(
            it answers for it that no plan with another run is better
     """
     started = time.monotonic()
+    if problem.optimizer_peak_bytes > problem.budget_bytes:
+        return Solution(name, "infeasible")
     best = _best_known(name, problem, limits, start)
-    hint = best.regions if best.status == "feasible" else limits.start
-    bound = start.bound_us if start is not None else 0.0
+    found = _Found(name, best, start.bound_us if start is not None else 0.0, limits)
+    try:
+        program = _program(problem, limits, found, keep)
+        _search(program, make(program), limits, found, started)
+    except KeyboardInterrupt:
+        found.interrupted = True
+    return dataclasses.replace(found.solution(), wall_s=time.monotonic() - started)
+
+
+@dataclasses.dataclass
+class _Found:
+    """The best plan that keeps the budget and the bound so far. `best` is "infeasible" once that is proved."""
+
+    name: str
+    best: Solution
+    bound_us: float
+    limits: Limits
+    precision: float = 0.0
+    interrupted: bool = False
+
+    def on_progress(self, objective_ns: float, bound_ns: float) -> None:
+        """What a backend says meanwhile; its plan is not judged yet."""
+        objective_us = objective_ns / NS
+        if self.best.status == "feasible":
+            objective_us = min(objective_us, self.best.objective_us)
+        if self.limits.on_progress is not None and objective_us < math.inf:
+            self.limits.on_progress(objective_us, min(max(self.bound_us, bound_ns / NS), objective_us))
+
+    def solution(self) -> Solution:
+        if self.best.status == "infeasible":
+            return self.best
+        if self.best.status == "unknown":
+            return dataclasses.replace(self.best, bound_us=self.bound_us, interrupted=self.interrupted)
+        bound_us = min(self.bound_us, self.best.objective_us)
+        found = dataclasses.replace(self.best, bound_us=bound_us, interrupted=self.interrupted)
+        closed = found.gap <= max(self.limits.gap, self.precision)
+        return dataclasses.replace(found, status="optimal" if closed else "feasible")
+
+
+def _program(problem: Problem, limits: Limits, found: _Found, keep: set[int] | None) -> Program:
+    hint = found.best.regions if found.best.status == "feasible" else limits.start
     if keep is not None and hint is not None:
         keep = keep | problem.runs_of(hint)
     program = Program(problem, keep=keep)
-    program.bound_below(bound)
+    program.bound_below(found.bound_us)
     program.hint(hint or ())
-    backend = make(program)
-    interrupted = False
+    return program
 
-    def on_progress(objective: float, bound_now: float) -> None:
-        assert limits.on_progress is not None
-        objective_us = min(best.objective_us if best.status == "feasible" else math.inf, objective / NS)
-        if objective_us < math.inf:
-            limits.on_progress(objective_us, min(max(bound, bound_now / NS), objective_us))
 
+def _search(program: Program, backend: Backend, limits: Limits, found: _Found, started: float) -> None:
+    """Improve `found`: solve, judge, add the row that is broken most, and again."""
+    problem = program.problem
+    found.precision = backend.precision
     for rounds in range(1, MOST_ROUNDS + 1):
         left = _left(limits, started)
-        if interrupted or (left is not None and left <= 0):
-            break
-        outcome = backend.run(limits, left, on_progress if limits.on_progress else None)
-        if outcome.status == "infeasible" and best.status == "unknown":
-            return Solution(name, "infeasible", wall_s=time.monotonic() - started, rounds=rounds)
-        bound, interrupted = max(bound, outcome.bound / NS), outcome.interrupted
+        if found.interrupted or (left is not None and left <= 0):
+            return
+        outcome = backend.run(limits, left, found.on_progress if limits.on_progress else None)
+        found.bound_us = max(found.bound_us, outcome.bound / NS)
+        found.interrupted = outcome.interrupted
+        if outcome.status == "infeasible" and found.best.status == "unknown":
+            found.best = Solution(found.name, "infeasible", rounds=rounds)
         if not outcome.values:
-            break
+            return
         regions = program.regions(outcome.values)
         violated = over_budget(problem, regions)
         if violated is None:
             objective_us = program.objective_at(outcome.values) / NS
-            if best.status == "unknown" or objective_us < best.objective_us:
-                best = Solution(name, "feasible", regions, objective_us, rounds=rounds)
-            break
+            if found.best.status == "unknown" or objective_us < found.best.objective_us:
+                found.best = Solution(found.name, "feasible", regions, objective_us, rounds=rounds)
+            return
         program.add_exact(violated)
         program.exclude(regions)
-    wall = time.monotonic() - started
-    if best.status == "unknown":
-        return Solution(name, "unknown", bound_us=bound, wall_s=wall, interrupted=interrupted)
-    found = dataclasses.replace(best, bound_us=min(bound, best.objective_us), wall_s=wall, interrupted=interrupted)
-    closed = found.gap <= max(limits.gap, backend.precision)
-    return dataclasses.replace(found, status="optimal" if closed else "feasible")
 
 
 def _best_known(name: str, problem: Problem, limits: Limits, start: Solution | None) -> Solution:
@@ -175,7 +212,7 @@ def least_peak(make: MakeBackend, problem: Problem, limits: Limits) -> tuple[int
     started = time.monotonic()
     program = Program(problem, least_peak=True)
     backend = make(program)
-    best, bound = problem.memory.peak_without_checkpointing, 0.0
+    best, bound = problem.memory.peak_without_checkpointing, float(problem.optimizer_peak_bytes)
     regions: tuple[Region, ...] = ()
     for _ in range(MOST_ROUNDS):
         left = _left(limits, started)
@@ -203,9 +240,9 @@ def _left(limits: Limits, started: float) -> float | None:
 
 
 def over_budget(problem: Problem, regions: tuple[Region, ...]) -> Row | None:
-    """The exact row that the plan breaks most, None if it keeps the budget."""
+    """The exact row that the plan breaks most, None if it keeps the budget until the optimizer steps."""
     curve = problem.memory.curve(regions)
-    position = curve.peak_at
+    position = int(np.where(curve.op < problem.graph.backward_end, curve.alive_bytes, -1).argmax())
     if curve.alive_bytes[position] <= problem.budget_bytes:
         return None
     op, top = int(curve.op[position]), int(curve.region[position])
@@ -243,6 +280,7 @@ class Program:
         if not least_peak:
             self._save_inside_regions()
         self.k: dict[tuple[int, int], int] = {}
+        self._opened: dict[int, list[tuple[Kept, int]]] = {}
         for kept in problem.kept.values():
             self._keep_for_every_reason(kept)
         self.prefix = self._prefixes()
@@ -284,16 +322,22 @@ class Program:
             self._require(((self.x[i], 1) for i in indices), 1, equal=True)
 
     def _save_inside_regions(self) -> None:  # (3)
-        runs = self.problem.runs
-        for v in self.problem.save_time_ns:
-            recomputing = [
-                self.x[i]
-                for i in self.holding[int(self.problem.segment_of_node[v])]
-                if (region := runs[i].region) and not region.inner and v not in runs[i].never_again
-            ]
-            if recomputing:
-                self.s[v] = self._variable(f"s[{v}]")
-                self._require([(self.s[v], 1), *((x, -1) for x in recomputing)], 0)
+        for segment, saves in enumerate(self.problem.saves_in):
+            for recomputing, nodes in self._recomputed_by(segment, saves):
+                for v in nodes:
+                    self.s[v] = self._variable(f"s[{v}]")
+                    self._require([(self.s[v], 1), *recomputing], 0)
+
+    def _recomputed_by(self, segment: int, saves: list[int]) -> Iterator[tuple[Terms, list[int]]]:
+        """Less the x of runs that recompute nodes of `segment` which may be saved, with those nodes."""
+        able = {i: run for i in self.holding[segment] if (run := self.problem.runs[i]).region and not run.region.inner}
+        never = {i: run.never_again for i, run in able.items()}
+        alike: dict[frozenset[int], list[int]] = {}
+        for v in saves:
+            alike.setdefault(frozenset(i for i in able if v in never[i]), []).append(v)
+        for without, nodes in alike.items():
+            if recomputing := tuple((self.x[i], -1) for i in able if i not in without):
+                yield recomputing, nodes
 
     def _keep_for_every_reason(self, kept: Kept) -> None:  # (4)
         runs = self.problem.runs
@@ -375,17 +419,24 @@ class Program:
         rounded = grain == self.grain
         if rounded and (prefix := self.prefix[row.before]) is not None:
             terms.append((prefix, 1))
-        for kept in problem.kept.values():
-            closed = kept.sites[-1] < row.before
-            if kept.segment >= row.before or kept.storage in row.alive or (closed and rounded):
-                continue
-            site = kept.site_before(row.before)
-            if site is not None and (kept.storage, site) in self.k:
-                terms.append((self.k[kept.storage, site], kept.size_bytes // grain))
+        for kept, k in self._open(row.before):
+            if kept.storage not in row.alive and not (rounded and kept.sites[-1] < row.before):
+                terms.append((k, kept.size_bytes // grain))
         if not rounded:
             terms += [(self.x[a], problem.own_bytes[a]) for a in range(row.before) if a in self.x]
             terms += [(s, problem.save_bytes[v]) for v, s in self.s.items() if problem.segment_of_node[v] < row.before]
         return terms
+
+    def _open(self, segment: int) -> list[tuple[Kept, int]]:
+        """Storages made before `segment` that segments before it may keep, with the k that says so."""
+        if segment not in self._opened:
+            sites = ((kept, kept.site_before(segment)) for kept in self.problem.kept.values() if kept.segment < segment)
+            self._opened[segment] = [
+                (kept, self.k[kept.storage, site])
+                for kept, site in sites
+                if site is not None and (kept.storage, site) in self.k
+            ]
+        return self._opened[segment]
 
     def _forward_terms(self, row: Row, grain: int) -> list[tuple[int, int]]:  # (7)
         terms = [(self.x[a], size // grain) for a, size in row.plain if a in self.x]
