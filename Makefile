@@ -61,11 +61,11 @@ clean: ## remove the virtual environment and all that tools leave behind
 	rm -rf $(VENV) build remat.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(USER_STAMP): pyproject.toml constraints.txt | $(BIN)/python
-	$(INSTALL) -e ".[models]"
+	$(INSTALL) -e ".[models,plots]"
 	@touch $@
 
 $(DEV_STAMP): pyproject.toml constraints.txt | $(BIN)/python
-	$(INSTALL) -e ".[models,dev]"
+	$(INSTALL) -e ".[models,plots,dev]"
 	@touch $(USER_STAMP) $@
 
 $(BIN)/python:

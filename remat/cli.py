@@ -1,4 +1,4 @@
-"""The command line: `remat plan`, `compare`, `profile`, `validate`, `show`, `models`, each a file of `remat.commands`.
+"""The command line: each command (`remat plan`, `remat compare`, ...) is a file of `remat.commands`.
 
 Rules that every command keeps:
 
@@ -24,14 +24,14 @@ from typing import Annotated, Any
 import typer
 
 from remat import __version__
-from remat.commands import Answer, compare, models, plan, profile, show, validate
+from remat.commands import Answer, compare, models, plan, profile, show, sweep, validate
 from remat.commands.options import spread
 from remat.errors import Infeasible, NoPlanInTime, RematError, UsageError
 from remat.screen import DEBUG, put, quiet_libraries, stdout_to_stderr, tell
 
 INTERNAL_ERROR = 1
 ERROR = "bold red"
-PACKAGES = ("numpy", "ortools", "torch", "transformers")
+PACKAGES = ("matplotlib", "numpy", "ortools", "plotly", "torch", "transformers")
 
 # The base of what typer raises for a bad command line; its module depends on typer's version.
 CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
@@ -133,7 +133,7 @@ def remat(
         raise typer.Exit
 
 
-for module in (plan, compare, profile, validate, show, models):
+for module in (plan, compare, sweep, profile, validate, show, models):
     name = module.__name__.rpartition(".")[2]
     app.command(name=name)(answering(spread(getattr(module, name))))
 

@@ -51,8 +51,8 @@ def plan_text(plan: Plan) -> str:
     )
 
 
-def columns(header: Sequence[str], rows: Iterable[Sequence[str]]) -> tuple[list[str], list[str]]:
-    """A table of numbers: the first column to the left, all others to the right.
+def columns(header: Sequence[str], rows: Iterable[Sequence[str]], names: int = 1) -> tuple[list[str], list[str]]:
+    """A table: the first `names` columns stand to the left, the numbers after them to the right.
 
     (lines of the header, lines of the rows); the lines of a header are separated by \\n, and it ends level.
     """
@@ -62,7 +62,10 @@ def columns(header: Sequence[str], rows: Iterable[Sequence[str]]) -> tuple[list[
     table = [*above, *rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = [
-        "  ".join(f"{cell:{'>' if i else '<'}{width}}" for i, (cell, width) in enumerate(zip(row, widths, strict=True)))
+        "  ".join(
+            f"{cell:{'<' if i < names else '>'}{width}}"
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
         for row in table
     ]
     return lines[:height], lines[height:]

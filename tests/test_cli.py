@@ -122,6 +122,10 @@ def against(*arguments: str, budget: str = "8MiB") -> list[str]:
     return ["compare", "--model", "model.py:stack", "--target", "h100-80gb", "--budget", budget, *arguments]
 
 
+def over(*arguments: str) -> list[str]:
+    return ["sweep", "--model", "model.py:stack", "--target", "h100-80gb", *arguments]
+
+
 def left_behind() -> set[str]:
     return {path.name for path in Path().iterdir()} - {"model.py", "cache", "__pycache__"}
 
@@ -213,16 +217,18 @@ def test_options_shape_the_workload(remat: Remat) -> None:
     assert about["model_spec"] == {"model": "model.py:stack", "batch_size": 64, "dtype": "bf16", "optimizer": "SGD"}
 
 
-@pytest.mark.parametrize("command", ["plan", "profile"])
+@pytest.mark.parametrize("command", ["plan", "profile", "sweep"])
 def test_an_interrupt_without_a_plan_says_so(remat: Remat, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     def interrupted(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("remat.profiling.fake_step", interrupted)
-    arguments = (
-        stack("--json") if command == "plan" else ["profile", "--model", "model.py:stack", "--out", "p", "--json"]
-    )
-    ran = remat(*arguments)
+    commands = {
+        "plan": stack("--json"),
+        "profile": ["profile", "--model", "model.py:stack", "--out", "p", "--json"],
+        "sweep": over("--out", "c.json", "--json"),
+    }
+    ran = remat(*commands[command])
     assert (ran.exit_code, ran.data["exit_code"]) == (5, 5)
     assert ran.data["error"] == "interrupted before there was a result; nothing was written."
     assert left_behind() == set()
@@ -344,6 +350,9 @@ def test_a_plan_short_of_the_proof_says_how_far() -> None:
         ),
         pytest.param(against("--strategies", ","), "--strategies names none; choose from", id="no-strategy"),
         pytest.param(against("--save", "no/such"), "no/such cannot be written: there is no folder", id="save-folder"),
+        pytest.param(over("--plot", "c.pdf"), "a plot is a file that ends in .png, .svg or .html", id="plot-ending"),
+        pytest.param(over("--plot", "no/c.png"), "no/c.png cannot be written: there is no folder", id="plot-folder"),
+        pytest.param(over("--points", "1"), "Invalid value for '--points'", id="points"),
         pytest.param(["show", "none.json"], "there is no plan file at none.json", id="no-plan"),
         pytest.param(["show", "model.py"], "model.py is not a plan file", id="corrupt-plan"),
         pytest.param(["validate", "none.json"], "there is no plan file at none.json", id="validate-no-plan"),
@@ -444,6 +453,41 @@ def test_what_is_measured_is_shown_beside(remat: Remat, monkeypatch: pytest.Monk
     ran = remat(*against("--strategies", "none", "--measure", budget="90%"))
     assert "measured on cpu at batch 64, not the planned 4096" in ran.stdout
     assert ran.exit_code == 4 and "error: none: the measurement contradicts the plan." in ran.stderr
+
+
+# sweep
+
+
+def test_a_sweep_is_a_document_a_file_and_a_plot(remat: Remat) -> None:
+    pytest.importorskip("matplotlib")
+    ran = remat(*over("--points", "4", "--strategies", "none,exact", "--plot", "c.svg", "--out", "c.json", "--json"))
+    assert ran.exit_code == 0 and left_behind() == {"c.svg", "c.json"}
+    data = ran.data
+    assert data["paths"] == {"curve": "c.json", "plot": "c.svg"}
+    assert {name: value for name, value in data.items() if name != "paths"} == json.loads(Path("c.json").read_text())
+    assert [point["strategy"] for point in data["others"]] == ["none"]
+    assert data["points"][-1]["overhead"] == 0
+    least = data["points"][0]["budget_bytes"]
+    assert remat(*stack(budget=f"{least}B")).exit_code == 0
+
+
+@pytest.mark.parametrize(("columns", "encoding"), [(80, "utf-8"), (120, "ascii")])
+def test_a_sweep_is_a_table_and_a_chart(
+    remat: Remat, monkeypatch: pytest.MonkeyPatch, columns: int, encoding: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("rich.console.Console.encoding", property(lambda console: encoding))
+    ran = remat(*over("--points", "3", "--strategies", "every-n,chen-greedy"))
+    assert ran.exit_code == 0
+    lines = ran.stdout.splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.split()[:3] == ["MiB", "MiB", "ms"])
+    assert len(lines[begin + 1].split()) == 8 and lines[begin + 4] == ""
+    below = ran.stdout[ran.stdout.index(lines[begin + 5]) :]
+    assert below.isascii() == (encoding == "ascii")
+    mark = "@" if encoding == "ascii" else "●"
+    assert f"{mark} exact" in below and "every-n" in below
+    assert sum(line.count(mark) for line in below.splitlines()) == 3 + 1  # the points, and the legend
+    assert all(len(line) <= columns for line in lines[begin:])
 
 
 # profile, show, models

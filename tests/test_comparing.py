@@ -96,6 +96,7 @@ def test_a_row_says_what_the_evaluator_says(found: Comparison, problem: Problem)
     assert row.recompute_time_us == pytest.approx(again_us)
     assert row.step_time_us == pytest.approx(problem.step_time_us + again_us)
     assert row.overhead == pytest.approx(again_us / problem.step_time_us)
+    assert row.step_time_us and row.samples_per_s
     assert row.samples_per_s == pytest.approx(64 / row.step_time_us * 1e6)
     assert row.tokens_per_s == pytest.approx(row.samples_per_s * toys.LENGTH)
     assert row.plan is not None and row.plan.predicted["judged_by"] == "replay"
@@ -264,7 +265,8 @@ def test_all_that_fits_is_measured_at_one_size(found: Comparison, monkeypatch: p
 def test_a_measurement_that_fails_is_said_and_the_others_go_on(
     found: Comparison, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exact, blocks = (row_of(found, name).plan for name in ("exact", "every-block"))
+    exact, blocks = row_of(found, "exact").plan, row_of(found, "every-block").plan
+    assert exact is not None and blocks is not None
 
     def validate(workload: Any, plan: Any, **options: Any) -> FakeReport:
         if plan == exact:

@@ -1,0 +1,251 @@
+"""A sweep is the whole trade between memory and time: it begins at the least budget that does, ends without
+recomputation, and never turns back; and its plots are files that can be looked at anywhere."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from remat import comparing, plotting
+from remat.errors import RematError, UsageError
+from remat.problem import Problem
+from remat.profiling import Profile, fake_step, find_place, profile_step
+from remat.solution import Limits, Solution
+from remat.solvers import HEURISTICS, cp_sat
+from remat.space import find_space
+from remat.sweeping import Sweep, sweep
+from tests import toys
+from tests.graphs import DYNAMO_LOOKS_AT_GRAD
+
+pytestmark = pytest.mark.filterwarnings(DYNAMO_LOOKS_AT_GRAD)
+
+LIMITS = Limits(workers=1)
+POINTS = 8
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    place = find_place("h100-80gb")
+    return profile_step(fake_step(toys.TRANSFORMER.sized(64), place), place)
+
+
+@pytest.fixture(scope="module")
+def problem(profile: Profile) -> Problem:
+    return Problem(profile.graph, profile.costs, find_space(profile.graph), 1 << 62)
+
+
+@pytest.fixture(scope="module")
+def swept(profile: Profile) -> tuple[Sweep, list[tuple[str, int, int]]]:
+    """A sweep, and what it said of its progress."""
+    seen: list[tuple[str, int, int]] = []
+    return sweep(profile, points=POINTS, limits=LIMITS, on_point=lambda *about: seen.append(about)), seen
+
+
+@pytest.fixture(scope="module")
+def found(swept: tuple[Sweep, Any]) -> Sweep:
+    return swept[0]
+
+
+# The curve
+
+
+def test_it_begins_at_the_least_feasible_budget_and_ends_without_recomputation(found: Sweep, problem: Problem) -> None:
+    most = problem.memory.peak_without_checkpointing
+    least, _, _ = cp_sat.least_peak(problem.with_budget(most), LIMITS)
+    first, last = found.points[0], found.points[-1]
+    assert first.budget_bytes == first.peak_bytes == least
+    assert (last.budget_bytes, last.peak_bytes, last.recompute_time_us, last.regions) == (most, most, 0, 0)
+    assert found.without_checkpointing == {"peak_bytes": most, "step_time_us": problem.step_time_us}
+
+
+def test_more_budget_never_costs_more(found: Sweep) -> None:
+    assert len(found.points) == POINTS
+    for smaller, larger in itertools.pairwise(found.points):
+        assert smaller.budget_bytes < larger.budget_bytes
+        assert smaller.recompute_time_us >= larger.recompute_time_us
+        assert (smaller.bound_us or 0) >= (larger.bound_us or 0)
+
+
+def test_every_point_keeps_its_budget_and_is_proved(found: Sweep) -> None:
+    for point in found.points:
+        assert point.peak_bytes <= point.budget_bytes
+        assert point.status == "optimal" and point.gap is not None and point.gap <= LIMITS.gap
+        assert point.overhead == pytest.approx(
+            point.recompute_time_us / found.without_checkpointing["step_time_us"], abs=1e-12
+        )
+
+
+def test_half_the_points_are_evenly_apart_and_the_others_where_least_is_known(
+    profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budgets: list[int] = []
+    solve = comparing.solve
+
+    def watched(problem: Problem, name: str, limits: Limits) -> Solution:
+        budgets.append(problem.budget_bytes)
+        return solve(problem, name, limits)
+
+    monkeypatch.setattr("remat.sweeping.solve", watched)
+    sweep(profile, points=POINTS, limits=LIMITS, strategies=[])
+    evenly, others = budgets[: POINTS // 2], budgets[POINTS // 2 :]
+    steps = [b - a for a, b in itertools.pairwise(evenly)]
+    assert max(steps) - min(steps) <= 1
+    assert all(evenly[0] < budget < evenly[-1] for budget in others)
+
+
+# Beside the curve
+
+
+def test_strategies_show_their_distinct_plans(found: Sweep, problem: Problem) -> None:
+    plans = found.by_strategy()
+    assert set(plans) <= set(HEURISTICS)
+    assert [point.recompute_time_us for point in plans["none"]] == [0]
+    for points in plans.values():
+        peaks = [point.peak_bytes for point in points]
+        assert peaks == sorted(set(peaks))
+        assert all(point.peak_bytes <= point.budget_bytes and point.bound_us is None for point in points)
+    blocks = problem.memory.curve(toys.every_block(problem.graph)).peak_bytes
+    assert [point.peak_bytes for point in plans["every-block"]] == [blocks]
+
+
+def test_no_strategy_is_better_than_what_the_curve_proves(found: Sweep) -> None:
+    budgets = [point.budget_bytes for point in found.points]
+    for point in found.others:
+        larger = found.points[min(bisect.bisect_left(budgets, point.peak_bytes), len(budgets) - 1)]
+        assert larger.bound_us is not None and point.recompute_time_us >= larger.bound_us - 0.01
+
+
+def test_it_says_how_far_it_is(swept: tuple[Sweep, list[tuple[str, int, int]]]) -> None:
+    _, seen = swept
+    assert seen[:POINTS] == [("exact", number, POINTS) for number in range(1, POINTS + 1)]
+    assert {name for name, _, _ in seen[POINTS:]} == set(HEURISTICS)
+
+
+def test_it_is_one_document(found: Sweep) -> None:
+    data = json.loads(json.dumps(found.to_json(), allow_nan=False))
+    assert (data["model"], data["target"], data["costs"]) == ("toy-transformer", "h100-80gb", "estimated")
+    assert len(data["points"]) == POINTS and len(data["others"]) == len(found.others)
+    assert {"strategy", "budget_bytes", "peak_bytes", "recompute_time_us", "overhead", "gap", "regions"} <= set(
+        data["points"][0]
+    )
+
+
+def test_an_unknown_strategy_is_refused(profile: Profile) -> None:
+    with pytest.raises(UsageError, match="there is no strategy 'all-of-it'"):
+        sweep(profile, strategies=["all-of-it"])
+
+
+# Searches that end early, or wrong
+
+
+def changed(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    """Let `change(solution, number)` stand in for the solution of the number-th search, from 1."""
+    solve, count = comparing.solve, itertools.count(1)
+
+    def changing(problem: Problem, name: str, limits: Limits) -> Solution:
+        found: Solution = change(solve(problem, name, limits), next(count))
+        return found
+
+    monkeypatch.setattr("remat.sweeping.solve", changing)
+
+
+def test_a_worse_plan_than_that_of_a_smaller_budget_is_not_shown(
+    profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    solutions: list[Solution] = []
+
+    def first_again(solution: Solution, number: int) -> Solution:
+        """The plan of the first of four even budgets, in place of that of the third."""
+        solutions.append(solution)
+        return dataclasses.replace(solutions[0], status="feasible", bound_us=0.0) if number == 3 else solution
+
+    changed(monkeypatch, first_again)
+    found = sweep(profile, points=POINTS, limits=LIMITS, strategies=[])
+    assert solutions[1].objective_us < solutions[0].objective_us
+    least, most = found.points[0].budget_bytes, found.points[-1].budget_bytes
+    third = next(point for point in found.points if point.budget_bytes >= least + (most - least) * 2 // 3)
+    assert third.recompute_time_us <= solutions[1].objective_us + 0.01
+    assert third.peak_bytes <= third.budget_bytes
+    times = [point.recompute_time_us for point in found.points]
+    assert times == sorted(times, reverse=True)
+
+
+def test_without_a_plan_in_time_the_neighbours_stands_in(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_in_time(solution: Solution, number: int) -> Solution:
+        return Solution("slow", "unknown", wall_s=1.0) if number in (1, 2) else solution
+
+    changed(monkeypatch, none_in_time)
+    found = sweep(profile, points=4, limits=LIMITS, strategies=[])
+    first = found.points[0]
+    assert (first.status, first.peak_bytes) == ("feasible", first.budget_bytes)
+    assert first.bound_us == max(point.bound_us or 0 for point in found.points[1:])  # what a larger budget proves
+    assert all(
+        smaller.recompute_time_us >= larger.recompute_time_us for smaller, larger in itertools.pairwise(found.points)
+    )
+
+
+def test_a_solver_that_denies_what_there_is_is_wrong(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed(monkeypatch, lambda solution, number: Solution("liar", "infeasible"))
+    with pytest.raises(RematError, match="solver liar says that no plan keeps"):
+        sweep(profile, points=4, limits=LIMITS)
+
+
+@pytest.mark.parametrize("raised", [True, False], ids=["raised", "in-the-solution"])
+def test_an_interrupt_keeps_the_points_so_far(profile: Profile, monkeypatch: pytest.MonkeyPatch, raised: bool) -> None:
+    def interrupted(solution: Solution, number: int) -> Solution:
+        if number < 3:
+            return solution
+        if raised:
+            raise KeyboardInterrupt
+        return dataclasses.replace(solution, interrupted=True)
+
+    changed(monkeypatch, interrupted)
+    found = sweep(profile, points=8, limits=LIMITS)
+    assert found.interrupted and len(found.points) == (2 if raised else 3) and not found.others
+
+
+# Plots
+
+
+@pytest.mark.parametrize(("name", "begins"), [("a.png", b"\x89PNG"), ("a.SVG", b"<?xml"), ("a.html", b"<html")])
+def test_a_plot_is_a_file_by_its_ending(found: Sweep, tmp_path: Path, name: str, begins: bytes) -> None:
+    pytest.importorskip(plotting.PACKAGES[Path(name).suffix.lower()])
+    plotting.draw(found, tmp_path / name)
+    data = (tmp_path / name).read_bytes()
+    assert begins in data[:40] and len(data) > 10_000
+
+
+def test_a_page_works_offline_and_says_what_every_point_is(found: Sweep, tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    plotting.draw(found, tmp_path / "a.html")
+    text = (tmp_path / "a.html").read_text()
+    assert '<script src="http' not in text and "every-block" in text
+    for word in ("budget ", "peak ", "overhead ", "gap ", "regions"):
+        assert word in text
+
+
+def test_what_is_not_proved_is_drawn_hollow_and_called_so(found: Sweep, tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    points = tuple(dataclasses.replace(point, status="feasible") for point in found.points)
+    plotting.draw(dataclasses.replace(found, points=points), tmp_path / "a.html")
+    text = (tmp_path / "a.html").read_text()
+    assert "circle-open" in text and "not proved optimal" in text
+
+
+@pytest.mark.parametrize("name", ["a.pdf", "a", "png"])
+def test_another_ending_is_refused_with_those_that_can_be_drawn(name: str) -> None:
+    with pytest.raises(UsageError, match=r"a file that ends in \.png, \.svg or \.html"):
+        plotting.require(Path(name))
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plotting.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError) as missing:
+        plotting.require(Path("a.html"))
+    assert missing.value.name == "plotly"
