@@ -147,7 +147,7 @@ class EachSearchOptions(SearchOptions):
         _option(
             panel=SEARCH,
             show_default="the heuristics and exact",
-            help="Names with commas between them (every-block,sqrt-n,exact), or all.",
+            help="Names with commas between (every-block,sqrt-n,exact), or all; a wrong name shows the list.",
         ),
     ] = None
 
