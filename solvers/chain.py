@@ -129,6 +129,10 @@ class Chain:
                 self.beside.setdefault((step.a, b), []).append(step.index)
             self.into[b] = sorted(self._undominated(steps), key=lambda step: -step.a)
 
+    @property
+    def step_count(self) -> int:
+        return sum(map(len, self.into))
+
     def tracked_bytes(self, cut: int) -> int:
         """Size of the storage tracked at `cut`."""
         kept = self.tracked[cut]
@@ -252,11 +256,12 @@ class Chain:
     def _forward_limit(self, cut: int) -> int:
         """What segments before `cut` may keep while later ones run forward. What is local then counts once."""
         problem, storages = self.problem, self.problem.graph.storages
-        segments = problem.space.segments
-        first = problem.graph.nodes[segments[cut].first].first if cut < self.count else None
         most = problem.budget_bytes
+        if cut == self.count:
+            return most
+        first = problem.graph.nodes[problem.space.segments[cut].first].first
         for row in problem.forward_rows:
-            if first is None or row.op >= first:
+            if row.op >= first:
                 local = (storages.birth <= row.op) & (storages.death >= row.op)
                 twice = local & (self._made_in < cut) & self._may_count
                 if (tracked := self.tracked[cut]) is not None:

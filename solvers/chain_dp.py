@@ -33,10 +33,12 @@ from remat.problem import NS, Problem
 from remat.solution import Limits, Solution
 from remat.solvers.chain import Case, Chain, lasting_storages
 from remat.solvers.chain_table import Table
+from remat.solvers.polish import polish
 
 NAME = "chain-dp"
-TRIES = 12
-LEVELS = ((3_000, 10_000), (10_000, 40_000), (40_000, 150_000))  # grains in a budget, coarse to fine
+TRIES = 6
+PATIENCE_S = 15.0  # for a finer table, where nobody set a time limit
+LEVELS = ((1_000, 3_000), (8_000, 40_000), (40_000, 150_000))  # grains in a budget, coarse to fine
 
 
 def solve(problem: Problem, limits: Limits) -> Solution:
@@ -121,30 +123,58 @@ def _refine(problem: Problem, limits: Limits, found: Found) -> None:
     """Improve `found` with ever finer grains, in the cases that may still hold a better plan."""
     lasting = lasting_storages(problem)
     cases: list[_Open] = [_Open(Case(), None, 0.0)]
-    for levels in LEVELS:
+    for levels, finer in zip(LEVELS, (*LEVELS[1:], None), strict=True):
         waiting, cases = cases, []
+        work = _Work()
         while waiting:
             if found.late(limits):
                 cases += waiting
                 break
             case, tables = _solve_case(problem, waiting.pop(), levels, found)
+            work.add(tables)
             if case.bound_ns >= found.objective_ns:
                 continue
             unsettled = [u for u in lasting if u not in case.case.pinned | case.case.absent]
             if unsettled and not found.closes(case.bound_ns, limits):
                 kept, absent = case.case.split(unsettled[0])
                 waiting += [dataclasses.replace(case, case=absent), dataclasses.replace(case, case=kept)]
-            elif levels == LEVELS[-1] or found.closes(case.bound_ns, limits):
+            elif finer is None or found.closes(case.bound_ns, limits):
                 cases.append(case)
             else:
                 cases.append(dataclasses.replace(case, useful=_useful(case, tables, found)))
         found.raise_bound(min((case.bound_ns for case in cases), default=math.inf))
         if limits.on_progress is not None and found.regions is not None:
             limits.on_progress(found.objective_ns / NS, found.bound_ns / NS)
-        if found.late(limits) or found.closed(limits):
+        if finer is None or found.late(limits) or found.closed(limits):
+            break
+        if finer == LEVELS[-1] and work.expected_s(cases, finer) > _patience_s(found, limits):
             break
         cases = [case for case in cases if case.bound_ns < found.objective_ns]
         found.useful = _union(case.useful for case in cases)
+
+
+class _Work:
+    """How long tables took, to tell how long finer ones will."""
+
+    def __init__(self) -> None:
+        self.started = time.monotonic()
+        self.cells = 0
+
+    def add(self, tables: Iterable[Table]) -> None:
+        self.cells += sum(table.levels * table.chain.step_count for table in tables)
+
+    def expected_s(self, cases: Iterable[_Open], levels: tuple[int, int]) -> float:
+        """Seconds for one table of `levels` for each of `cases`."""
+        cells = sum(sum(levels) // 2 * len(case.useful) for case in cases if case.useful is not None)
+        return (time.monotonic() - self.started) * cells / max(self.cells, 1)
+
+
+def _patience_s(found: Found, limits: Limits) -> float:
+    if found.regions is None:
+        return math.inf
+    if limits.time_s is None:
+        return PATIENCE_S
+    return limits.time_s - (time.monotonic() - found.started)
 
 
 def _union(sets: Iterable[set[int] | None]) -> set[int] | None:
@@ -202,8 +232,10 @@ def _offer_plan(table: Table, found: Found) -> bool:
             break
         curve = problem.memory.curve(regions)
         excess = curve.peak_bytes - problem.budget_bytes
+        polished = polish(problem, regions)
+        if polished is not None:
+            found.offer(polished)
         if excess <= 0:
-            found.offer(regions)
             break
         if attempt == 0:
             forward_binds = bool(

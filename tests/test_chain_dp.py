@@ -1,0 +1,143 @@
+"""The chain's bound is a bound, its verdict is the oracle's, and what it hands out keeps the budget.
+
+Hypothesis draws graphs, spaces and budgets; `tests/oracle.py` knows every plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from remat.check import check
+from remat.graph import Graph
+from remat.models import TEST_SIZES
+from remat.plans import Region
+from remat.problem import NS, Problem
+from remat.profiling import fake_step, find_place, profile_step
+from remat.solution import Limits
+from remat.solvers import chain_dp, every_block
+from remat.solvers.chain import Case, Chain, lasting_storages
+from remat.solvers.chain_table import Table
+from remat.space import find_space
+from tests.graphs import ToyNode, chain, every_cut, spaces, toy_graph, toys
+from tests.oracle import Oracle, plans_of
+
+AMPLE = 10**6
+EXACT = Limits(gap=0.0)
+MANY = settings(max_examples=150, deadline=None, derandomize=True)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    graph, costs = toy_graph(draw(toys()), fixed_bytes=3)
+    return Problem(graph, costs, draw(spaces(graph)), AMPLE)
+
+
+@given(problems(), st.data())
+@MANY
+def test_bound_and_verdict_hold_against_every_plan(problem: Problem, data: st.DataObject) -> None:
+    oracle = Oracle(problem)
+    budget = data.draw(st.sampled_from(sorted({*oracle.peaks, min(oracle.peaks) - 1})))
+    solution = chain_dp.solve(problem.with_budget(budget), EXACT)
+    least = oracle.least_time_us(budget)
+    if solution.status == "infeasible":
+        assert least is None
+    if least is not None:
+        assert solution.bound_us <= least + 1e-6
+    if solution.status in ("optimal", "feasible"):
+        assert check(problem.with_budget(budget), solution) == []
+        assert solution.status == "feasible" or solution.objective_us == pytest.approx(least)
+
+
+@given(toys(most=9), st.data())
+@MANY
+def test_every_table_bounds_every_plan_of_its_case(nodes: list[ToyNode], data: st.DataObject) -> None:
+    """Drawn plans of larger problems, under the tightest budget that each keeps."""
+    graph, costs = toy_graph(nodes, fixed_bytes=3)
+    space = data.draw(spaces(graph, most_segments=8, most_saves=6))
+    problem = Problem(graph, costs, space, AMPLE)
+    regions = data.draw(plans_of(problem))
+    peak = problem.memory.curve(regions).peak_bytes
+    tight = problem.with_budget(peak)
+    grains = data.draw(st.sampled_from([(10, 30), (3000, 10000)]))
+    held = data.draw(st.booleans())
+    bound = Table(Chain(tight, count_held=held), grains).least_time_ns()
+    assert bound is not None
+    assert bound <= problem.objective_ns(regions)
+
+
+@given(toys(most=9), st.data())
+@MANY
+def test_cases_hold_every_plan(nodes: list[ToyNode], data: st.DataObject) -> None:
+    """Of the two halves of a split, one bounds the plan: it keeps the storage, or it does not."""
+    graph, costs = toy_graph(nodes, fixed_bytes=3)
+    space = data.draw(spaces(graph, most_segments=8, most_saves=6))
+    problem = Problem(graph, costs, space, AMPLE)
+    regions = data.draw(plans_of(problem))
+    tight = problem.with_budget(problem.memory.curve(regions).peak_bytes)
+    for storage in lasting_storages(tight):
+        halves = [Table(Chain(tight, case), (3000, 10000)).least_time_ns() for case in Case().split(storage)]
+        assert min(bound for bound in halves if bound is not None) <= problem.objective_ns(regions)
+
+
+@given(toys(most=9), st.data())
+@MANY
+def test_runs_of_a_better_plan_are_useful(nodes: list[ToyNode], data: st.DataObject) -> None:
+    graph, costs = toy_graph(nodes, fixed_bytes=3)
+    space = data.draw(spaces(graph, most_segments=8, most_saves=6))
+    problem = Problem(graph, costs, space, AMPLE)
+    regions = data.draw(plans_of(problem))
+    tight = problem.with_budget(problem.memory.curve(regions).peak_bytes)
+    table = Table(Chain(tight), (3000, 10000))
+    assert problem.runs_of(regions) <= table.useful(problem.objective_ns(regions) + 1)
+
+
+@given(problems())
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_more_budget_never_raises_the_bound(problem: Problem) -> None:
+    peaks = sorted({*Oracle(problem).peaks})
+    bounds = [chain_dp.solve(problem.with_budget(peak), EXACT).bound_us for peak in peaks]
+    assert bounds == sorted(bounds, reverse=True)
+
+
+def long_chain(layers: int) -> tuple[Graph, Problem]:
+    """A chain of `layers` nodes of 4 bytes, a microsecond each, every cut, nothing to save."""
+    graph, costs = toy_graph(chain(*[4] * layers))
+    space = dataclasses.replace(every_cut(graph), saveable=())
+    return graph, Problem(graph, costs, space, AMPLE)
+
+
+def test_a_start_that_keeps_the_budget_is_never_lost() -> None:
+    _, problem = long_chain(9)
+    start = (Region(0, 3), Region(3, 6), Region(6, 9))
+    tight = problem.with_budget(problem.memory.curve(start).peak_bytes)
+    found = chain_dp.solve(tight, dataclasses.replace(EXACT, start=start))
+    assert found.objective_us <= problem.objective_ns(start) / NS
+
+
+def test_no_time_still_gives_a_bound() -> None:
+    _, problem = long_chain(9)
+    budget = problem.memory.peak_without_checkpointing - 4
+    found = chain_dp.solve(problem.with_budget(budget), Limits(gap=0.0, time_s=1e-9))
+    assert found.status in ("optimal", "feasible", "unknown")
+    assert found.bound_us >= 0
+
+
+@pytest.mark.parametrize("name", ["t5-base", "gpt2", "bert-large"])
+def test_a_plan_of_a_real_model_is_never_below_the_bound_at_its_own_peak(name: str) -> None:
+    """Autocast's copies, an encoder's output and a position bias, which toys have not: whatever counts them."""
+    place = find_place("h100-80gb")
+    profile = profile_step(fake_step(TEST_SIZES[name](), place), place)
+    problem = Problem(profile.graph, profile.costs, find_space(profile.graph), AMPLE)
+    most = problem.memory.peak_without_checkpointing
+    least = problem.memory.curve(every_block.solve(problem, Limits()).regions).peak_bytes
+    for share in (0.0, 0.2, 0.5, 0.8):
+        found = chain_dp.solve(problem.with_budget(int(least + share * (most - least))), Limits())
+        tight = problem.with_budget(problem.memory.curve(found.regions).peak_bytes)
+        for held in (True, False):
+            bound = Table(Chain(tight, count_held=held), (3000, 10000)).least_time_ns()
+            assert bound is not None
+            assert bound <= problem.objective_ns(found.regions)
