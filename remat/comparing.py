@@ -77,7 +77,7 @@ class Comparison:
     bound_us     the best that is proved: no plan within the budget recomputes for less; 0 where nothing is
     measured_on  device, batch_size and seq_len of what was measured: a device may bear less than was planned for
     failures     what a measurement contradicts, one sentence each
-    interrupted  somebody pressed Ctrl-C: strategies are missing
+    interrupted  somebody pressed Ctrl-C: strategies or measurements are missing
     """
 
     budget_bytes: int
@@ -259,7 +259,7 @@ def measure(
     """Validate every plan that fits, all of them at one size: the largest that this device bears for each."""
     # The longest step first, which is the likeliest to need a smaller size than the others.
     fitting = [row for row in reversed(comparison.rows) if row.fits]
-    reports, failures = _validated(fitting, workload, on_strategy or (lambda name: None), on_progress)
+    reports, failures, interrupted = _validated(fitting, workload, on_strategy or (lambda name: None), on_progress)
     measured = {name: {key: report.measured[key] for key in MEASURED} for name, report in reports.items()}
     where = [{name: getattr(report, name) for name in SIZE} for report in reports.values()]
     return dataclasses.replace(
@@ -267,6 +267,7 @@ def measure(
         rows=tuple(dataclasses.replace(row, measured=measured.get(row.strategy)) for row in comparison.rows),
         measured_on=where[0] if where else None,
         failures=tuple(f"{name}: {what}" for name, what in failures.items()),
+        interrupted=comparison.interrupted or interrupted,
     )
 
 
@@ -275,8 +276,8 @@ def _validated(
     workload: Workload,
     on_strategy: Callable[[str], None],
     on_progress: Callable[[int, int], None] | None,
-) -> tuple[dict[str, Report], dict[str, str]]:
-    """(a report by strategy, all at one size; what failed by strategy). Equal plans run once."""
+) -> tuple[dict[str, Report], dict[str, str], bool]:
+    """(a report by strategy, all at one size; what failed by strategy; interrupted). Equal plans run once."""
     from remat.validating import validate
 
     reports: dict[str, Report] = {}
@@ -291,10 +292,12 @@ def _validated(
         except ValidationFailed as error:
             failures |= dict.fromkeys(same, str(error))
             continue
+        except KeyboardInterrupt:
+            return reports, failures, True
         if (report.batch_size, report.seq_len) != size:  # too much for this plan: begin again at what it bears
             size = report.batch_size, report.seq_len
             reports, failures = {}, {}
         reports |= dict.fromkeys(same, report)
         if not report.passed:
             failures |= dict.fromkeys(same, "the measurement contradicts the plan.")
-    return reports, failures
+    return reports, failures, False

@@ -279,3 +279,19 @@ def test_a_measurement_that_fails_is_said_and_the_others_go_on(
     assert row_of(measured, "every-block").measured == {"peak_bytes": 640, "step_time_us": 64}
     assert "exact: out of memory." in measured.failures
     assert "every-block: the measurement contradicts the plan." in measured.failures
+
+
+def test_an_interrupted_measurement_keeps_what_was_measured(found: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Any] = []
+
+    def validate(workload: Any, plan: Any, **options: Any) -> FakeReport:
+        if ran:
+            raise KeyboardInterrupt
+        ran.append(plan)
+        return FakeReport(workload.batch_size, workload.seq_len)
+
+    monkeypatch.setattr("remat.validating.validate", validate)
+    measured = comparing.measure(found, toys.TRANSFORMER.sized(64))
+    assert measured.interrupted and len(measured.rows) == len(found.rows)
+    shown = [row.plan.regions for row in measured.rows if row.measured is not None and row.plan is not None]
+    assert set(shown) == {ran[0].regions}

@@ -35,7 +35,10 @@ def compare(
     source: SourceOptions,
     search: EachSearchOptions,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Also run every plan that fits on this machine, as `remat validate` does.")
+        bool,
+        typer.Option(
+            "--measure", help="Also run every plan that fits here, as `remat validate` does; minutes each on a CPU."
+        ),
     ] = False,
     save: Annotated[
         Path | None,
@@ -67,9 +70,9 @@ def compare(
                 step=step,
                 on_strategy=lambda name, number, count: line.say(f"{name}, {number} of {count}"),
             )
+        files = _saved(comparison, save, found, limit) if save is not None else {}
         if workload is not None:
             comparison = _measured(comparison, workload, line)
-    files = _saved(comparison, save, found, limit) if save is not None else {}
     return _answer(comparison, files)
 
 
@@ -236,7 +239,7 @@ def _notes(found: Comparison, files: Sequence[str]) -> Iterator[str]:
     elif best is not None and best.plan is not None and best.plan.predicted["judged_by"] != "replay":
         yield "judged by the evaluator alone: a profile has no model to replay plans on"
     if found.interrupted:
-        yield "interrupted: the strategies that were left are missing"
+        yield "interrupted: strategies or measurements are missing"
     yield from (f"wrote {path}" for path in files)
     if files:
         yield f"next: remat validate {files[0]}"
