@@ -16,7 +16,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 .PHONY: help
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1|\2/p' Makefile | while IFS='|' read -r target what; do \
-		printf '  make %-8s %s\n' "$$target" "$$what"; done
+		printf '  make %-11s %s\n' "$$target" "$$what"; done
 
 .PHONY: demo
 demo: $(USER_STAMP) ## plan GPT-2 for a budget of 20 GiB, on any machine
@@ -55,6 +55,10 @@ types: $(DEV_STAMP) ## mypy: the package and its tests
 .PHONY: bench
 bench: $(DEV_STAMP) ## measure what README claims, on this machine, and write it to results/ (minutes)
 	$(BIN)/python -m benchmarks
+
+.PHONY: bench-peers
+bench-peers: $(DEV_STAMP) ## torch.compile's memory budget and Hugging Face's checkpointing beside plans (minutes)
+	$(BIN)/python -m benchmarks peers
 
 .PHONY: clean
 clean: ## remove the virtual environment and all that tools leave behind
