@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -212,7 +213,9 @@ class Memory:
         runs = np.ones(len(ops), dtype=bool)
         for i, recomputation in enumerate(recomputations):
             if recomputation.region.saved:
-                saved = (made_by == i) & np.isin(again, self.saved_storages(recomputation.region))
+                is_saved = np.zeros(len(storages.birth), dtype=bool)
+                is_saved[self.saved_storages(recomputation.region)] = True
+                saved = (made_by == i) & is_saved[again]
                 death[again[saved]] = np.maximum(death[again[saved]], again_death[saved])
                 self._end_with_replay(death, recomputation)
                 made_by[saved] = -1
@@ -234,8 +237,16 @@ class Memory:
         """Storages that a region saves for its saved nodes: what they allocate, casts aside. (Rule 7)"""
         if not region.saved:
             return np.zeros(0, dtype=np.int64)
+        return np.sort(np.concatenate([self._allocated[node] for node in region.saved]))
+
+    @functools.cached_property
+    def _allocated(self) -> list[np.ndarray]:
+        """For every node the storages that it allocates, casts aside."""
         storages = self.graph.storages
-        return np.flatnonzero(np.isin(storages.node, region.saved) & (storages.cast == 0))
+        own = np.flatnonzero((storages.cast == 0) & (storages.node >= 0))
+        own = own[np.argsort(storages.node[own], kind="stable")]
+        borders = np.searchsorted(storages.node[own], np.arange(len(self.graph.nodes) + 1))
+        return [own[a:b] for a, b in itertools.pairwise(borders)]
 
     def recompute_time_us(self, regions: Sequence[Region], op_time_us: np.ndarray) -> float:
         """Time of everything that runs a second (third, ...) time under `regions`."""

@@ -37,8 +37,9 @@ from remat.solvers.polish import polish
 
 NAME = "chain-dp"
 TRIES = 6
-PATIENCE_S = 15.0  # for a finer table, where nobody set a time limit
-LEVELS = ((1_000, 3_000), (8_000, 40_000), (40_000, 150_000))  # grains in a budget, coarse to fine
+PATIENCE_S = 10.0  # for a finer table, where nobody set a time limit
+SMALL_GAP = 0.005  # that is not worth more time than that
+LEVELS = ((3_000, 10_000), (10_000, 40_000), (40_000, 150_000))  # grains in a budget, coarse to fine
 
 
 def solve(problem: Problem, limits: Limits) -> Solution:
@@ -90,14 +91,27 @@ class Found:
         self.infeasible = math.isinf(bound_ns) and self.regions is None
         self.bound_ns = max(self.bound_ns, min(bound_ns, self.objective_ns))
 
-    def closed(self, limits: Limits) -> bool:
-        return self.infeasible or self.closes(self.bound_ns, limits)
+    def closed(self, gap: float) -> bool:
+        return self.infeasible or self.closes(self.bound_ns, gap)
 
-    def closes(self, bound_ns: float, limits: Limits) -> bool:
-        """Whether a plan can be at most `limits.gap` better than the best known if `bound_ns` bounds it."""
+    def closes(self, bound_ns: float, gap: float) -> bool:
+        """Whether a plan can be at most `gap` better than the best known if `bound_ns` bounds it."""
         if self.regions is None:
             return False
-        return self.objective_ns - bound_ns <= limits.gap * max(self.objective_ns, NS)
+        return self.objective_ns - bound_ns <= gap * max(self.objective_ns, NS)
+
+    def is_good_enough(self, limits: Limits) -> bool:
+        """Whether to leave it at that where nobody set a time limit."""
+        tired = limits.time_s is None and time.monotonic() - self.started > PATIENCE_S
+        return tired and self.closed(SMALL_GAP)
+
+    def patience_s(self, limits: Limits) -> float:
+        """How long finer tables may take."""
+        if self.regions is None:
+            return math.inf
+        if limits.time_s is None:
+            return PATIENCE_S
+        return limits.time_s - (time.monotonic() - self.started)
 
     def late(self, limits: Limits) -> bool:
         return limits.time_s is not None and time.monotonic() - self.started > limits.time_s
@@ -110,7 +124,7 @@ class Found:
             return Solution(NAME, "unknown", bound_us=bound_us, wall_s=self.wall_s, interrupted=self.interrupted)
         return Solution(
             NAME,
-            "optimal" if self.closed(limits) else "feasible",
+            "optimal" if self.closed(limits.gap) else "feasible",
             self.regions,
             self.objective_ns / NS,
             bound_us,
@@ -124,33 +138,33 @@ def _refine(problem: Problem, limits: Limits, found: Found) -> None:
     lasting = lasting_storages(problem)
     cases: list[_Open] = [_Open(Case(), None, 0.0)]
     for levels, finer in zip(LEVELS, (*LEVELS[1:], None), strict=True):
-        waiting, cases = cases, []
+        waiting, solved = cases, []
         work = _Work()
-        while waiting:
-            if found.late(limits):
-                cases += waiting
-                break
+        while waiting and not found.late(limits):
             case, tables = _solve_case(problem, waiting.pop(), levels, found)
             work.add(tables)
             if case.bound_ns >= found.objective_ns:
                 continue
             unsettled = [u for u in lasting if u not in case.case.pinned | case.case.absent]
-            if unsettled and not found.closes(case.bound_ns, limits):
+            if unsettled and not found.closes(case.bound_ns, limits.gap):
                 kept, absent = case.case.split(unsettled[0])
                 waiting += [dataclasses.replace(case, case=absent), dataclasses.replace(case, case=kept)]
-            elif finer is None or found.closes(case.bound_ns, limits):
-                cases.append(case)
             else:
-                cases.append(dataclasses.replace(case, useful=_useful(case, tables, found)))
-        found.raise_bound(min((case.bound_ns for case in cases), default=math.inf))
+                solved.append((case, tables))
+        left = [case for case, _ in solved] + waiting
+        found.raise_bound(min((case.bound_ns for case in left), default=math.inf))
         if limits.on_progress is not None and found.regions is not None:
             limits.on_progress(found.objective_ns / NS, found.bound_ns / NS)
-        if finer is None or found.late(limits) or found.closed(limits):
-            break
-        if finer == LEVELS[-1] and work.expected_s(cases, finer) > _patience_s(found, limits):
-            break
-        cases = [case for case in cases if case.bound_ns < found.objective_ns]
+        if finer is None or found.late(limits) or found.closed(limits.gap) or found.is_good_enough(limits):
+            return
+        cases = [
+            dataclasses.replace(case, useful=_useful(case, tables, found))
+            for case, tables in solved
+            if case.bound_ns < found.objective_ns
+        ]
         found.useful = _union(case.useful for case in cases)
+        if finer == LEVELS[-1] and work.expected_s(cases, finer) > found.patience_s(limits):
+            return
 
 
 class _Work:
@@ -167,14 +181,6 @@ class _Work:
         """Seconds for one table of `levels` for each of `cases`."""
         cells = sum(sum(levels) // 2 * len(case.useful) for case in cases if case.useful is not None)
         return (time.monotonic() - self.started) * cells / max(self.cells, 1)
-
-
-def _patience_s(found: Found, limits: Limits) -> float:
-    if found.regions is None:
-        return math.inf
-    if limits.time_s is None:
-        return PATIENCE_S
-    return limits.time_s - (time.monotonic() - found.started)
 
 
 def _union(sets: Iterable[set[int] | None]) -> set[int] | None:

@@ -16,7 +16,7 @@ from remat.solution import Limits, Solution
 from remat.solvers import chain_dp, chen_greedy, cp_sat, every_block, first_k, none, save_matmuls
 
 PATIENCE_S = 40.0  # of the search for a better plan than the chain's, where nobody set a time limit
-SMALL_GAP, MANY_RUNS = 0.005, 3000  # where so little is to be gained among so many, the search is not worth its time
+SMALL_GAP, MANY_RUNS = 0.005, 500  # where so little is to be gained among so many, the search is not worth its time
 STARTS = (none.solve, every_block.solve, first_k.solve, save_matmuls.solve, chen_greedy.solve)
 
 
