@@ -59,7 +59,8 @@ BELOW = 4  # budgets from the least feasible up to torch's least peak
 WARM_UP = 2  # steps after which the optimizer's state exists and everything is compiled
 
 
-def main(backend: str = "inductor", repeats: int | str = 3) -> None:
+def main(backend: str = "inductor", repeats: int | str = 3, *ratios: str) -> None:
+    """`peers:inductor,3,1.0,0.5,0.0` tries these three values of the memory budget: each may compile for minutes."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     note = ""
     try:
@@ -69,11 +70,11 @@ def main(backend: str = "inductor", repeats: int | str = 3) -> None:
         backend = FALLBACK
         require_counted(backend, device)
     peers = _Peers(_workload(device), device, int(repeats))
-    peers.run(backend)
+    peers.run(backend, tuple(map(float, ratios)) or RATIOS)
     path = report.stem("peers" if backend == "inductor" else f"peers_{backend}", device)
     about = {**report.provenance(device), **peers.about, "backend": backend, "repeats": int(repeats)}
     report.write(path, about | ({"note": note} if note else {}), peers.rows, COLUMNS)
-    draw(peers.rows, f"{peers.about['workload']}, fixed memory included", path.with_suffix(".png"))
+    draw(peers.rows, f"{peers.about['workload']}, fixed memory included", backend, path.with_suffix(".png"))
 
 
 def _workload(device: torch.device) -> Workload:
@@ -116,13 +117,13 @@ class _Peers:
     def _dtype(self) -> str:
         return f"autocast to {self.workload.autocast}" if self.workload.autocast else "fp32"
 
-    def run(self, backend: str) -> None:
+    def run(self, backend: str, ratios: tuple[float, ...]) -> None:
         self.untouched = self._step(self._model())
         for _ in range(WARM_UP):
             self.untouched()
         self._measure(UNTOUCHED, "", contextlib.nullcontext)
         self._measure(HUGGING_FACE, "every block", contextlib.nullcontext, _checkpoint_blocks)
-        for ratio in RATIOS:
+        for ratio in ratios:
             self._measure(COMPILED, f"{ratio:.1f}", lambda ratio=ratio: _memory_budget(ratio), _compile_with(backend))
         for budget in self._budgets():
             self._plan_and_measure(budget)
@@ -240,7 +241,7 @@ def _mib(size: int) -> float:
     return round(size / MIB, 2)
 
 
-def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
+def draw(rows: list[dict[str, Any]], title: str, backend: str, path: Path) -> None:
     """Step time over the untouched one's, against peak."""
     from matplotlib.figure import Figure
 
@@ -249,7 +250,7 @@ def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     looks = {
         UNTOUCHED: ("D", "#222222", "untouched"),
         HUGGING_FACE: ("s", OTHERS[0], "Hugging Face, every block"),
-        COMPILED: ("^", OTHERS[1], "torch.compile, by activation_memory_budget"),
+        COMPILED: ("^", OTHERS[1], f"torch.compile ({backend}), by activation_memory_budget"),
         PLANNED: ("o", COLOUR, "remat, eager"),
     }
     for peer, (marker, colour, label) in looks.items():
