@@ -39,7 +39,12 @@ NAME = "chain-dp"
 TRIES = 6
 PATIENCE_S = 10.0  # for a finer table, where nobody set a time limit
 SMALL_GAP = 0.005  # that is not worth more time than that
-LEVELS = ((3_000, 10_000), (10_000, 40_000), (40_000, 150_000))  # grains in a budget, coarse to fine
+LEVELS = (
+    (3_000, 10_000),
+    (10_000, 40_000),
+    (40_000, 150_000),
+    (300_000, 1_000_000),
+)  # grains in a budget, coarse to fine
 
 
 def solve(problem: Problem, limits: Limits) -> Solution:
@@ -163,7 +168,7 @@ def _refine(problem: Problem, limits: Limits, found: Found) -> None:
             if case.bound_ns < found.objective_ns
         ]
         found.useful = _union(case.useful for case in cases)
-        if finer == LEVELS[-1] and work.expected_s(cases, finer) > found.patience_s(limits):
+        if finer in LEVELS[2:] and work.expected_s(cases, finer) > found.patience_s(limits):
             return
 
 
