@@ -37,8 +37,8 @@ from remat.solvers.polish import polish
 
 NAME = "chain-dp"
 TRIES = 6
-PATIENCE_S = 10.0  # for a finer table, where nobody set a time limit
-SMALL_GAP = 0.005  # that is not worth more time than that
+PATIENCE_S = 20.0  # for a finer table, where nobody set a time limit
+SMALL_GAP, TIRED_S = 0.005, 8.0  # so little is not worth more time than that
 LEVELS = (
     (3_000, 10_000),
     (10_000, 40_000),
@@ -107,7 +107,7 @@ class Found:
 
     def is_good_enough(self, limits: Limits) -> bool:
         """Whether to leave it at that where nobody set a time limit."""
-        tired = limits.time_s is None and time.monotonic() - self.started > PATIENCE_S
+        tired = limits.time_s is None and time.monotonic() - self.started > TIRED_S
         return tired and self.closed(SMALL_GAP)
 
     def patience_s(self, limits: Limits) -> float:
