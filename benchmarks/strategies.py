@@ -1,4 +1,4 @@
-"""Strategies: every heuristic against the exact solver, all families at test size, ten budgets each, on the data sheet's costs.
+"""Strategies: every heuristic against the exact solver, all families at test size, ten budgets each, estimated costs.
 
 Claims that it checks as it goes: no heuristic beats a proved bound, and none beats the exact solver's plan. The table
 says by how much the best heuristic is slower: the ratio of recompute times, and their geometric mean over the budgets

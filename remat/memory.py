@@ -290,7 +290,7 @@ class Memory:
         if key not in self._leaves:
             self._leaves[key] = self._leaf(region)
         leaf = self._leaves[key]
-        return leaf and leaf.of(region, top, level)
+        return None if leaf is None else leaf.of(region, top, level)
 
     def _leaf(self, region: Region) -> _Leaf | None:
         """The recomputation of a region that holds no regions. (Rule 4)"""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -96,7 +97,7 @@ def test_the_inner_layers_of_a_chain_are_alike() -> None:
         pytest.param({"keeps": frozenset({"inputs"})}, id="saves"),
     ],
 )
-def test_a_layer_that_differs_is_not_alike(change: dict[str, object]) -> None:
+def test_a_layer_that_differs_is_not_alike(change: dict[str, Any]) -> None:
     nodes = chain(4, 4, 4, 4, 4, 4, 4, 4)
     nodes[3] = dataclasses.replace(nodes[3], **change)
     found = numbers(*toy_graph(nodes))

@@ -171,7 +171,9 @@ def test_blocks_are_the_layers_of_the_model() -> None:
 def test_stretches_are_what_lies_between_plain_segments(plain: list[int], expected: list[tuple[int, int]]) -> None:
     space = Space(tuple(Segment(i, i + 1, i in plain) for i in range(4)), (), 1)
     assert list(space.stretches()) == expected
-    assert space.about() == {"segments": 4 - len(plain), "saveable_nodes": 0, "nesting_depth": 1} | {"longest_region_segments": 4}
+    assert space.about() == {"segments": 4 - len(plain), "saveable_nodes": 0, "nesting_depth": 1} | {
+        "longest_region_segments": 4
+    }
 
 
 def test_small_segments_are_merged() -> None:
