@@ -204,10 +204,13 @@ class Problem:
         return (*plain, *self._find_regions())
 
     def _find_regions(self) -> Iterator[Run]:
+        calls = [self.graph.nodes[segment.first].call for segment in self.space.segments]
         for start, stop in self.space.stretches():
             for a in range(start, stop):
                 alike: tuple[int, ...] = (self._alike[a],)
                 for b in range(a + 1, min(stop, a + self.space.longest) + 1):
+                    if calls[b - 1] != calls[a]:
+                        break
                     number = self._alike_runs.setdefault(alike, len(self._alike_runs))
                     for width, region in self._regions(a, b):
                         shape = self._region_shape(a, b, region, (number, width))

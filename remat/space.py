@@ -63,7 +63,7 @@ class Space:
         }
 
     def stretches(self) -> Iterator[tuple[int, int]]:
-        """Maximal runs [a, b) of segments that are not plain and belong to one graph call."""
+        """Maximal runs [a, b) of segments that are not plain; they may span graph calls, which no region does."""
         start = None
         for i, segment in enumerate(self.segments):
             if segment.plain:

@@ -178,3 +178,17 @@ def test_the_optimizer_step_is_under_every_plan_the_same() -> None:
     problem = Problem(graph, costs, every_cut(graph), 1000)
     assert problem.optimizer_peak_bytes == 7 + 3 * 2 + 100
     assert problem.memory.curve((Region(0, 2),)).alive_bytes[-1] == 7 + 3 * 2 + 100
+
+
+def test_no_region_spans_two_graph_calls() -> None:
+    graph, costs = toy_graph(chain(4, 4, 4, 4))
+    nodes = tuple(dataclasses.replace(node, call=i // 2) for i, node in enumerate(graph.nodes))
+    problem = Problem(dataclasses.replace(graph, nodes=nodes), costs, every_cut(graph), 10**6)
+    assert {(run.region.first, run.region.end) for run in problem.runs if run.region} <= {
+        (0, 1),
+        (0, 2),
+        (1, 2),
+        (2, 3),
+        (2, 4),
+        (3, 4),
+    }
