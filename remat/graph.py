@@ -31,6 +31,7 @@ import numpy as np
 
 from remat.units import gib
 
+OPTIMIZER_STATE = "optimizer state"  # in `Graph.fixed_bytes`: what the first step lacks
 OUTSIDE = -1  # Node.call of what the step computes outside the captured graphs
 
 
@@ -135,6 +136,21 @@ class Packs:
     release: np.ndarray
 
 
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """One parameter: what the states of training hold for it, for sharding them.
+
+    gradient_bytes  0 where it needs no gradient      state_bytes  of the optimizer, after its first step
+    gradient        storage that is its gradient when backward ends; -1: none, or one from before the step
+    """
+
+    name: str
+    size_bytes: int
+    gradient_bytes: int = 0
+    state_bytes: int = 0
+    gradient: int = -1
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Graph:
     """One recorded training step.
@@ -144,6 +160,8 @@ class Graph:
     fixed_bytes        what was there before the step, by category
     parameter_gradients  storages that are a parameter's gradient when backward ends
     about              where it came from: workload, batch size, sequence length, dtype policy, device, versions
+    parameters         one by one, in the order of the model
+    first_step_bytes   most bytes alive while the optimizer runs for the first time, and makes its state; 0: not known
     """
 
     nodes: tuple[Node, ...]
@@ -157,6 +175,8 @@ class Graph:
     fixed_bytes: dict[str, int]
     parameter_gradients: tuple[int, ...]
     about: dict[str, Any]
+    parameters: tuple[Parameter, ...] = ()
+    first_step_bytes: int = 0
 
     @property
     def op_count(self) -> int:
@@ -202,6 +222,8 @@ class Graph:
             "fixed_bytes": self.fixed_bytes,
             "parameter_gradients": list(self.parameter_gradients),
             "about": self.about,
+            "parameters": [dataclasses.astuple(parameter) for parameter in self.parameters],
+            "first_step_bytes": self.first_step_bytes,
         }
 
     @staticmethod
@@ -220,6 +242,8 @@ class Graph:
             fixed_bytes=data["fixed_bytes"],
             parameter_gradients=tuple(data["parameter_gradients"]),
             about=data["about"],
+            parameters=tuple(Parameter(*row) for row in data.get("parameters", ())),
+            first_step_bytes=data.get("first_step_bytes", 0),
         )
 
 

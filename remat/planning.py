@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from remat import check
 from remat.errors import Infeasible, NoPlanInTime, UsageError
 from remat.graph import Graph
+from remat.loop import Loop
 from remat.plans import Plan, Region, place
 from remat.problem import Problem
 from remat.profiling import Profile, fake_step, find_place, profile_step
@@ -68,7 +69,7 @@ def plan(
     budget: str | int,
     target: str = "auto",
     headroom: str | int | None = None,
-    accumulation: int = 1,
+    loop: Loop | None = None,
     limits: Limits | None = None,
     solver: Solver | None = None,
     on_progress: Callable[[int, int], None] | None = None,
@@ -76,7 +77,7 @@ def plan(
     """The plan with the least recomputation whose peak over the whole step stays within `budget`.
 
     budget, headroom  see `parse_budget`              target  see `profiling.find_place`
-    accumulation      micro-batches per optimizer step: more than one keeps gradients alive through forward
+    loop              what training does around forward and backward: accumulation, clipping, shards, ...
     solver            any function of `remat.solvers`; the exact one by default
     on_progress       called with (done, total) while costs are measured
 
@@ -84,7 +85,7 @@ def plan(
     """
     found = find_place(target)
     limit = parse_budget(budget, headroom, found.target.memory_bytes)
-    step = fake_step(workload, found, accumulation=accumulation)
+    step = fake_step(workload, found, loop=loop)
     profile = profile_step(step, found, on_progress=on_progress)
     return plan_profile(profile, limit, limits=limits, solver=solver, step=step)
 

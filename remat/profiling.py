@@ -17,6 +17,7 @@ import torch
 from remat.costs import Costs, estimate
 from remat.errors import UsageError
 from remat.graph import Graph
+from remat.loop import Loop
 from remat.plans import read_json, write_atomically
 from remat.record import FakeStep, record
 from remat.target import TARGETS, Target
@@ -99,17 +100,17 @@ def find_place(name: str) -> Place:
     return Place(TARGETS[name], None)
 
 
-def fake_step(workload: Workload, place: Place, *, accumulation: int = 1) -> FakeStep:
+def fake_step(workload: Workload, place: Place, *, loop: Loop | None = None) -> FakeStep:
     """The workload's step on fake tensors that pretend to be on `place`."""
     device = place.device or torch.device("cpu")
     if not place.substituted:
-        return FakeStep(workload, device=device, accumulation=accumulation)
+        return FakeStep(workload, device=device, loop=loop)
     from remat.kernels import substitute, weight_cast_cache
 
     return FakeStep(
         workload,
         device=device,
-        accumulation=accumulation,
+        loop=loop,
         prepare=functools.partial(substitute, autocast=workload.autocast),
         recompute_context=weight_cast_cache,
         foreach=True,
@@ -120,7 +121,7 @@ def profile(
     workload: Workload,
     *,
     target: str = "auto",
-    accumulation: int = 1,
+    loop: Loop | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Profile:
     """Record and cost the workload's step.
@@ -129,7 +130,7 @@ def profile(
     by name they are estimated. Raises CaptureError where the model cannot be captured, UsageError for the target.
     """
     place = find_place(target)
-    step = fake_step(workload, place, accumulation=accumulation)
+    step = fake_step(workload, place, loop=loop)
     return profile_step(step, place, on_progress=on_progress)
 
 

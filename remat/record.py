@@ -6,13 +6,15 @@ of everything that it saves, so that the life of a storage without autograd and 
 apart, and a region's behaviour follows from the record.
 
 A step is recorded in its steady state: the optimizer's state exists, and with gradient accumulation so do the
-gradients. That is the larger of the two cases.
+gradients. That is the larger of the two cases. Of the first step, the part that differs is noted: the optimizer making
+its state.
 """
 
 from __future__ import annotations
 
 import bisect
 import contextlib
+import dataclasses
 import platform
 import re
 import weakref
@@ -23,23 +25,57 @@ import numpy as np
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils._pytree import tree_leaves
 
 from remat.capture import GraphCalls, fake_model
 from remat.errors import CaptureError, RematError
-from remat.graph import OUTSIDE, Graph, Node, Packs, Storages
+from remat.graph import OPTIMIZER_STATE, OUTSIDE, Graph, Node, Packs, Parameter, Storages
+from remat.loop import Loop
 from remat.rewrite import as_function, bracket_of, called, captured_nodes, replace_target
 from remat.tracker import FIXED, Tracker, draws_random_numbers
 from remat.workload import Workload
 
 _OWNER = re.compile(r"^L\['\w+'\](?:.*__self__)?\.?")  # how Dynamo calls the model, or what wraps its forward
 NUMBER_BYTES = 16  # eight in forward, eight more while it is recomputed
+LARGEST_NORM = 1.0  # of gradients that are clipped; any number takes the same memory
+EMA_DECAY = 0.999  # likewise
+
+
+class Finish:
+    """What a training step does after backward: clipping, the optimizer, the running average, letting gradients go.
+
+    averages  the running average's tensors, parameters first; none before the first step
+    """
+
+    def __init__(self, loop: Loop, model: nn.Module, optimizer: torch.optim.Optimizer | None):
+        self.loop, self.model, self.optimizer = loop, model, optimizer
+        self.averages: list[torch.Tensor] = []
+
+    def __call__(self) -> None:
+        if self.loop.clip_grad_norm:
+            nn.utils.clip_grad_norm_([p for p in self.model.parameters() if p.requires_grad], LARGEST_NORM)
+        if self.optimizer is not None:
+            self.optimizer.step()
+        if self.loop.ema:
+            self._update_averages()
+        if not self.loop.accumulates:
+            self.model.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def _update_averages(self) -> None:
+        current = [p.detach() for p in self.model.parameters()]
+        if not self.averages:
+            self.averages = [tensor.clone() for tensor in (*current, *self.model.buffers())]
+        get_ema_multi_avg_fn(EMA_DECAY)(self.averages[: len(current)], current, 1)
 
 
 class FakeStep:
     """A workload's training step on fake tensors: captured once, run as often as needed.
 
     device     the device that tensors pretend to be on
+    loop       what training does around forward and backward; its shards are not run, see `sharding.py`. It may be
+               changed between records
     prepare    changes a captured graph before its first run (the target's kernels)
     recompute_context  what forward and recomputations run under where kernels are substituted: the emulated cache
                of weight casts
@@ -51,7 +87,7 @@ class FakeStep:
         workload: Workload,
         *,
         device: torch.device,
-        accumulation: int = 1,
+        loop: Loop | None = None,
         prepare: Callable[[fx.GraphModule], None] | None = None,
         recompute_context: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
         foreach: bool = False,
@@ -59,7 +95,7 @@ class FakeStep:
         self.workload = workload
         self.device = device
         self.mode = FakeTensorMode()
-        self.accumulation = accumulation
+        self.loop = loop or Loop()
         self._prepare = prepare
         self._prepared: dict[int, fx.GraphModule] = {}
         self.recompute_context = recompute_context
@@ -70,14 +106,22 @@ class FakeStep:
         self._forward = self.model.forward
         self.calls = GraphCalls(self._forward, self._run_call)
         self.model.forward = self.calls
-        self.optimizer = self._make_optimizer(foreach)
+        self._foreach = foreach
+        self.finish = Finish(self.loop, self.model, self._make_optimizer())
 
-    def _make_optimizer(self, foreach: bool) -> torch.optim.Optimizer | None:
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        return self.finish.optimizer
+
+    def trainable(self) -> list[nn.Parameter]:
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def _make_optimizer(self) -> torch.optim.Optimizer | None:
         if self.workload.optimizer is None:
             return None
-        optimizer = self.workload.optimizer([p for p in self.model.parameters() if p.requires_grad])
+        optimizer = self.workload.optimizer(self.trainable())
         for group in optimizer.param_groups:
-            if foreach and group.get("foreach", False) is None and not group.get("fused"):
+            if self._foreach and group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = True
         return optimizer
 
@@ -117,13 +161,18 @@ class FakeStep:
             raise CaptureError(f"`step` of {self.workload.name!r} must return a scalar loss that requires grad.")
         return loss
 
-    def warm_up(self) -> None:
-        """Capture, and bring the optimizer and the gradients to their steady state."""
-        with self.mode, Tracker() as tracker:
+    def warm_up(self, alignment_bytes: int = 1) -> int:
+        """Capture, and bring the optimizer and the gradients to their steady state.
+
+        Returns the most bytes alive from the end of the first backward on, above those that were there before it.
+        """
+        self.model.zero_grad(set_to_none=True)
+        self.finish = Finish(self.loop, self.model, self._make_optimizer())
+        with self.mode, Tracker(alignment_bytes) as tracker:
             self.forward().backward()
-            self._step_optimizer(tracker)
-            if self.accumulation == 1:
-                self.model.zero_grad(set_to_none=True)
+            backward_end = tracker.op_count
+            self._finish(tracker)
+        return int(tracker.alive()[backward_end:].max(initial=0))
 
     def run(self, tracker: Tracker, after_forward: Callable[[], None], after_backward: Callable[[], None]) -> None:
         """One whole step under `tracker`: forward, backward, optimizer."""
@@ -133,15 +182,11 @@ class FakeStep:
             loss.backward()
             after_backward()
             del loss
-            self._step_optimizer(tracker)
-            if self.accumulation == 1:
-                self.model.zero_grad(set_to_none=True)
+            self._finish(tracker)
 
-    def _step_optimizer(self, tracker: Tracker) -> None:
-        if self.optimizer is None:
-            return
+    def _finish(self, tracker: Tracker) -> None:
         tracker.scalar_answers = True
-        self.optimizer.step()
+        self.finish()
         tracker.scalar_answers = False
 
     def fix_state(self, tracker: Tracker) -> dict[str, int]:
@@ -152,9 +197,19 @@ class FakeStep:
             "buffers": tracker.fix(list(self.model.buffers())),
             "batch": tracker.fix(self.batch),
             "gradients": tracker.fix([p.grad for p in parameters if p.grad is not None]),
-            "optimizer state": tracker.fix(dict(self.optimizer.state)) if self.optimizer else 0,
+            OPTIMIZER_STATE: tracker.fix(dict(self.optimizer.state)) if self.optimizer else 0,
+            "running average": tracker.fix(self.finish.averages),
+            "gradient buckets": sum(map(tracker.bytes_of, self.trainable())) if self.loop.ddp else 0,
         }
         return {name: size for name, size in fixed.items() if size}
+
+    def parameters(self, tracker: Tracker) -> Iterator[Parameter]:
+        """The parameters and what the optimizer keeps for each; of their gradients only the size."""
+        for name, p in self.model.named_parameters():
+            state = self.optimizer.state.get(p, {}) if self.optimizer else {}
+            kept = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
+            size = tracker.bytes_of(p)
+            yield Parameter(name, size, size if p.requires_grad else 0, sum(map(tracker.bytes_of, kept)))
 
 
 def describe(error: BaseException) -> str:
@@ -172,16 +227,21 @@ def _run_plainly(call: int, graph_module: fx.GraphModule, args: tuple[Any, ...])
 
 def record(step: FakeStep, *, alignment_bytes: int = 1) -> Graph:
     """The Graph of `step`. Raises `CaptureError` for a model that cannot be captured, naming the operator."""
-    step.warm_up()
+    first_step_rise = step.warm_up(alignment_bytes)
     recorder = _Recorder(alignment_bytes, step.model.buffers())
     fixed = step.fix_state(recorder)
+    made = ("gradients", OPTIMIZER_STATE, "running average")  # by the first step itself
+    before = sum(size for name, size in fixed.items() if name not in made)
     step.run_call = recorder.run_call
     with torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack):
         step.run(recorder, recorder.after_forward, lambda: recorder.after_backward(step.model))
     step.run_call = _run_plainly
     if step.device.type == "cpu" and alignment_bytes == 1:  # elsewhere they are not on the device
         fixed["numbers"] = NUMBER_BYTES * recorder.numbers
-    return recorder.graph(fixed, _about(step))
+    graph = recorder.graph(fixed, _about(step))
+    return dataclasses.replace(
+        graph, parameters=tuple(recorder.parameters_of(step)), first_step_bytes=before + first_step_rise
+    )
 
 
 def _about(step: FakeStep) -> dict[str, Any]:
@@ -196,7 +256,7 @@ def _about(step: FakeStep) -> dict[str, Any]:
         "parameter_dtypes": dtypes,
         "parameter_count": sum(p.numel() for p in step.model.parameters()),
         "optimizer": type(step.optimizer).__name__ if step.optimizer else None,
-        "accumulation": step.accumulation,
+        **step.loop.to_json(),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
@@ -220,6 +280,7 @@ class _Recorder(Tracker):
         self.numbers = 0
         self._forward_end = self._backward_end = -1
         self._gradients: tuple[int, ...] = ()
+        self._gradient_of: dict[str, int] = {}
 
     # Nodes
 
@@ -389,8 +450,16 @@ class _Recorder(Tracker):
 
     def after_backward(self, model: nn.Module) -> None:
         self._backward_end = self.op_count
-        grads = (self.storage_of(p.grad) for p in model.parameters() if p.grad is not None)
-        self._gradients = tuple(sorted({storage for storage in grads if storage != FIXED}))
+        self._gradient_of = {
+            name: self.storage_of(p.grad) for name, p in model.named_parameters() if p.grad is not None
+        }
+        self._gradients = tuple(sorted(set(self._gradient_of.values()) - {FIXED}))
+
+    def parameters_of(self, step: FakeStep) -> Iterator[Parameter]:
+        """The parameters, with the storages that their gradients had when backward ended."""
+        for known in step.parameters(self):
+            gradient = self._gradient_of.get(known.name, FIXED)
+            yield dataclasses.replace(known, gradient=gradient)
 
     def graph(self, fixed: dict[str, int], about: dict[str, Any]) -> Graph:
         last = self.op_count - 1

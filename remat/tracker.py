@@ -124,6 +124,10 @@ class Tracker(TorchDispatchMode):
         tracked.death = max(self.op_count - 1, tracked.birth)
         del self._ids[key]
 
+    def bytes_of(self, tensor: torch.Tensor) -> int:
+        """What the storage of `tensor` takes."""
+        return self._rounded(tensor.untyped_storage().nbytes())
+
     def _rounded(self, size_bytes: int) -> int:
         return -(-size_bytes // self.alignment_bytes) * self.alignment_bytes
 

@@ -45,11 +45,12 @@ from remat.applying import apply, planned_forward, remove
 from remat.costs import estimate
 from remat.errors import PlanMismatch, UsageError, ValidationFailed
 from remat.graph import Graph
+from remat.loop import Loop
 from remat.measure import device_name, device_target, measure, physical_memory
 from remat.memory import Memory
 from remat.plans import PlacedRegion, Plan, Region, unplace
 from remat.profiling import Place, Profile, fake_step
-from remat.record import FakeStep, autocast_context, record
+from remat.record import FakeStep, Finish, autocast_context, record
 from remat.replay import replay
 from remat.tracker import Tracker
 from remat.units import gib, ms
@@ -247,7 +248,7 @@ class _Sizes:
     def at(self, batch_size: int) -> _Recorded:
         if batch_size not in self._known:
             workload = self._workload.sized(batch_size)
-            step = fake_step(workload, self._place, accumulation=self._plan.about.get("accumulation", 1))
+            step = fake_step(workload, self._place, loop=Loop.of(self._plan.about))
             graph = record(step, alignment_bytes=self._place.target.alignment_bytes)
             _require_match(self._plan, graph)
             self._known[batch_size] = _Recorded(
@@ -390,14 +391,14 @@ def _predict(recorded: _Recorded, place: Place, on_progress: Progress | None) ->
 class _Training:
     """A workload's model, batch and optimizer on the device."""
 
-    def __init__(self, workload: Workload, device: torch.device, seed: int, accumulate: bool):
-        self.workload, self.device, self._accumulate = workload, device, accumulate
+    def __init__(self, workload: Workload, device: torch.device, seed: int, loop: Loop):
+        self.workload, self.device, self.loop = workload, device, loop
         self._seed_of_steps = seed + 2
         _seed(seed)
         with torch.device(device):
             self.model = workload.build().to(device).train()
         self._state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._tensors()}
-        self.optimizer: torch.optim.Optimizer | None = None
+        self.finish = Finish(loop, self.model, None)
         self.set_batch(workload.batch_size, seed + 1)
 
     def set_batch(self, batch_size: int, seed: int) -> None:
@@ -416,14 +417,14 @@ class _Training:
 
     def begin_again(self) -> None:
         """Parameters, buffers and random state as at the start; a new optimizer."""
-        self.optimizer = None
+        self.finish = Finish(self.loop, self.model, None)
         self.model.zero_grad(set_to_none=True)
         with torch.no_grad():
             for name, tensor in self._tensors():
                 tensor.copy_(self._state[name])
         release_memory(self.device)
         if self.workload.optimizer is not None:
-            self.optimizer = self.workload.optimizer(self.parameters())
+            self.finish.optimizer = self.workload.optimizer(self.parameters())
         _seed(self._seed_of_steps)
 
     def forward_and_backward(self) -> torch.Tensor:
@@ -431,12 +432,6 @@ class _Training:
             loss = self.workload.step(self.model, self.batch)
         loss.backward()
         return loss.detach()
-
-    def finish(self) -> None:
-        if self.optimizer is not None:
-            self.optimizer.step()
-        if not self._accumulate:
-            self.model.zero_grad(set_to_none=True)
 
     def step(self) -> None:
         self.forward_and_backward()
@@ -452,7 +447,8 @@ class _Training:
                         [(p, p.grad) for p in self.model.parameters()],
                         list(self.model.buffers()),
                         self.batch,
-                        dict(self.optimizer.state) if self.optimizer else None,
+                        dict(self.finish.optimizer.state) if self.finish.optimizer else None,
+                        self.finish.averages,
                     )
                 )
                 if isinstance(tensor, torch.Tensor) and tensor.device.type == self.device.type
@@ -701,8 +697,7 @@ class _Validation:
 
     def _steps(self, sizes: _Sizes) -> tuple[dict[str, int] | None, _Comparison, dict[str, int]]:
         """(untouched step as measured, None where it does not fit; comparison; planned step as measured)"""
-        accumulate = self.plan.about.get("accumulation", 1) > 1
-        training = _Training(self.compared.workload, self.device, self.seed, accumulate)
+        training = _Training(self.compared.workload, self.device, self.seed, Loop.of(self.plan.about))
         while True:
             try:
                 expected, untouched = self._untouched(training)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from remat.costs import Costs
 from remat.graph import OUTSIDE, Graph, Node, OpKind, Packs, Storages
+from remat.loop import Loop
 from remat.plans import Region
 from remat.record import FakeStep, record
 from remat.space import Segment, Space, legal_cuts, saveable
@@ -332,7 +333,7 @@ class Recorded:
 @functools.cache
 def recorded(workload: Workload, accumulation: int = 1) -> Recorded:
     """`workload` recorded on fake CPU tensors; tracing takes a second, so once for all tests."""
-    step = FakeStep(workload, device=torch.device("cpu"), accumulation=accumulation)
+    step = FakeStep(workload, device=torch.device("cpu"), loop=Loop(accumulation=accumulation))
     return Recorded(workload, step, record(step))
 
 

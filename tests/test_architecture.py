@@ -26,6 +26,7 @@ TORCH_FREE = {
         "costs",
         "errors",
         "graph",
+        "loop",
         "memory",
         "plans",
         "problem",

@@ -21,11 +21,12 @@ from remat.commands import Answer
 from remat.errors import UsageError
 
 if TYPE_CHECKING:
+    from remat.loop import Loop
     from remat.screen import LiveLine
     from remat.solution import Limits
     from remat.workloads import ModelSpec
 
-STEP, SEARCH = "The training step", "The search"  # titles in --help
+STEP, LOOP, SEARCH = "The training step", "The training loop", "The search"  # titles in --help
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and all else on stderr.")]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.", show_default=False)]
@@ -88,6 +89,28 @@ class StepOptions(ModelOptions):
         int | None,
         _option(min=1, help="Micro-batches per optimizer step. More than one keeps gradients alive."),
     ] = None
+    clip_grad_norm: Annotated[
+        bool | None, _option("--clip-grad-norm", panel=LOOP, help="Gradients are clipped to a largest norm.")
+    ] = None
+    ema: Annotated[bool | None, _option("--ema", panel=LOOP, help="A running average of the weights is kept.")] = None
+    ddp: Annotated[
+        bool | None, _option("--ddp", panel=LOOP, help="DistributedDataParallel's gradient buckets are there.")
+    ] = None
+    ranks: Annotated[int | None, _option(min=1, panel=LOOP, help="Devices that share the data.")] = None
+    shard: Annotated[
+        str | None,
+        _option(
+            panel=LOOP,
+            help="What the ranks share: zero1 optimizer state, zero2 gradients too, zero3 parameters too (FSDP).",
+        ),
+    ] = None
+
+    def loop(self) -> Loop:
+        """What training does around the step; UsageError where it contradicts itself."""
+        from remat.loop import Loop
+
+        names = (field.name for field in dataclasses.fields(Loop))
+        return Loop(**{name: value for name in names if (value := getattr(self, name)) is not None})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -61,7 +61,7 @@ def _from_model(options: StepOptions, line: LiveLine) -> Source:
 
     def record() -> tuple[Profile, FakeStep]:
         line.say(f"recording {spec.model}")
-        step = fake_step(workload_of(spec), place, accumulation=options.accumulation or 1)
+        step = fake_step(workload_of(spec), place, loop=options.loop())
         return profile_step(step, place, on_progress=line.measured), step
 
     return Source(place.target, spec, record)
