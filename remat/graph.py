@@ -161,6 +161,7 @@ class Graph:
     parameter_gradients  storages that are a parameter's gradient when backward ends
     about              where it came from: workload, batch size, sequence length, dtype policy, device, versions
     parameters         one by one, in the order of the model
+    gathered           storages that sharding added: shards of other ranks, while they are needed
     first_step_bytes   most bytes alive while the optimizer runs for the first time, and makes its state; 0: not known
     """
 
@@ -177,6 +178,7 @@ class Graph:
     about: dict[str, Any]
     parameters: tuple[Parameter, ...] = ()
     first_step_bytes: int = 0
+    gathered: tuple[int, ...] = ()
 
     @property
     def op_count(self) -> int:
@@ -224,6 +226,7 @@ class Graph:
             "about": self.about,
             "parameters": [dataclasses.astuple(parameter) for parameter in self.parameters],
             "first_step_bytes": self.first_step_bytes,
+            "gathered": list(self.gathered),
         }
 
     @staticmethod
@@ -244,6 +247,7 @@ class Graph:
             about=data["about"],
             parameters=tuple(Parameter(*row) for row in data.get("parameters", ())),
             first_step_bytes=data.get("first_step_bytes", 0),
+            gathered=tuple(data.get("gathered", ())),
         )
 
 

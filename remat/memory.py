@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from remat.graph import Graph, block_of
+from remat.graph import OPTIMIZER_STATE, Graph
 from remat.plans import Region
 
 CAST = "aten._to_copy.default"
@@ -59,12 +59,14 @@ class Curve:
         return int(self.alive_bytes.argmax())
 
 
-_CATEGORIES = ("activations", "logits and loss", "gradients", "temporaries")
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Lives:
-    """Every storage of a step under a plan, once per time that it is made, and the timeline that it lives on."""
+class Lives:
+    """Every storage of a step under a plan, once per time that it is made, and the timeline that it lives on.
+
+    storage, size_bytes, birth, death  columns over lives: a storage of the graph, and the positions between which it
+                                       is alive
+    op, region, runs                   columns over positions, as in `Curve`
+    """
 
     storage: np.ndarray
     size_bytes: np.ndarray
@@ -160,6 +162,12 @@ class Memory:
     def peak_without_checkpointing(self) -> int:
         return self.curve(()).peak_bytes
 
+    def first_step_peak(self, regions: Sequence[Region]) -> int:
+        """Peak of the very first step, in which the optimizer makes its state."""
+        graph, curve = self.graph, self.curve(regions)
+        before = curve.alive_bytes[curve.op < graph.backward_end].max()
+        return max(int(before) - graph.fixed_bytes.get(OPTIMIZER_STATE, 0), graph.first_step_bytes)
+
     def packs_in(self, first: int, end: int) -> np.ndarray:
         """Indices of the saves made by nodes first..end-1, in order."""
         low, high = np.searchsorted(self.graph.packs.node, (first, end))
@@ -171,7 +179,7 @@ class Memory:
         plain  count what autograd keeps outside regions for nodes first..end-1 only: the share of one run, for
                the rows of the integer program
         """
-        lives = self._lives(regions, plain)
+        lives = self.lives(regions, plain)
         change = np.zeros(len(lives.op) + 1, dtype=np.int64)
         np.add.at(change, lives.birth, lives.size_bytes)
         np.subtract.at(change, lives.death + 1, lives.size_bytes)
@@ -179,32 +187,8 @@ class Memory:
         alive += np.where(lives.runs, self.workspace_bytes[lives.op], 0)
         return Curve(alive, lives.op, lives.region, lives.runs)
 
-    def breakdown(self, regions: Sequence[Region]) -> dict[str, int]:
-        """Bytes by category at the peak of the step; they add up to it."""
-        lives, curve = self._lives(regions, None), self.curve(regions)
-        at = curve.peak_at
-        alive = (lives.birth <= at) & (lives.death >= at)
-        storage, size = lives.storage[alive], lives.size_bytes[alive]
-        category = self._categories[storage]
-        found = dict(self.graph.fixed_bytes)
-        for code, name in enumerate(_CATEGORIES):
-            total = int(size[category == code].sum())
-            if total:
-                found[name] = found.get(name, 0) + total
-        workspace = int(self.workspace_bytes[lives.op[at]]) if lives.runs[at] else 0
-        return {**found, "workspaces": workspace} if workspace else found
-
-    @functools.cached_property
-    def _categories(self) -> np.ndarray:
-        """Index into `_CATEGORIES` for every storage."""
-        made_by = self.graph.storages.node
-        layers = [i for i, node in enumerate(self.graph.nodes) if block_of(node.module)]
-        head = layers[-1] + 1 if layers else len(self.graph.nodes)
-        code = np.where(made_by < 0, 3, np.where(made_by >= head, 1, 0))
-        code[list(self.graph.parameter_gradients)] = 2
-        return code
-
-    def _lives(self, regions: Sequence[Region], plain: tuple[int, int] | None) -> _Lives:
+    def lives(self, regions: Sequence[Region], plain: tuple[int, int] | None = None) -> Lives:
+        """When every storage of the step is alive: the recorded ones first, then those made again, then copies."""
         recomputations = self._recomputations(regions)
         position, ops, owner = self._timeline(recomputations)
         storages = self.graph.storages
@@ -223,7 +207,7 @@ class Memory:
         instances = made_by >= 0
         again, again_birth, again_death = again[instances], again_birth[instances], again_death[instances]
         copies = self._copies(recomputations, position)
-        return _Lives(
+        return Lives(
             storage=np.concatenate([np.arange(len(storages.birth)), again, copies.storage]),
             size_bytes=np.concatenate([storages.size_bytes, storages.size_bytes[again], copies.size_bytes]),
             birth=np.concatenate([position(storages.birth), again_birth, copies.birth]),

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from remat import check
+from remat.breakdown import at_peak
 from remat.errors import Infeasible, NoPlanInTime, UsageError
 from remat.graph import Graph
 from remat.loop import Loop
@@ -149,7 +150,7 @@ def infeasible(problem: Problem, limits: Limits) -> Infeasible:
 
     highest = problem.with_budget(problem.memory.peak_without_checkpointing)
     peak, regions, _ = least_peak(highest, limits)
-    parts = problem.memory.breakdown(regions)
+    parts = at_peak(problem.memory, regions)
     curve = problem.memory.curve(regions)
     listing = ", ".join(f"{name} {gib(size)}" for name, size in sorted(parts.items(), key=lambda item: -item[1]))
     return Infeasible(
@@ -182,7 +183,7 @@ def assemble(problem: Problem, solution: Solution, profile: Profile, *, replayed
         "recompute_time_us": recompute_us,
         "overhead": recompute_us / problem.step_time_us if problem.step_time_us else 0.0,
         "recomputed_nodes": memory.recomputed_nodes(solution.regions),
-        "breakdown": memory.breakdown(solution.regions),
+        "breakdown": at_peak(memory, solution.regions),
         "judged_by": "replay" if replayed else "evaluator",
     }
     return Plan(

@@ -164,15 +164,19 @@ class FakeStep:
     def warm_up(self, alignment_bytes: int = 1) -> int:
         """Capture, and bring the optimizer and the gradients to their steady state.
 
-        Returns the most bytes alive from the end of the first backward on, above those that were there before it.
+        Returns the most bytes alive after the first backward, above those that were there before it. What the forward
+        made is not counted: nothing of it is left but what Dynamo notes in its graphs.
         """
         self.model.zero_grad(set_to_none=True)
         self.finish = Finish(self.loop, self.model, self._make_optimizer())
         with self.mode, Tracker(alignment_bytes) as tracker:
-            self.forward().backward()
+            loss = self.forward()
+            forward_end = tracker.op_count
+            loss.backward()
+            del loss
             backward_end = tracker.op_count
             self._finish(tracker)
-        return int(tracker.alive()[backward_end:].max(initial=0))
+        return int(tracker.alive(since=forward_end)[backward_end:].max(initial=0))
 
     def run(self, tracker: Tracker, after_forward: Callable[[], None], after_backward: Callable[[], None]) -> None:
         """One whole step under `tracker`: forward, backward, optimizer."""
@@ -236,7 +240,7 @@ def record(step: FakeStep, *, alignment_bytes: int = 1) -> Graph:
     with torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack):
         step.run(recorder, recorder.after_forward, lambda: recorder.after_backward(step.model))
     step.run_call = _run_plainly
-    if step.device.type == "cpu" and alignment_bytes == 1:  # elsewhere they are not on the device
+    if recorder.numbers and step.device.type == "cpu" and alignment_bytes == 1:  # elsewhere they are not on the device
         fixed["numbers"] = NUMBER_BYTES * recorder.numbers
     graph = recorder.graph(fixed, _about(step))
     return dataclasses.replace(

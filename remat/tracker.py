@@ -146,10 +146,12 @@ class Tracker(TorchDispatchMode):
             )
         return index
 
-    def alive(self) -> np.ndarray:
-        """Bytes alive during each operator."""
+    def alive(self, since: int = 0) -> np.ndarray:
+        """Bytes alive during each operator, of storages made by operator `since` or later."""
         change = np.zeros(self.op_count + 1, dtype=np.int64)
         for storage in self.storages:
+            if storage.birth < since:
+                continue
             change[storage.birth] += storage.size_bytes
             if storage.death is not None:
                 change[storage.death + 1] -= storage.size_bytes
