@@ -119,7 +119,8 @@ class FakeStep:
     def _make_optimizer(self) -> torch.optim.Optimizer | None:
         if self.workload.optimizer is None:
             return None
-        optimizer = self.workload.optimizer(self.trainable())
+        with self.mode, (tracker := Tracker()), tracker.answering():
+            optimizer = self.workload.optimizer(self.trainable())
         for group in optimizer.param_groups:
             if self._foreach and group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = True
@@ -175,7 +176,8 @@ class FakeStep:
             loss.backward()
             del loss
             backward_end = tracker.op_count
-            self._finish(tracker)
+            with tracker.answering():
+                self.finish()
         return int(tracker.alive(since=forward_end)[backward_end:].max(initial=0))
 
     def run(self, tracker: Tracker, after_forward: Callable[[], None], after_backward: Callable[[], None]) -> None:
@@ -186,12 +188,8 @@ class FakeStep:
             loss.backward()
             after_backward()
             del loss
-            self._finish(tracker)
-
-    def _finish(self, tracker: Tracker) -> None:
-        tracker.scalar_answers = True
-        self.finish()
-        tracker.scalar_answers = False
+            with tracker.answering():
+                self.finish()
 
     def fix_state(self, tracker: Tracker) -> dict[str, int]:
         """Tell `tracker` what exists before the step; returns its bytes by category."""

@@ -9,10 +9,12 @@ Storages that exist before tracking starts are *fixed*: they are never counted h
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -67,6 +69,15 @@ class Tracker(TorchDispatchMode):
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        """While it lasts, who asks a fake tensor for its value (optimizers do) is told 1."""
+        self.scalar_answers = True
+        try:
+            yield
+        finally:
+            self.scalar_answers = False
 
     @property
     def op_count(self) -> int:

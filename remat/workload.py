@@ -7,6 +7,7 @@ planning, under fake tensors, so that no weight is ever allocated; when validati
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -14,9 +15,10 @@ import torch
 from torch import nn
 
 from remat.errors import UsageError
+from remat.optimizers import MasterWeights
 
-DTYPE_POLICIES = ("amp", "fp32", "bf16")
-DTypePolicy = Literal["amp", "fp32", "bf16"]
+DTYPE_POLICIES = ("amp", "fp32", "bf16", "bf16-master", "bf16-master-grads")
+DTypePolicy = Literal["amp", "fp32", "bf16", "bf16-master", "bf16-master-grads"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,18 +69,23 @@ class Workload:
     def with_dtype(self, policy: DTypePolicy) -> Workload:
         """The same workload under another dtype policy.
 
-        amp   fp32 weights, bf16 autocast around the step
-        fp32  fp32 weights and arithmetic
-        bf16  weights, gradients and optimizer state in bf16, no autocast
+        amp          fp32 weights, bf16 autocast around the step
+        fp32         fp32 weights and arithmetic
+        bf16         weights, gradients and optimizer state in bf16, no autocast
+        bf16-master  weights and gradients in bf16; the optimizer keeps fp32 weights and state
+        bf16-master-grads  the same, and fp32 gradients
         """
         if policy not in DTYPE_POLICIES:
             raise UsageError(f"dtype {policy!r} is not known; choose one of {', '.join(DTYPE_POLICIES)}.")
-        weights = torch.bfloat16 if policy == "bf16" else torch.float32
-        build, batch = self.build, self.batch
+        weights = torch.bfloat16 if policy.startswith("bf16") else torch.float32
+        build, batch, optimizer = self.build, self.batch, self.optimizer
+        if policy.startswith("bf16-master") and optimizer is not None:
+            optimizer = functools.partial(MasterWeights, make=optimizer, gradients=policy.endswith("grads"))
         return dataclasses.replace(
             self,
             build=lambda: build().to(weights),
             batch=lambda batch_size, seq_len: floats_to(batch(batch_size, seq_len), weights),
+            optimizer=optimizer,
             autocast=torch.bfloat16 if policy == "amp" else None,
         )
 

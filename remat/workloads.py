@@ -35,15 +35,13 @@ from torch import nn
 from remat import models
 from remat.errors import RematError, UsageError
 from remat.models.common import text_workload, transformers
+from remat.optimizers import optimizer_named
 from remat.record import describe
 from remat.workload import DTypePolicy, Workload
 
 # What a causal language model from a configuration trains on, unless the options say otherwise.
 CAUSAL_BATCH_SIZE = 8
 CAUSAL_SEQ_LEN = 1024
-
-# Optimizers of torch.optim that remat's step cannot run: what they need and it does not give.
-REFUSED_OPTIMIZERS = {"LBFGS": "a closure that repeats the step", "SparseAdam": "sparse gradients"}
 
 _FILE = re.compile(r"(?P<path>.+\.py)(?::(?P<function>.*))?")
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -68,10 +66,10 @@ class ModelSpec:
                 f"sequence length {self.seq_len} was given, but model {workload.name} has none. Leave it out."
             )
         workload = workload.sized(self.batch_size, self.seq_len)
-        if self.dtype is not None:
-            workload = workload.with_dtype(cast(DTypePolicy, self.dtype))
         if self.optimizer is not None:
             workload = dataclasses.replace(workload, optimizer=optimizer_named(self.optimizer))
+        if self.dtype is not None:
+            workload = workload.with_dtype(cast(DTypePolicy, self.dtype))
         return guarded(workload, path)
 
     def changed(self, **options: Any) -> ModelSpec:
@@ -247,32 +245,6 @@ def _library() -> Any:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     return transformers()
-
-
-# Options
-
-
-def optimizers() -> dict[str, type[torch.optim.Optimizer]]:
-    """The classes of `torch.optim` that a step can use, by name."""
-    return {
-        name: value
-        for name, value in vars(torch.optim).items()
-        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
-    }
-
-
-def optimizer_named(name: str) -> type[torch.optim.Optimizer] | None:
-    """The class of `torch.optim` called `name` in any case; None for `none`."""
-    if name.lower() == "none":
-        return None
-    by_lower_name = {known.lower(): known for known in optimizers()}
-    found = by_lower_name.get(name.lower())
-    if found is None:
-        usable = sorted(known.lower() for known in optimizers() if known not in REFUSED_OPTIMIZERS)
-        raise UsageError(f"optimizer {name!r} is not in torch.optim; choose none, {', '.join(usable)}.")
-    if found in REFUSED_OPTIMIZERS:
-        raise UsageError(f"optimizer {found} needs {REFUSED_OPTIMIZERS[found]}, which remat does not plan for.")
-    return optimizers()[found]
 
 
 # Errors of other people's functions

@@ -52,11 +52,19 @@ class ModelOptions:
     seq_len: Annotated[int | None, _option(min=1, help="Tokens in a sample.")] = None
     image_size: Annotated[int | None, _option(min=1, help="Side of the images, for ready-made image models.")] = None
     dtype: Annotated[
-        str | None, _option(help="amp (fp32 weights, bf16 autocast), fp32 or bf16 (weights, gradients and state).")
+        str | None,
+        _option(
+            help="amp (fp32 weights, bf16 autocast), fp32, bf16 (weights, gradients and state), bf16-master (bf16 "
+            "weights and gradients, fp32 copies and state in the optimizer) or bf16-master-grads (fp32 gradients too)."
+        ),
     ] = None
-    optimizer: Annotated[str | None, _option(help="A class of torch.optim in any case (adamw, sgd, ...), or none.")] = (
-        None
-    )
+    optimizer: Annotated[
+        str | None,
+        _option(
+            help="A class of torch.optim in any case (adamw, sgd, ...), with its form if that matters (adamw:fused, "
+            "adamw:foreach, adamw:single); adamw8bit and its like of bitsandbytes; or none."
+        ),
+    ] = None
 
     @property
     def given(self) -> dict[str, Any]:

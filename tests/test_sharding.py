@@ -1,0 +1,114 @@
+"""A rank's share of a step: the closed forms of ZeRO, and what is gathered for a while."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+
+from remat import breakdown
+from remat.graph import Graph, block_of
+from remat.loop import SHARDS, Loop, Shard
+from remat.memory import Memory
+from remat.record import FakeStep, record
+from remat.sharding import shard, share
+from remat.space import find_space
+from tests.toys import TRANSFORMER, every_block
+
+RANKS = 4
+
+
+@functools.cache
+def whole(accumulation: int = 1) -> Graph:
+    loop = Loop(accumulation=accumulation)
+    return record(FakeStep(TRANSFORMER, device=torch.device("cpu"), loop=loop))
+
+
+def of(kind: Shard, accumulation: int = 1, ranks: int = RANKS) -> Graph:
+    return shard(whole(accumulation), Loop(accumulation=accumulation, ranks=ranks, shard=kind))
+
+
+def total(graph: Graph) -> int:
+    return sum(p.size_bytes for p in graph.parameters)
+
+
+def test_without_shards_the_graph_is_the_same() -> None:
+    assert shard(whole(), Loop(ranks=8)) is whole()
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("kind", SHARDS)
+def test_what_lasts_is_the_table_of_the_paper(kind: Shard, accumulation: int) -> None:
+    before, after = whole(accumulation).fixed_bytes, of(kind, accumulation).fixed_bytes
+    shared = {"zero1": 1, "zero2": 2, "zero3": 3}[kind]
+    for level, name in ((1, "optimizer state"), (2, "gradients"), (3, "parameters")):
+        if name in before:
+            assert after[name] == (share(before[name], RANKS) if shared >= level else before[name])
+    assert after["batch"] == before["batch"]
+
+
+@pytest.mark.parametrize("kind", SHARDS)
+def test_more_is_shared_less_is_alive(kind: Shard) -> None:
+    order = [whole(), *(of(kind) for kind in SHARDS[: SHARDS.index(kind) + 1])]
+    ends = [int(Memory(graph).curve(()).alive_bytes[graph.backward_end - 1]) for graph in order]
+    assert ends == sorted(ends, reverse=True)
+
+
+def test_gradients_are_whole_until_their_layers_backward_ends_and_shares_after() -> None:
+    graph = of("zero2")
+    parts = breakdown.over_time(Memory(graph), ()).parts["gradients"]
+    largest = max(sum(p.gradient_bytes for p in graph.parameters if block_of(p.name) == unit) for unit in units(graph))
+    shares = sum(
+        share(sum(p.gradient_bytes for p in graph.parameters if block_of(p.name) == u), RANKS) for u in units(graph)
+    )
+    assert parts[graph.backward_end :].max() == shares
+    assert parts.max() < total(graph)
+    assert parts.max() >= largest
+
+
+def units(graph: Graph) -> set[str | None]:
+    return {block_of(p.name) for p in graph.parameters}
+
+
+def test_a_layer_and_the_next_are_gathered_and_the_root_throughout() -> None:
+    graph = of("zero3")
+    parts = breakdown.over_time(Memory(graph), ()).parts["gathered shards"]
+    size = {u: sum(p.size_bytes for p in graph.parameters if block_of(p.name) == u) for u in units(graph)}
+    layers = [size[u] for u in size if u is not None]
+    assert parts[: graph.backward_end].min() >= size[None]
+    assert parts.max() == size[None] + 2 * max(layers)
+    assert not parts[graph.backward_end :].any()
+
+
+def test_a_region_gathers_again_what_it_runs_again() -> None:
+    graph = of("zero3")
+    regions = every_block(graph)
+    stack = breakdown.over_time(Memory(graph), regions)
+    again = stack.curve.region >= 0
+    root = sum(p.size_bytes for p in graph.parameters if block_of(p.name) is None)
+    assert stack.parts["gathered shards"][again].min() > root
+
+
+def test_nothing_gathered_is_ever_saved() -> None:
+    graph = of("zero3")
+    for region in every_block(graph):
+        nodes = tuple(v for v in find_space(graph).saveable if v in region)
+        saved = Memory(graph).saved_storages(dataclasses.replace(region, saved=nodes))
+        assert not set(saved.tolist()) & set(graph.gathered)
+
+
+@pytest.mark.parametrize("kind", SHARDS)
+def test_more_ranks_never_need_more(kind: Shard) -> None:
+    peaks = [Memory(of(kind, ranks=ranks)).curve(every_block(whole())).peak_bytes for ranks in (2, 4, 8)]
+    assert peaks == sorted(peaks, reverse=True)
+
+
+@pytest.mark.parametrize("kind", SHARDS)
+def test_the_optimizer_steps_on_its_share(kind: Shard) -> None:
+    def needs(graph: Graph) -> int:
+        return int(Memory(graph).curve(()).alive_bytes[graph.backward_end :].max())
+
+    assert needs(of(kind)) < needs(whole())
+    assert Memory(of(kind)).first_step_peak(()) <= Memory(of(kind)).curve(()).peak_bytes
