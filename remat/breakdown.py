@@ -92,12 +92,13 @@ def over_time(memory: Memory, regions: Sequence[Region]) -> Stack:
 
 def _codes(graph: Graph, lives: Lives) -> np.ndarray:
     """Index into `NAMES` for every life of a storage."""
-    codes = _codes_of_storages(graph)[lives.storage]
+    codes = codes_of_storages(graph)[lives.storage]
     again = np.arange(len(codes)) >= len(graph.storages.birth)
     return np.where(again & (codes == ACTIVATIONS), RECOMPUTED, codes)
 
 
-def _codes_of_storages(graph: Graph) -> np.ndarray:
+def codes_of_storages(graph: Graph) -> np.ndarray:
+    """Index into `NAMES` for every storage, where it is not made again."""
     made_by, birth = graph.storages.node, graph.storages.birth
     layers = [i for i, node in enumerate(graph.nodes) if block_of(node.module)]
     head = layers[-1] + 1 if layers else len(graph.nodes)

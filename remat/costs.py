@@ -44,6 +44,12 @@ class Costs:
         """Time of the step without checkpointing: its operators one after the other."""
         return float(self.per_op_us(graph).sum())
 
+    def update_time_us(self, graph: Graph, micro_batches: int, recompute_us: float = 0.0) -> float:
+        """Time of one optimizer step over so many micro-batches, each recomputing for `recompute_us`."""
+        times = self.per_op_us(graph)
+        micro_batch_us, rest_us = float(times[: graph.backward_end].sum()), float(times[graph.backward_end :].sum())
+        return micro_batches * (micro_batch_us + recompute_us) + rest_us
+
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 

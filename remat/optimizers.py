@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -69,6 +70,7 @@ def _of_torch(name: str) -> type[torch.optim.Optimizer]:
 
 
 def _eight_bit(name: str) -> type[torch.optim.Optimizer]:
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of kernels that training does not need
     try:
         library: Any = importlib.import_module("bitsandbytes.optim")
     except ModuleNotFoundError as error:

@@ -15,6 +15,7 @@ from remat.breakdown import at_peak
 from remat.errors import Infeasible, NoPlanInTime, UsageError
 from remat.graph import Graph
 from remat.loop import Loop
+from remat.memory import Memory
 from remat.plans import Plan, Region, place
 from remat.problem import Problem
 from remat.profiling import Profile, fake_step, find_place, profile_step
@@ -133,8 +134,11 @@ def solve_within(problem: Problem, limits: Limits, solver: Solver, step: FakeSte
 
 
 def replay_peak(step: FakeStep, problem: Problem, regions: tuple[Region, ...], profile: Profile) -> int:
-    """Peak bytes of the rewritten step, by the executor itself."""
-    return int(
+    """Peak bytes of the rewritten step, by the executor itself.
+
+    A replay has every state whole. Of one rank's share it tells by how much the evaluator was wrong for the whole.
+    """
+    peak = int(
         replay(
             step,
             place(problem.graph, regions),
@@ -142,6 +146,10 @@ def replay_peak(step: FakeStep, problem: Problem, regions: tuple[Region, ...], p
             workspace_of=profile.workspace_of(),
         ).max()
     )
+    if profile.whole is None:
+        return peak
+    whole = Memory(profile.whole, profile.costs.workspace_per_op(profile.whole)).curve(regions).peak_bytes
+    return problem.memory.curve(regions).peak_bytes + max(peak - whole, 0)
 
 
 def infeasible(problem: Problem, limits: Limits) -> Infeasible:

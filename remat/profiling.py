@@ -20,6 +20,7 @@ from remat.graph import Graph
 from remat.loop import Loop
 from remat.plans import read_json, write_atomically
 from remat.record import FakeStep, record
+from remat.sharding import shard
 from remat.target import TARGETS, Target
 from remat.workload import Workload
 
@@ -30,11 +31,15 @@ DEFAULT_TARGET = "h100-80gb"
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """What one step runs, allocates and keeps, and what it costs on `target`."""
+    """What one step runs, allocates and keeps, and what it costs on `target`.
+
+    whole  the graph as recorded, where `graph` is one rank's share of it; not part of the file
+    """
 
     graph: Graph
     costs: Costs
     target: Target
+    whole: Graph | None = None
 
     def workspace_of(self) -> dict[tuple[str, str], int]:
         """Kernels' own bytes by operator and signature, for a replay."""
@@ -135,10 +140,13 @@ def profile(
 
 
 def profile_step(step: FakeStep, place: Place, *, on_progress: Callable[[int, int], None] | None = None) -> Profile:
-    """`profile` of a step that is there already."""
+    """`profile` of a step that is there already, under the loop that it has now."""
     from remat.measure import measure
 
-    graph = record(step, alignment_bytes=place.target.alignment_bytes)
+    whole = record(step, alignment_bytes=place.target.alignment_bytes)
+    graph = shard(whole, step.loop)
     if place.device is None:
-        return Profile(graph, estimate(graph, place.target), place.target)
-    return Profile(graph, measure(graph, place.device, on_progress=on_progress), place.target)
+        costs = estimate(graph, place.target)
+    else:
+        costs = measure(graph, place.device, on_progress=on_progress)
+    return Profile(graph, costs, place.target, whole if graph is not whole else None)

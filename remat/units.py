@@ -20,6 +20,8 @@ _UNITS = {
     "tib": 1 << 40,
 }
 _BYTES = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)")
+_COUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:[eE][0-9]+)?)([kKmMbBtT]?)")
+_THOUSANDS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*%")
 
 
@@ -38,6 +40,15 @@ def parse_bytes(text: str, *, what: str = "size", whole_bytes: int | None = None
     raise UsageError(
         f"{what} {text!r} is not a positive number with a unit; write for example 20GiB, 20GB or 21474836480B."
     )
+
+
+def parse_count(text: str, *, what: str) -> int:
+    """A number of things: `8B`, `124M`, `1e9` or `768`. Raises `UsageError` for anything else."""
+    match = _COUNT.fullmatch(text.strip())
+    count = float(match[1]) * _THOUSANDS[match[2].lower()] if match else 0.0
+    if not 1 <= count < 1 << 60:
+        raise UsageError(f"{what} {text[:24]!r} is not a number of things; write for example 8B, 124M or 1e9.")
+    return int(count)
 
 
 def _whole(count: float, what: str, text: str) -> int:

@@ -40,7 +40,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from remat.allocator import Measured, measure_step, time_once_us
+from remat.allocator import Measured, allocation_events, measure_step, time_once_us
 from remat.applying import apply, planned_forward, remove
 from remat.costs import estimate
 from remat.errors import PlanMismatch, UsageError, ValidationFailed
@@ -437,23 +437,21 @@ class _Training:
         self.forward_and_backward()
         self.finish()
 
+    def bytes_before(self, alignment_bytes: int) -> int:
+        """What exists before a step: parameters, buffers, the batch, and what lasts from one step to the next."""
+        kept = (
+            [(p, p.grad) for p in self.model.parameters()],
+            list(self.model.buffers()),
+            self.batch,
+            dict(self.finish.optimizer.state) if self.finish.optimizer else None,
+            self.finish.averages,
+        )
+        tensors = [leaf for leaf in tree_leaves(kept) if isinstance(leaf, torch.Tensor)]
+        return Tracker(alignment_bytes).fix([t for t in tensors if t.device.type == self.device.type])
+
     def measure(self, alignment_bytes: int, repeats: int) -> tuple[Measured, int]:
         """Memory and time of a step in the steady state, and the peak with what exists before it. (Rule 2)"""
-        before = Tracker(alignment_bytes).fix(
-            [
-                tensor
-                for tensor in tree_leaves(
-                    (
-                        [(p, p.grad) for p in self.model.parameters()],
-                        list(self.model.buffers()),
-                        self.batch,
-                        dict(self.finish.optimizer.state) if self.finish.optimizer else None,
-                        self.finish.averages,
-                    )
-                )
-                if isinstance(tensor, torch.Tensor) and tensor.device.type == self.device.type
-            ]
-        )
+        before = self.bytes_before(alignment_bytes)
         release_memory(self.device)
         measured = measure_step(self.step, self.device, warm_up=0, repeats=1)
         if measured.time_us < 1e6 * LONG_STEP_S:
@@ -512,6 +510,25 @@ def _distance(left: Sequence[torch.Tensor | None], right: Sequence[torch.Tensor 
         absolute = max(absolute, apart)
         relative = max(relative, apart / max(float(a.double().abs().max()), 1e-300))
     return _Distance(equal, absolute, relative)
+
+
+def alive_over_step(
+    workload: Workload, plan: Plan | None, about: dict[str, Any], seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """(microseconds, bytes alive) over one steady-state step on the CPU, under `plan` if there is one."""
+    place = _place("cpu")
+    assert place.device is not None
+    with _undisturbed(place.device):
+        training = _Training(workload, place.device, seed, Loop.of(about))
+        training.begin_again()
+        if plan is not None:
+            apply(training.model, plan)
+        training.step()
+        before = training.bytes_before(1)
+        release_memory(place.device)
+        events = allocation_events(training.step)
+    times, sizes = np.array([e[0] for e in events]), np.array([e[1] for e in events], dtype=np.int64)
+    return (times - times.min(initial=0 if not len(times) else times[0])) / 1000, before + np.cumsum(sizes)
 
 
 # Kernels

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from remat.errors import UsageError
-from remat.optimizers import MasterWeights
+from remat.optimizers import MakeOptimizer, MasterWeights
 
 DTYPE_POLICIES = ("amp", "fp32", "bf16", "bf16-master", "bf16-master-grads")
 DTypePolicy = Literal["amp", "fp32", "bf16", "bf16-master", "bf16-master-grads"]
@@ -42,7 +42,7 @@ class Workload:
     step: Callable[[nn.Module, Any], torch.Tensor]
     batch_size: int
     seq_len: int | None = None
-    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = torch.optim.AdamW
+    optimizer: MakeOptimizer | None = torch.optim.AdamW
     autocast: torch.dtype | None = None
 
     def __post_init__(self) -> None:
@@ -75,12 +75,8 @@ class Workload:
         bf16-master  weights and gradients in bf16; the optimizer keeps fp32 weights and state
         bf16-master-grads  the same, and fp32 gradients
         """
-        if policy not in DTYPE_POLICIES:
-            raise UsageError(f"dtype {policy!r} is not known; choose one of {', '.join(DTYPE_POLICIES)}.")
-        weights = torch.bfloat16 if policy.startswith("bf16") else torch.float32
-        build, batch, optimizer = self.build, self.batch, self.optimizer
-        if policy.startswith("bf16-master") and optimizer is not None:
-            optimizer = functools.partial(MasterWeights, make=optimizer, gradients=policy.endswith("grads"))
+        weights, optimizer = weights_and_optimizer(policy, self.optimizer)
+        build, batch = self.build, self.batch
         return dataclasses.replace(
             self,
             build=lambda: build().to(weights),
@@ -88,6 +84,17 @@ class Workload:
             optimizer=optimizer,
             autocast=torch.bfloat16 if policy == "amp" else None,
         )
+
+
+def weights_and_optimizer(
+    policy: DTypePolicy, optimizer: MakeOptimizer | None
+) -> tuple[torch.dtype, MakeOptimizer | None]:
+    """The dtype of the weights under a dtype policy, and the optimizer that goes with it; see `Workload.with_dtype`."""
+    if policy not in DTYPE_POLICIES:
+        raise UsageError(f"dtype {policy!r} is not known; choose one of {', '.join(DTYPE_POLICIES)}.")
+    if policy.startswith("bf16-master") and optimizer is not None:
+        optimizer = functools.partial(MasterWeights, make=optimizer, gradients=policy.endswith("grads"))
+    return (torch.bfloat16 if policy.startswith("bf16") else torch.float32), optimizer
 
 
 def floats_to(batch: Any, dtype: torch.dtype) -> Any:

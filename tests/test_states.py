@@ -9,23 +9,16 @@ import torch
 from torch import nn
 
 from remat.errors import UsageError
-from remat.optimizers import MakeOptimizer, MasterWeights, optimizer_named
+from remat.optimizers import MasterWeights, optimizer_named
 from remat.states import States, states_of
 from remat.units import GIB
-from remat.workload import Workload
+from remat.workload import weights_and_optimizer
 
 GB = 10**9
 
 
-def policy(dtype: str) -> tuple[torch.dtype, MakeOptimizer | None]:
-    """The weights' dtype and AdamW under a dtype policy, as a workload has them."""
-    plain = Workload("any", lambda: nn.Linear(1, 1), lambda b, s: None, lambda m, b: torch.zeros(()), 1)
-    shaped = plain.with_dtype(dtype)  # type: ignore[arg-type]
-    return next(shaped.build().parameters()).dtype, shaped.optimizer
-
-
 def adam(parameters: int, dtype: str) -> States:
-    return states_of([(parameters,)], *policy(dtype))
+    return states_of([(parameters,)], *weights_and_optimizer(dtype, torch.optim.AdamW))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +57,7 @@ def test_llama_8b_in_fp32_does_not_fit_80_gib_without_a_single_sample() -> None:
 
 
 def test_a_weight_of_4096_by_4096() -> None:
-    found = states_of([(4096, 4096)], *policy("fp32"))
+    found = states_of([(4096, 4096)], torch.float32, torch.optim.AdamW)
     sizes = [found.parameters, found.gradients, sum(found.optimizer.values())]
     assert sizes == [64 << 20, 64 << 20, 128 << 20]
 

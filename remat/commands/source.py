@@ -14,8 +14,10 @@ from remat.errors import Infeasible, UsageError
 from remat.units import gib
 
 if TYPE_CHECKING:
+    from remat.loop import Loop
     from remat.planning import Budget
-    from remat.profiling import Profile
+    from remat.plans import Plan
+    from remat.profiling import Place, Profile
     from remat.record import FakeStep
     from remat.screen import LiveLine
     from remat.target import Target
@@ -29,11 +31,14 @@ class Source:
 
     spec    how to make the workload again; None where a profile does not say
     record  the profile, and the step to replay plans on; a profile out of a file has none
+    place, loop  what it is recorded for; None where it was recorded before
     """
 
     target: Target
     spec: ModelSpec | None
     record: Callable[[], tuple[Profile, FakeStep | None]]
+    place: Place | None = None
+    loop: Loop | None = None
 
 
 def opened(options: StepOptions, line: LiveLine) -> Source:
@@ -42,6 +47,29 @@ def opened(options: StepOptions, line: LiveLine) -> Source:
         _refuse_beside_profile(options)
         return _from_profile(options.profile, line)
     return _from_model(options, line)
+
+
+def _from_plan(path: Path, line: LiveLine) -> tuple[Source, Plan]:
+    line.say("loading PyTorch")
+    from remat.loop import Loop
+    from remat.plans import Plan
+    from remat.profiling import find_place
+
+    plan = Plan.load(path)
+    spec = spec_in(plan.about, path)
+    if spec is None:
+        raise UsageError(f"{path} does not say how to build its model; make the plan with `remat plan --model`.")
+    return _recorded(spec, find_place(plan.target), Loop.of(plan.about), line), plan
+
+
+def opened_step(options: SourceOptions, plan: Path | None, line: LiveLine) -> tuple[Source, Plan | None]:
+    """The step that `options` or a plan file name, and the plan. Raises UsageError."""
+    if plan is None:
+        return opened(options, line), None
+    if options.given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in options.given)
+        raise UsageError(f"{names} cannot go with --plan: the plan says what it is for.")
+    return _from_plan(plan, line)
 
 
 def _from_profile(path: Path, line: LiveLine) -> Source:
@@ -54,17 +82,21 @@ def _from_profile(path: Path, line: LiveLine) -> Source:
 
 def _from_model(options: StepOptions, line: LiveLine) -> Source:
     line.say("loading PyTorch")
-    from remat.profiling import fake_step, find_place, profile_step
+    from remat.profiling import find_place
 
-    spec = options.spec()
-    place = find_place(options.target or "auto")
+    spec, loop = options.spec(), options.loop()
+    return _recorded(spec, find_place(options.target or "auto"), loop, line)
 
+
+def _recorded(spec: ModelSpec, place: Place, loop: Loop, line: LiveLine) -> Source:
     def record() -> tuple[Profile, FakeStep]:
+        from remat.profiling import fake_step, profile_step
+
         line.say(f"recording {spec.model}")
-        step = fake_step(workload_of(spec), place, loop=options.loop())
+        step = fake_step(workload_of(spec), place, loop=loop)
         return profile_step(step, place, on_progress=line.measured), step
 
-    return Source(place.target, spec, record)
+    return Source(place.target, spec, record, place, loop)
 
 
 def _refuse_beside_profile(options: SourceOptions) -> None:
