@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import typer
 
 from remat import __version__
-from remat.commands import Answer, compare, estimate, models, plan, profile, show, sweep, timeline, validate
+from remat.commands import Answer, compare, estimate, fit, models, plan, profile, show, sweep, timeline, validate
 from remat.commands.options import spread
 from remat.errors import Infeasible, NoPlanInTime, RematError, UsageError
 from remat.screen import DEBUG, put, quiet_libraries, stdout_to_stderr, tell
@@ -133,7 +133,7 @@ def remat(
         raise typer.Exit
 
 
-for module in (plan, estimate, timeline, compare, sweep, profile, validate, show, models):
+for module in (plan, estimate, fit, timeline, compare, sweep, profile, validate, show, models):
     name = module.__name__.rpartition(".")[2]
     app.command(name=name)(answering(spread(getattr(module, name))))
 

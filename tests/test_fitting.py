@@ -1,0 +1,234 @@
+"""Fit: sizes from two records are the recorded ones, the joint optimum beats the ladder, and the answer is the edge."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from remat.errors import Infeasible, UsageError
+from remat.fitting import (
+    RUNGS,
+    Fit,
+    Search,
+    Window,
+    between,
+    divisors,
+    fit,
+    largest,
+    largest_batch,
+    longest_sequence,
+    samples_of_rank,
+    samples_that_fit,
+)
+from remat.graph import Graph
+from remat.loop import Loop
+from remat.memory import Memory
+from remat.planning import Budget
+from remat.profiling import fake_step, find_place
+from remat.record import record
+from remat.scaling import Recorded, family
+from remat.solution import Limits
+from remat.units import GIB
+from remat.workload import Workload
+from tests.toys import CONVNET, TRANSFORMER, Transformer, every_block
+
+TARGET = "h100-80gb"
+WIDE = dataclasses.replace(TRANSFORMER, build=functools.partial(Transformer, layers=3, width=64), seq_len=32)
+LIMITS = Limits(time_s=20)
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+@functools.cache
+def at(batch_size: int, model: str = "transformer", accumulation: int = 1) -> Graph:
+    workload, place = {"transformer": WIDE, "convnet": CONVNET}[model].sized(batch_size), find_place(TARGET)
+    step = fake_step(workload, place, loop=Loop(accumulation=accumulation))
+    return record(step, alignment_bytes=place.target.alignment_bytes)
+
+
+def search(budget_bytes: int, workload: Workload = WIDE, loop: Loop | None = None) -> Search:
+    budget = Budget(budget_bytes, budget_bytes)
+    return Search(workload, find_place(TARGET), budget, loop or Loop(), LIMITS, lambda what: None)
+
+
+def beside_states(graph: Graph, share: float) -> int:
+    """A budget: what the optimizer needs, and a share of what the step needs beyond it."""
+    alive = Memory(graph).curve(()).alive_bytes
+    floor = int(alive[graph.backward_end :].max())
+    return floor + int(share * (int(alive.max()) - floor))
+
+
+# Sizes from two records
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("model", ["transformer", "convnet"])
+def test_two_records_give_the_step_at_any_batch(model: str, accumulates: bool) -> None:
+    look = search(GIB, {"transformer": WIDE, "convnet": CONVNET}[model])
+    for size in (3, 13, 27):
+        scaled, real = look.profile(size, accumulates).graph, at(size, model, 2 if accumulates else 1)
+        for regions in ((), every_block(real)):
+            assert np.array_equal(Memory(scaled).curve(regions).alive_bytes, Memory(real).curve(regions).alive_bytes)
+        for what in ("flops", "moved_bytes"):
+            ours, theirs = ([getattr(graph.kinds[k], what) for k in graph.op_kind] for graph in (scaled, real))
+            assert ours == theirs
+        assert (scaled.about["batch_size"], scaled.fixed_bytes) == (size, real.fixed_bytes)
+
+
+def test_steps_of_different_models_are_no_family() -> None:
+    one, other = (Recorded(at(size, model), {}, ()) for size, model in ((2, "transformer"), (4, "convnet")))
+    assert family(one, other, 1) is None
+
+
+# Windows
+
+
+@given(st.integers(1, 400), st.integers(1, 400))
+@settings(derandomize=True, deadline=None)
+def test_a_window_holds_every_sample_once(samples: int, size: int) -> None:
+    window = Window(samples, min(size, samples))
+    assert (window.accumulation - 1) * window.micro_batch + window.last == samples
+    assert 1 <= window.last <= window.micro_batch
+    assert sum(window.weights) == pytest.approx(1.0)
+
+
+def test_a_global_batch_is_micro_batch_times_accumulation_times_ranks() -> None:
+    window = Window(samples_of_rank(256, 8), 4)
+    assert (window.micro_batch, window.accumulation, window.last) == (4, 8, 4)
+    assert window.micro_batch * window.accumulation * 8 == 256
+
+
+def test_the_loss_is_averaged_over_samples_and_the_last_micro_batch_counts_with_its_own() -> None:
+    assert Window(10, 4).weights == (0.4, 0.4, 0.2)
+    losses = torch.arange(10.0)
+    parts = [part.mean() * weight for part, weight in zip(losses.split(4), Window(10, 4).weights, strict=True)]
+    assert sum(parts).item() == pytest.approx(losses.mean().item())  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "ranks", "message"),
+    [(4, 8, "choose at least 8"), (250, 8, "choose 248 or 256"), (9, 8, "choose 8 or 16")],
+)
+def test_what_does_not_divide_over_ranks_is_refused_with_what_does(global_batch: int, ranks: int, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        samples_of_rank(global_batch, ranks)
+
+
+def test_divisors_from_the_largest() -> None:
+    assert divisors(12) == [12, 6, 4, 3, 2, 1]
+
+
+@given(st.integers(0, 300), st.integers(1, 200))
+@settings(derandomize=True, deadline=None)
+def test_the_largest_that_fits_is_found(edge: int, most: int) -> None:
+    assert largest(lambda size: size <= edge, most) == min(edge, most)
+    assert between(0, edge + 1, lambda size: size <= edge) == edge
+
+
+@pytest.mark.parametrize(("ranks", "samples"), [(1, 0), (4, 1), (8, 2)])
+def test_samples_of_llama_8b_beside_its_states_on_80_gib(ranks: int, samples: int) -> None:
+    """Headroom of 10 %, 119.2 GiB of states over the ranks, 28.5 GiB a sample of 2048 tokens."""
+    assert samples_that_fit(int(0.9 * 80 * GIB), 119.2 * GIB / ranks, 28.5 * GIB) == samples
+
+
+# The answer
+
+
+@functools.cache
+def fitted(budget_share: float = 0.4, global_batch: int = 24) -> Fit:
+    budget = beside_states(at(global_batch), budget_share)
+    return fit(WIDE, find_place(TARGET), Budget(budget, budget), global_batch, limits=LIMITS)
+
+
+@pytest.mark.parametrize("share", [0.15, 0.4, 0.8, 1.5])
+def test_the_joint_optimum_is_never_slower_than_a_rung_of_the_ladder(share: float) -> None:
+    found = fitted(share)
+    times = [rung.time_us for rung in found.rungs.values() if rung is not None and rung.time_us is not None]
+    assert found.best.time_us == min(times)
+    assert all(c.peak_bytes <= found.budget_bytes for c in found.candidates if c.fits)
+    assert tuple(found.rungs) == RUNGS
+
+
+def test_with_room_for_all_it_runs_as_it_is() -> None:
+    found = fitted(1.5)
+    assert (found.best.micro_batch, found.best.accumulation, found.best.regions) == (24, 1, ())
+
+
+def test_the_plan_is_recorded_at_the_chosen_size_and_keeps_the_budget() -> None:
+    found = fitted()
+    assert found.plan.about["batch_size"] == found.best.micro_batch
+    assert found.plan.about["accumulation"] == found.best.accumulation
+    assert found.plan.predicted["judged_by"] == "replay"
+    assert found.plan.predicted["peak_bytes"] <= found.budget_bytes
+    assert found.best.time_us is not None
+    again_us = found.best.accumulation * found.plan.predicted["recompute_time_us"]
+    plain_us = found.best.time_us / (1 + (found.best.overhead or 0.0))
+    assert plain_us + again_us == pytest.approx(found.best.time_us)
+
+
+def test_no_candidate_that_was_not_solved_could_have_been_better() -> None:
+    found = fitted()
+    tried = {candidate.micro_batch for candidate in found.candidates}
+    look = search(found.budget_bytes)
+    for size in set(divisors(24)) - tried:
+        window = Window(24, size)
+        fits = look.exact(window, None)
+        assert fits is None or fits.time_us is None or fits.time_us >= found.best.time_us
+
+
+def test_an_uneven_last_micro_batch_is_costed_at_its_own_size() -> None:
+    look = search(1 << 40)
+    even, uneven = look.exact(Window(24, 12), None), look.exact(Window(23, 12), None)
+    assert even is not None and uneven is not None
+    assert (uneven.last, uneven.accumulation) == (11, 2)
+    assert uneven.time_us is not None and even.time_us is not None and uneven.time_us <= even.time_us
+
+
+def test_one_more_sample_than_the_largest_batch_does_not_fit() -> None:
+    budget = beside_states(at(16), 0.5)
+    plan = largest_batch(WIDE, find_place(TARGET), Budget(budget, budget), limits=LIMITS)
+    found = plan.about["batch_size"]
+    assert found > 8  # of 16, half of which would fit without recomputation
+    look = search(budget)
+    assert look.feasible(found, accumulates=False)
+    assert not look.feasible(found + 1, accumulates=False)
+    with pytest.raises(Infeasible):
+        look.plan(Window(found + 1, found + 1))
+
+
+def test_a_longer_sequence_than_the_longest_does_not_fit() -> None:
+    budget = beside_states(at(4), 0.7)
+    plan = longest_sequence(WIDE.sized(4), find_place(TARGET), Budget(budget, budget), limits=LIMITS)
+    found = plan.about["seq_len"]
+    assert plan.predicted["peak_bytes"] <= budget
+    longer = search(budget, WIDE.sized(4, found + 2))  # a sixteenth of 32
+    assert not longer.feasible(4, accumulates=False)
+
+
+def test_images_have_no_longest_sequence() -> None:
+    with pytest.raises(UsageError, match="has no sequences"):
+        longest_sequence(CONVNET, find_place(TARGET), Budget(GIB, GIB))
+
+
+def test_where_not_one_sample_fits_the_least_budget_is_named() -> None:
+    with pytest.raises(Infeasible) as refused:
+        fit(WIDE, find_place(TARGET), Budget(1 << 10, 1 << 10), 8, limits=LIMITS)
+    assert refused.value.minimum_budget_bytes
+
+
+def test_sharing_states_makes_room_for_a_larger_micro_batch() -> None:
+    budget = int(1.2 * Memory(at(1)).peak_without_checkpointing)
+    alone, shared = search(budget), search(budget, loop=Loop(ranks=8, shard="zero3"))
+    sizes = [largest(lambda size, look=look: look.feasible(size, accumulates=False)) for look in (alone, shared)]  # type: ignore[misc]
+    assert sizes[1] > sizes[0] > 0
