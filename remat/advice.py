@@ -35,6 +35,7 @@ RANKS = 8  # over which sharding is tried
 CHUNKS = 8  # of the loss
 FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 EIGHT_BIT = ("Adam", "AdamW")
+SOFTMAXES = ("aten._softmax.default", "aten._safe_softmax.default")
 BESIDE_SOFTMAX = 6  # operators between the scores of an attention and its output
 
 
@@ -129,7 +130,7 @@ def _softmaxes(graph: Graph) -> list[int]:
 
     def attends(kind: int) -> bool:
         signature = graph.kinds[kind].signature
-        if not graph.kinds[kind].name.startswith("aten._softmax") or not signature[0]:
+        if graph.kinds[kind].name not in SOFTMAXES or not signature[0]:
             return False
         shape = signature[0][0].get("tensor", [[]])[0] if isinstance(signature[0][0], dict) else []
         return len(shape) == 4
