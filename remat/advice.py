@@ -24,9 +24,13 @@ from remat.costs import Costs, estimate
 from remat.graph import Graph
 from remat.loop import SHARDS, Loop
 from remat.optimizers import optimizer_named
+from remat.problem import Problem
 from remat.profiling import Place, fake_step
 from remat.record import record
 from remat.sharding import shard
+from remat.solution import Limits
+from remat.solvers import load
+from remat.space import find_space
 from remat.workload import Workload
 
 Judge = Callable[[Graph, Costs], int]
@@ -59,6 +63,13 @@ def advise(workload: Workload, place: Place, loop: Loop, whole: Graph, judge: Ju
         left = judge(graph, estimate(graph, place.target))
         found.append(Lever(what, left, peak - left))
     return sorted((lever for lever in found if lever.frees_bytes > 0), key=lambda lever: -lever.frees_bytes)
+
+
+def least_peak_at_most(graph: Graph, costs: Costs) -> int:
+    """A judge: the least peak of the plans that heuristics know; the least of all plans is this or less."""
+    problem = Problem(graph, costs, find_space(graph), 1)
+    names = ("none", "every-block", "sqrt-n", "chen-greedy")
+    return min(problem.memory.curve(load(name)(problem, Limits()).regions).peak_bytes for name in names)
 
 
 def _changed(workload: Workload, place: Place, loop: Loop, whole: Graph) -> Iterator[tuple[str, Graph]]:

@@ -25,6 +25,7 @@ class Target:
     launch_us        least time of a kernel
     efficiency       share of both peaks that a large kernel reaches
     alignment_bytes  allocations are rounded up to a multiple of this
+    host_bytes_per_us  between the device and the host's memory, one way
     """
 
     name: str
@@ -35,6 +36,15 @@ class Target:
     launch_us: float = 2.0
     efficiency: float = 0.75
     alignment_bytes: int = 512
+    host_bytes_per_us: float = 50e3  # PCIe 5.0 x16, as measured by copies: of 64 GB/s about 50
+
+    def swap_us(self, size_bytes: int) -> float:
+        """Time to move so much to the host's memory, or back."""
+        return size_bytes / self.host_bytes_per_us
+
+    def exposed_swap_us(self, size_bytes: int, behind_us: float) -> float:
+        """What of that remains to wait for, if computation of `behind_us` runs meanwhile."""
+        return max(self.swap_us(size_bytes) - behind_us, 0.0)
 
 
 def _gpu(name: str, memory_gib: float, tb_per_s: float, tf32: float, bf16: float) -> Target:

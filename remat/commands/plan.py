@@ -11,7 +11,7 @@ import typer
 from remat.commands import Answer
 from remat.commands.files import about_with, file_name, require_writable
 from remat.commands.options import BudgetOptions, Json, SearchOptions, SourceOptions
-from remat.commands.source import budget_for, headroom_on_top, opened
+from remat.commands.source import budget_for, headroom_on_top, levers_where_infeasible, opened
 
 if TYPE_CHECKING:
     from remat.plans import Plan
@@ -37,7 +37,7 @@ def plan(
         from remat.planning import plan_profile
 
         line.say("solving")
-        with headroom_on_top(limit):
+        with headroom_on_top(limit), levers_where_infeasible(found, profile, limit, line):
             made = plan_profile(profile, limit, limits=search.limits(line), step=step)
     path = out or Path(f"{file_name(made.about['workload'])}.plan.json")
     about = {**about_with(found.spec, made.about, path), "headroom_bytes": limit.given_bytes - limit.limit_bytes}

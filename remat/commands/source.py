@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from remat.errors import Infeasible, UsageError
 from remat.units import gib
 
 if TYPE_CHECKING:
+    from remat.advice import Lever
     from remat.loop import Loop
     from remat.planning import Budget
     from remat.plans import Plan
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from remat.target import Target
     from remat.workload import Workload
     from remat.workloads import ModelSpec
+
+MOST_LEVERS = 4  # that a refusal names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,3 +147,30 @@ def headroom_on_top(limit: Budget) -> Iterator[None]:
             raise
         message = f"{error} The headroom of {gib(headroom)} comes on top."
         raise Infeasible(message, error.minimum_budget_bytes, error.breakdown) from error
+
+
+@contextlib.contextmanager
+def levers_where_infeasible(source: Source, profile: Profile, limit: Budget, line: LiveLine) -> Iterator[None]:
+    """A refusal also says which lever would make room: what is found by recording the step again with each."""
+    try:
+        yield
+    except Infeasible as error:
+        if source.spec is None or source.place is None or source.loop is None or error.minimum_budget_bytes is None:
+            raise
+        line.say("looking for what would make room")
+        from remat.advice import advise, least_peak_at_most
+
+        whole = profile.whole or profile.graph
+        levers = advise(workload_of(source.spec), source.place, source.loop, whole, least_peak_at_most)
+        message = f"{error} {_levers_text(levers, limit.limit_bytes)}"
+        raise Infeasible(message, error.minimum_budget_bytes, error.breakdown) from error
+
+
+def _levers_text(levers: Sequence[Lever], limit_bytes: int) -> str:
+    """The levers that make the budget feasible, or else those that help most."""
+    enough = [lever for lever in levers if lever.peak_bytes <= limit_bytes]
+    shown = (enough or list(levers))[:MOST_LEVERS]
+    if not shown:
+        return "No lever that was tried makes room."
+    listing = "; ".join(f"{lever.what} needs {gib(lever.peak_bytes)}" for lever in shown)
+    return f"{'What would fit' if enough else 'None of these alone is enough'}: {listing}."
