@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
+
+from tests.command_line import MODEL, Ran, Remat
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -14,3 +19,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in needing_cuda:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def remat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Remat:
+    """`remat(...)` in an empty folder that has model.py; measured costs are cached there too."""
+    from remat import cli, screen
+
+    (tmp_path / "model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delenv(screen.DEBUG, raising=False)
+
+    def run(*arguments: str) -> Ran:
+        capfd.readouterr()
+        exit_code = cli.main(arguments)
+        return Ran(exit_code, *capfd.readouterr())
+
+    return run

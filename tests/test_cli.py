@@ -19,99 +19,14 @@ from typing import Any
 import pytest
 import torch
 
-from remat import cli, planning, screen, workloads
+from remat import planning, screen, workloads
 from remat.errors import NoPlanInTime, UsageError
 from remat.plans import Plan
 from remat.workload import Workload
 from remat.workloads import ModelSpec
+from tests.command_line import Remat, line_of
 
 ROOT = Path(__file__).resolve().parents[1]
-
-MODEL = """\
-import os
-import torch
-import remat
-from torch import nn
-
-print("noise from Python")
-os.write(1, b"noise from C\\n")
-
-def build():
-    layers = []
-    for _ in range(5):
-        layers += [nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)]
-    return nn.Sequential(*layers, nn.Linear(64, 8))
-
-def batch(batch_size, seq_len):
-    return torch.randn(batch_size, 64), torch.randint(0, 8, (batch_size,))
-
-def step(model, batch):
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-def stack():
-    return remat.Workload("stack", build, batch, step, batch_size=4096)
-
-def other():
-    return remat.Workload("other", lambda: nn.Sequential(nn.Linear(64, 8), nn.Tanh()), batch, step, batch_size=4096)
-
-def raises():
-    return {}["nothing"]
-
-def returns_three():
-    return 3
-
-def wants_more(argument):
-    return stack()
-
-def builds_nothing():
-    def build():
-        raise ValueError("no weights here")
-    return remat.Workload("w", build, batch, step, batch_size=1)
-
-def reads_nothing():
-    return remat.Workload("w", build, lambda batch_size, seq_len: open("missing.bin"), step, batch_size=1)
-"""
-
-
-def line_of(code: str) -> int:
-    """The line of model.py that `code` stands in."""
-    return MODEL[: MODEL.index(code)].count("\n") + 1
-
-
-Remat = Callable[..., "Ran"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Ran:
-    """What a command left behind."""
-
-    exit_code: int
-    stdout: str
-    stderr: str
-
-    @property
-    def data(self) -> dict[str, Any]:
-        """stdout as one JSON document: anything beside it does not parse."""
-        found = json.loads(self.stdout)
-        assert isinstance(found, dict)
-        return found
-
-
-@pytest.fixture
-def remat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Remat:
-    """`remat(...)` in an empty folder that has model.py; measured costs are cached there too."""
-    (tmp_path / "model.py").write_text(MODEL)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delenv(screen.DEBUG, raising=False)
-
-    def run(*arguments: str) -> Ran:
-        capfd.readouterr()
-        exit_code = cli.main(arguments)
-        return Ran(exit_code, *capfd.readouterr())
-
-    return run
 
 
 def stack(*arguments: str, budget: str = "8MiB") -> list[str]:

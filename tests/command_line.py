@@ -1,0 +1,77 @@
+"""What tests of the command line share: a model in a file as a user would write it, and what a command leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+MODEL = """\
+import os
+import torch
+import remat
+from torch import nn
+
+print("noise from Python")
+os.write(1, b"noise from C\\n")
+
+def build():
+    layers = []
+    for _ in range(5):
+        layers += [nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)]
+    return nn.Sequential(*layers, nn.Linear(64, 8))
+
+def batch(batch_size, seq_len):
+    return torch.randn(batch_size, 64), torch.randint(0, 8, (batch_size,))
+
+def step(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+def stack():
+    return remat.Workload("stack", build, batch, step, batch_size=4096)
+
+def other():
+    return remat.Workload("other", lambda: nn.Sequential(nn.Linear(64, 8), nn.Tanh()), batch, step, batch_size=4096)
+
+def raises():
+    return {}["nothing"]
+
+def returns_three():
+    return 3
+
+def wants_more(argument):
+    return stack()
+
+def builds_nothing():
+    def build():
+        raise ValueError("no weights here")
+    return remat.Workload("w", build, batch, step, batch_size=1)
+
+def reads_nothing():
+    return remat.Workload("w", build, lambda batch_size, seq_len: open("missing.bin"), step, batch_size=1)
+"""
+
+
+def line_of(code: str) -> int:
+    """The line of model.py that `code` stands in."""
+    return MODEL[: MODEL.index(code)].count("\n") + 1
+
+
+Remat = Callable[..., "Ran"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ran:
+    """What a command left behind."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """stdout as one JSON document: anything beside it does not parse."""
+        found = json.loads(self.stdout)
+        assert isinstance(found, dict)
+        return found
