@@ -47,7 +47,7 @@ def optimizer_named(name: str) -> MakeOptimizer | None:
     if name.lower() == "none":
         return None
     base, _, form = name.partition(":")
-    found = _eight_bit(base) if base.lower().endswith(EIGHT_BIT) else _of_torch(base)
+    found: Any = _eight_bit(base) if base.lower().endswith(EIGHT_BIT) else _of_torch(base)
     if not form:
         return found
     if form not in FORMS:
@@ -84,10 +84,10 @@ def _eight_bit(name: str) -> type[torch.optim.Optimizer]:
     return found
 
 
-def _require_form(make: MakeOptimizer, form: str, name: str) -> None:
+def _require_form(make: Callable[..., torch.optim.Optimizer], form: str, name: str) -> None:
     """Find out that a class has no such form when the name is read, not in the middle of a step."""
     try:
-        make([nn.Parameter(torch.empty(1))], **FORMS[form])  # type: ignore[call-arg]
+        make([nn.Parameter(torch.empty(1))], **FORMS[form])
     except (TypeError, RuntimeError) as error:
         raise UsageError(f"optimizer {name!r} cannot be had: {str(error).splitlines()[0]}.") from error
 
@@ -108,7 +108,7 @@ class MasterWeights(torch.optim.Optimizer):
         self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One step of the inner optimizer; the parameters become copies of its results."""
         inner = self._inner or self._begin()
         for parameter, master in self._pairs:

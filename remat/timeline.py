@@ -45,6 +45,11 @@ class Timeline:
     budget_bytes: int | None = None
     measured: tuple[np.ndarray, np.ndarray] | None = None
 
+    @property
+    def alive_bytes(self) -> np.ndarray:
+        """Bytes alive at each moment."""
+        return np.sum(list(self.parts.values()), axis=0)
+
     def to_json(self) -> dict[str, Any]:
         measured = None
         if self.measured is not None:

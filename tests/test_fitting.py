@@ -113,7 +113,7 @@ def test_the_loss_is_averaged_over_samples_and_the_last_micro_batch_counts_with_
     assert Window(10, 4).weights == (0.4, 0.4, 0.2)
     losses = torch.arange(10.0)
     parts = [part.mean() * weight for part, weight in zip(losses.split(4), Window(10, 4).weights, strict=True)]
-    assert sum(parts).item() == pytest.approx(losses.mean().item())  # type: ignore[union-attr]
+    assert torch.stack(parts).sum().item() == pytest.approx(losses.mean().item())
 
 
 @pytest.mark.parametrize(
@@ -179,6 +179,7 @@ def test_the_plan_is_recorded_at_the_chosen_size_and_keeps_the_budget() -> None:
 
 def test_no_candidate_that_was_not_solved_could_have_been_better() -> None:
     found = fitted()
+    assert found.best.time_us is not None
     tried = {candidate.micro_batch for candidate in found.candidates}
     look = search(found.budget_bytes)
     for size in set(divisors(24)) - tried:

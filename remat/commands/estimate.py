@@ -105,7 +105,7 @@ def _states(count: int, source: SourceOptions) -> Answer:
     dtype, optimizer = weights_and_optimizer(source.dtype or "fp32", named)  # type: ignore[arg-type]
     loop = Loop(ranks=source.ranks or 1, shard=source.shard)  # type: ignore[arg-type]
     states = states_of([(count,)], dtype, optimizer).per_rank(loop.ranks, loop.shard)
-    data = {"parameters": count, "ranks": loop.ranks, "shard": loop.shard, "total_bytes": states.total}
+    data: dict[str, Any] = {"parameters": count, "ranks": loop.ranks, "shard": loop.shard, "total_bytes": states.total}
     data |= {"states": dataclasses.asdict(states)}
     return Answer(data, _states_text(count, states, source, loop))
 

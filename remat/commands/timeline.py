@@ -100,7 +100,7 @@ def _answer(made: Timeline, plot: Path | None, snapshot: Path | None) -> Answer:
 def _text(made: Timeline, files: list[str]) -> str:
     from remat.screen import aligned, heading
 
-    total = sum(made.parts.values())
+    total = made.alive_bytes
     most = max(made.peak_bytes, made.budget_bytes or 0)
     rows = []
     end = float(made.time_us[-1]) or 1.0
