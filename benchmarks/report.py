@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import importlib.metadata
 import json
 import platform
 import subprocess
@@ -10,7 +12,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import ortools
 import torch
 
 from remat.measure import device_name
@@ -27,8 +28,15 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "device": device_name(device),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "ortools": ortools.__version__,
+        "ortools": _version("ortools"),
+        "transformers": _version("transformers"),
     }
+
+
+def _version(package: str) -> str | None:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
 
 
 def commit() -> str:

@@ -24,23 +24,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-import gc
 import math
 import os
-import random
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
-from remat.allocator import Measured, allocation_events, measure_step, time_once_us
 from remat.applying import apply, planned_forward, remove
 from remat.costs import estimate
 from remat.errors import PlanMismatch, UsageError, ValidationFailed
@@ -50,9 +44,9 @@ from remat.measure import device_name, device_target, measure, physical_memory
 from remat.memory import Memory
 from remat.plans import PlacedRegion, Plan, Region, unplace
 from remat.profiling import Place, Profile, fake_step
-from remat.record import FakeStep, Finish, autocast_context, record
+from remat.record import FakeStep, record
 from remat.replay import replay
-from remat.tracker import Tracker
+from remat.training import Training, undisturbed
 from remat.units import gib, ms
 from remat.workload import Workload
 
@@ -60,7 +54,6 @@ BEARABLE_S = 10.0  # estimated time of one step on a CPU
 SHORTEST = 128  # sequence length
 CPU_SHARE = 0.6  # of the memory that is free
 CUDA_SHARE = 0.95
-LONG_STEP_S = 5.0  # a step that takes longer is timed once
 NOISE = 4.0  # Rule 5
 MOST_DIFFERENCES = 5
 
@@ -181,7 +174,7 @@ def validate(
         plan = Plan.load(plan)
     place = _place(device)
     assert place.device is not None
-    with _undisturbed(place.device):
+    with undisturbed(place.device):
         sizes = _Sizes(workload, plan, place)
         run = sizes.largest(sizes.planned_load)
         compared = sizes.largest(sizes.untouched_load, at_most=run.workload.batch_size)
@@ -198,28 +191,6 @@ def _place(device: str | torch.device | None) -> Place:
             raise UsageError("device 'cuda' was asked for, and PyTorch sees none on this machine; choose cpu.")
         found = torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
     return Place(device_target(found), found)
-
-
-@contextlib.contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
-    """`device` current, and the caller's random states as they were afterwards."""
-    states = random.getstate(), np.random.get_state()
-    on_cuda = device.type == "cuda"
-    try:
-        with (
-            torch.random.fork_rng(devices=[device] if on_cuda else []),
-            torch.cuda.device(device) if on_cuda else contextlib.nullcontext(),
-        ):
-            yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-
-
-def _seed(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
 
 
 # What fits (Rule 4)
@@ -385,85 +356,7 @@ def _predict(recorded: _Recorded, place: Place, on_progress: Progress | None) ->
     )
 
 
-# What is run (Rule 1)
-
-
-class _Training:
-    """A workload's model, batch and optimizer on the device."""
-
-    def __init__(self, workload: Workload, device: torch.device, seed: int, loop: Loop):
-        self.workload, self.device, self.loop = workload, device, loop
-        self._seed_of_steps = seed + 2
-        _seed(seed)
-        with torch.device(device):
-            self.model = workload.build().to(device).train()
-        self._state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._tensors()}
-        self.finish = Finish(loop, self.model, None)
-        self.set_batch(workload.batch_size, seed + 1)
-
-    def set_batch(self, batch_size: int, seed: int) -> None:
-        _seed(seed)
-        self.batch: Any = None
-        with torch.device(self.device):
-            batch = self.workload.batch(batch_size, self.workload.seq_len)
-        self.batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), batch)
-
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self.model.named_parameters()
-        yield from self.model.named_buffers()
-
-    def parameters(self) -> list[nn.Parameter]:
-        return [p for p in self.model.parameters() if p.requires_grad]
-
-    def begin_again(self) -> None:
-        """Parameters, buffers and random state as at the start; a new optimizer."""
-        self.finish = Finish(self.loop, self.model, None)
-        self.model.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            for name, tensor in self._tensors():
-                tensor.copy_(self._state[name])
-        release_memory(self.device)
-        if self.workload.optimizer is not None:
-            self.finish.optimizer = self.workload.optimizer(self.parameters())
-        _seed(self._seed_of_steps)
-
-    def forward_and_backward(self) -> torch.Tensor:
-        with autocast_context(self.device, self.workload.autocast):
-            loss = self.workload.step(self.model, self.batch)
-        loss.backward()
-        return loss.detach()
-
-    def step(self) -> None:
-        self.forward_and_backward()
-        self.finish()
-
-    def bytes_before(self, alignment_bytes: int) -> int:
-        """What exists before a step: parameters, buffers, the batch, and what lasts from one step to the next."""
-        kept = (
-            [(p, p.grad) for p in self.model.parameters()],
-            list(self.model.buffers()),
-            self.batch,
-            dict(self.finish.optimizer.state) if self.finish.optimizer else None,
-            self.finish.averages,
-        )
-        tensors = [leaf for leaf in tree_leaves(kept) if isinstance(leaf, torch.Tensor)]
-        return Tracker(alignment_bytes).fix([t for t in tensors if t.device.type == self.device.type])
-
-    def measure(self, alignment_bytes: int, repeats: int) -> tuple[Measured, int]:
-        """Memory and time of a step in the steady state, and the peak with what exists before it. (Rule 2)"""
-        before = self.bytes_before(alignment_bytes)
-        release_memory(self.device)
-        measured = measure_step(self.step, self.device, warm_up=0, repeats=1)
-        if measured.time_us < 1e6 * LONG_STEP_S:
-            times = [measured.time_us, *(time_once_us(self.step, self.device) for _ in range(repeats - 1))]
-            measured = dataclasses.replace(measured, time_us=statistics.median(times))
-        return measured, before + measured.peak_bytes
-
-
-def release_memory(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+# The first step (Rule 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -475,7 +368,7 @@ class _FirstStep:
     kernels: list[str]
 
 
-def _first_step(training: _Training, kernels: Kernels) -> _FirstStep:
+def _first_step(training: Training, kernels: Kernels) -> _FirstStep:
     with kernels:
         loss = training.forward_and_backward()
     gradients = [None if p.grad is None else _on_host(p.grad) for p in training.parameters()]
@@ -510,25 +403,6 @@ def _distance(left: Sequence[torch.Tensor | None], right: Sequence[torch.Tensor 
         absolute = max(absolute, apart)
         relative = max(relative, apart / max(float(a.double().abs().max()), 1e-300))
     return _Distance(equal, absolute, relative)
-
-
-def alive_over_step(
-    workload: Workload, plan: Plan | None, about: dict[str, Any], seed: int = 0
-) -> tuple[np.ndarray, np.ndarray]:
-    """(microseconds, bytes alive) over one steady-state step on the CPU, under `plan` if there is one."""
-    place = _place("cpu")
-    assert place.device is not None
-    with _undisturbed(place.device):
-        training = _Training(workload, place.device, seed, Loop.of(about))
-        training.begin_again()
-        if plan is not None:
-            apply(training.model, plan)
-        training.step()
-        before = training.bytes_before(1)
-        release_memory(place.device)
-        events = allocation_events(training.step)
-    times, sizes = np.array([e[0] for e in events]), np.array([e[1] for e in events], dtype=np.int64)
-    return (times - times.min(initial=0 if not len(times) else times[0])) / 1000, before + np.cumsum(sizes)
 
 
 # Kernels
@@ -714,7 +588,7 @@ class _Validation:
 
     def _steps(self, sizes: _Sizes) -> tuple[dict[str, int] | None, _Comparison, dict[str, int]]:
         """(untouched step as measured, None where it does not fit; comparison; planned step as measured)"""
-        training = _Training(self.compared.workload, self.device, self.seed, Loop.of(self.plan.about))
+        training = Training(self.compared.workload, self.device, self.seed, Loop.of(self.plan.about))
         while True:
             try:
                 expected, untouched = self._untouched(training)
@@ -733,7 +607,7 @@ class _Validation:
                 f"{self.run.workload.batch_size}: {str(error).splitlines()[0]}"
             ) from error
 
-    def _untouched(self, training: _Training) -> tuple[_FirstStep, dict[str, int] | None]:
+    def _untouched(self, training: Training) -> tuple[_FirstStep, dict[str, int] | None]:
         training.begin_again()
         found = _first_step(training, Kernels())
         if not self.fits:
@@ -742,7 +616,7 @@ class _Validation:
         measured, peak = training.measure(self.alignment_bytes, self.repeats)
         return found, {"peak_bytes": peak, "step_time_us": round(measured.time_us)}
 
-    def _compare(self, training: _Training, expected: _FirstStep) -> _Comparison:
+    def _compare(self, training: Training, expected: _FirstStep) -> _Comparison:
         training.begin_again()
         about = {name: value for name, value in self.plan.about.items() if name != "batch_elements"}
         apply(training.model, dataclasses.replace(self.plan, about=about))  # a larger batch was chosen on purpose
@@ -762,7 +636,7 @@ class _Validation:
             kernel_differences(expected.kernels, found.kernels),
         )
 
-    def _against_noise(self, training: _Training, expected: _FirstStep, distance: _Distance) -> _Distance:
+    def _against_noise(self, training: Training, expected: _FirstStep, distance: _Distance) -> _Distance:
         """`distance`, called equal if the untouched step does not repeat itself any better. (Rule 5)"""
         planned = planned_forward(training.model)
         remove(training.model)
@@ -779,7 +653,7 @@ class _Validation:
         )
         return dataclasses.replace(distance, equal=distance.relative <= NOISE * noise.relative)
 
-    def _planned(self, training: _Training) -> dict[str, int]:
+    def _planned(self, training: Training) -> dict[str, int]:
         """The planned step at full size, in its steady state."""
         if not self.fits:
             training.set_batch(self.run.workload.batch_size, self.seed + 1)

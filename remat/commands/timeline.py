@@ -83,7 +83,7 @@ def _measured(made: Timeline, spec: ModelSpec | None, plan: Any, line: LiveLine)
             f"--measure runs the step on this machine's CPU, and the timeline is of {made.target}; add --target cpu. "
             "On a GPU, torch.cuda.memory._record_memory_history writes what the viewer shows beside --snapshot."
         )
-    from remat.validating import alive_over_step
+    from remat.training import alive_over_step
 
     line.say("running the step")
     return dataclasses.replace(made, measured=alive_over_step(workload_of(spec), plan, made.about))
