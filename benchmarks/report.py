@@ -22,7 +22,7 @@ RESULTS = Path(__file__).parent.parent / "results"
 def provenance(device: torch.device) -> dict[str, Any]:
     """Command, versions, machine and date of this run."""
     return {
-        "command": "python -m benchmarks " + " ".join(sys.argv[1:]),
+        "command": " ".join(["python", *sys.orig_argv[1:]]),
         "date": datetime.date.today().isoformat(),
         "commit": _COMMIT,
         "device": device_name(device),
