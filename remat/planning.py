@@ -1,14 +1,14 @@
 """Plan: from a workload and a budget to a Plan that the replay has accepted.
 
 This is the sentence of the package in code: capture and profile (`profiling.py`), pose (`problem.py`), solve (a
-function passed in, CP-SAT by default), check (`check.py`), replay (`replay.py`).
+function passed in, `solvers/exact.py` by default), check (`check.py`), replay (`replay.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from remat import check
 from remat.errors import Infeasible, NoPlanInTime, UsageError
@@ -19,17 +19,12 @@ from remat.profiling import Profile, fake_step, find_place, profile_step
 from remat.record import FakeStep
 from remat.replay import replay
 from remat.solution import Limits, Solution
+from remat.solvers import Solver, load
 from remat.space import Space, find_space
 from remat.units import gib, parse_bytes
 from remat.workload import Workload
 
 AUTO_HEADROOM = "10%"
-
-
-class Solver(Protocol):
-    """What `remat.solvers` holds: one function a file."""
-
-    def __call__(self, problem: Problem, limits: Limits) -> Solution: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,11 +94,8 @@ def plan_profile(
     space: Space | None = None,
 ) -> Plan:
     """`plan` from a profile. With `step`, the plan is also replayed; without, the evaluator alone judges it."""
-    if solver is None:
-        from remat.solvers.exact import solve as solver
-    assert solver is not None
     problem = Problem(profile.graph, profile.costs, space or find_space(profile.graph), budget.limit_bytes)
-    solution = solve_within(problem, limits or Limits(), solver, step, profile)
+    solution = solve_within(problem, limits or Limits(), solver or load("exact"), step, profile)
     return assemble(problem, solution, profile, replayed=step is not None)
 
 
@@ -192,10 +184,7 @@ def assemble(problem: Problem, solution: Solution, profile: Profile, *, replayed
         costs=profile.costs.source,
         budget_bytes=problem.budget_bytes,
         predicted=predicted,
-        without_checkpointing={
-            "peak_bytes": memory.peak_without_checkpointing,
-            "step_time_us": problem.step_time_us,
-        },
+        without_checkpointing=problem.without_checkpointing,
         solver={
             "name": solution.solver,
             "status": solution.status,

@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -169,6 +170,11 @@ class Problem:
         other.budget_bytes = budget_bytes
         return other
 
+    @property
+    def without_checkpointing(self) -> dict[str, Any]:
+        """Peak and time of the step as it is, for all that is compared with it."""
+        return {"peak_bytes": self.memory.peak_without_checkpointing, "step_time_us": self.step_time_us}
+
     def __str__(self) -> str:
         regions = sum(run.region is not None for run in self.runs)
         return (
@@ -221,7 +227,7 @@ class Problem:
 
     @functools.cached_property
     def _alike(self) -> list[int]:
-        return classes(self.memory, self.space.segments, self.backward_of, self.op_time_ns)
+        return classes(self.memory, self.space.segments, self.backward_of, self.op_time_ns, self._local_bytes)
 
     def _regions(self, a: int, b: int) -> Iterator[tuple[int, Region]]:
         """The ways to execute segments a..b-1 as a region: whole (0), or as regions of `width` segments each."""
@@ -286,7 +292,7 @@ class Problem:
 
     def _point(self, run: Run, curve: Curve, position: int) -> Point:
         op, recomputing = int(curve.op[position]), bool(curve.region[position] >= 0)
-        alive = int(curve.alive_bytes[position]) - self.level(run)
+        alive = int(curve.alive_bytes[position]) - self.local_bytes_at(run)
         spare, made = (int(column[op]) if recomputing else 0 for column in self._spare)
         return Point(op - self._anchor(run, recomputing), recomputing, alive, spare, made)
 
@@ -307,7 +313,7 @@ class Problem:
             return int(self.memory.node_first[self.space.segments[run.a].first])
         return self.backward_of[run.b - 1][0]
 
-    def level(self, run: Run) -> int:
+    def local_bytes_at(self, run: Run) -> int:
         """Bytes that the step itself has alive at the run's first backward operator."""
         first = min(self.backward_of[run.b - 1][0], self.graph.op_count - 1)
         return int(self._local_bytes[first])
@@ -494,9 +500,9 @@ class Problem:
     def first_rows(self, index: int) -> list[Row]:
         """The rows of a run with which a solver starts: its highest point, and the start of its recomputation."""
         run = self.runs[index]
-        level = self.level(run)
+        local = self.local_bytes_at(run)
         return [
-            self._row(index, self._anchor(run, point.recomputing) + point.op, point.recomputing, level + point.bytes)
+            self._row(index, self._anchor(run, point.recomputing) + point.op, point.recomputing, local + point.bytes)
             for point in run.shape.points
         ]
 
@@ -552,14 +558,13 @@ class Problem:
     @functools.cached_property
     def forward_rows(self) -> tuple[Row, ...]:
         """Rows of forward operators that no later one dominates: what is kept only grows."""
-        local = self.memory.curve((), plain=(0, 0)).alive_bytes[: self.graph.forward_end]
+        local = self._local_bytes[: self.graph.forward_end]
         later = np.concatenate([np.maximum.accumulate(local[::-1])[::-1][1:], [-1]])
         return tuple(self.forward_row(int(op)) for op in np.flatnonzero(local > later))
 
     def forward_row(self, op: int) -> Row:
         """The row of forward operator `op`: whatever was made before it and is kept for any reason."""
         storages = self.graph.storages
-        local = self.memory.curve((), plain=(0, 0)).alive_bytes[op]
 
         def gone(found: list[int]) -> int:
             return int(sum(storages.size_bytes[u] for u in found if storages.death[u] < op))
@@ -570,7 +575,7 @@ class Problem:
         return Row(
             run=None,
             op=op,
-            bytes=int(local),
+            bytes=int(self._local_bytes[op]),
             plain=tuple((s, size) for s, size in plain if size),
             saves=tuple((v, size) for v, size in saves if size),
             kept=tuple(kept),
@@ -579,5 +584,5 @@ class Problem:
     @functools.cached_property
     def optimizer_peak_bytes(self) -> int:
         """Peak after backward: the same under every plan."""
-        alive = self.memory.curve((), plain=(0, 0)).alive_bytes[self.graph.backward_end :]
+        alive = self._local_bytes[self.graph.backward_end :]
         return int(alive.max()) if len(alive) else self.graph.fixed_total

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from remat.comparing import solve
+from remat.comparing import Heading, solve
 from remat.errors import RematError
 from remat.plans import Region
 from remat.problem import NS, Problem
@@ -54,8 +54,8 @@ class Point:
     wall_s: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Sweep:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sweep(Heading):
     """`points` is the curve, by rising budget; `others` are the distinct plans of each other strategy, likewise.
 
     interrupted  somebody pressed Ctrl-C: budgets or strategies are missing
@@ -63,10 +63,6 @@ class Sweep:
 
     points: tuple[Point, ...]
     others: tuple[Point, ...]
-    about: dict[str, Any]
-    target: str
-    costs: str
-    without_checkpointing: dict[str, Any]
     interrupted: bool = False
 
     def by_strategy(self) -> dict[str, list[Point]]:
@@ -78,10 +74,7 @@ class Sweep:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "model": self.about["workload"],
-            "target": self.target,
-            "costs": self.costs,
-            "without_checkpointing": self.without_checkpointing,
+            **self.heading_json(),
             "points": [dataclasses.asdict(point) for point in self.points],
             "others": [dataclasses.asdict(point) for point in self.others],
             "interrupted": self.interrupted,
@@ -114,18 +107,11 @@ def sweep(
         if not trace.curve:
             raise
         interrupted = True
-    problem = trace.problem
     return Sweep(
         points=tuple(map(trace.point, _with_bounds(_monotone(trace.curve, trace.limits), trace.limits))),
         others=tuple(map(trace.point, trace.others)),
-        about=profile.graph.about,
-        target=profile.target.name,
-        costs=profile.costs.source,
-        without_checkpointing={
-            "peak_bytes": problem.memory.peak_without_checkpointing,
-            "step_time_us": problem.step_time_us,
-        },
         interrupted=interrupted,
+        **Heading.fields_of(profile, trace.problem),
     )
 
 

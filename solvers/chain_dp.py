@@ -8,7 +8,7 @@ those before it keep p bytes, among them (k = 1) or not (k = 0) the storage trac
 
 Runs that end at the same cut share the choice of what they save: what a region saves in its segments does not depend
 on where it began, so the table of all saves in [a, b) is that of [a+1, b) with the nodes of segment a added. That
-makes a step for every run and a knapsack item for every segment of it, instead of all its items.
+makes a transition for every run and a knapsack item for every segment of it, instead of all its items.
 
 Two things keep it from being exact, and both are made to err on one side:
 
@@ -37,7 +37,7 @@ from remat.solvers.polish import polish
 
 NAME = "chain-dp"
 TRIES = 6
-PATIENCE_S = 20.0  # for a finer table, where nobody set a time limit
+FINER_S = 20.0  # may finer tables take, where nobody set a time limit
 SMALL_GAP, TIRED_S = 0.005, 8.0  # so little is not worth more time than that
 LEVELS = (
     (3_000, 10_000),
@@ -115,7 +115,7 @@ class Found:
         if self.regions is None:
             return math.inf
         if limits.time_s is None:
-            return PATIENCE_S
+            return FINER_S
         return limits.time_s - (time.monotonic() - self.started)
 
     def late(self, limits: Limits) -> bool:
@@ -141,34 +141,34 @@ class Found:
 def _refine(problem: Problem, limits: Limits, found: Found) -> None:
     """Improve `found` with ever finer grains, in the cases that may still hold a better plan."""
     lasting = lasting_storages(problem)
-    cases: list[_Open] = [_Open(Case(), None, 0.0)]
+    branches: list[_Branch] = [_Branch(Case(), None, 0.0)]
     for levels, finer in zip(LEVELS, (*LEVELS[1:], None), strict=True):
-        waiting, solved = cases, []
+        waiting, solved = branches, []
         work = _Work()
         while waiting and not found.late(limits):
-            case, tables = _solve_case(problem, waiting.pop(), levels, found)
+            branch, tables = _solve_case(problem, waiting.pop(), levels, found)
             work.add(tables)
-            if case.bound_ns >= found.objective_ns:
+            if branch.bound_ns >= found.objective_ns:
                 continue
-            unsettled = [u for u in lasting if u not in case.case.pinned | case.case.absent]
-            if unsettled and not found.closes(case.bound_ns, limits.gap):
-                kept, absent = case.case.split(unsettled[0])
-                waiting += [dataclasses.replace(case, case=absent), dataclasses.replace(case, case=kept)]
+            unsettled = [u for u in lasting if u not in branch.case.pinned | branch.case.absent]
+            if unsettled and not found.closes(branch.bound_ns, limits.gap):
+                kept, absent = branch.case.split(unsettled[0])
+                waiting += [dataclasses.replace(branch, case=absent), dataclasses.replace(branch, case=kept)]
             else:
-                solved.append((case, tables))
-        left = [case for case, _ in solved] + waiting
-        found.raise_bound(min((case.bound_ns for case in left), default=math.inf))
+                solved.append((branch, tables))
+        left = [branch for branch, _ in solved] + waiting
+        found.raise_bound(min((branch.bound_ns for branch in left), default=math.inf))
         if limits.on_progress is not None and found.regions is not None:
             limits.on_progress(found.objective_ns / NS, found.bound_ns / NS)
         if finer is None or found.late(limits) or found.closed(limits.gap) or found.is_good_enough(limits):
             return
-        cases = [
-            dataclasses.replace(case, useful=_useful(case, tables, found))
-            for case, tables in solved
-            if case.bound_ns < found.objective_ns
+        branches = [
+            dataclasses.replace(branch, useful=_useful(branch, tables, found))
+            for branch, tables in solved
+            if branch.bound_ns < found.objective_ns
         ]
-        found.useful = _union(case.useful for case in cases)
-        if finer in LEVELS[2:] and work.expected_s(cases, finer) > found.patience_s(limits):
+        found.useful = _union(branch.useful for branch in branches)
+        if finer in LEVELS[2:] and work.expected_s(branches, finer) > found.patience_s(limits):
             return
 
 
@@ -180,11 +180,11 @@ class _Work:
         self.cells = 0
 
     def add(self, tables: Iterable[Table]) -> None:
-        self.cells += sum(table.levels * table.chain.step_count for table in tables)
+        self.cells += sum(table.levels * table.chain.transition_count for table in tables)
 
-    def expected_s(self, cases: Iterable[_Open], levels: tuple[int, int]) -> float:
-        """Seconds for one table of `levels` for each of `cases`."""
-        cells = sum(sum(levels) // 2 * len(case.useful) for case in cases if case.useful is not None)
+    def expected_s(self, branches: Iterable[_Branch], levels: tuple[int, int]) -> float:
+        """Seconds for one table of `levels` for each of `branches`."""
+        cells = sum(sum(levels) // 2 * len(branch.useful) for branch in branches if branch.useful is not None)
         return (time.monotonic() - self.started) * cells / max(self.cells, 1)
 
 
@@ -199,7 +199,7 @@ def _union(sets: Iterable[set[int] | None]) -> set[int] | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Open:
+class _Branch:
     """A case that may hold a better plan, made of the runs in `useful` (None: any)."""
 
     case: Case
@@ -207,22 +207,24 @@ class _Open:
     bound_ns: float
 
 
-def _solve_case(problem: Problem, case: _Open, levels: tuple[int, int], found: Found) -> tuple[_Open, list[Table]]:
-    """`case` with a better bound, infinite if it holds no plan, and the tables that say so; plans are offered."""
+def _solve_case(
+    problem: Problem, branch: _Branch, levels: tuple[int, int], found: Found
+) -> tuple[_Branch, list[Table]]:
+    """`branch` with a better bound, infinite if it holds no plan, and the tables that say so; plans are offered."""
     tables: list[Table] = []
     for count_held in (True, False):
-        table = Table(Chain(problem, case.case, case.useful, count_held=count_held), levels)
+        table = Table(Chain(problem, branch.case, branch.useful, count_held=count_held), levels)
         tables.append(table)
         bound_ns = table.least_time_ns()
-        case = dataclasses.replace(case, bound_ns=max(case.bound_ns, math.inf if bound_ns is None else bound_ns))
-        if math.isinf(case.bound_ns) or not _offer_plan(table, found):
+        branch = dataclasses.replace(branch, bound_ns=max(branch.bound_ns, math.inf if bound_ns is None else bound_ns))
+        if math.isinf(branch.bound_ns) or not _offer_plan(table, found):
             break
-    return case, tables
+    return branch, tables
 
 
-def _useful(case: _Open, tables: list[Table], found: Found) -> set[int] | None:
+def _useful(branch: _Branch, tables: list[Table], found: Found) -> set[int] | None:
     """The runs of which every table says that a better plan may contain them."""
-    useful = case.useful
+    useful = branch.useful
     for table in tables:
         of_table = table.useful(found.objective_ns)
         useful = of_table if useful is None else useful & of_table

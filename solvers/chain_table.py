@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from remat.plans import Region
-from remat.solvers.chain import Chain, Item, Step
+from remat.solvers.chain import Chain, Item, Transition
 
 MOST_CELLS = 60_000_000  # of a table: longer chains get coarser grains
 
@@ -38,8 +38,8 @@ class Table:
             values[:] = 0.0
         for b in range(chain.count, 0, -1):
             self._cap_forward(self.values, b)
-            for step, k, through in self._through_steps_into(b):
-                self._improve(step, k, through)
+            for transition, k, through in self._through_transitions_into(b):
+                self._improve(transition, k, through)
         self._cap_forward(self.values, 0)
 
     def least_time_ns(self) -> float | None:
@@ -69,27 +69,27 @@ class Table:
         """What is rounded: what each segment keeps if it is plain, saves, and hands on."""
         chain = self.chain
         for b in range(1, chain.count + 1):
-            yield from (step.keeps_bytes for step in chain.into[b] if step.b - step.a == 1)
+            yield from (transition.keeps_bytes for transition in chain.into[b] if transition.b - transition.a == 1)
             yield from (item.bytes for item in chain.items(b - 1, b))
             yield chain.tracked_bytes(b)
 
     # Filling
 
-    def _through_steps_into(self, b: int) -> Iterator[tuple[Step, int, np.ndarray]]:
-        """Every step that ends at `b`, with k at its start and R there if that step is taken."""
+    def _through_transitions_into(self, b: int) -> Iterator[tuple[Transition, int, np.ndarray]]:
+        """Every transition that ends at `b`, with k at its start and R there if that transition is taken."""
         chain = self.chain
         unsaved = self.values[b]
         saved = self._after_saves(b)
         at = b
-        for step in chain.into[b]:
-            if step.saves:
-                while at > step.a:
+        for transition in chain.into[b]:
+            if transition.saves:
+                while at > transition.a:
                     at -= 1
                     saved = self._fold(saved, at, b)
-            for k in range(len(self.values[step.a])):
-                through = self._through(saved if step.saves else unsaved, step, k)
+            for k in range(len(self.values[transition.a])):
+                through = self._through(saved if transition.saves else unsaved, transition, k)
                 if through is not None:
-                    yield step, k, through
+                    yield transition, k, through
 
     def _after_saves(self, b: int) -> Track:
         """R[b] where a region ends: what is kept there must leave room for its recomputation to begin."""
@@ -119,30 +119,30 @@ class Table:
             np.minimum(unsaved[:end], saved[weight:] - item.time_ns, out=result[:end])
         return result
 
-    def _entry(self, step: Step, k: int) -> tuple[int, int, int]:
-        """(k at the end of `step`, grains that it adds, grains that may be kept before it)."""
+    def _entry(self, transition: Transition, k: int) -> tuple[int, int, int]:
+        """(k at the end of `transition`, grains that it adds, grains that may be kept before it)."""
         chain = self.chain
-        at_bytes = chain.tracked_bytes(step.a)
-        kept_now = step.wants and not k
-        shift = (step.keeps_bytes + (at_bytes if kept_now else 0)) // self.grain
-        most = step.most_bytes + (at_bytes if k and step.counts else 0)
-        goes_on = bool(k or step.wants) if chain.persists(step.a, step.b) else step.passes_on
+        at_bytes = chain.tracked_bytes(transition.a)
+        kept_now = transition.wants and not k
+        shift = (transition.keeps_bytes + (at_bytes if kept_now else 0)) // self.grain
+        most = transition.most_bytes + (at_bytes if k and transition.counts else 0)
+        goes_on = bool(k or transition.wants) if chain.persists(transition.a, transition.b) else transition.passes_on
         return int(goes_on), shift, most // self.grain
 
-    def _through(self, after: Track, step: Step, k: int) -> np.ndarray | None:
-        """R at the start of `step` if it is taken, for all levels that it allows."""
-        goes_on, shift, most = self._entry(step, k)
+    def _through(self, after: Track, transition: Transition, k: int) -> np.ndarray | None:
+        """R at the start of `transition` if it is taken, for all levels that it allows."""
+        goes_on, shift, most = self._entry(transition, k)
         length = min(most + 1, self.levels - shift)
         if length <= 0:
             return None
-        return after[goes_on][shift : shift + length] + step.time_ns
+        return after[goes_on][shift : shift + length] + transition.time_ns
 
-    def _improve(self, step: Step, k: int, through: np.ndarray) -> None:
-        values = self.values[step.a][k][: len(through)]
+    def _improve(self, transition: Transition, k: int, through: np.ndarray) -> None:
+        values = self.values[transition.a][k][: len(through)]
         better = through < values
         if better.any():
             np.copyto(values, through, where=better)
-            self.choice[step.a][k][: len(through)][better] = step.index
+            self.choice[transition.a][k][: len(through)][better] = transition.index
 
     def _cap_forward(self, table: list[Track], cut: int) -> None:
         for k, values in enumerate(table[cut]):
@@ -158,10 +158,10 @@ class Table:
         reached = self._reached()
         found = set()
         for b in range(self.chain.count, 0, -1):
-            for step, k, through in self._through_steps_into(b):
-                before = reached[step.a][k][: len(through)]
-                if step.index not in found and float((before + through).min()) < most_ns:
-                    found.update(self.chain.beside[step.a, b])
+            for transition, k, through in self._through_transitions_into(b):
+                before = reached[transition.a][k][: len(through)]
+                if transition.index not in found and float((before + through).min()) < most_ns:
+                    found.update(self.chain.beside[transition.a, b])
         return found
 
     def _reached(self) -> list[Track]:
@@ -173,52 +173,56 @@ class Table:
         chain = self.chain
         table = [[np.full(self.levels, np.inf) for _ in values] for values in self.values]
         table[0][0][0] = 0.0
-        out_of: list[list[Step]] = [[] for _ in range(chain.count + 1)]
-        for steps in chain.into:
-            for step in steps:
-                out_of[step.a].append(step)
+        out_of: list[list[Transition]] = [[] for _ in range(chain.count + 1)]
+        for transitions in chain.into:
+            for transition in transitions:
+                out_of[transition.a].append(transition)
         for a in range(chain.count):
             self._cap_forward(table, a)
             for k, before in enumerate(table[a]):
                 if not np.isinf(before).all():
-                    self._reach_from(table, before, k, [step for step in out_of[a] if step.saves], saving=True)
-                    for step in out_of[a]:
-                        if not step.saves:
-                            self._reach_from(table, before, k, [step], saving=False)
+                    self._reach_from(
+                        table, before, k, [transition for transition in out_of[a] if transition.saves], saving=True
+                    )
+                    for transition in out_of[a]:
+                        if not transition.saves:
+                            self._reach_from(table, before, k, [transition], saving=False)
         return table
 
-    def _reach_from(self, table: list[Track], before: np.ndarray, k: int, steps: list[Step], *, saving: bool) -> None:
-        """Take steps that start at one cut, where `before` is V for `k`, into account in V at their ends."""
-        if not steps:
+    def _reach_from(
+        self, table: list[Track], before: np.ndarray, k: int, transitions: list[Transition], *, saving: bool
+    ) -> None:
+        """Take transitions that start at one cut, where `before` is V for `k`, into account in V at their ends."""
+        if not transitions:
             return
-        chain, settled = self.chain, steps[0].a
-        most = max(self._entry(step, k)[2] for step in steps)
+        chain, settled = self.chain, transitions[0].a
+        most = max(self._entry(transition, k)[2] for transition in transitions)
         folded = before.copy()
         folded[max(most + 1, 0) :] = np.inf
-        for step in sorted(steps, key=lambda step: step.b):
-            while saving and settled < step.b - RECENT:
-                for item in chain.items(settled, step.b):
-                    folded = self._with_saving(folded, self._settled_bytes(item, step.b), item.time_ns)
+        for transition in sorted(transitions, key=lambda transition: transition.b):
+            while saving and settled < transition.b - RECENT:
+                for item in chain.items(settled, transition.b):
+                    folded = self._with_saving(folded, self._settled_bytes(item, transition.b), item.time_ns)
                 settled += 1
             track = [folded]
-            for segment in range(settled, step.b) if saving else ():
-                for item in chain.items(segment, step.b):
+            for segment in range(settled, transition.b) if saving else ():
+                for item in chain.items(segment, transition.b):
                     if item.passes_on:
                         kept = self._shifted(track[0], item.bytes // self.grain) - item.time_ns
                         track = [track[0], kept]
                     else:
                         track = [self._with_saving(values, item.bytes, item.time_ns) for values in track]
-            goes_on, shift, _ = self._entry(step, k)
+            goes_on, shift, _ = self._entry(transition, k)
             ends: list[tuple[int, np.ndarray]] = [(goes_on, track[0])]
             if len(track) == 2:
                 ends.append((1, track[1]))
-            elif saving and len(table[step.b]) == 2 and not chain.persists(step.a, step.b):
+            elif saving and len(table[transition.b]) == 2 and not chain.persists(transition.a, transition.b):
                 ends.append((1, track[0]))
             for end_k, values in ends:
-                after = self._shifted(values, shift) + step.time_ns
-                if step.saves:
-                    self._cap(after, chain.most_after[step.b])
-                np.minimum(table[step.b][end_k], after, out=table[step.b][end_k])
+                after = self._shifted(values, shift) + transition.time_ns
+                if transition.saves:
+                    self._cap(after, chain.most_after[transition.b])
+                np.minimum(table[transition.b][end_k], after, out=table[transition.b][end_k])
 
     def _settled_bytes(self, item: Item, b: int) -> int:
         return item.bytes - (self.chain.tracked_bytes(b) if item.passes_on else 0)
@@ -250,31 +254,35 @@ class Table:
         while cut < self.chain.count:
             index = int(self.choice[cut][k][level])
             run = self.chain.problem.runs[index]
-            step = next(step for step in self.chain.into[run.b] if step.index == index)
-            value = self.values[cut][k][level] - step.time_ns
-            k, shift, _ = self._entry(step, k)
+            transition = next(transition for transition in self.chain.into[run.b] if transition.index == index)
+            value = self.values[cut][k][level] - transition.time_ns
+            k, shift, _ = self._entry(transition, k)
             level += shift
             saved: list[int] = []
-            if step.saves:
-                k, level, saved = self._saved(step, k, level, value)
+            if transition.saves:
+                k, level, saved = self._saved(transition, k, level, value)
             if run.region is not None:
                 mended = (node for node in saved if node not in run.never_again)
                 regions.append(dataclasses.replace(run.region, saved=tuple(sorted(mended))))
             cut = run.b
         return tuple(regions)
 
-    def _saved(self, step: Step, k: int, level: int, value: float) -> tuple[int, int, list[int]]:
-        """(k, level, nodes saved) at the end of `step`, whose R at its start is `value`."""
+    def _saved(self, transition: Transition, k: int, level: int, value: float) -> tuple[int, int, list[int]]:
+        """(k, level, nodes saved) at the end of `transition`, whose R at its start is `value`."""
         folds: list[tuple[Item, Track]] = []
-        after = self._after_saves(step.b)
-        for segment in range(step.b - 1, step.a - 1, -1):
-            for item in self.chain.items(segment, step.b):
+        after = self._after_saves(transition.b)
+        for segment in range(transition.b - 1, transition.a - 1, -1):
+            for item in self.chain.items(segment, transition.b):
                 folds.append((item, after))
                 if item.passes_on:
                     after = [self._saving(after[0], item, after[1])]
                 else:
                     after = [self._saving(values, item, values) for values in after]
-            if len(after) == 2 and not self.chain.persists(step.a, step.b) and self._made_in(step.b, segment):
+            if (
+                len(after) == 2
+                and not self.chain.persists(transition.a, transition.b)
+                and self._made_in(transition.b, segment)
+            ):
                 after = after[:1]
         saved = []
         for item, before in reversed(folds):

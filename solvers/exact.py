@@ -14,9 +14,10 @@ import time
 from remat.problem import NS, Problem
 from remat.solution import Limits, Solution
 from remat.solvers import chain_dp, chen_greedy, cp_sat, every_block, first_k, none, save_matmuls
+from remat.solvers.chain_dp import SMALL_GAP
 
-PATIENCE_S = 40.0  # of the search for a better plan than the chain's, where nobody set a time limit
-SMALL_GAP, MANY_RUNS = 0.005, 500  # where so little is to be gained among so many, the search is not worth its time
+SEARCH_S = 40.0  # of the search for a better plan than the chain's, where nobody set a time limit
+MANY_RUNS = 500  # where SMALL_GAP is to be gained among so many, the search is not worth its time
 STARTS = (none.solve, every_block.solve, first_k.solve, save_matmuls.solve, chen_greedy.solve)
 
 
@@ -38,7 +39,7 @@ def solve(problem: Problem, limits: Limits) -> Solution:
     if limits.time_s is not None:
         left: float | None = max(limits.time_s - (time.monotonic() - started), 0.0)
     else:
-        left = PATIENCE_S if chain.status == "feasible" else None
+        left = SEARCH_S if chain.status == "feasible" else None
     searched = cp_sat.solve(problem, dataclasses.replace(limits, time_s=left), start=chain, keep=found.useful)
     return dataclasses.replace(searched, wall_s=time.monotonic() - started)
 
