@@ -23,6 +23,7 @@ from remat.problem import Problem
 from remat.profiling import profile
 from remat.solution import Limits, Solution
 from remat.solvers import cp_sat, milp
+from remat.solvers.least_peak import least_peak
 from remat.solvers.program import Program
 from remat.space import find_space
 from remat.units import GIB
@@ -51,7 +52,7 @@ def _rows(model: str, limits: Limits) -> Iterator[dict[str, Any]]:
     problem = Problem(found.graph, found.costs, find_space(found.graph), 1 << 62)
     Program(problem)  # what the problem computes but once, so that no solver pays for the others
     most = problem.memory.peak_without_checkpointing
-    least, _, _ = cp_sat.least_peak(problem.with_budget(most), limits)
+    least = least_peak(problem, limits).peak_bytes
     for budget in np.linspace(least, most, BUDGETS[model] + 2)[1:-1].astype(int).tolist():
         posed = problem.with_budget(budget)
         solutions = {name: solve(posed, limits) for name, solve in SOLVERS.items()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from remat import check
 from remat.errors import Infeasible, NoPlanInTime, UsageError
@@ -23,6 +23,9 @@ from remat.solvers import Solver, load
 from remat.space import Space, find_space
 from remat.units import gib, parse_bytes
 from remat.workload import Workload
+
+if TYPE_CHECKING:
+    from remat.solvers.least_peak import LeastPeak
 
 AUTO_HEADROOM = "10%"
 
@@ -136,20 +139,26 @@ def replay_peak(step: FakeStep, problem: Problem, regions: tuple[Region, ...], p
 
 def infeasible(problem: Problem, limits: Limits) -> Infeasible:
     """The refusal, with the least budget that would do and what takes it."""
-    from remat.solvers.cp_sat import least_peak
+    from remat.solvers.least_peak import least_peak
 
-    highest = problem.with_budget(problem.memory.peak_without_checkpointing)
-    peak, regions, _ = least_peak(highest, limits)
-    parts = problem.memory.breakdown(regions)
-    curve = problem.memory.curve(regions)
+    least = least_peak(problem, limits)
+    parts = problem.memory.breakdown(least.regions)
+    curve = problem.memory.curve(least.regions)
     listing = ", ".join(f"{name} {gib(size)}" for name, size in sorted(parts.items(), key=lambda item: -item[1]))
     return Infeasible(
-        f"budget {gib(problem.budget_bytes)} is below the least possible peak {gib(peak)} "
+        f"budget {gib(problem.budget_bytes)} is below the least possible peak{_at_most(least)} {gib(least.peak_bytes)} "
         f"({where(problem.graph, int(curve.op[curve.peak_at]))}): {listing}. "
         "Raise the budget, reduce the batch, or shrink the largest item.",
-        minimum_budget_bytes=peak,
+        minimum_budget_bytes=least.peak_bytes,
         breakdown=parts,
     )
+
+
+def _at_most(least: LeastPeak) -> str:
+    """What stands before a least peak that is not proved to be one."""
+    if gib(least.bound_bytes) == gib(least.peak_bytes):
+        return ""
+    return f", at least {gib(least.bound_bytes)} and at most"
 
 
 def where(graph: Graph, op: int) -> str:

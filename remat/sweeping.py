@@ -145,13 +145,13 @@ class _Trace:
 
     def _least_peak(self) -> tuple[int, tuple[Region, ...]]:
         """The least budget that is known to do, and a plan that keeps it."""
-        from remat.solvers.cp_sat import least_peak
+        from remat.solvers.least_peak import least_peak
 
-        least, plan, bound = least_peak(self.problem.with_budget(self.most_bytes), self.limits)
-        if bound >= (1 - self.limits.gap) * least:
-            return least, plan
+        least = least_peak(self.problem, self.limits)
+        if least.bound_bytes >= (1 - self.limits.gap) * least.peak_bytes:
+            return least.peak_bytes, least.regions
         # It ran out of time, and a heuristic may know better: each shows the plan that comes nearest to 0 bytes.
-        plans = [plan, *(solve(self.problem, name, self.limits).regions for name in HEURISTICS)]
+        plans = [least.regions, *(solve(self.problem, name, self.limits).regions for name in HEURISTICS)]
         return min((self._peak(plan), plan) for plan in plans)
 
     def _add_point(self, budget: int, points: int, least_plan: tuple[Region, ...]) -> None:

@@ -115,6 +115,7 @@ class Chain:
         self.case = case or Case()
         self.count_held = count_held
         self.count = len(problem.space.segments)
+        self._items: dict[tuple[int, int], tuple[Item, ...]] = {}
         self.tracked = _choose_tracked(problem, self.count)
         self.open = _open_storages(problem, self.count)
         self.most = [self._forward_limit(cut) for cut in range(self.count + 1)]
@@ -142,13 +143,44 @@ class Chain:
         """Whether the storage tracked at cut `a` is still the one tracked at `b`."""
         return self.tracked[a] is not None and self.tracked[a] is self.tracked[b]
 
-    @functools.cache  # noqa: B019  both live as long as one solve
+    def entry(self, transition: Transition, k: int) -> tuple[int, int, int]:
+        """(k at the end of `transition`, bytes that it adds, bytes that may be kept before it), taken in state `k`."""
+        tracked_bytes = self.tracked_bytes(transition.a)
+        adds = transition.keeps_bytes + (tracked_bytes if transition.wants and not k else 0)
+        most = transition.most_bytes + (tracked_bytes if k and transition.counts else 0)
+        if self.persists(transition.a, transition.b):
+            return int(bool(k or transition.wants)), adds, most
+        return int(transition.passes_on), adds, most
+
+    def most_at(self, cut: int, k: int) -> int:
+        """What may be kept at `cut` in state `k`, whatever comes next."""
+        return self.most[cut] + (self.tracked_bytes(cut) if k else 0)
+
     def items(self, segment: int, b: int) -> tuple[Item, ...]:
         """What a region that holds `segment` and ends at cut `b` may save there."""
+        b = min(b, self._settled[segment])
+        if (segment, b) not in self._items:
+            self._items[segment, b] = self._find_items(segment, b)
+        return self._items[segment, b]
+
+    @functools.cached_property
+    def _settled(self) -> list[int]:
+        """For every segment the cut from which on its items are the same."""
+        problem = self.problem
+        found = list(range(1, self.count + 1))
+        for segment, nodes in enumerate(problem.saves_in):
+            shared = (problem.kept[u] for node in nodes for u in problem.saved_by[node] if u in problem.kept)
+            found[segment] = max([found[segment], *(kept.sites[-1] + 1 for kept in shared)])
+        for b, never in enumerate(self._never_again):
+            for segment in {int(problem.segment_of_node[node]) for node in never}:
+                found[segment] = max(found[segment], b + 1)
+        return found
+
+    def _find_items(self, segment: int, b: int) -> tuple[Item, ...]:
         problem, tracked = self.problem, self.tracked[b]
         found = []
         for node in problem.saves_in[segment]:
-            if node in self._never_again(b):
+            if node in self._never_again[b]:
                 continue
             shared = [problem.kept[u] for u in problem.saved_by[node] if u in problem.kept]
             if any(kept.storage in self.case.absent for kept in shared):
@@ -160,11 +192,12 @@ class Chain:
             found.append(Item(node, size, problem.save_time_ns[node], passes_on))
         return tuple(sorted(found, key=lambda item: item.passes_on))
 
-    @functools.cache  # noqa: B019
-    def _never_again(self, b: int) -> frozenset[int]:
-        """Nodes that no region ending at cut `b` recomputes."""
-        regions = [self.problem.runs[transition.index].never_again for transition in self.into[b] if transition.saves]
-        return frozenset.intersection(*regions) if regions else frozenset()
+    @functools.cached_property
+    def _never_again(self) -> list[frozenset[int]]:
+        """For every cut the nodes that no region ending there recomputes."""
+        runs = self.problem.runs
+        found = ([runs[transition.index].never_again for transition in into if transition.saves] for into in self.into)
+        return [frozenset.intersection(*regions) if regions else frozenset() for regions in found]
 
     def _add(self, index: int, run: Run) -> None:
         if self._wants_what_is_absent(run):
@@ -258,7 +291,7 @@ class Chain:
     def _forward_limit(self, cut: int) -> int:
         """What segments before `cut` may keep while later ones run forward. What is local then counts once."""
         problem, storages = self.problem, self.problem.graph.storages
-        most = problem.budget_bytes
+        most = problem.budget_bytes - problem.graph.fixed_total  # all that is kept is there when backward starts
         if cut == self.count:
             return most
         first = problem.graph.nodes[problem.space.segments[cut].first].first

@@ -57,6 +57,20 @@ def _best(problem: Problem, proposals: Iterable[Proposal], best: _Judged) -> _Ju
     return best
 
 
+def fewest_that_fit(problem: Problem, regions: Proposal) -> Proposal | None:
+    """Of `regions` the first so many that keep the budget, where all do: a quick guess, by bisection."""
+    if excess_bytes(problem, regions):
+        return None
+    too_few, enough = -1, len(regions)
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        if excess_bytes(problem, regions[:middle]):
+            too_few = middle
+        else:
+            enough = middle
+    return regions[:enough]
+
+
 def excess_bytes(problem: Problem, regions: Proposal) -> int:
     """By how much a plan's peak exceeds the budget."""
     return max(problem.memory.curve(regions).peak_bytes - problem.budget_bytes, 0)

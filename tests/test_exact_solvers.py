@@ -23,6 +23,7 @@ from remat.problem import NS, Problem
 from remat.profiling import profile
 from remat.solution import Limits, Solution
 from remat.solvers import chain_dp, cp_sat, exact, milp, program
+from remat.solvers.least_peak import least_peak
 from remat.solvers.program import Constraint, Outcome, Program
 from remat.space import Segment, Space, find_space
 from tests.graphs import ToyNode, chain, every_cut, spaces, toy_graph, toys
@@ -160,6 +161,17 @@ def test_the_least_peak_is_the_oracles(solver: str, problem: Problem) -> None:
     assert bound <= peak + 1e-6
 
 
+@given(problem=problems())
+@MANY
+def test_the_least_peak_is_exact_or_said_to_be_at_most(problem: Problem) -> None:
+    """Saves that spare a workspace included: what is proved is the least of all plans."""
+    found, least = least_peak(problem, EXACT), Oracle(problem).least_peak()
+    assert problem.memory.curve(found.regions).peak_bytes == found.peak_bytes
+    assert found.bound_bytes <= least <= found.peak_bytes
+    assert found.peak_bytes <= Oracle(problem).least_peak(saves=False)
+    assert (found.peak_bytes == least) or not found.proved
+
+
 @every_prover
 @given(problem=problems(), percents=st.lists(st.integers(0, 120), min_size=2, max_size=4))
 @SOME
@@ -253,7 +265,7 @@ def test_no_bound_exceeds_another_solvers_plan_on_a_real_model() -> None:
     found = profile(TEST_SIZES["resnet50"](), target="h100-80gb")
     problem = Problem(found.graph, found.costs, find_space(found.graph), AMPLE)
     without = problem.memory.peak_without_checkpointing
-    least, _, _ = cp_sat.least_peak(problem.with_budget(without), Limits())
+    least = least_peak(problem, Limits()).peak_bytes
     tight = problem.with_budget((least + without) // 2)
     solutions = [SOLVERS[solver](tight, Limits(time_s=30)) for solver in ("milp-highs", "chain-dp")]
     plans = [solution for solution in solutions if solution.regions]
