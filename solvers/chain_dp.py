@@ -24,6 +24,7 @@ apart permutations that all cost the same.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Iterable, Sequence
@@ -48,6 +49,7 @@ LEVELS = (
 )  # grains in a budget, coarse to fine
 FIRST_MAY_LOSE = 0.002  # of the room, by rounding; a table that is too coarse costs little
 FILTER_FROM = 4  # times as many levels: then it pays to drop runs first, ...
+FEWER = 0.9  # of the runs: more than that are not few enough for a table to say more by itself
 FILTER_COST = 3  # ... which takes so many times as long as the table did
 NUMPY_LEVELS = 3_000  # that take as long as it takes to call numpy for any
 
@@ -55,7 +57,9 @@ NUMPY_LEVELS = 3_000  # that take as long as it takes to call numpy for any
 def solve(problem: Problem, limits: Limits) -> Solution:
     """A plan within `problem.budget_bytes` where rounding leaves one, and a bound that holds for every plan.
 
-    Grains get finer until bound and plan meet, or no finer grain can tell more (`chain_table.admits`).
+    Grains get finer until bound and plan meet, and skip what cannot tell more (`chain_table.admits`). Before each
+    refinement, runs that the coarser bound excludes from every plan better than the best known are dropped where that
+    pays: then the finer table takes less time, and the chain, being of fewer runs, understates less.
     """
     return explore(problem, limits).solution(limits)
 
@@ -77,7 +81,7 @@ def explore(problem: Problem, limits: Limits) -> Found:
 class Branch:
     """A case that may hold a better plan, made of the runs in `useful` (None: any).
 
-    fineness  index into LEVELS of the tables that are to come
+    fineness  index into LEVELS of its tables, or of those that are to come
     tables    that say what `bound_ns` is
     """
 
@@ -90,6 +94,38 @@ class Branch:
     @property
     def transition_count(self) -> int:
         return max(table.chain.transition_count for table in self.tables)
+
+    @functools.cached_property
+    def says_more_at(self) -> int | None:
+        """The next fineness that rules out a plan of its tables, so that their bound may rise by that alone."""
+        plans = [(table, legs) for table in self.tables if (legs := table.legs()) is not None]
+        return next(
+            (
+                fineness
+                for fineness in range(self.fineness + 1, len(LEVELS))
+                if not all(admits(table.chain, legs, _grain(table.chain, fineness)) for table, legs in plans)
+            ),
+            None,
+        )
+
+    @property
+    def next_fineness(self) -> int:
+        """The fineness to go on with. A chain of fewer runs may say more at the same."""
+        return self.fineness if self.says_more_at is None else self.says_more_at
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether it pays to filter runs before going on."""
+        return self.says_more_at is None or self.levels(self.next_fineness) >= FILTER_FROM * self.levels()
+
+    def levels(self, fineness: int | None = None) -> int:
+        """Levels of its tables, or of those that it would have at another fineness."""
+        if fineness is None:
+            return max(table.levels for table in self.tables)
+        return max(table.levels * table.grain // _grain(table.chain, fineness) for table in self.tables)
+
+    def cells(self, fineness: int | None = None) -> int:
+        return _cells(self.transition_count, self.levels(fineness))
 
     def useful_below(self, most_ns: float) -> set[int] | None:
         """The runs of which every table says that a plan faster than `most_ns` may contain them."""
@@ -201,12 +237,10 @@ class _Search:
                 limits.on_progress(found.objective_ns / NS, found.bound_ns / NS)
             if found.late(limits) or found.closed(limits.gap):
                 return
-            open_ = [branch for branch in solved if branch.bound_ns < found.objective_ns]
-            finer = [(branch, _fineness(branch)) for branch in open_]
-            exhausted += [branch for branch, fineness in finer if fineness is None]
+            waiting, done = self._refined([branch for branch in solved if branch.bound_ns < found.objective_ns])
+            exhausted += done
             if any(branch.bound_ns <= found.bound_ns for branch in exhausted):
                 return
-            waiting = self._refined([(branch, fineness) for branch, fineness in finer if fineness is not None])
 
     def _solve(self, waiting: list[Branch]) -> tuple[list[Branch], list[Branch]]:
         """(those that may hold a better plan, solved and split as far as that helps; those that it was too late for)"""
@@ -238,25 +272,24 @@ class _Search:
         self.spent_s += time.monotonic() - started
         return dataclasses.replace(branch, bound_ns=bound_ns, tables=tuple(tables))
 
-    def _refined(self, finer: Sequence[tuple[Branch, int]]) -> list[Branch]:
-        """Branches for finer tables, without the runs that they need not consider; none where that takes too long."""
+    def _refined(self, branches: Sequence[Branch]) -> tuple[list[Branch], list[Branch]]:
+        """(`branches` for the next tables, without the runs that need not be considered; those of which no table says
+        more). Neither where that takes too long.
+        """
         patience_s = self.found.patience_s(self.limits)
-        filtered = [_levels(branch, fineness) >= FILTER_FROM * _levels(branch) for branch, fineness in finer]
-        filter_s = self._expected_s(
-            FILTER_COST * _cells(branch.transition_count, _levels(branch))
-            for (branch, _), is_filtered in zip(finer, filtered, strict=True)
-            if is_filtered
-        )
-        table_s = self._expected_s(
-            _cells(branch.transition_count, _levels(*pair)) for pair in finer for branch in pair[:1]
-        )
+        filter_s = self._expected_s(FILTER_COST * branch.cells() for branch in branches if branch.is_filtered)
+        table_s = self._expected_s(branch.cells(branch.next_fineness) for branch in branches)
         if filter_s + table_s / 2 > patience_s:  # a filter may well leave half
-            return []
-        refined = []
-        for (branch, fineness), is_filtered in zip(finer, filtered, strict=True):
-            useful = branch.useful_below(self.found.objective_ns) if is_filtered else branch.useful
-            refined.append(dataclasses.replace(branch, useful=useful, fineness=fineness, tables=()))
-        return refined
+            return [], []
+        refined, exhausted = list[Branch](), list[Branch]()
+        for branch in branches:
+            useful = branch.useful_below(self.found.objective_ns) if branch.is_filtered else branch.useful
+            before = len(self.problem.runs) if branch.useful is None else len(branch.useful)
+            if branch.says_more_at is None and useful is not None and len(useful) > FEWER * before:
+                exhausted.append(branch)
+            else:
+                refined.append(Branch(branch.case, useful, branch.bound_ns, branch.next_fineness))
+        return refined, exhausted
 
     def _expected_s(self, cells: Iterable[int]) -> float:
         return self.spent_s * sum(cells) / max(self.cells, 1)
@@ -269,23 +302,6 @@ def _cells(transition_count: int, levels: int) -> int:
 
 def _grain(chain: Chain, fineness: int) -> int:
     return choose_grain(chain, LEVELS[fineness], may_lose=0.0 if fineness else FIRST_MAY_LOSE)
-
-
-def _levels(branch: Branch, fineness: int | None = None) -> int:
-    """Levels of the tables of `branch`, or of those that it would have with other grains."""
-    if fineness is None:
-        return max(table.levels for table in branch.tables)
-    return max(table.levels * table.grain // _grain(table.chain, fineness) for table in branch.tables)
-
-
-def _fineness(branch: Branch) -> int | None:
-    """The next fineness at which a table of `branch` may say more than it does, None if there is none."""
-    plans = [(table, table.legs()) for table in branch.tables]
-    for fineness in range(branch.fineness + 1, len(LEVELS)):
-        for table, legs in plans:
-            if legs is not None and not admits(table.chain, legs, _grain(table.chain, fineness)):
-                return fineness
-    return None
 
 
 def _offer_plan(table: Table, found: Found) -> bool:
