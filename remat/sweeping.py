@@ -23,8 +23,9 @@ import numpy as np
 
 from remat.comparing import Heading, solve
 from remat.errors import RematError
+from remat.keeping import NS
 from remat.plans import Region
-from remat.problem import NS, Problem
+from remat.problem import Problem
 from remat.profiling import Profile
 from remat.solution import Limits, Solution, Status
 from remat.solvers import EXACT, HEURISTICS, load

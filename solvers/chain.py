@@ -28,7 +28,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from remat.problem import Kept, Problem, Row, Run
+from remat.problem import Problem
+from remat.runs import Kept, Row, Run
 
 LASTING = 2  # sites of a storage beyond which it is settled by cases
 MOST_LASTING = 4

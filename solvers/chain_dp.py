@@ -29,8 +29,9 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 
+from remat.keeping import NS
 from remat.plans import Region
-from remat.problem import NS, Problem
+from remat.problem import Problem
 from remat.solution import Limits, Solution
 from remat.solvers.chain import Case, Chain, lasting_storages
 from remat.solvers.chain_table import Table, admits, choose_grain, regions_of
@@ -48,6 +49,7 @@ LEVELS = (
     (300_000, 1_000_000),
 )  # grains in a budget, coarse to fine
 FIRST_MAY_LOSE = 0.002  # of the room, by rounding; a table that is too coarse costs little
+PLANS_S = 3.0  # for tables that promise no better bound, but may lead to a better plan
 FILTER_FROM = 4  # times as many levels: then it pays to drop runs first, ...
 FEWER = 0.9  # of the runs: more than that are not few enough for a table to say more by itself
 FILTER_COST = 3  # ... which takes so many times as long as the table did
@@ -285,11 +287,17 @@ class _Search:
         for branch in branches:
             useful = branch.useful_below(self.found.objective_ns) if branch.is_filtered else branch.useful
             before = len(self.problem.runs) if branch.useful is None else len(branch.useful)
+            fineness = branch.next_fineness
             if branch.says_more_at is None and useful is not None and len(useful) > FEWER * before:
-                exhausted.append(branch)
-            else:
-                refined.append(Branch(branch.case, useful, branch.bound_ns, branch.next_fineness))
+                fineness += 1  # which may still lead to a better plan
+                if not self._is_cheap(branch, fineness, PLANS_S / len(branches)):
+                    exhausted.append(branch)
+                    continue
+            refined.append(Branch(branch.case, useful, branch.bound_ns, fineness))
         return refined, exhausted
+
+    def _is_cheap(self, branch: Branch, fineness: int, most_s: float) -> bool:
+        return fineness < len(LEVELS) and self._expected_s([branch.cells(fineness)]) <= most_s
 
     def _expected_s(self, cells: Iterable[int]) -> float:
         return self.spent_s * sum(cells) / max(self.cells, 1)

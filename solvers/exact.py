@@ -12,7 +12,8 @@ from __future__ import annotations
 import dataclasses
 import time
 
-from remat.problem import NS, Problem
+from remat.keeping import NS
+from remat.problem import Problem
 from remat.solution import Limits, Solution
 from remat.solvers import chain_dp, chen_greedy, cp_sat, every_block, first_k, greedy, save_matmuls
 from remat.solvers.chain_dp import SMALL_GAP

@@ -15,8 +15,9 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 
+from remat.keeping import NS
 from remat.plans import Region
-from remat.problem import NS, Problem
+from remat.problem import Problem
 from remat.solution import Solution, Status
 from remat.space import blocks
 

@@ -42,8 +42,10 @@ from typing import Protocol
 
 import numpy as np
 
+from remat.keeping import NS
 from remat.plans import Region
-from remat.problem import NS, Kept, Problem, Row
+from remat.problem import Problem
+from remat.runs import Kept, Row
 from remat.solution import Limits, Solution, Status
 
 GRAINS = 1 << 22  # a budget is this many grains at least

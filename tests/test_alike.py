@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from remat.costs import Costs
 from remat.graph import Graph
 from remat.models import bert, gpt2, qwen3_moe, resnet, t5
-from remat.problem import Problem, Run
+from remat.problem import Problem
 from remat.profiling import fake_step, find_place, profile_step
+from remat.runs import Run
 from remat.space import Space, find_space
 from remat.workload import Workload
 from tests.graphs import ToyNode, chain, every_cut, toy_graph, toys

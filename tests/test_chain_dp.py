@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from remat.check import check
 from remat.graph import Graph
+from remat.keeping import NS
 from remat.models import TEST_SIZES
 from remat.plans import Region
-from remat.problem import NS, Problem
+from remat.problem import Problem
 from remat.profiling import fake_step, find_place, profile_step
 from remat.solution import Limits
 from remat.solvers import chain_dp, every_block

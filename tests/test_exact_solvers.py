@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from remat.check import check
 from remat.costs import Costs
 from remat.graph import Graph, Node
+from remat.keeping import NS
 from remat.models import TEST_SIZES
 from remat.plans import Region
-from remat.problem import NS, Problem
+from remat.problem import Problem
 from remat.profiling import profile
 from remat.solution import Limits, Solution
 from remat.solvers import chain_dp, cp_sat, exact, milp, program
