@@ -1,10 +1,11 @@
 """The default: exact where it can be proved in time, and never without a plan once there is one.
 
 First a heuristic's guess, so that there is a plan from the start. Then the chain (`chain_dp.py`), which in most models
-proves its own plan in a second. Where its bound and its plan do not meet, because storages cross the chain, CP-SAT
-(`cp_sat.py`) goes on from the best plan known, be it a heuristic's, and that bound, among the runs that the chain could
-not exclude; where nobody found a plan, from the one with the least peak. A search that is interrupted or runs out of
-time gives its best plan.
+proves its own plan in a second. Where its bound and its plan do not meet, because storages cross the chain, the program
+(`program.py`) is solved among the runs that the chain could not exclude, from the best plan known, be it a heuristic's,
+and that bound; where nobody found a plan, from the one with the least peak. Few runs are SCIP's, whose relaxation is
+strong there; many are CP-SAT's, which improves plans and tells of it. (HiGHS is faster still on few, but cannot be
+interrupted.) A search that is interrupted or runs out of time gives its best plan.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 from remat.keeping import NS
 from remat.problem import Problem
 from remat.solution import Limits, Solution
-from remat.solvers import chain_dp, chen_greedy, cp_sat, every_block, first_k, greedy, save_matmuls
+from remat.solvers import chain_dp, chen_greedy, cp_sat, every_block, first_k, greedy, milp, save_matmuls
 from remat.solvers.chain_dp import SMALL_GAP
 from remat.solvers.heuristic import Proposal, fewest_that_fit, recompute_ns
 from remat.solvers.least_peak import least_peak
@@ -92,7 +93,7 @@ def _with_plan(problem: Problem, limits: Limits, solution: Solution, regions: Pr
 
 
 def _searched(problem: Problem, limits: Limits, found: chain_dp.Found, start: Solution, started: float) -> Solution:
-    """`start`, or what CP-SAT makes of it where that is worth the time."""
+    """`start`, or what the program makes of it where that is worth the time."""
     small = start.status == "feasible" and start.gap <= SMALL_GAP
     if small and found.transition_count() > MANY_TRANSITIONS:
         return start
@@ -104,4 +105,6 @@ def _searched(problem: Problem, limits: Limits, found: chain_dp.Found, start: So
     search = _left(limits, started)
     if start.status == "feasible" and limits.time_s is None:
         search = dataclasses.replace(limits, time_s=SEARCH_S)
+    if useful is not None and len(useful) <= MANY_RUNS:
+        return milp.solve(problem, search, start=start, keep=useful, engine="scip")
     return cp_sat.solve(problem, search, start=start, keep=useful)
