@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -22,7 +23,7 @@ from remat.models import TEST_SIZES
 from remat.plans import Region
 from remat.problem import Problem
 from remat.profiling import profile
-from remat.solution import Limits, Solution
+from remat.solution import Limits, Solution, Status
 from remat.solvers import chain_dp, cp_sat, exact, milp, program
 from remat.solvers.least_peak import least_peak
 from remat.solvers.program import Constraint, Outcome, Program
@@ -342,6 +343,59 @@ def test_an_interrupted_search_gives_what_it_has() -> None:
     assert (found.status, found.bound_us, found.interrupted) == ("unknown", 0.5, True)
     found = program.solve("scripted", lambda made: Scripted(made, [over, fits]), problem, EXACT)
     assert (found.status, found.objective_us, found.rounds, found.interrupted) == ("feasible", 2.0, 2, False)
+
+
+def test_what_a_solver_prints_by_itself_is_no_part_of_an_answer(capfd: pytest.CaptureFixture[str]) -> None:
+    """SCIP says on stdout that it was interrupted, where a document may be expected."""
+    with milp._stdout_to_stderr():
+        os.write(1, b"pressed CTRL-C")
+    print("answer")
+    assert capfd.readouterr() == ("answer\n", "pressed CTRL-C")
+
+
+@pytest.mark.parametrize("raised_by", ["_by_heuristics", "_by_least_peak", "_searched"])
+def test_an_interrupt_after_the_chain_keeps_its_plan(raised_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows the chain only improves on it."""
+
+    def interrupted(*about: object) -> Solution:
+        raise KeyboardInterrupt
+
+    def unproved(problem: Problem, limits: Limits) -> tuple[chain_dp.Found, Solution]:
+        found = chain_dp.explore(problem, limits)
+        status: Status = "unknown" if raised_by == "_by_least_peak" else "feasible"
+        return found, dataclasses.replace(found.solution(limits), status=status, bound_us=0.0)
+
+    monkeypatch.setattr(exact, "_by_chain", unproved)
+    monkeypatch.setattr(exact, "_by_heuristics", lambda problem, limits, solution: solution)
+    monkeypatch.setattr(exact, raised_by, interrupted)
+    found = exact.solve(by_hand(24), EXACT)
+    assert found.interrupted
+    assert (found.regions, found.objective_us) == ((Region(0, 2, saved=(1,)),), 1.0)
+
+
+def test_a_leftover_is_searched_from_the_best_heuristic_in_the_time_that_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The chain knows a plan of 2 us and no bound; a heuristic knows one of 1 us."""
+    seen: list[tuple[Solution | None, float | None]] = []
+
+    def searched(problem: Problem, limits: Limits, start: Solution | None = None, **about: object) -> Solution:
+        seen.append((start, limits.time_s))
+        assert start is not None
+        return start
+
+    def unproved(problem: Problem, limits: Limits) -> tuple[chain_dp.Found, Solution]:
+        return chain_dp.explore(problem, limits), Solution("chain-dp", "feasible", (Region(0, 2),), 2.0)
+
+    better = Solution("somebody", "feasible", (Region(0, 2, saved=(1,)),), 1.0)
+    monkeypatch.setattr(exact, "_by_chain", unproved)
+    monkeypatch.setattr(exact, "HEURISTICS", (lambda problem, limits: better,))
+    for name in ("milp", "cp_sat"):
+        monkeypatch.setattr(getattr(exact, name), "solve", searched)
+    exact.solve(by_hand(24), dataclasses.replace(EXACT, time_s=20.0))
+    ((start, time_s),) = seen
+    assert start is not None and start.objective_us == 1.0
+    assert time_s is not None and time_s < 20.0
 
 
 def test_progress_is_told_in_microseconds() -> None:
