@@ -1,9 +1,10 @@
 """The default: exact where it can be proved in time, and never without a plan once there is one.
 
-First a heuristic's guess, so that there is a plan from the start. Then the chain (`chain_dp.py`), which in most models
+First a heuristic's guess, so that there is a plan from the start; where it does not fit, the plan with the least peak
+(`least_peak.py`), or the verdict that there is none. Then the chain (`chain_dp.py`), which in most models
 proves its own plan in a second. Where its bound and its plan do not meet, because storages cross the chain, the program
 (`program.py`) is solved among the runs that the chain could not exclude, from the best plan known, be it a heuristic's,
-and that bound; where nobody found a plan, from the one with the least peak. Few runs are SCIP's, whose relaxation is
+and that bound. Few runs are SCIP's, whose relaxation is
 strong there; many are CP-SAT's, which improves plans and tells of it. (HiGHS is faster still on few, but cannot be
 interrupted.) A search that is interrupted or runs out of time gives its best plan.
 """
@@ -18,7 +19,7 @@ from remat.problem import Problem
 from remat.solution import Limits, Solution
 from remat.solvers import chain_dp, chen_greedy, cp_sat, every_block, first_k, greedy, milp, save_matmuls
 from remat.solvers.chain_dp import SMALL_GAP
-from remat.solvers.heuristic import Proposal, fewest_that_fit, recompute_ns
+from remat.solvers.heuristic import Proposal, excess_bytes, fewest_that_fit, recompute_ns
 from remat.solvers.least_peak import least_peak
 
 SEARCH_S = 40.0  # of the search for a better plan than the chain's, where nobody set a time limit
@@ -30,12 +31,17 @@ HEURISTICS = (first_k.solve, save_matmuls.solve, chen_greedy.solve, greedy.solve
 def solve(problem: Problem, limits: Limits) -> Solution:
     """The plan with least recompute time within the budget, with a bound; see `Solution` for the statuses."""
     started = time.monotonic()
-    found, solution = _by_chain(problem, limits)
+    start = limits.start if limits.start is not None else _guess(problem)
+    if excess_bytes(problem, start):
+        half = limits if limits.time_s is None else dataclasses.replace(limits, time_s=limits.time_s / 2)
+        least = least_peak(problem, half)
+        if least.bound_bytes > problem.budget_bytes:
+            return Solution("least-peak", "infeasible", wall_s=time.monotonic() - started)
+        start = least.regions
+    found, solution = _by_chain(problem, dataclasses.replace(_left(limits, started), start=start))
     try:
         if not _is_final(solution):
             solution = _by_heuristics(problem, limits, solution)
-        if solution.status == "unknown" and not solution.interrupted:
-            solution = _by_least_peak(problem, _left(limits, started), solution)
         if not _is_final(solution):
             solution = _searched(problem, limits, found, solution, started)
     except KeyboardInterrupt:
@@ -55,8 +61,7 @@ def _left(limits: Limits, started: float) -> Limits:
 
 
 def _by_chain(problem: Problem, limits: Limits) -> tuple[chain_dp.Found, Solution]:
-    start = limits.start if limits.start is not None else _guess(problem)
-    found = chain_dp.explore(problem, dataclasses.replace(limits, start=start))
+    found = chain_dp.explore(problem, limits)
     return found, found.solution(limits)
 
 
@@ -73,14 +78,6 @@ def _by_heuristics(problem: Problem, limits: Limits, solution: Solution) -> Solu
         if plan.status == "feasible":
             solution = _with_plan(problem, limits, solution, plan.regions)
     return solution
-
-
-def _by_least_peak(problem: Problem, limits: Limits, solution: Solution) -> Solution:
-    """`solution`, or the plan with the least peak if that keeps the budget: then there is a plan."""
-    least = least_peak(problem, limits)
-    if least.bound_bytes > problem.budget_bytes:
-        return dataclasses.replace(solution, status="infeasible", bound_us=0.0)
-    return solution if least.peak_bytes > problem.budget_bytes else _with_plan(problem, limits, solution, least.regions)
 
 
 def _with_plan(problem: Problem, limits: Limits, solution: Solution, regions: Proposal) -> Solution:
