@@ -18,7 +18,8 @@ from remat.models import TEST_SIZES
 from remat.problem import Problem
 from remat.profiling import fake_step, find_place, profile_step
 from remat.solution import Limits
-from remat.solvers import HEURISTICS, cp_sat, load
+from remat.solvers import HEURISTICS, load
+from remat.solvers.least_peak import least_peak
 from remat.space import find_space
 from remat.units import GIB
 
@@ -46,7 +47,7 @@ def main(*models: str) -> None:
         profile = profile_step(fake_step(TEST_SIZES[model](), place), place)
         problem = Problem(profile.graph, profile.costs, find_space(profile.graph), 1 << 62)
         most = problem.memory.peak_without_checkpointing
-        least, _, _ = cp_sat.least_peak(problem.with_budget(most), Limits(time_s=30))
+        least = least_peak(problem, Limits(time_s=30)).peak_bytes
         for budget in np.linspace(least, most, BUDGETS + 2)[:-1].astype(int).tolist()[1:]:
             rows.append({"model": model, **compare(problem.with_budget(budget))})
             print(rows[-1], flush=True)

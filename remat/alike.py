@@ -28,13 +28,15 @@ def classes(
     segments: Sequence[Segment],
     backward_of: Sequence[tuple[int, int]],
     op_time_ns: np.ndarray,
+    local_bytes: np.ndarray,
 ) -> list[int]:
     """A number for every segment: equal where segments are alike.
 
     backward_of  for every segment its backward operators [first, end)
     op_time_ns   for every operator
+    local_bytes  alive during every operator if nothing were kept for backward
     """
-    signatures = _Signatures(memory, segments, backward_of, op_time_ns)
+    signatures = _Signatures(memory, segments, backward_of, op_time_ns, local_bytes)
     numbers: dict[Hashable, int] = {}
     return [numbers.setdefault(signatures.of(s), len(numbers)) for s in range(len(segments))]
 
@@ -46,6 +48,7 @@ class _Signatures:
         segments: Sequence[Segment],
         backward_of: Sequence[tuple[int, int]],
         op_time_ns: np.ndarray,
+        local_bytes: np.ndarray,
     ):
         graph = memory.graph
         self.graph, self.memory, self.segments = graph, memory, segments
@@ -53,8 +56,7 @@ class _Signatures:
         self.segment_of_node = np.repeat(np.arange(len(segments)), [s.end - s.first for s in segments])
         self.forward = [int(memory.node_first[s.first]) for s in segments] + [graph.forward_end]
         self.low = np.searchsorted(graph.storages.birth, self.forward).tolist()
-        local = memory.curve((), plain=(0, 0)).alive_bytes
-        self.rise = np.diff(local, prepend=local[0])
+        self.rise = np.diff(local_bytes, prepend=local_bytes[0])
         self.dying = np.bincount(graph.storages.death, graph.storages.size_bytes, minlength=graph.op_count)
         self.is_cast = np.array([kind.name == CAST for kind in graph.kinds])[graph.op_kind]
         self.taken = self._taken()

@@ -70,8 +70,35 @@ class Row:
         return {name: getattr(self, name) for name in names}
 
 
-@dataclasses.dataclass(frozen=True)
-class Comparison:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Heading:
+    """What stands above a table of plans: the step, the target, where its costs are from, and the step as it is."""
+
+    about: dict[str, Any]
+    target: str
+    costs: str
+    without_checkpointing: dict[str, Any]
+
+    @staticmethod
+    def fields_of(profile: Profile, problem: Problem) -> dict[str, Any]:
+        return {
+            "about": profile.graph.about,
+            "target": profile.target.name,
+            "costs": profile.costs.source,
+            "without_checkpointing": problem.without_checkpointing,
+        }
+
+    def heading_json(self) -> dict[str, Any]:
+        return {
+            "model": self.about["workload"],
+            "target": self.target,
+            "costs": self.costs,
+            "without_checkpointing": self.without_checkpointing,
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison(Heading):
     """The rows, best first.
 
     bound_us     the best that is proved: no plan within the budget recomputes for less; 0 where nothing is
@@ -82,10 +109,6 @@ class Comparison:
 
     budget_bytes: int
     rows: tuple[Row, ...]
-    about: dict[str, Any]
-    target: str
-    costs: str
-    without_checkpointing: dict[str, Any]
     bound_us: float
     measured_on: dict[str, Any] | None = None
     failures: tuple[str, ...] = ()
@@ -97,11 +120,8 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "model": self.about["workload"],
-            "target": self.target,
-            "costs": self.costs,
+            **self.heading_json(),
             "budget_bytes": self.budget_bytes,
-            "without_checkpointing": self.without_checkpointing,
             "bound_us": self.bound_us,
             "rows": [row.to_json() for row in self.rows],
             "measured_on": self.measured_on,
@@ -152,15 +172,9 @@ def compare(
     return Comparison(
         budget_bytes=budget.limit_bytes,
         rows=rows,
-        about=profile.graph.about,
-        target=profile.target.name,
-        costs=profile.costs.source,
-        without_checkpointing={
-            "peak_bytes": problem.memory.peak_without_checkpointing,
-            "step_time_us": problem.step_time_us,
-        },
         bound_us=best_bound(solutions),
         interrupted=interrupted,
+        **Heading.fields_of(profile, problem),
     )
 
 

@@ -1,14 +1,14 @@
 """Plan: from a workload and a budget to a Plan that the replay has accepted.
 
 This is the sentence of the package in code: capture and profile (`profiling.py`), pose (`problem.py`), solve (a
-function passed in, CP-SAT by default), check (`check.py`), replay (`replay.py`).
+function passed in, `solvers/exact.py` by default), check (`check.py`), replay (`replay.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from remat import check
 from remat.breakdown import at_peak
@@ -22,17 +22,15 @@ from remat.profiling import Profile, fake_step, find_place, profile_step
 from remat.record import FakeStep
 from remat.replay import replay
 from remat.solution import Limits, Solution
+from remat.solvers import Solver, load
 from remat.space import Space, find_space
 from remat.units import gib, parse_bytes
 from remat.workload import Workload
 
+if TYPE_CHECKING:
+    from remat.solvers.least_peak import LeastPeak
+
 AUTO_HEADROOM = "10%"
-
-
-class Solver(Protocol):
-    """What `remat.solvers` holds: one function a file."""
-
-    def __call__(self, problem: Problem, limits: Limits) -> Solution: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,11 +100,8 @@ def plan_profile(
     space: Space | None = None,
 ) -> Plan:
     """`plan` from a profile. With `step`, the plan is also replayed; without, the evaluator alone judges it."""
-    if solver is None:
-        from remat.solvers.exact import solve as solver
-    assert solver is not None
     problem = Problem(profile.graph, profile.costs, space or find_space(profile.graph), budget.limit_bytes)
-    solution = solve_within(problem, limits or Limits(), solver, step, profile)
+    solution = solve_within(problem, limits or Limits(), solver or load("exact"), step, profile)
     return assemble(problem, solution, profile, replayed=step is not None)
 
 
@@ -154,20 +149,26 @@ def replay_peak(step: FakeStep, problem: Problem, regions: tuple[Region, ...], p
 
 def infeasible(problem: Problem, limits: Limits) -> Infeasible:
     """The refusal, with the least budget that would do and what takes it."""
-    from remat.solvers.cp_sat import least_peak
+    from remat.solvers.least_peak import least_peak
 
-    highest = problem.with_budget(problem.memory.peak_without_checkpointing)
-    peak, regions, _ = least_peak(highest, limits)
-    parts = at_peak(problem.memory, regions)
-    curve = problem.memory.curve(regions)
+    least = least_peak(problem, limits)
+    parts = at_peak(problem.memory, least.regions)
+    curve = problem.memory.curve(least.regions)
     listing = ", ".join(f"{name} {gib(size)}" for name, size in sorted(parts.items(), key=lambda item: -item[1]))
     return Infeasible(
-        f"budget {gib(problem.budget_bytes)} is below the least possible peak {gib(peak)} "
+        f"budget {gib(problem.budget_bytes)} is below the least possible peak{_at_most(least)} {gib(least.peak_bytes)} "
         f"({where(problem.graph, int(curve.op[curve.peak_at]))}): {listing}. "
         "Raise the budget, reduce the batch, or shrink the largest item.",
-        minimum_budget_bytes=peak,
+        minimum_budget_bytes=least.peak_bytes,
         breakdown=parts,
     )
+
+
+def _at_most(least: LeastPeak) -> str:
+    """What stands before a least peak that is not proved to be one."""
+    if gib(least.bound_bytes) == gib(least.peak_bytes):
+        return ""
+    return f", at least {gib(least.bound_bytes)} and at most"
 
 
 def where(graph: Graph, op: int) -> str:
@@ -202,10 +203,7 @@ def assemble(problem: Problem, solution: Solution, profile: Profile, *, replayed
         costs=profile.costs.source,
         budget_bytes=problem.budget_bytes,
         predicted=predicted,
-        without_checkpointing={
-            "peak_bytes": memory.peak_without_checkpointing,
-            "step_time_us": problem.step_time_us,
-        },
+        without_checkpointing=problem.without_checkpointing,
         solver={
             "name": solution.solver,
             "status": solution.status,

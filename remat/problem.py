@@ -16,148 +16,31 @@ rows out never overstates a peak, so a bound stays a bound.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from remat.alike import classes
 from remat.costs import Costs
 from remat.graph import Graph
-from remat.memory import CAST, Curve, Memory
+from remat.keeping import Keeping
+from remat.memory import Curve
 from remat.plans import Region
+from remat.runs import Point, Row, Run, Shape
 from remat.space import Space
 
-NS = 1000  # nanoseconds in a microsecond: objectives are integers
 INNER_WIDTHS = (1, 2, 4)  # segments in an inner region
 PLAIN = -1  # stands for the width of what is no region
 
 
-@dataclasses.dataclass(frozen=True)
-class Point:
-    """An operator at which a run has much alive, in terms that hold for all runs alike (`alike.py`).
-
-    op           counted from the run's first forward operator if `recomputing`, else from its first backward one
-    bytes        alive there if nothing but the run kept anything, less what the step itself has alive at the run's
-                 first backward operator
-    spare_bytes  workspace that is not taken there if the node that runs is saved
-    made_bytes   what that node has made by then, alive once whether it is saved or made again
-    """
-
-    op: int
-    recomputing: bool
-    bytes: int
-    spare_bytes: int = 0
-    made_bytes: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """What runs alike share: time to recompute one once, in ns, and where its memory is tested first.
-
-    highest      where the run has most alive           start  where its recomputation begins, if it may save
-    firm         where it has most alive even if the node that runs is saved
-    never_again  nodes after the last save, counted from the run's first: early stop leaves them out, so saving them
-                 gains nothing
-    kept_until   the last operator at which a region keeps what it takes, counted from its first backward one
-    """
-
-    time_ns: int = 0
-    highest: Point | None = None
-    firm: Point | None = None
-    start: Point | None = None
-    never_again: tuple[int, ...] = ()
-    kept_until: int = 0
-
-    @property
-    def points(self) -> tuple[Point, ...]:
-        """All of them in the order of time, once."""
-        found = {point for point in (self.highest, self.firm, self.start) if point is not None}
-        return tuple(sorted(found, key=lambda point: (not point.recomputing, point.op)))
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """Segments a..b-1, plain (`region` None; then b = a + 1) or one region, of a certain shape."""
-
-    a: int
-    b: int
-    region: Region | None
-    shape: Shape
-
-    @property
-    def time_ns(self) -> int:
-        return self.shape.time_ns
-
-    @property
-    def never_again(self) -> frozenset[int]:
-        if self.region is None:
-            return frozenset()
-        return frozenset(self.region.first + offset for offset in self.shape.never_again)
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """bytes + prefix(before) without `alive` + sum of saves <= budget, if the run is chosen.
-
-    run     index of the run; None: holds for every plan, and `plain` and `kept` list what is kept instead
-    op      the operator at which it holds          alive  storages that `bytes` counts already
-    plain   segment -> bytes kept if it is plain    kept   (storage, site) -> bytes
-    """
-
-    run: int | None
-    op: int
-    bytes: int
-    before: int = 0
-    alive: frozenset[int] = frozenset()
-    saves: tuple[tuple[int, int], ...] = ()
-    plain: tuple[tuple[int, int], ...] = ()
-    kept: tuple[tuple[int, int], ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Kept:
-    """A storage with more than one reason to outlive its forward.
-
-    segment  where it is made                  sites   segments with a reason to keep it, ascending
-    packed   sites at which autograd saves it, if they are plain
-    taken    (source, site): a region that holds `site` but starts after `source` takes it as an input
-    savers   node that makes it, if saving that node saves it
-    """
-
-    storage: int
-    size_bytes: int
-    segment: int
-    sites: tuple[int, ...]
-    packed: frozenset[int]
-    taken: tuple[tuple[int, int], ...]
-    saver: int | None
-    death: int
-
-    def wanted_by(self, run: Run) -> bool:
-        """Whether `run`, which holds the last site, keeps it there."""
-        if run.region is None:
-            return self.sites[-1] in self.packed
-        return any(source < run.a <= site < run.b for source, site in self.taken)
-
-    def site_before(self, segment: int) -> int | None:
-        """The last site before `segment`."""
-        return max((site for site in self.sites if site < segment), default=None)
-
-
-class Problem:
+class Problem(Keeping):
     """The data of the program for one graph, space and budget."""
 
     def __init__(self, graph: Graph, costs: Costs, space: Space, budget_bytes: int):
-        self.graph = graph
-        self.space = space
+        super().__init__(graph, costs, space)
         self.budget_bytes = budget_bytes
-        self.memory = Memory(graph, costs.workspace_per_op(graph))
-        self.op_time_ns = np.round(costs.per_op_us(graph) * NS).astype(np.int64)
-        for node in graph.nodes:
-            if node.effect == "counter":  # never recomputed
-                self.op_time_ns[node.first : node.end] = 0
         self.step_time_us = costs.step_time_us(graph)
         self._alike_runs: dict[tuple[int, ...], int] = {}
         self._shapes: dict[tuple[int, int], Shape | None] = {}
@@ -169,6 +52,11 @@ class Problem:
         other.budget_bytes = budget_bytes
         return other
 
+    @property
+    def without_checkpointing(self) -> dict[str, Any]:
+        """Peak and time of the step as it is, for all that is compared with it."""
+        return {"peak_bytes": self.memory.peak_without_checkpointing, "step_time_us": self.step_time_us}
+
     def __str__(self) -> str:
         regions = sum(run.region is not None for run in self.runs)
         return (
@@ -177,11 +65,6 @@ class Problem:
         )
 
     # Segments
-
-    @functools.cached_property
-    def segment_of_node(self) -> np.ndarray:
-        lengths = [segment.end - segment.first for segment in self.space.segments]
-        return np.repeat(np.arange(len(lengths)), lengths)
 
     @functools.cached_property
     def backward_of(self) -> list[tuple[int, int]]:
@@ -221,7 +104,7 @@ class Problem:
 
     @functools.cached_property
     def _alike(self) -> list[int]:
-        return classes(self.memory, self.space.segments, self.backward_of, self.op_time_ns)
+        return classes(self.memory, self.space.segments, self.backward_of, self.op_time_ns, self._local_bytes)
 
     def _regions(self, a: int, b: int) -> Iterator[tuple[int, Region]]:
         """The ways to execute segments a..b-1 as a region: whole (0), or as regions of `width` segments each."""
@@ -286,7 +169,7 @@ class Problem:
 
     def _point(self, run: Run, curve: Curve, position: int) -> Point:
         op, recomputing = int(curve.op[position]), bool(curve.region[position] >= 0)
-        alive = int(curve.alive_bytes[position]) - self.level(run)
+        alive = int(curve.alive_bytes[position]) - self.local_bytes_at(run)
         spare, made = (int(column[op]) if recomputing else 0 for column in self._spare)
         return Point(op - self._anchor(run, recomputing), recomputing, alive, spare, made)
 
@@ -307,7 +190,7 @@ class Problem:
             return int(self.memory.node_first[self.space.segments[run.a].first])
         return self.backward_of[run.b - 1][0]
 
-    def level(self, run: Run) -> int:
+    def local_bytes_at(self, run: Run) -> int:
         """Bytes that the step itself has alive at the run's first backward operator."""
         first = min(self.backward_of[run.b - 1][0], self.graph.op_count - 1)
         return int(self._local_bytes[first])
@@ -347,134 +230,11 @@ class Problem:
         """Time in ns of the operators before each."""
         return np.concatenate([[0], np.cumsum(self.op_time_ns)])
 
-    # What outlives forward
-
-    @functools.cached_property
-    def save_time_ns(self) -> dict[int, int]:
-        """Time of recomputing each node that may be saved, casts aside; nodes that take no time are left out."""
-        times = {}
-        for node in self.space.saveable:
-            record = self.graph.nodes[node]
-            ops = [op for op in range(record.first, record.end) if not self._is_cast[op]]
-            time = int(self.op_time_ns[ops].sum())
-            if time > 0:
-                times[node] = time
-        return times
-
-    @functools.cached_property
-    def _is_cast(self) -> np.ndarray:
-        names = np.array([kind.name == CAST for kind in self.graph.kinds])
-        return names[self.graph.op_kind]
-
-    @functools.cached_property
-    def saved_by(self) -> dict[int, list[int]]:
-        """Storages that each node to save keeps."""
-        storages = self.graph.storages
-        found: dict[int, list[int]] = {node: [] for node in self.save_time_ns}
-        for storage in np.flatnonzero(storages.cast == 0).tolist():
-            node = int(storages.node[storage])
-            if node in found:
-                found[node].append(storage)
-        return found
-
-    @functools.cached_property
-    def _reasons(self) -> tuple[dict[int, dict[int, int]], dict[int, set[tuple[int, int]]]]:
-        """(segment -> storages that autograd keeps if it is plain, with release; storage -> (source, site))."""
-        graph, segment = self.graph, self.segment_of_node
-        packed: dict[int, dict[int, int]] = {s: {} for s in range(len(self.space.segments))}
-        for p in self.memory.kept.tolist():
-            site, storage = int(segment[graph.packs.node[p]]), int(graph.packs.storage[p])
-            packed[site][storage] = max(packed[site].get(storage, -1), int(graph.packs.release[p]))
-        taken: dict[int, set[tuple[int, int]]] = {}
-        for i, node in enumerate(graph.nodes):
-            for source in node.inputs:
-                if segment[source] < segment[i]:
-                    for storage in graph.nodes[source].values:
-                        taken.setdefault(storage, set()).add((int(segment[source]), int(segment[i])))
-        return packed, taken
-
-    @functools.cached_property
-    def kept(self) -> dict[int, Kept]:
-        """Storages that several runs may want to keep; `own_bytes` has the others."""
-        packed, taken = self._reasons
-        storages, segment = self.graph.storages, self.segment_of_node
-        sites: dict[int, set[int]] = {u: {site for _, site in pairs} for u, pairs in taken.items()}
-        for site, found in packed.items():
-            for u in found:
-                if u in sites or segment[storages.node[u]] != site:
-                    sites.setdefault(u, set())
-        for site, found in packed.items():
-            for u in found:
-                if u in sites:
-                    sites[u].add(site)
-        saver = {u: node for node, saved in self.saved_by.items() for u in saved}
-        result = {}
-        for u, found_sites in sites.items():
-            if storages.death[u] >= self.graph.forward_end:
-                continue  # somebody holds it through backward: it is local
-            made = int(segment[storages.node[u]])
-            all_sites = {*found_sites, made} if u in saver else found_sites
-            result[u] = Kept(
-                storage=u,
-                size_bytes=int(storages.size_bytes[u]),
-                segment=made,
-                sites=tuple(sorted(all_sites)),
-                packed=frozenset(site for site in all_sites if u in packed[site]),
-                taken=tuple(sorted(taken.get(u, ()))),
-                saver=saver.get(u),
-                death=int(storages.death[u]),
-            )
-        return result
-
-    def is_own(self, storage: int) -> bool:
-        """Whether only its own segment can keep it, and it is not held anyway."""
-        return storage not in self.kept and self.graph.storages.death[storage] < self.graph.forward_end
-
-    @functools.cached_property
-    def own(self) -> list[list[int]]:
-        """For every segment the storages made there that only its being plain keeps."""
-        packed, _ = self._reasons
-        return [[u for u in packed[s] if self.is_own(u)] for s in range(len(self.space.segments))]
-
-    @functools.cached_property
-    def closing(self) -> list[list[Kept]]:
-        """For every segment the storages whose last site it is."""
-        found: list[list[Kept]] = [[] for _ in self.space.segments]
-        for kept in self.kept.values():
-            found[kept.sites[-1]].append(kept)
-        return found
-
-    @functools.cached_property
-    def saves_in(self) -> list[list[int]]:
-        """For every segment its nodes that may be saved."""
-        found: list[list[int]] = [[] for _ in self.space.segments]
-        for node in self.save_time_ns:
-            found[int(self.segment_of_node[node])].append(node)
-        return found
-
-    @functools.cached_property
-    def is_packed(self) -> np.ndarray:
-        """Which storages autograd would keep for backward."""
-        packed = np.zeros(len(self.graph.storages.birth), dtype=bool)
-        packed[self.graph.packs.storage[self.memory.kept]] = True
-        return packed
-
     def objective_ns(self, regions: Sequence[Region]) -> int:
         """Recompute time of a plan of this space, as the program counts it."""
         runs = self.runs_of(regions)
         saved = (v for region in regions for v in region.saved)
         return sum(self.runs[i].time_ns for i in runs) - sum(self.save_time_ns[v] for v in saved)
-
-    @functools.cached_property
-    def own_bytes(self) -> list[int]:
-        sizes = self.graph.storages.size_bytes
-        return [int(sum(sizes[u] for u in storages)) for storages in self.own]
-
-    @functools.cached_property
-    def save_bytes(self) -> dict[int, int]:
-        """Bytes that saving each node keeps and no other reason does."""
-        sizes = self.graph.storages.size_bytes
-        return {node: int(sum(sizes[u] for u in saved if self.is_own(u))) for node, saved in self.saved_by.items()}
 
     # Rows
 
@@ -494,9 +254,9 @@ class Problem:
     def first_rows(self, index: int) -> list[Row]:
         """The rows of a run with which a solver starts: its highest point, and the start of its recomputation."""
         run = self.runs[index]
-        level = self.level(run)
+        local = self.local_bytes_at(run)
         return [
-            self._row(index, self._anchor(run, point.recomputing) + point.op, point.recomputing, level + point.bytes)
+            self._row(index, self._anchor(run, point.recomputing) + point.op, point.recomputing, local + point.bytes)
             for point in run.shape.points
         ]
 
@@ -552,14 +312,13 @@ class Problem:
     @functools.cached_property
     def forward_rows(self) -> tuple[Row, ...]:
         """Rows of forward operators that no later one dominates: what is kept only grows."""
-        local = self.memory.curve((), plain=(0, 0)).alive_bytes[: self.graph.forward_end]
+        local = self._local_bytes[: self.graph.forward_end]
         later = np.concatenate([np.maximum.accumulate(local[::-1])[::-1][1:], [-1]])
         return tuple(self.forward_row(int(op)) for op in np.flatnonzero(local > later))
 
     def forward_row(self, op: int) -> Row:
         """The row of forward operator `op`: whatever was made before it and is kept for any reason."""
         storages = self.graph.storages
-        local = self.memory.curve((), plain=(0, 0)).alive_bytes[op]
 
         def gone(found: list[int]) -> int:
             return int(sum(storages.size_bytes[u] for u in found if storages.death[u] < op))
@@ -570,7 +329,7 @@ class Problem:
         return Row(
             run=None,
             op=op,
-            bytes=int(local),
+            bytes=int(self._local_bytes[op]),
             plain=tuple((s, size) for s, size in plain if size),
             saves=tuple((v, size) for v, size in saves if size),
             kept=tuple(kept),
@@ -579,5 +338,5 @@ class Problem:
     @functools.cached_property
     def optimizer_peak_bytes(self) -> int:
         """Peak after backward: the same under every plan."""
-        alive = self.memory.curve((), plain=(0, 0)).alive_bytes[self.graph.backward_end :]
+        alive = self._local_bytes[self.graph.backward_end :]
         return int(alive.max()) if len(alive) else self.graph.fixed_total

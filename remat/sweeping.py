@@ -21,10 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from remat.comparing import solve
+from remat.comparing import Heading, solve
 from remat.errors import RematError
+from remat.keeping import NS
 from remat.plans import Region
-from remat.problem import NS, Problem
+from remat.problem import Problem
 from remat.profiling import Profile
 from remat.solution import Limits, Solution, Status
 from remat.solvers import EXACT, HEURISTICS, load
@@ -54,8 +55,8 @@ class Point:
     wall_s: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Sweep:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sweep(Heading):
     """`points` is the curve, by rising budget; `others` are the distinct plans of each other strategy, likewise.
 
     interrupted  somebody pressed Ctrl-C: budgets or strategies are missing
@@ -63,10 +64,6 @@ class Sweep:
 
     points: tuple[Point, ...]
     others: tuple[Point, ...]
-    about: dict[str, Any]
-    target: str
-    costs: str
-    without_checkpointing: dict[str, Any]
     interrupted: bool = False
 
     def by_strategy(self) -> dict[str, list[Point]]:
@@ -78,10 +75,7 @@ class Sweep:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "model": self.about["workload"],
-            "target": self.target,
-            "costs": self.costs,
-            "without_checkpointing": self.without_checkpointing,
+            **self.heading_json(),
             "points": [dataclasses.asdict(point) for point in self.points],
             "others": [dataclasses.asdict(point) for point in self.others],
             "interrupted": self.interrupted,
@@ -114,18 +108,11 @@ def sweep(
         if not trace.curve:
             raise
         interrupted = True
-    problem = trace.problem
     return Sweep(
         points=tuple(map(trace.point, _with_bounds(_monotone(trace.curve, trace.limits), trace.limits))),
         others=tuple(map(trace.point, trace.others)),
-        about=profile.graph.about,
-        target=profile.target.name,
-        costs=profile.costs.source,
-        without_checkpointing={
-            "peak_bytes": problem.memory.peak_without_checkpointing,
-            "step_time_us": problem.step_time_us,
-        },
         interrupted=interrupted,
+        **Heading.fields_of(profile, trace.problem),
     )
 
 
@@ -159,13 +146,13 @@ class _Trace:
 
     def _least_peak(self) -> tuple[int, tuple[Region, ...]]:
         """The least budget that is known to do, and a plan that keeps it."""
-        from remat.solvers.cp_sat import least_peak
+        from remat.solvers.least_peak import least_peak
 
-        least, plan, bound = least_peak(self.problem.with_budget(self.most_bytes), self.limits)
-        if bound >= (1 - self.limits.gap) * least:
-            return least, plan
+        least = least_peak(self.problem, self.limits)
+        if least.bound_bytes >= (1 - self.limits.gap) * least.peak_bytes:
+            return least.peak_bytes, least.regions
         # It ran out of time, and a heuristic may know better: each shows the plan that comes nearest to 0 bytes.
-        plans = [plan, *(solve(self.problem, name, self.limits).regions for name in HEURISTICS)]
+        plans = [least.regions, *(solve(self.problem, name, self.limits).regions for name in HEURISTICS)]
         return min((self._peak(plan), plan) for plan in plans)
 
     def _add_point(self, budget: int, points: int, least_plan: tuple[Region, ...]) -> None:

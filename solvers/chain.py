@@ -1,7 +1,7 @@
 """The problem seen as a chain: what every run does to the number of bytes kept, for `chain_dp.py`.
 
 What limits a run is little more than the number of bytes that the segments before it keep. That number, and for one
-storage at every cut whether it is in it, is the state of the dynamic program; a `Step` is what a run does to it.
+storage at every cut whether it is in it, is the state of the dynamic program; a `Transition` is what a run does to it.
 
 A storage with several reasons to be kept (a residual stream: saved by the region that made it, taken by the next, or
 kept by autograd there) must be counted once. `Chain.tracked` names for every cut at most one storage that crosses it,
@@ -28,7 +28,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from remat.problem import Kept, Problem, Row, Run
+from remat.problem import Problem
+from remat.runs import Kept, Row, Run
 
 LASTING = 2  # sites of a storage beyond which it is settled by cases
 MOST_LASTING = 4
@@ -73,7 +74,7 @@ class Item:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class Transition:
     """Run `index`, from cut a to cut b.
 
     keeps_bytes  what it keeps, saves and the storage tracked at `a` left out
@@ -97,11 +98,11 @@ class Step:
 
 
 class Chain:
-    """Steps of `problem` in one case: those of the runs in `keep`, or of all.
+    """Transitions of `problem` in one case: those of the runs in `keep`, or of all.
 
     count_held count what is held to the end of the forward as kept
 
-    into       for every cut the steps that end there, the shortest first; those that others dominate are left out
+    into       for every cut the transitions that end there, the shortest first; those that others dominate are left out
     beside     for every pair of cuts the runs between them, those left out included
     tracked    for every cut the storage whose being kept is part of the state, or None
     most       for every cut what segments before it may keep while later ones run forward
@@ -115,22 +116,23 @@ class Chain:
         self.case = case or Case()
         self.count_held = count_held
         self.count = len(problem.space.segments)
+        self._items: dict[tuple[int, int], tuple[Item, ...]] = {}
         self.tracked = _choose_tracked(problem, self.count)
         self.open = _open_storages(problem, self.count)
         self.most = [self._forward_limit(cut) for cut in range(self.count + 1)]
         self.most_after = [0] * (self.count + 1)
-        self.into: list[list[Step]] = [[] for _ in range(self.count + 1)]
+        self.into: list[list[Transition]] = [[] for _ in range(self.count + 1)]
         for index, run in enumerate(problem.runs):
             if keep is None or index in keep:
                 self._add(index, run)
         self.beside: dict[tuple[int, int], list[int]] = {}
-        for b, steps in enumerate(self.into):
-            for step in steps:
-                self.beside.setdefault((step.a, b), []).append(step.index)
-            self.into[b] = sorted(self._undominated(steps), key=lambda step: -step.a)
+        for b, transitions in enumerate(self.into):
+            for transition in transitions:
+                self.beside.setdefault((transition.a, b), []).append(transition.index)
+            self.into[b] = sorted(self._undominated(transitions), key=lambda transition: -transition.a)
 
     @property
-    def step_count(self) -> int:
+    def transition_count(self) -> int:
         return sum(map(len, self.into))
 
     def tracked_bytes(self, cut: int) -> int:
@@ -142,13 +144,44 @@ class Chain:
         """Whether the storage tracked at cut `a` is still the one tracked at `b`."""
         return self.tracked[a] is not None and self.tracked[a] is self.tracked[b]
 
-    @functools.cache  # noqa: B019  both live as long as one solve
+    def entry(self, transition: Transition, k: int) -> tuple[int, int, int]:
+        """(k at the end of `transition`, bytes that it adds, bytes that may be kept before it), taken in state `k`."""
+        tracked_bytes = self.tracked_bytes(transition.a)
+        adds = transition.keeps_bytes + (tracked_bytes if transition.wants and not k else 0)
+        most = transition.most_bytes + (tracked_bytes if k and transition.counts else 0)
+        if self.persists(transition.a, transition.b):
+            return int(bool(k or transition.wants)), adds, most
+        return int(transition.passes_on), adds, most
+
+    def most_at(self, cut: int, k: int) -> int:
+        """What may be kept at `cut` in state `k`, whatever comes next."""
+        return self.most[cut] + (self.tracked_bytes(cut) if k else 0)
+
     def items(self, segment: int, b: int) -> tuple[Item, ...]:
         """What a region that holds `segment` and ends at cut `b` may save there."""
+        b = min(b, self._settled[segment])
+        if (segment, b) not in self._items:
+            self._items[segment, b] = self._find_items(segment, b)
+        return self._items[segment, b]
+
+    @functools.cached_property
+    def _settled(self) -> list[int]:
+        """For every segment the cut from which on its items are the same."""
+        problem = self.problem
+        found = list(range(1, self.count + 1))
+        for segment, nodes in enumerate(problem.saves_in):
+            shared = (problem.kept[u] for node in nodes for u in problem.saved_by[node] if u in problem.kept)
+            found[segment] = max([found[segment], *(kept.sites[-1] + 1 for kept in shared)])
+        for b, never in enumerate(self._never_again):
+            for segment in {int(problem.segment_of_node[node]) for node in never}:
+                found[segment] = max(found[segment], b + 1)
+        return found
+
+    def _find_items(self, segment: int, b: int) -> tuple[Item, ...]:
         problem, tracked = self.problem, self.tracked[b]
         found = []
         for node in problem.saves_in[segment]:
-            if node in self._never_again(b):
+            if node in self._never_again[b]:
                 continue
             shared = [problem.kept[u] for u in problem.saved_by[node] if u in problem.kept]
             if any(kept.storage in self.case.absent for kept in shared):
@@ -160,42 +193,45 @@ class Chain:
             found.append(Item(node, size, problem.save_time_ns[node], passes_on))
         return tuple(sorted(found, key=lambda item: item.passes_on))
 
-    @functools.cache  # noqa: B019
-    def _never_again(self, b: int) -> frozenset[int]:
-        """Nodes that no region ending at cut `b` recomputes."""
-        regions = [self.problem.runs[step.index].never_again for step in self.into[b] if step.saves]
-        return frozenset.intersection(*regions) if regions else frozenset()
+    @functools.cached_property
+    def _never_again(self) -> list[frozenset[int]]:
+        """For every cut the nodes that no region ending there recomputes."""
+        runs = self.problem.runs
+        found = ([runs[transition.index].never_again for transition in into if transition.saves] for into in self.into)
+        return [frozenset.intersection(*regions) if regions else frozenset() for regions in found]
 
     def _add(self, index: int, run: Run) -> None:
         if self._wants_what_is_absent(run):
             return
-        step = self._plain_step(index, run) if run.region is None else self._region_step(index, run)
-        if step.most_bytes + (self.tracked_bytes(run.a) if step.counts else 0) >= 0:
-            self.into[run.b].append(step)
+        transition = self._plain_transition(index, run) if run.region is None else self._region_transition(index, run)
+        if transition.most_bytes + (self.tracked_bytes(run.a) if transition.counts else 0) >= 0:
+            self.into[run.b].append(transition)
 
     def _wants_what_is_absent(self, run: Run) -> bool:
         absent = (self.problem.kept[u] for u in self.case.absent)
         return any(run.a in kept.packed if run.region is None else _is_taken(kept, run) for kept in absent)
 
-    def _undominated(self, steps: list[Step]) -> list[Step]:
-        """Steps without those that another one with the same ends is as fast as, wherever they fit."""
-        found: dict[int, list[Step]] = {}
-        for step in sorted(steps, key=lambda step: (step.time_ns, not step.saves)):
-            rivals = found.setdefault(step.a, [])
-            if all(rival.keeps_bytes > step.keeps_bytes or not self._covers(rival, step) for rival in rivals):
-                rivals.append(step)
-        return [step for rivals in found.values() for step in rivals]
+    def _undominated(self, transitions: list[Transition]) -> list[Transition]:
+        """Transitions without those that another one with the same ends is as fast as, wherever they fit."""
+        found: dict[int, list[Transition]] = {}
+        for transition in sorted(transitions, key=lambda transition: (transition.time_ns, not transition.saves)):
+            rivals = found.setdefault(transition.a, [])
+            if all(
+                rival.keeps_bytes > transition.keeps_bytes or not self._covers(rival, transition) for rival in rivals
+            ):
+                rivals.append(transition)
+        return [transition for rivals in found.values() for transition in rivals]
 
-    def _covers(self, rival: Step, step: Step) -> bool:
-        """Whether `rival` fits wherever `step` does."""
-        if step.saves and not rival.saves:
+    def _covers(self, rival: Transition, transition: Transition) -> bool:
+        """Whether `rival` fits wherever `transition` does."""
+        if transition.saves and not rival.saves:
             return False
-        if rival.wants != step.wants or rival.passes_on != step.passes_on:
+        if rival.wants != transition.wants or rival.passes_on != transition.passes_on:
             return False
         if rival.saves and self.most_after[rival.b] < self.most[rival.b] + self.tracked_bytes(rival.b):
             return False
         ample = rival.most_bytes >= self.most[rival.a] + self.tracked_bytes(rival.a)
-        return ample or (rival.most_bytes >= step.most_bytes and rival.counts >= step.counts)
+        return ample or (rival.most_bytes >= transition.most_bytes and rival.counts >= transition.counts)
 
     def _pinned_bytes(self, run: Run) -> int:
         """What the case settles as kept of what `run` makes."""
@@ -206,14 +242,14 @@ class Chain:
         """Whether `kept` is counted at its last site, and that is in `run`."""
         return kept is not self.tracked[run.a] and kept.storage not in self.case.pinned and kept.sites[-1] < run.b
 
-    def _plain_step(self, index: int, run: Run) -> Step:
+    def _plain_transition(self, index: int, run: Run) -> Transition:
         problem, at, end = self.problem, self.tracked[run.a], self.tracked[run.b]
         (row,) = problem.first_rows(index) or [Row(index, 0, 0)]
         keeps = problem.own_bytes[run.a] + self._pinned_bytes(run) - self._held_bytes(problem.own[run.a])
         keeps += sum(k.size_bytes for k in problem.closing[run.a] if self._late(k, run) and k.wanted_by(run))
         passes_on = end is not None and end is not at and run.a in end.packed
         earlier = (problem.kept[u] for u in row.alive & self.case.pinned)
-        return Step(
+        return Transition(
             index,
             run.a,
             run.b,
@@ -225,23 +261,23 @@ class Chain:
             passes_on=passes_on,
         )
 
-    def _region_step(self, index: int, run: Run) -> Step:
+    def _region_transition(self, index: int, run: Run) -> Transition:
         problem, at, shape = self.problem, self.tracked[run.a], run.shape
         assert run.region is not None
         taken = [kept for kept in self.open[run.a] if _is_taken(kept, run)]
         pinned = sum(kept.size_bytes for kept in taken if kept.storage in self.case.pinned)
         late = sum(kept.size_bytes for kept in taken if self._late(kept, run))
-        level, saves = problem.level(run), not run.region.inner
-        most = problem.budget_bytes - level
+        local, saves = problem.local_bytes_at(run), not run.region.inner
+        most = problem.budget_bytes - local
         counts = False
         if (high := shape.firm if saves else shape.highest) is not None:
             counts = high.recomputing or high.op <= shape.kept_until
             most -= high.bytes - (high.spare_bytes if saves else 0) - (pinned if counts else 0)
         if saves and (start := shape.start) is not None:
             inputs = late + pinned + (self.tracked_bytes(run.a) if at in taken else 0)
-            after = problem.budget_bytes - level - start.bytes + start.spare_bytes + start.made_bytes + inputs
+            after = problem.budget_bytes - local - start.bytes + start.spare_bytes + start.made_bytes + inputs
             self.most_after[run.b] = max(self.most_after[run.b], after)
-        return Step(
+        return Transition(
             index,
             run.a,
             run.b,
@@ -256,7 +292,7 @@ class Chain:
     def _forward_limit(self, cut: int) -> int:
         """What segments before `cut` may keep while later ones run forward. What is local then counts once."""
         problem, storages = self.problem, self.problem.graph.storages
-        most = problem.budget_bytes
+        most = problem.budget_bytes - problem.graph.fixed_total  # all that is kept is there when backward starts
         if cut == self.count:
             return most
         first = problem.graph.nodes[problem.space.segments[cut].first].first

@@ -20,9 +20,11 @@ def solve(problem: Problem, limits: Limits, *, start: Solution | None = None, ke
     return program.solve(NAME, CpSat, problem, limits, start=start, keep=keep)
 
 
-def least_peak(problem: Problem, limits: Limits) -> tuple[int, tuple[Region, ...], float]:
+def least_peak(
+    problem: Problem, limits: Limits, *, keep: set[int] | None = None
+) -> tuple[int, tuple[Region, ...], float]:
     """See `program.least_peak`."""
-    return program.least_peak(CpSat, problem, limits)
+    return program.least_peak(CpSat, problem, limits, keep=keep)
 
 
 class CpSat:

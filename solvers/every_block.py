@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from remat.problem import Problem
 from remat.solution import Limits, Solution
-from remat.solvers.heuristic import grouped, judge, layers, plan_of
+from remat.solvers.heuristic import Proposal, grouped, judge, layers, plan_of
 
 
 def solve(problem: Problem, limits: Limits) -> Solution:
-    return judge(problem, "every-block", [plan_of(problem, grouped(layers(problem), 1))])
+    return judge(problem, "every-block", [regions(problem)])
+
+
+def regions(problem: Problem) -> Proposal:
+    return plan_of(problem, grouped(layers(problem), 1))

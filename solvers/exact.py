@@ -1,9 +1,12 @@
 """The default: exact where it can be proved in time, and never without a plan once there is one.
 
-First the best heuristic, so that there is a plan from the start. Then the chain (`chain_dp.py`), which in most models
-proves its own plan in a second. Where its bound and its plan do not meet, because storages cross the chain, CP-SAT
-(`cp_sat.py`) goes on from that plan and that bound, among the runs that the chain could not exclude; where the chain
-found no plan, from the one with the least peak. A search that is interrupted or runs out of time gives its best plan.
+First a heuristic's guess, so that there is a plan from the start; where it does not fit, the plan with the least peak
+(`least_peak.py`), or the verdict that there is none. Then the chain (`chain_dp.py`), which in most models
+proves its own plan in a second. Where its bound and its plan do not meet, because storages cross the chain, the program
+(`program.py`) is solved among the runs that the chain could not exclude, from the best plan known, be it a heuristic's,
+and that bound. Few runs are SCIP's, whose relaxation is
+strong there; many are CP-SAT's, which improves plans and tells of it. (HiGHS is faster still on few, but cannot be
+interrupted.) A search that is interrupted or runs out of time gives its best plan.
 """
 
 from __future__ import annotations
@@ -11,50 +14,94 @@ from __future__ import annotations
 import dataclasses
 import time
 
-from remat.problem import NS, Problem
+from remat.keeping import NS
+from remat.problem import Problem
 from remat.solution import Limits, Solution
-from remat.solvers import chain_dp, chen_greedy, cp_sat, every_block, first_k, none, save_matmuls
+from remat.solvers import chain_dp, chen_greedy, cp_sat, every_block, first_k, greedy, milp, save_matmuls
+from remat.solvers.chain_dp import SMALL_GAP
+from remat.solvers.heuristic import Proposal, excess_bytes, fewest_that_fit, recompute_ns
+from remat.solvers.least_peak import least_peak
 
-PATIENCE_S = 40.0  # of the search for a better plan than the chain's, where nobody set a time limit
-SMALL_GAP, MANY_RUNS = 0.005, 500  # where so little is to be gained among so many, the search is not worth its time
-STARTS = (none.solve, every_block.solve, first_k.solve, save_matmuls.solve, chen_greedy.solve)
+SEARCH_S = 40.0  # of the search for a better plan than the chain's, where nobody set a time limit
+MANY_RUNS = 500  # where SMALL_GAP is to be gained among so many, the search is not worth its time
+MANY_TRANSITIONS = 20_000  # too many even to tell which runs are useful, for that gap
+HEURISTICS = (first_k.solve, save_matmuls.solve, chen_greedy.solve, greedy.solve)
 
 
 def solve(problem: Problem, limits: Limits) -> Solution:
     """The plan with least recompute time within the budget, with a bound; see `Solution` for the statuses."""
     started = time.monotonic()
-    start = limits.start if limits.start is not None else _best_heuristic(problem, limits).regions
-    found = chain_dp.explore(problem, dataclasses.replace(limits, start=start))
-    chain = found.solution(limits)
-    if chain.status in ("optimal", "infeasible") or chain.interrupted:
-        return dataclasses.replace(chain, wall_s=time.monotonic() - started)
-    if chain.status == "unknown":
-        chain = _least_peak(problem, limits, chain)
-    many = found.useful is None or len(found.useful) > MANY_RUNS
-    if chain.status == "optimal" or (chain.status == "feasible" and many and chain.gap <= SMALL_GAP):
-        return dataclasses.replace(chain, wall_s=time.monotonic() - started)
-    if limits.on_progress is not None:
-        limits.on_progress(chain.objective_us, chain.bound_us)
-    if limits.time_s is not None:
-        left: float | None = max(limits.time_s - (time.monotonic() - started), 0.0)
-    else:
-        left = PATIENCE_S if chain.status == "feasible" else None
-    searched = cp_sat.solve(problem, dataclasses.replace(limits, time_s=left), start=chain, keep=found.useful)
-    return dataclasses.replace(searched, wall_s=time.monotonic() - started)
+    start = limits.start if limits.start is not None else _guess(problem)
+    if excess_bytes(problem, start):
+        half = limits if limits.time_s is None else dataclasses.replace(limits, time_s=limits.time_s / 2)
+        least = least_peak(problem, half)
+        if least.bound_bytes > problem.budget_bytes:
+            return Solution("least-peak", "infeasible", wall_s=time.monotonic() - started)
+        start = least.regions
+    found, solution = _by_chain(problem, dataclasses.replace(_left(limits, started), start=start))
+    try:
+        if not _is_final(solution):
+            solution = _by_heuristics(problem, limits, solution)
+        if not _is_final(solution):
+            solution = _searched(problem, limits, found, solution, started)
+    except KeyboardInterrupt:
+        solution = dataclasses.replace(solution, interrupted=True)
+    return dataclasses.replace(solution, wall_s=time.monotonic() - started)
 
 
-def _best_heuristic(problem: Problem, limits: Limits) -> Solution:
-    proposals = [heuristic(problem, limits) for heuristic in STARTS]
-    fitting = [solution for solution in proposals if solution.status == "feasible"]
-    return min(fitting, key=lambda solution: solution.objective_us, default=proposals[0])
+def _is_final(solution: Solution) -> bool:
+    return solution.status in ("optimal", "infeasible") or solution.interrupted
 
 
-def _least_peak(problem: Problem, limits: Limits, chain: Solution) -> Solution:
-    """`chain`, or the plan with the least peak if that keeps the budget: then there is a plan."""
-    highest = problem.with_budget(problem.memory.peak_without_checkpointing)
-    peak, regions, _ = cp_sat.least_peak(highest, limits)
-    if peak > problem.budget_bytes:
-        return chain
+def _left(limits: Limits, started: float) -> Limits:
+    """`limits` with what is left of their time."""
+    if limits.time_s is None:
+        return limits
+    return dataclasses.replace(limits, time_s=max(limits.time_s - (time.monotonic() - started), 0.0))
+
+
+def _by_chain(problem: Problem, limits: Limits) -> tuple[chain_dp.Found, Solution]:
+    found = chain_dp.explore(problem, limits)
+    return found, found.solution(limits)
+
+
+def _guess(problem: Problem) -> Proposal:
+    """A heuristic's plan that keeps the budget, if one is quickly found."""
+    families = [every_block.regions(problem), *save_matmuls.policies(problem)]
+    fitting = [plan for regions in families if (plan := fewest_that_fit(problem, regions)) is not None]
+    return min(fitting, key=lambda plan: recompute_ns(problem, plan), default=())
+
+
+def _by_heuristics(problem: Problem, limits: Limits, solution: Solution) -> Solution:
+    """`solution`, or a heuristic's plan if that is better."""
+    for plan in [heuristic(problem, limits) for heuristic in HEURISTICS]:
+        if plan.status == "feasible":
+            solution = _with_plan(problem, limits, solution, plan.regions)
+    return solution
+
+
+def _with_plan(problem: Problem, limits: Limits, solution: Solution, regions: Proposal) -> Solution:
+    """`solution` with another plan that keeps the budget, if that is better than its own."""
     objective_us = problem.objective_ns(regions) / NS
-    found = dataclasses.replace(chain, status="feasible", regions=regions, objective_us=objective_us)
+    if solution.status != "unknown" and solution.objective_us <= objective_us:
+        return solution
+    found = dataclasses.replace(solution, status="feasible", regions=regions, objective_us=objective_us)
     return dataclasses.replace(found, status="optimal") if found.gap <= limits.gap else found
+
+
+def _searched(problem: Problem, limits: Limits, found: chain_dp.Found, start: Solution, started: float) -> Solution:
+    """`start`, or what the program makes of it where that is worth the time."""
+    small = start.status == "feasible" and start.gap <= SMALL_GAP
+    if small and found.transition_count() > MANY_TRANSITIONS:
+        return start
+    useful = found.useful()
+    if small and (useful is None or len(useful) > MANY_RUNS):
+        return start
+    if limits.on_progress is not None:
+        limits.on_progress(start.objective_us, start.bound_us)
+    search = _left(limits, started)
+    if start.status == "feasible" and limits.time_s is None:
+        search = dataclasses.replace(limits, time_s=SEARCH_S)
+    if useful is not None and len(useful) <= MANY_RUNS:
+        return milp.solve(problem, search, start=start, keep=useful, engine="scip")
+    return cp_sat.solve(problem, search, start=start, keep=useful)

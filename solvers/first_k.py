@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from remat.problem import Problem
 from remat.solution import Limits, Solution
-from remat.solvers.heuristic import grouped, judge, layers, plan_of
+from remat.solvers import every_block
+from remat.solvers.heuristic import judge
 
 
 def solve(problem: Problem, limits: Limits) -> Solution:
-    regions = plan_of(problem, grouped(layers(problem), 1))
+    regions = every_block.regions(problem)
     return judge(problem, "first-k", [regions[:k] for k in range(len(regions) + 1)])

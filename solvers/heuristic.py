@@ -15,8 +15,9 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 
+from remat.keeping import NS
 from remat.plans import Region
-from remat.problem import NS, Problem
+from remat.problem import Problem
 from remat.solution import Solution, Status
 from remat.space import blocks
 
@@ -55,6 +56,20 @@ def _best(problem: Problem, proposals: Iterable[Proposal], best: _Judged) -> _Ju
             break
         best = min(best, (excess_bytes(problem, regions), time_ns, regions))
     return best
+
+
+def fewest_that_fit(problem: Problem, regions: Proposal) -> Proposal | None:
+    """Of `regions` the first so many that keep the budget, where all do: a quick guess, by bisection."""
+    if excess_bytes(problem, regions):
+        return None
+    too_few, enough = -1, len(regions)
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        if excess_bytes(problem, regions[:middle]):
+            too_few = middle
+        else:
+            enough = middle
+    return regions[:enough]
 
 
 def excess_bytes(problem: Problem, regions: Proposal) -> int:

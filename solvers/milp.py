@@ -13,15 +13,20 @@ A plan that breaks a row by a tolerance is found by the evaluator, like any othe
 
 HiGHS does not listen to anybody while it works, so after Ctrl-C it is left alone in its thread, and what it had is
 lost; SCIP stops and hands over its best. Neither reports progress. HiGHS chooses its threads itself (it dies when told
-how many), SCIP uses one.
+how many), SCIP uses one. Both write to stdout now and then (SCIP that somebody pressed Ctrl-C), where an answer may be
+a document: what is written there while they work goes to stderr.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import datetime
 import math
+import os
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from ortools.math_opt.python import mathopt
@@ -153,11 +158,27 @@ class Milp:
                 failures.append(failure)
 
         thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        try:
-            thread.join()
-        except KeyboardInterrupt:
-            return None, True
+        with _stdout_to_stderr():
+            thread.start()
+            try:
+                thread.join()
+            except KeyboardInterrupt:
+                return None, True
         if failures:
             raise failures[0]
         return results[0], results[0].termination.limit == mathopt.Limit.INTERRUPTED
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Let file descriptor 1 be stderr, for C and C++ as well."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        if os.name == "posix":
+            ctypes.CDLL(None).fflush(None)  # what C has not written yet
+        os.dup2(stdout, 1)
+        os.close(stdout)

@@ -42,8 +42,10 @@ from typing import Protocol
 
 import numpy as np
 
+from remat.keeping import NS
 from remat.plans import Region
-from remat.problem import NS, Kept, Problem, Row
+from remat.problem import Problem
+from remat.runs import Kept, Row
 from remat.solution import Limits, Solution, Status
 
 GRAINS = 1 << 22  # a budget is this many grains at least
@@ -203,14 +205,16 @@ def _best_known(name: str, problem: Problem, limits: Limits, start: Solution | N
     return min(known, key=lambda solution: solution.objective_us, default=Solution(name, "unknown"))
 
 
-def least_peak(make: MakeBackend, problem: Problem, limits: Limits) -> tuple[int, tuple[Region, ...], float]:
+def least_peak(
+    make: MakeBackend, problem: Problem, limits: Limits, *, keep: set[int] | None = None
+) -> tuple[int, tuple[Region, ...], float]:
     """(peak bytes, regions, lower bound in bytes) of the plan of this space with the least peak.
 
-    `problem.budget_bytes` must be a peak that some plan reaches. Nothing is saved: saving never lowers a peak by
-    more than a workspace.
+    `problem.budget_bytes` must be a peak that some plan reaches, of runs in `keep`. Nothing is saved: saving never
+    lowers a peak by more than a workspace.
     """
     started = time.monotonic()
-    program = Program(problem, least_peak=True)
+    program = Program(problem, least_peak=True, keep=keep)
     backend = make(program)
     best, bound = problem.memory.peak_without_checkpointing, float(problem.optimizer_peak_bytes)
     regions: tuple[Region, ...] = ()

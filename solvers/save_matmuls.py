@@ -17,14 +17,18 @@ import dataclasses
 from remat.plans import Region
 from remat.problem import Problem
 from remat.solution import Limits, Solution
-from remat.solvers.heuristic import grouped, judge, layers, plan_of
+from remat.solvers.heuristic import Proposal, grouped, judge, layers, plan_of
 
 
 def solve(problem: Problem, limits: Limits) -> Solution:
-    plain = grouped(layers(problem), 1)
-    policies = [plan_of(problem, (saving(problem, region, every) for region in plain)) for every in (1, 2)]
-    families = ([regions[:k] for k in range(len(regions) + 1)] for regions in policies)
+    families = ([regions[:k] for k in range(len(regions) + 1)] for regions in policies(problem))
     return judge(problem, "save-matmuls", *families)
+
+
+def policies(problem: Problem) -> list[Proposal]:
+    """Each policy for all layers."""
+    plain = grouped(layers(problem), 1)
+    return [plan_of(problem, (saving(problem, region, every) for region in plain)) for every in (1, 2)]
 
 
 def saving(problem: Problem, region: Region, every: int) -> Region:

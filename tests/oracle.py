@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from hypothesis import strategies as st
 
 from remat.plans import Region
-from remat.problem import Kept, Problem, Row, Run
+from remat.problem import Problem
+from remat.runs import Kept, Row, Run
 
 
 def every_plan(problem: Problem, segment: int = 0) -> Iterator[tuple[Region, ...]]:

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.alike import classes
 from remat.costs import Costs
 from remat.graph import Graph
 from remat.models import bert, gpt2, qwen3_moe, resnet, t5
-from remat.problem import Problem, Run
+from remat.problem import Problem
 from remat.profiling import fake_step, find_place, profile_step
+from remat.runs import Run
 from remat.space import Space, find_space
 from remat.workload import Workload
 from tests.graphs import ToyNode, chain, every_cut, toy_graph, toys
@@ -78,7 +78,7 @@ def test_runs_of_toys(nodes: list[ToyNode], depth: int) -> None:
 
 def numbers(graph: Graph, costs: Costs) -> list[int]:
     problem = Problem(graph, costs, every_cut(graph), AMPLE)
-    return classes(problem.memory, problem.space.segments, problem.backward_of, problem.op_time_ns)
+    return problem._alike
 
 
 def test_the_inner_layers_of_a_chain_are_alike() -> None:

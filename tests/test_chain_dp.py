@@ -13,16 +13,18 @@ from hypothesis import strategies as st
 
 from remat.check import check
 from remat.graph import Graph
+from remat.keeping import NS
 from remat.models import TEST_SIZES
 from remat.plans import Region
-from remat.problem import NS, Problem
+from remat.problem import Problem
 from remat.profiling import fake_step, find_place, profile_step
 from remat.solution import Limits
 from remat.solvers import chain_dp, every_block
 from remat.solvers.chain import Case, Chain, lasting_storages
-from remat.solvers.chain_table import Table
+from remat.solvers.chain_table import Table, admits, choose_grain, regions_of
+from remat.solvers.reduced_costs import useful_runs
 from remat.space import find_space
-from tests.graphs import ToyNode, chain, every_cut, spaces, toy_graph, toys
+from tests.graphs import chain, every_cut, spaces, toy_graph, toys
 from tests.oracle import Oracle, plans_of
 
 AMPLE = 10**6
@@ -34,6 +36,19 @@ MANY = settings(max_examples=150, deadline=None, derandomize=True)
 def problems(draw: st.DrawFn) -> Problem:
     graph, costs = toy_graph(draw(toys()), fixed_bytes=3)
     return Problem(graph, costs, draw(spaces(graph)), AMPLE)
+
+
+def table_of(chain: Chain, levels: tuple[int, int] = (3000, 10000)) -> Table:
+    return Table(chain, choose_grain(chain, levels))
+
+
+@st.composite
+def tight_problems(draw: st.DrawFn) -> tuple[Problem, tuple[Region, ...]]:
+    """A larger problem, and a plan of it that its budget just allows."""
+    graph, costs = toy_graph(draw(toys(most=9)), fixed_bytes=3)
+    problem = Problem(graph, costs, draw(spaces(graph, most_segments=8, most_saves=6)), AMPLE)
+    regions = draw(plans_of(problem))
+    return problem.with_budget(problem.memory.curve(regions).peak_bytes), regions
 
 
 @given(problems(), st.data())
@@ -52,47 +67,50 @@ def test_bound_and_verdict_hold_against_every_plan(problem: Problem, data: st.Da
         assert solution.status == "feasible" or solution.objective_us == pytest.approx(least)
 
 
-@given(toys(most=9), st.data())
+@given(tight_problems(), st.sampled_from([(10, 30), (3000, 10000)]), st.booleans())
 @MANY
-def test_every_table_bounds_every_plan_of_its_case(nodes: list[ToyNode], data: st.DataObject) -> None:
-    """Drawn plans of larger problems, under the tightest budget that each keeps."""
-    graph, costs = toy_graph(nodes, fixed_bytes=3)
-    space = data.draw(spaces(graph, most_segments=8, most_saves=6))
-    problem = Problem(graph, costs, space, AMPLE)
-    regions = data.draw(plans_of(problem))
-    peak = problem.memory.curve(regions).peak_bytes
-    tight = problem.with_budget(peak)
-    grains = data.draw(st.sampled_from([(10, 30), (3000, 10000)]))
-    held = data.draw(st.booleans())
-    bound = Table(Chain(tight, count_held=held), grains).least_time_ns()
+def test_every_table_bounds_every_plan_of_its_case(
+    drawn: tuple[Problem, tuple[Region, ...]], grains: tuple[int, int], held: bool
+) -> None:
+    tight, regions = drawn
+    bound = table_of(Chain(tight, count_held=held), grains).least_time_ns()
     assert bound is not None
-    assert bound <= problem.objective_ns(regions)
+    assert bound <= tight.objective_ns(regions)
 
 
-@given(toys(most=9), st.data())
+@given(tight_problems())
 @MANY
-def test_cases_hold_every_plan(nodes: list[ToyNode], data: st.DataObject) -> None:
+def test_cases_hold_every_plan(drawn: tuple[Problem, tuple[Region, ...]]) -> None:
     """Of the two halves of a split, one bounds the plan: it keeps the storage, or it does not."""
-    graph, costs = toy_graph(nodes, fixed_bytes=3)
-    space = data.draw(spaces(graph, most_segments=8, most_saves=6))
-    problem = Problem(graph, costs, space, AMPLE)
-    regions = data.draw(plans_of(problem))
-    tight = problem.with_budget(problem.memory.curve(regions).peak_bytes)
+    tight, regions = drawn
     for storage in lasting_storages(tight):
-        halves = [Table(Chain(tight, case), (3000, 10000)).least_time_ns() for case in Case().split(storage)]
-        assert min(bound for bound in halves if bound is not None) <= problem.objective_ns(regions)
+        halves = [table_of(Chain(tight, case)).least_time_ns() for case in Case().split(storage)]
+        assert min(bound for bound in halves if bound is not None) <= tight.objective_ns(regions)
 
 
-@given(toys(most=9), st.data())
+@given(tight_problems())
 @MANY
-def test_runs_of_a_better_plan_are_useful(nodes: list[ToyNode], data: st.DataObject) -> None:
-    graph, costs = toy_graph(nodes, fixed_bytes=3)
-    space = data.draw(spaces(graph, most_segments=8, most_saves=6))
-    problem = Problem(graph, costs, space, AMPLE)
-    regions = data.draw(plans_of(problem))
-    tight = problem.with_budget(problem.memory.curve(regions).peak_bytes)
-    table = Table(Chain(tight), (3000, 10000))
-    assert problem.runs_of(regions) <= table.useful(problem.objective_ns(regions) + 1)
+def test_runs_of_a_better_plan_are_useful(drawn: tuple[Problem, tuple[Region, ...]]) -> None:
+    tight, regions = drawn
+    assert tight.runs_of(regions) <= useful_runs(table_of(Chain(tight)), tight.objective_ns(regions) + 1)
+
+
+@given(tight_problems(), st.integers(1, 40), st.sampled_from([1, 2, 3, 7]))
+@MANY
+def test_a_table_that_allows_a_plan_says_no_more_than_its_time(
+    drawn: tuple[Problem, tuple[Region, ...]], coarse: int, finer: int
+) -> None:
+    """Whatever the grain: so no finer table is asked where it would repeat what is known."""
+    tight, _ = drawn
+    chain = Chain(tight)
+    table = Table(chain, coarse)
+    legs = table.legs()
+    assert legs is not None and admits(chain, legs, coarse)
+    bound = table.least_time_ns()
+    assert tight.objective_ns(regions_of(tight, legs)) == bound
+    finer_bound = Table(chain, finer).least_time_ns()
+    assert finer_bound is not None and bound is not None
+    assert finer_bound <= bound or not admits(chain, legs, finer)
 
 
 @given(problems())
@@ -138,6 +156,6 @@ def test_a_plan_of_a_real_model_is_never_below_the_bound_at_its_own_peak(name: s
         found = chain_dp.solve(problem.with_budget(int(least + share * (most - least))), Limits())
         tight = problem.with_budget(problem.memory.curve(found.regions).peak_bytes)
         for held in (True, False):
-            bound = Table(Chain(tight, count_held=held), (3000, 10000)).least_time_ns()
+            bound = table_of(Chain(tight, count_held=held)).least_time_ns()
             assert bound is not None
             assert bound <= problem.objective_ns(found.regions)

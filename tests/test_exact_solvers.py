@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -17,12 +18,14 @@ from hypothesis import strategies as st
 from remat.check import check
 from remat.costs import Costs
 from remat.graph import Graph, Node
+from remat.keeping import NS
 from remat.models import TEST_SIZES
 from remat.plans import Region
-from remat.problem import NS, Problem
+from remat.problem import Problem
 from remat.profiling import profile
 from remat.solution import Limits, Solution
 from remat.solvers import chain_dp, cp_sat, exact, milp, program
+from remat.solvers.least_peak import least_peak
 from remat.solvers.program import Constraint, Outcome, Program
 from remat.space import Segment, Space, find_space
 from tests.graphs import ToyNode, chain, every_cut, spaces, toy_graph, toys
@@ -160,6 +163,30 @@ def test_the_least_peak_is_the_oracles(solver: str, problem: Problem) -> None:
     assert bound <= peak + 1e-6
 
 
+@given(problem=problems())
+@MANY
+def test_the_least_peak_is_exact_or_said_to_be_at_most(problem: Problem) -> None:
+    """Saves that spare a workspace included: what is proved is the least of all plans."""
+    found, least = least_peak(problem, EXACT), Oracle(problem).least_peak()
+    assert problem.memory.curve(found.regions).peak_bytes == found.peak_bytes
+    assert found.bound_bytes <= least <= found.peak_bytes
+    assert found.peak_bytes <= Oracle(problem).least_peak(saves=False)
+    assert (found.peak_bytes == least) or not found.proved
+
+
+@pytest.mark.parametrize("name", ["t5-base", "qwen3-moe"])
+def test_a_real_model_fits_its_least_peak_and_not_a_byte_less(name: str) -> None:
+    """One whose storages cross the chain, and one whose least peak no layer boundary gives."""
+    found = profile(TEST_SIZES[name](), target="h100-80gb")
+    problem = Problem(found.graph, found.costs, find_space(found.graph), AMPLE)
+    least = least_peak(problem, Limits())
+    assert least.proved
+    at_least = exact.solve(problem.with_budget(least.peak_bytes), Limits(time_s=10))
+    assert at_least.status in ("optimal", "feasible")
+    assert check(problem.with_budget(least.peak_bytes), at_least) == []
+    assert exact.solve(problem.with_budget(least.peak_bytes - 1), Limits()).status == "infeasible"
+
+
 @every_prover
 @given(problem=problems(), percents=st.lists(st.integers(0, 120), min_size=2, max_size=4))
 @SOME
@@ -253,7 +280,7 @@ def test_no_bound_exceeds_another_solvers_plan_on_a_real_model() -> None:
     found = profile(TEST_SIZES["resnet50"](), target="h100-80gb")
     problem = Problem(found.graph, found.costs, find_space(found.graph), AMPLE)
     without = problem.memory.peak_without_checkpointing
-    least, _, _ = cp_sat.least_peak(problem.with_budget(without), Limits())
+    least = least_peak(problem, Limits()).peak_bytes
     tight = problem.with_budget((least + without) // 2)
     solutions = [SOLVERS[solver](tight, Limits(time_s=30)) for solver in ("milp-highs", "chain-dp")]
     plans = [solution for solution in solutions if solution.regions]
@@ -329,6 +356,58 @@ def test_an_interrupted_search_gives_what_it_has() -> None:
     assert (found.status, found.bound_us, found.interrupted) == ("unknown", 0.5, True)
     found = program.solve("scripted", lambda made: Scripted(made, [over, fits]), problem, EXACT)
     assert (found.status, found.objective_us, found.rounds, found.interrupted) == ("feasible", 2.0, 2, False)
+
+
+def test_what_a_solver_prints_by_itself_is_no_part_of_an_answer(capfd: pytest.CaptureFixture[str]) -> None:
+    """SCIP says on stdout that it was interrupted, where a document may be expected."""
+    with milp._stdout_to_stderr():
+        os.write(1, b"pressed CTRL-C")
+    print("answer")
+    assert capfd.readouterr() == ("answer\n", "pressed CTRL-C")
+
+
+@pytest.mark.parametrize("raised_by", ["_by_heuristics", "_searched"])
+def test_an_interrupt_after_the_chain_keeps_its_plan(raised_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows the chain only improves on it."""
+
+    def interrupted(*about: object) -> Solution:
+        raise KeyboardInterrupt
+
+    def unproved(problem: Problem, limits: Limits) -> tuple[chain_dp.Found, Solution]:
+        found = chain_dp.explore(problem, limits)
+        return found, dataclasses.replace(found.solution(limits), status="feasible", bound_us=0.0)
+
+    monkeypatch.setattr(exact, "_by_chain", unproved)
+    monkeypatch.setattr(exact, "_by_heuristics", lambda problem, limits, solution: solution)
+    monkeypatch.setattr(exact, raised_by, interrupted)
+    found = exact.solve(by_hand(24), EXACT)
+    assert found.interrupted
+    assert (found.regions, found.objective_us) == ((Region(0, 2, saved=(1,)),), 1.0)
+
+
+def test_a_leftover_is_searched_from_the_best_heuristic_in_the_time_that_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The chain knows a plan of 2 us and no bound; a heuristic knows one of 1 us."""
+    seen: list[tuple[Solution | None, float | None]] = []
+
+    def searched(problem: Problem, limits: Limits, start: Solution | None = None, **about: object) -> Solution:
+        seen.append((start, limits.time_s))
+        assert start is not None
+        return start
+
+    def unproved(problem: Problem, limits: Limits) -> tuple[chain_dp.Found, Solution]:
+        return chain_dp.explore(problem, limits), Solution("chain-dp", "feasible", (Region(0, 2),), 2.0)
+
+    better = Solution("somebody", "feasible", (Region(0, 2, saved=(1,)),), 1.0)
+    monkeypatch.setattr(exact, "_by_chain", unproved)
+    monkeypatch.setattr(exact, "HEURISTICS", (lambda problem, limits: better,))
+    for name in ("milp", "cp_sat"):
+        monkeypatch.setattr(getattr(exact, name), "solve", searched)
+    exact.solve(by_hand(24), dataclasses.replace(EXACT, time_s=20.0))
+    ((start, time_s),) = seen
+    assert start is not None and start.objective_us == 1.0
+    assert time_s is not None and time_s < 20.0
 
 
 def test_progress_is_told_in_microseconds() -> None:

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from remat import models, solvers
 from remat.check import check
 from remat.costs import estimate
+from remat.keeping import NS
 from remat.plans import Region
-from remat.problem import NS, Problem
+from remat.problem import Problem
 from remat.profiling import fake_step, find_place, profile_step
 from remat.solution import Limits, Solution
 from remat.solvers import chen_greedy, greedy, heuristic, save_matmuls

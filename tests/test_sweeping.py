@@ -17,7 +17,8 @@ from remat.errors import RematError, UsageError
 from remat.problem import Problem
 from remat.profiling import Profile, fake_step, find_place, profile_step
 from remat.solution import Limits, Solution
-from remat.solvers import HEURISTICS, cp_sat
+from remat.solvers import HEURISTICS
+from remat.solvers.least_peak import least_peak
 from remat.space import find_space
 from remat.sweeping import Sweep, sweep
 from tests import toys
@@ -57,7 +58,7 @@ def found(swept: tuple[Sweep, Any]) -> Sweep:
 
 def test_it_begins_at_the_least_feasible_budget_and_ends_without_recomputation(found: Sweep, problem: Problem) -> None:
     most = problem.memory.peak_without_checkpointing
-    least, _, _ = cp_sat.least_peak(problem.with_budget(most), LIMITS)
+    least = least_peak(problem, LIMITS).peak_bytes
     first, last = found.points[0], found.points[-1]
     assert first.budget_bytes == first.peak_bytes == least
     assert (last.budget_bytes, last.peak_bytes, last.recompute_time_us, last.regions) == (most, most, 0, 0)
