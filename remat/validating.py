@@ -37,7 +37,6 @@ import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from remat.allocator import Measured, measure_step, time_once_us
@@ -51,7 +50,7 @@ from remat.plans import PlacedRegion, Plan, Region, unplace
 from remat.profiling import Place, Profile, fake_step
 from remat.record import FakeStep, autocast_context, record
 from remat.replay import replay
-from remat.tracker import Tracker
+from remat.tracker import Tracker, UnseenMode
 from remat.units import gib, ms
 from remat.workload import Workload
 
@@ -521,7 +520,7 @@ def _distance(left: Sequence[torch.Tensor | None], right: Sequence[torch.Tensor 
 # Kernels
 
 
-class Kernels(TorchDispatchMode):
+class Kernels(UnseenMode):
     """Writes down every operator that computes with floating-point numbers, views left out, except while paused.
 
     Integers and booleans are bookkeeping: in eager mode a library may look at its data (is anything padded?)
@@ -532,15 +531,6 @@ class Kernels(TorchDispatchMode):
         super().__init__()
         self.found: list[str] = []
         self._paused = 0
-
-    # Dynamo must not take this mode for a reason to fall back to eager code.
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        return True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
