@@ -52,9 +52,10 @@ class CompiledCalls:
             call: by_call.get(call, ()) for call, found in enumerate(plan.fingerprints) if found == fingerprint
         }
         self._counts = counts
+        *others, last = dict.fromkeys(self.regions.values())
+        graphs = {regions: copy.deepcopy(graph_module) for regions in others} | {last: graph_module}
         self._compiled = {
-            regions: compile_graph(copy.deepcopy(graph_module), example_inputs, regions, inner)
-            for regions in set(self.regions.values())
+            regions: compile_graph(graph, example_inputs, regions, inner) for regions, graph in graphs.items()
         }
 
     def __call__(self, call: int, *args: Any) -> Any:

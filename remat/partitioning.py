@@ -30,9 +30,17 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_
 from torch.utils._ordered_set import OrderedSet
 
 from remat.compiling import RECOMPUTED, SAVED
+from remat.errors import RematError
 
 _CASTS = ("_to_copy", "convert_element_type")
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
+_GRADIENTS = (
+    "convolution_backward",
+    "_scaled_dot_product_flash_attention_backward",
+    "_scaled_dot_product_efficient_attention_backward",
+    "_scaled_dot_product_cudnn_attention_backward",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+)
 
 
 class Partitioner(CustomPartitionerFn):
@@ -55,17 +63,28 @@ def partition(joint: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any)
 
 def complete_tags(joint: fx.GraphModule) -> None:
     """Apply Rules 1 and 2."""
-    inside = [node for node in joint.graph.nodes if "ac_graph_id" in node.meta and not _is_backward(node)]
+    backward = _backward_nodes(joint)
+    inside = [node for node in joint.graph.nodes if "ac_graph_id" in node.meta and node not in backward]
     for node in inside:  # Rule 2
         if node.meta["recompute"] == SAVED and (_is_view(node) or _operator(node) in _CASTS):
             node.meta["recompute"] = RECOMPUTED
     for node in inside:  # Rule 1
-        if any(_leaves(node, user) for user in node.users):
+        region = node.meta["ac_graph_id"]
+        if any(user not in backward and user.meta.get("ac_graph_id") != region for user in node.users):
             _save(node)
 
 
-def _leaves(node: fx.Node, user: fx.Node) -> bool:
-    return not _is_backward(user) and user.meta.get("ac_graph_id") != node.meta["ac_graph_id"]
+def _backward_nodes(joint: fx.GraphModule) -> set[fx.Node]:
+    """What tracing has marked, and what depends on it or on a tangent: passes replace nodes and lose marks."""
+    found: set[fx.Node] = set()
+    for node in joint.graph.nodes:
+        marked = node.meta.get("partitioner_tag") == "is_backward"
+        tangent = node.op == "placeholder" and str(node.target).startswith("tangents")
+        if node.op != "output" and (marked or tangent or any(n in found for n in node.all_input_nodes)):
+            found.add(node)
+    if not found:
+        raise RematError(f"torch {torch.__version__} does not say what in a joint graph is backward; regions are lost.")
+    return found
 
 
 def _save(node: fx.Node) -> None:
@@ -79,10 +98,6 @@ def _save(node: fx.Node) -> None:
             return
         assert isinstance(node.args[0], fx.Node)
         node = node.args[0]
-
-
-def _is_backward(node: fx.Node) -> bool:
-    return node.meta.get("partitioner_tag") == "is_backward"
 
 
 def _operator(node: fx.Node) -> str:
@@ -107,11 +122,11 @@ def order(backward: fx.GraphModule) -> None:
         return
     last, waiting = None, {}
     for node in backward.graph.nodes:
-        if _operator(node) not in _PRODUCTS:
-            continue
-        if node.meta.get("recompute") != RECOMPUTED:
+        maker = node.args[0] if node.target is operator.getitem else node
+        if node.meta.get("recompute") == RECOMPUTED:
+            if _operator(node) in _PRODUCTS and last is not None:
+                waiting[node] = OrderedSet([last])
+        elif _operator(node) in _PRODUCTS or (maker is not node and _operator(maker) in _GRADIENTS):
             last = node
-        elif last is not None:
-            waiting[node] = OrderedSet([last])
     preserve_node_ordering(backward.graph, waiting)
     backward.recompile()
