@@ -34,6 +34,11 @@ from remat.units import gib
 Model = TypeVar("Model", bound=nn.Module)
 OnLarger = Literal["warn", "refuse"]
 
+_COMPILES_ITSELF = (
+    "a planned model compiles its own training forward, and cannot be a part of another's trace: leave fullgraph=True "
+    'out, or compile the model without remat.apply and with backend="remat"'
+)
+
 
 def apply(
     model: Model, plan: Plan | str | os.PathLike[str], *, on_larger: OnLarger = "warn", observe: bool = False
@@ -209,7 +214,7 @@ class PlannedForward:
         self._prepare()
 
 
-@torch._dynamo.disable(recursive=False, reason="a planned model compiles its own training forward")
+@torch._dynamo.disable(recursive=False, reason=_COMPILES_ITSELF)
 def _leave_trace(planned: PlannedForward, args: Any, kwargs: Any) -> Any:
     """Where an outer trace stops. Only this frame is skipped: the compiler that was asked for can still be seen."""
     return _compiled_forward(planned, get_eval_frame_callback(), args, kwargs)
@@ -219,7 +224,7 @@ def _leave_trace(planned: PlannedForward, args: Any, kwargs: Any) -> Any:
 def _compiled_forward(planned: PlannedForward, callback: Any, args: Any, kwargs: Any) -> Any:
     inner = innermost(callback)
     if inner is None:
-        raise UsageError("this forward is traced by something other than torch.compile; take the plan out first.")
+        raise UsageError(f"{_COMPILES_ITSELF}.")
     return planned.run_compiled(inner, args, kwargs)
 
 

@@ -199,6 +199,12 @@ def test_a_compiler_that_would_drop_regions_is_refused(plan: Plan) -> None:
         torch.compile(apply(built(TRANSFORMER), plan), backend="eager")(*batch_of(TRANSFORMER))
 
 
+def test_a_trace_in_one_piece_is_refused(plan: Plan) -> None:
+    run = torch.compile(apply(built(TRANSFORMER), plan), backend="aot_eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r'leave fullgraph=True out.*backend="remat"'):
+        run(*batch_of(TRANSFORMER))
+
+
 class Breaking(nn.Module):
     """One layer, three graph calls; the first two are calls of the same graph."""
 
