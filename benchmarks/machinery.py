@@ -3,7 +3,7 @@
 Chains of operators on tensors of a few numbers, so that kernels take no time. Each chain is run plainly, as a region
 of ours, under `torch.utils.checkpoint` and under torch's selective checkpoint, in turn; what a way costs above the
 plain chain is fitted to `region_us + nodes * node_us` from a short and a long chain. The recomputation itself is part
-of it, the same for all ways. Ratios within one run are what counts: one thread, the fastest of many rounds.
+of it, the same for all ways. Ratios within one run are what counts: one thread, its CPU time, the least of many rounds.
 
     plain     tanh after tanh                  saved   every second node a saved linear
     random    every second node a dropout      nested  four regions in one
@@ -71,7 +71,7 @@ def measured(name: str) -> list[dict[str, Any]]:
 
 
 def above_plain(chains: Ways) -> dict[str, float]:
-    """Time of a forward and backward above the plain chain's, in us."""
+    """CPU time of a forward and backward above the plain chain's, in us."""
     functions = {field.name: step(getattr(chains, field.name)) for field in dataclasses.fields(chains)}
     best = dict.fromkeys(functions, float("inf"))
     for _ in range(ROUNDS):
@@ -81,10 +81,10 @@ def above_plain(chains: Ways) -> dict[str, float]:
 
 
 def time_us(function: Callable[[], None]) -> float:
-    begin = time.perf_counter()
+    begin = time.process_time()
     for _ in range(CALLS):
         function()
-    return (time.perf_counter() - begin) / CALLS * 1e6
+    return (time.process_time() - begin) / CALLS * 1e6
 
 
 def step(chain: Chain) -> Callable[[], None]:
