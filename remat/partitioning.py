@@ -4,7 +4,8 @@ torch's own partitioner does the splitting. What it needs is said here, in its l
 put them on the captured nodes, and tracing has carried them on to operators).
 
 Rule 1  What leaves a region is saved, if backward needs it: a plain node that keeps it must not drag the region's
-        recomputation to an earlier time than the region's own backward.
+        recomputation to an earlier time than the region's own backward. What is only returned or written to module
+        state (a batch normalisation's statistics) is not needed, and would be saved together with what is large.
         A view, or one of several outputs, is then saved with what it is a part of; the partitioner overlooks it
         otherwise.
 Rule 2  In a saved node what allocates is saved. Views and casts are recomputed all the same, as in eager execution.
@@ -70,7 +71,8 @@ def complete_tags(joint: fx.GraphModule) -> None:
             node.meta["recompute"] = RECOMPUTED
     for node in inside:  # Rule 1
         region = node.meta["ac_graph_id"]
-        if any(user not in backward and user.meta.get("ac_graph_id") != region for user in node.users):
+        outside = (n for n in node.users if n not in backward and n.meta.get("ac_graph_id") != region)
+        if any(user.op != "output" and _operator(user) != "copy_" for user in outside):
             _save(node)
 
 

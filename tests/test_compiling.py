@@ -26,6 +26,7 @@ from tests.graphs import DYNAMO_LOOKS_AT_GRAD
 from tests.test_applying import batch_of, built, fresh_dynamo, gradients, loss_of, one_thread, same  # noqa: F401
 from tests.toys import (
     CHOICES,
+    CONVNET,
     CPU,
     TRANSFORMER,
     WORKLOADS,
@@ -117,6 +118,14 @@ def test_backward_computes_again_what_the_plan_says(
         return
     assert recomputed(backwards[0], "addmm") == products
     assert recomputed(backwards[0], "gelu.default") == gelus
+
+
+def test_a_normalisation_is_computed_again_though_its_statistics_leave_the_region(
+    graphs: dict[str, Graph], backwards: list[fx.GraphModule]
+) -> None:
+    model = apply(built(CONVNET), plan_by_hand(graphs["convnet"], every_block(graphs["convnet"])))
+    loss_of(CONVNET, compiled(model), batch_of(CONVNET)).backward()
+    assert recomputed(backwards[0], "batch_norm") == 2 * 3  # two in each of three blocks
 
 
 LARGER = dataclasses.replace(TRANSFORMER, build=lambda: Transformer(layers=6, width=32), batch_size=32)
