@@ -26,7 +26,7 @@ from benchmarks import report
 from remat.rewrite import CallRegion, Counts, RewriteOptions, captured_nodes, rewrite
 
 SHORT, LONG = 8, 40
-ROUNDS, CALLS = 60, 6
+ROUNDS, CALLS = 200, 3
 INNER = 4
 COLUMNS = ["chain", "way", "region_us", "node_us", "of_selective_region", "of_selective_node", "short_us", "long_us"]
 
