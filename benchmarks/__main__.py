@@ -9,7 +9,7 @@ import importlib
 import sys
 
 NAMES = ("commands", "sweep", "main_job", "estimates")
-LONG = ("default_solver", "strategies", "scale", "peers")  # only when named
+LONG = ("default_solver", "strategies", "scale", "peers", "machinery", "compiled")  # only when named
 
 
 def main(names: list[str]) -> None:

@@ -129,11 +129,11 @@ class _Run:
     def plan(self, model: str, share: float) -> dict[str, Any]:
         """A plan by the dynamic program, which needs no OR-tools, run here."""
         found = self.profiles[model]
-        from remat.advice import least_peak_at_most
+        from remat.advice import least_peak_of
         from remat.memory import Memory
 
         most = Memory(found.graph, found.costs.workspace_per_op(found.graph)).peak_without_checkpointing
-        least = least_peak_at_most(found.graph, found.costs)
+        least = least_peak_of(found.graph, found.costs)
         limit = round(least + share * (most - least))
         step = fake_step(_workload(model, self.options.device), self.place)
         profile_step(step, self.place)

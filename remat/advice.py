@@ -29,7 +29,7 @@ from remat.profiling import Place, fake_step
 from remat.record import record
 from remat.sharding import shard
 from remat.solution import Limits
-from remat.solvers import load
+from remat.solvers.least_peak import least_peak
 from remat.space import find_space
 from remat.workload import Workload
 
@@ -40,6 +40,7 @@ CHUNKS = 8  # of the loss
 FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 EIGHT_BIT = ("Adam", "AdamW")
 SOFTMAXES = ("aten._softmax.default", "aten._safe_softmax.default")
+LEAST_PEAK_S = 10.0
 BESIDE_SOFTMAX = 6  # operators between the scores of an attention and its output
 
 
@@ -65,11 +66,10 @@ def advise(workload: Workload, place: Place, loop: Loop, whole: Graph, judge: Ju
     return sorted((lever for lever in found if lever.frees_bytes > 0), key=lambda lever: -lever.frees_bytes)
 
 
-def least_peak_at_most(graph: Graph, costs: Costs) -> int:
-    """A judge: the least peak of the plans that heuristics know; the least of all plans is this or less."""
+def least_peak_of(graph: Graph, costs: Costs) -> int:
+    """A judge: the least peak that any plan of the step has, or one close to it."""
     problem = Problem(graph, costs, find_space(graph), 1)
-    names = ("none", "every-block", "sqrt-n", "chen-greedy")
-    return min(problem.memory.curve(load(name)(problem, Limits()).regions).peak_bytes for name in names)
+    return least_peak(problem, Limits(time_s=LEAST_PEAK_S)).peak_bytes
 
 
 def _changed(workload: Workload, place: Place, loop: Loop, whole: Graph) -> Iterator[tuple[str, Graph]]:

@@ -4,6 +4,9 @@ The model keeps its class, parameters and `state_dict`. Its `forward` becomes a 
 traced by Dynamo and run with the plan's regions, everything else (evaluation, `no_grad`, `generate`) runs the
 original forward. A plan that does not belong to the model raises `PlanMismatch` at the first training forward: a plan
 that silently does nothing would be worse than an error.
+
+Under `torch.compile` the outer trace stops at a training forward, which is then captured as ever, and compiled with
+its regions (`compiling.py`) by the compiler that was asked for.
 """
 
 from __future__ import annotations
@@ -16,18 +19,25 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import fx, nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from remat.capture import GraphCalls, element_count
+from remat.compiling import Backend, CompiledCalls, innermost, require_kept
 from remat.errors import PlanMismatch, UsageError
 from remat.graph import fingerprint
 from remat.plans import Plan
 from remat.record import module_path
-from remat.replay import RewrittenCalls
+from remat.replay import RewrittenCalls, regions_by_call
 from remat.rewrite import Counts, called, captured_nodes
 from remat.units import gib
 
 Model = TypeVar("Model", bound=nn.Module)
 OnLarger = Literal["warn", "refuse"]
+
+_COMPILES_ITSELF = (
+    "a planned model compiles its own training forward, and cannot be a part of another's trace: leave fullgraph=True "
+    'out, or compile the model without remat.apply and with backend="remat"'
+)
 
 
 def apply(
@@ -92,6 +102,7 @@ class PlannedForward:
         self._fitting: dict[int, fx.GraphModule] = {}  # kept, so that an id stays its own
         self._compared_batch = False
         self._graphs: GraphCalls | None = None
+        self._compiled: dict[int, tuple[Backend, GraphCalls]] = {}  # the compiler is kept, so that an id stays its own
 
     @property
     def original(self) -> Any:
@@ -101,15 +112,36 @@ class PlannedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (torch.is_grad_enabled() and self.model.training):
             return self.original(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            return _leave_trace(self, args, kwargs)
         if self._graphs is None:
             self._compare_dtypes(args, kwargs)
             self._graphs = GraphCalls(self.original, self._run_call)
         self._compare_batch(args, kwargs)
-        result = self._graphs(*args, **kwargs)
-        if self._graphs.count != len(self.plan.fingerprints):
+        return self._run(self._graphs, args, kwargs)
+
+    def run_compiled(self, inner: Backend, args: Any, kwargs: Any) -> Any:
+        """A training forward whose graphs are compiled by `inner` with the plan's regions."""
+        if id(inner) not in self._compiled:
+            self._compare_dtypes(args, kwargs)
+            for regions in regions_by_call(self.plan.regions).values():
+                require_kept(regions, inner)
+
+            def compile_call(call: int, graph_module: fx.GraphModule, example_inputs: list[Any]) -> CompiledCalls:
+                self._compare_graph(call, graph_module)
+                found = self.plan.fingerprints[call]
+                return CompiledCalls(self.plan, found, graph_module, example_inputs, inner, self.calls.counts)
+
+            self._compiled[id(inner)] = (inner, GraphCalls(self.original, compile_call=compile_call))
+        self._compare_batch(args, kwargs)
+        return self._run(self._compiled[id(inner)][1], args, kwargs)
+
+    def _run(self, graphs: GraphCalls, args: Any, kwargs: Any) -> Any:
+        result = graphs(*args, **kwargs)
+        if graphs.count != len(self.plan.fingerprints):
             raise PlanMismatch(
                 f"the plan is for a model of {len(self.plan.fingerprints)} graph calls, this forward made "
-                f"{self._graphs.count}; make a plan for this model."
+                f"{graphs.count}; make a plan for this model."
             )
         return result
 
@@ -180,6 +212,20 @@ class PlannedForward:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._prepare()
+
+
+@torch._dynamo.disable(recursive=False, reason=_COMPILES_ITSELF)
+def _leave_trace(planned: PlannedForward, args: Any, kwargs: Any) -> Any:
+    """Where an outer trace stops. Only this frame is skipped: the compiler that was asked for can still be seen."""
+    return _compiled_forward(planned, get_eval_frame_callback(), args, kwargs)
+
+
+@torch._dynamo.disable
+def _compiled_forward(planned: PlannedForward, callback: Any, args: Any, kwargs: Any) -> Any:
+    inner = innermost(callback)
+    if inner is None:
+        raise UsageError(f"{_COMPILES_ITSELF}.")
+    return planned.run_compiled(inner, args, kwargs)
 
 
 def fingerprint_of(graph_module: fx.GraphModule) -> str:

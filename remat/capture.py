@@ -25,7 +25,7 @@ import torch._dynamo
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
-from remat.errors import CaptureError
+from remat.errors import CaptureError, RematError
 
 RECOMPILE_LIMIT = 64
 # Captures of one model class do not count against each other's limit, where this torch can keep them apart.
@@ -41,27 +41,41 @@ class RunCall(Protocol):
     def __call__(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any: ...
 
 
+class CompileCall(Protocol):
+    """Compiles a graph, first seen as call number `call`; the result executes any call of it, given the number."""
+
+    def __call__(self, call: int, graph_module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]: ...
+
+
 class GraphCalls:
-    """A function traced by Dynamo whose graph calls are executed by `run_call`.
+    """A function traced by Dynamo whose graph calls are executed by `run_call`, or by what `compile_call` gave.
 
     count     graph calls of the last call          elements  of the tensors that it was given
 
     Raises `CaptureError` where Dynamo cannot trace at all.
     """
 
-    def __init__(self, function: Callable[..., Any], run_call: RunCall):
+    def __init__(
+        self, function: Callable[..., Any], run_call: RunCall | None = None, compile_call: CompileCall | None = None
+    ):
         self._run_call = run_call
+        self._compile_call = compile_call
         self._compiled = torch.compile(function, backend=self._backend, dynamic=False, **_ISOLATED)
         self.count = 0
         self.elements = 0
 
     def _backend(self, graph_module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         drop_dead_views(graph_module)
+        if self._compile_call is not None:
+            execute = self._compile_call(self.count, graph_module, example_inputs)
+        else:
+            assert self._run_call is not None
+            execute = _interpreted(self._run_call, graph_module)
 
         def run(*args: Any) -> Any:
             call = self.count
             self.count += 1
-            return self._run_call(call, graph_module, args)
+            return execute(call, *args)
 
         return torch._dynamo.disable(run)
 
@@ -74,7 +88,13 @@ class GraphCalls:
             try:
                 return self._compiled(*args, **kwargs)
             except torch._dynamo.exc.TorchDynamoException as error:
+                if isinstance(reason := getattr(error, "inner_exception", None), RematError):
+                    raise reason from error
                 raise CaptureError(f"the model cannot be captured: {_first_line(error)}") from error
+
+
+def _interpreted(run_call: RunCall, graph_module: fx.GraphModule) -> Callable[..., Any]:
+    return lambda call, *args: run_call(call, graph_module, args)
 
 
 def drop_dead_views(graph_module: fx.GraphModule) -> None:

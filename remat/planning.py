@@ -72,6 +72,7 @@ def plan(
     loop: Loop | None = None,
     limits: Limits | None = None,
     solver: Solver | None = None,
+    depth: int = 2,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
     """The plan with the least recomputation whose peak over the whole step stays within `budget`.
@@ -79,6 +80,7 @@ def plan(
     budget, headroom  see `parse_budget`              target  see `profiling.find_place`
     loop              what training does around forward and backward: accumulation, clipping, shards, ...
     solver            any function of `remat.solvers`; the exact one by default
+    depth             how deep regions may nest: 1 for a plan that `torch.compile` can keep
     on_progress       called with (done, total) while costs are measured
 
     Raises Infeasible with the least budget that would do, NoPlanInTime, CaptureError, UsageError.
@@ -87,7 +89,8 @@ def plan(
     limit = parse_budget(budget, headroom, found.target.memory_bytes)
     step = fake_step(workload, found, loop=loop)
     profile = profile_step(step, found, on_progress=on_progress)
-    return plan_profile(profile, limit, limits=limits, solver=solver, step=step)
+    space = find_space(profile.graph, depth=depth)
+    return plan_profile(profile, limit, limits=limits, solver=solver, step=step, space=space)
 
 
 def plan_profile(

@@ -22,16 +22,15 @@ import contextlib
 import dataclasses
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import fx
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from remat.errors import RematError
-from remat.tracker import detached
+from remat.tracker import UnseenMode, detached, is_seeded
 
 _RUNNING = ("running_mean", "running_var")
 _CAST = torch.ops.aten._to_copy.default
@@ -78,16 +77,21 @@ class RegionRun:
 
     replaying  it is being recomputed for its own backward
     again      its nodes run another time: in that recomputation, or in that of the region around it
+
+    A random node whose generator is where the random node before it left it needs no state of its own: in the
+    recomputation that is so again. The generator is put back when the recomputation ends.
     """
 
-    __slots__ = ("_outer", "_saved", "_states", "children", "options", "replaying")
+    __slots__ = ("_before", "_drawn_on", "_outer", "_saved", "_states", "children", "options", "replaying")
 
     def __init__(self, options: RewriteOptions, outer: RegionRun | None = None):
         self.options = options
         self.replaying = False
         self.children: dict[int, RegionRun] = {}
         self._outer = outer
+        self._drawn_on: torch.device | None = None  # whose generator is as the last random node left it
         self._states: dict[int, Any] = {}
+        self._before: dict[torch.device, Any] = {}  # generators as they were when the recomputation began to draw
         self._saved: dict[int, list[Any]] = {}
 
     @property
@@ -95,10 +99,11 @@ class RegionRun:
         return self.replaying or (self._outer is not None and self._outer.again)
 
     def contexts(self) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
-        return contextlib.nullcontext(), _Recomputation(self)
+        return _NOTHING, _Recomputation(self)
 
     def child(self, key: int) -> RegionRun:
         """The execution of inner region `key`; in the recomputation the same one as in forward. (Rule 5)"""
+        self._drawn_on = None
         if key not in self.children:
             self.children[key] = RegionRun(self.options, self)
         return self.children[key]
@@ -106,25 +111,42 @@ class RegionRun:
     def random(self, key: int, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run random node `key`. (Rule 2)"""
         device = _device_of(args, kwargs)
-        if not self.again:
-            self._states[key] = _get_state(device)
+        if device is None:
             return function(*args, **kwargs)
-        before = _get_state(device)
-        _set_state(device, self._states[key])
-        try:
-            return function(*args, **kwargs)
-        finally:
-            _set_state(device, before)
+        if self.again:
+            self._go_back(key, device)
+        elif device != self._drawn_on:
+            self._states[key], self._drawn_on = _get_state(device), device
+        return function(*args, **kwargs)
+
+    def _go_back(self, key: int, device: torch.device) -> None:
+        """Put the generator where it was before random node `key`; `restore` undoes it."""
+        if (state := self._states.get(key)) is None:
+            return
+        run: RegionRun | None = self
+        while run is not None and not run.replaying:
+            run = run._outer
+        assert run is not None
+        if device not in run._before:
+            run._before[device] = _get_state(device)
+        _set_state(device, state)
+
+    def restore(self) -> None:
+        """Put generators back to where they were before the recomputation."""
+        while self._before:
+            _set_state(*self._before.popitem())
 
     def saved(self, key: int, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run saved node `key`, or replay what it gave. (Rule 3)"""
         if not self.replaying:
             if self._outer is not None and not self.again:  # Rule 5
+                self._drawn_on = None
                 return function(*args, **kwargs)
-            outputs: list[Any] = []
-            with _Save(outputs):
+            with _Save() as save:
                 value = function(*args, **kwargs)
-            self._saved[key] = outputs
+            self._saved[key] = save.outputs
+            if save.drawn:
+                self._drawn_on = None
             return value
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         if key not in self._saved:
@@ -137,55 +159,72 @@ class RegionRun:
             return function(*args, **kwargs)
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 class _Recomputation:
     """What `run` is recomputed under; entered once for every backward through the region."""
 
+    __slots__ = ("_context", "_run")
+
     def __init__(self, run: RegionRun):
         self._run = run
-        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> None:
-        self._stack.enter_context(self._run.options.recompute_context())
+        self._context = self._run.options.recompute_context()
+        self._context.__enter__()
         self._run.replaying = True
 
     def __exit__(self, *error: Any) -> None:
         self._run.replaying = False
-        self._stack.close()
+        self._run.restore()
+        self._context.__exit__(*error)
 
 
-class _Save(TorchDispatchMode):
-    """Keeps what every operator allocates, casts aside."""
+class _LeanMode(UnseenMode):
+    """A dispatch mode entered for one node: what `TorchDispatchMode` notes for Dynamo at its borders is left out."""
 
-    def __init__(self, outputs: list[Any]):
-        super().__init__()
-        self._outputs = outputs
+    def __init__(self) -> None:
+        pass
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
+    def __enter__(self) -> Self:
+        torch._C._push_on_torch_dispatch_stack(self)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        torch._C._pop_torch_dispatch_stack(None)
+
+
+class _Save(_LeanMode):
+    """Keeps what every operator allocates, casts aside.
+
+    drawn  whether one may have drawn random numbers
+    """
+
+    def __init__(self) -> None:
+        self.outputs: list[Any] = []
+        self.drawn = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = func(*args, **kwargs) if kwargs else func(*args)
         if _allocates(func):
-            self._outputs.append(detached(out))
+            self.outputs.append(detached(out))
+        self.drawn = self.drawn or is_seeded(func)
         return out
 
 
-class _Replay(TorchDispatchMode):
+class _Replay(_LeanMode):
     """Gives back what `_Save` kept, in order; views and casts run, writes are skipped: the kept value is final."""
 
     def __init__(self, outputs: list[Any]):
-        super().__init__()
         self._outputs = outputs
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.is_mutable:
             return args[0]
-        return detached(self._outputs.pop()) if _allocates(func) else func(*args, **(kwargs or {}))
+        if _allocates(func):
+            return detached(self._outputs.pop())
+        return func(*args, **kwargs) if kwargs else func(*args)
 
 
 _ALLOCATES: dict[Any, bool] = {}
@@ -209,6 +248,8 @@ def _device_of(args: Any, kwargs: Any) -> torch.device | None:
     """The device whose generator a random node uses; None under fake tensors, which draw nothing."""
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
         return None
+    if args and isinstance(args[0], torch.Tensor):
+        return args[0].device
     for leaf in tree_leaves((args, kwargs)):
         if isinstance(leaf, torch.Tensor):
             return leaf.device
@@ -268,7 +309,7 @@ class _Body:
     early_stop: bool
 
     def __call__(self, run: RegionRun, state: tuple[Any, ...], *inputs: Any) -> Any:
-        return self.function(run, *state, *inputs)
+        return self.function.forward(run, *state, *inputs)
 
     def checkpointed(self, run: RegionRun, inputs: tuple[Any, ...]) -> Any:
         return checkpoint(

@@ -41,7 +41,19 @@ class TrackedStorage:
     cast: bool = False
 
 
-class Tracker(TorchDispatchMode):
+class UnseenMode(TorchDispatchMode):
+    """A dispatch mode that Dynamo must not take for a reason to fall back to eager code."""
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+class Tracker(UnseenMode):
     """Numbers operators, and notes for every storage during which of them it is alive.
 
     Only operators that allocate or write are numbered: a view takes neither time nor memory.
@@ -60,15 +72,6 @@ class Tracker(TorchDispatchMode):
         self._kind_index: dict[str, int] = {}
         self._ids: dict[int, int] = {}  # id of the Python storage -> index; entries die with their storage
         self._keep: dict[int, Any] = {}  # finalizers
-
-    # Dynamo must not take this mode for a reason to fall back to eager code.
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        return True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
@@ -246,4 +249,6 @@ def draws_random_numbers(func: Any, args: Any, kwargs: Any) -> bool:
 
 def detached(value: Any) -> Any:
     """`value` with its tensors detached from autograd."""
+    if isinstance(value, torch.Tensor):
+        return value.detach()
     return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, value)

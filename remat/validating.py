@@ -32,7 +32,6 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from remat.applying import apply, planned_forward, remove
@@ -46,6 +45,7 @@ from remat.plans import PlacedRegion, Plan, Region, unplace
 from remat.profiling import Place, Profile, fake_step
 from remat.record import FakeStep, record
 from remat.replay import replay
+from remat.tracker import UnseenMode
 from remat.training import Training, undisturbed
 from remat.units import gib, ms
 from remat.workload import Workload
@@ -408,7 +408,7 @@ def _distance(left: Sequence[torch.Tensor | None], right: Sequence[torch.Tensor 
 # Kernels
 
 
-class Kernels(TorchDispatchMode):
+class Kernels(UnseenMode):
     """Writes down every operator that computes with floating-point numbers, views left out, except while paused.
 
     Integers and booleans are bookkeeping: in eager mode a library may look at its data (is anything padded?)
@@ -419,15 +419,6 @@ class Kernels(TorchDispatchMode):
         super().__init__()
         self.found: list[str] = []
         self._paused = 0
-
-    # Dynamo must not take this mode for a reason to fall back to eager code.
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        return True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

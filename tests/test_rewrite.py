@@ -12,8 +12,10 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import fx, nn
+from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from remat import rewrite as rewriting
 from remat.capture import GraphCalls
 from remat.memory import Memory
 from remat.plans import Region, place
@@ -194,6 +196,42 @@ def test_a_rewritten_graph_reads_as_its_regions() -> None:
         "exp = region_2_2.exp()",
         "return exp",
     ]
+
+
+def dropouts_around(middle: Callable[[torch.Tensor], torch.Tensor]) -> fx.GraphModule:
+    return fx.symbolic_trace(lambda x: F.dropout(middle(F.dropout(x)))).train()
+
+
+@pytest.mark.parametrize(
+    ("middle", "saved", "random", "looked_at"),
+    [
+        pytest.param(F.dropout, (), (0, 1, 2), 2, id="a-run-of-three"),  # before the first; before recomputation
+        pytest.param(torch.tanh, (1,), (0, 2), 2, id="around-a-saved-node"),
+        pytest.param(F.dropout, (1,), (0, 2), 3, id="around-a-saved-random-node"),  # which leaves a gap in the stream
+    ],
+)
+def test_the_generator_is_looked_at_once_for_a_run_of_random_nodes(
+    middle: Any, saved: tuple[int, ...], random: tuple[int, ...], looked_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    state_of = rewriting._get_state
+
+    def look(device: torch.device) -> Any:
+        seen.append(device)
+        return state_of(device)
+
+    monkeypatch.setattr(rewriting, "_get_state", look)
+    source = dropouts_around(middle)
+    region = CallRegion(0, 2, saved=frozenset(saved), random=frozenset(random))
+    found = []
+    for function in (source, rewrite(source, (region,), RewriteOptions(Counts()))):
+        x = torch.ones(64, requires_grad=True)
+        torch.manual_seed(0)
+        function(x).square().sum().backward()
+        assert x.grad is not None
+        found.append((x.grad.tolist(), torch.rand(1).item()))
+    assert found[0] == found[1]
+    assert len(seen) == looked_at
 
 
 def test_a_recomputation_leaves_autocast_as_it_found_it() -> None:

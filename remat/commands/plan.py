@@ -24,6 +24,7 @@ def plan(
     out: Annotated[
         Path | None, typer.Option(help="The plan file.", show_default="NAME.plan.json in this folder")
     ] = None,
+    depth: Annotated[int, typer.Option(min=1, max=2, help="How deep regions may nest; 1 for torch.compile.")] = 2,
     as_json: Json = False,
 ) -> Answer:
     """Find the fastest plan within a memory budget, and write it to a file."""
@@ -35,10 +36,12 @@ def plan(
         limit = budget_for(budget, found.target)
         profile, step = found.record()
         from remat.planning import plan_profile
+        from remat.space import find_space
 
         line.say("solving")
         with headroom_on_top(limit), levers_where_infeasible(found, profile, limit, line):
-            made = plan_profile(profile, limit, limits=search.limits(line), step=step)
+            space = find_space(profile.graph, depth=depth)
+            made = plan_profile(profile, limit, limits=search.limits(line), step=step, space=space)
     path = out or Path(f"{file_name(made.about['workload'])}.plan.json")
     about = {**about_with(found.spec, made.about, path), "headroom_bytes": limit.given_bytes - limit.limit_bytes}
     made = dataclasses.replace(made, about=about)

@@ -158,10 +158,10 @@ def levers_where_infeasible(source: Source, profile: Profile, limit: Budget, lin
         if source.spec is None or source.place is None or source.loop is None or error.minimum_budget_bytes is None:
             raise
         line.say("looking for what would make room")
-        from remat.advice import advise, least_peak_at_most
+        from remat.advice import advise, least_peak_of
 
         whole = profile.whole or profile.graph
-        levers = advise(workload_of(source.spec), source.place, source.loop, whole, least_peak_at_most)
+        levers = advise(workload_of(source.spec), source.place, source.loop, whole, least_peak_of)
         message = f"{error} {_levers_text(levers, limit.limit_bytes)}"
         raise Infeasible(message, error.minimum_budget_bytes, error.breakdown) from error
 

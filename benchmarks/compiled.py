@@ -1,0 +1,151 @@
+"""Compiled: planned steps under torch.compile on the CPU, predicted and measured.
+
+For each workload at test size a plan without nesting, a third of the way from the least feasible budget to what no
+checkpointing needs. Three predictions stand beside the measured peak: the plan's own, for eager execution; that of
+`replay_compiled`, for aot_eager; and, for scale, the untouched step's under the same compiler, measured. Gradients of
+the first step are compared with those of the untouched model under the same compiler and seed: the largest difference
+within a parameter, relative to its largest gradient. Inductor rounds at other places where it fuses otherwise, so how
+far the untouched model's gradients are from the uncompiled model's is given for scale.
+
+`python -m benchmarks compiled:gpt2,resnet50`; a third argument `aot_eager` leaves Inductor out.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks import report
+from remat.allocator import measure_peak
+from remat.applying import apply, counts_of
+from remat.compiling import AOT_EAGER, INDUCTOR
+from remat.models import TEST_SIZES
+from remat.planning import Budget, plan_profile
+from remat.problem import Problem
+from remat.profiling import fake_step, find_place, profile_step
+from remat.record import autocast_context
+from remat.replay_compiled import replay_compiled
+from remat.solution import Limits
+from remat.solvers import cp_sat
+from remat.space import find_space
+from remat.units import MIB
+from remat.workload import Workload
+
+CPU = torch.device("cpu")
+SHARE = 1 / 3
+COLUMNS = [
+    "workload",
+    "compiler",
+    "regions",
+    "budget_mib",
+    "plan_mib",
+    "replay_mib",
+    "measured_mib",
+    "of_plan_percent",
+    "of_replay_percent",
+    "untouched_mib",
+    "gradient_error",
+    "compiler_error",
+    "ready_s",
+    "failure",
+]
+
+
+def main(*arguments: str) -> None:
+    compilers = (AOT_EAGER,) if AOT_EAGER in arguments else (AOT_EAGER, INDUCTOR)
+    rows: list[dict[str, Any]] = []
+    for name in [found for found in arguments if found != AOT_EAGER] or ["gpt2", "resnet50"]:
+        for row in _rows(TEST_SIZES[name](), compilers):
+            rows.append(row)
+            print({key: row[key] for key in COLUMNS if key in row}, flush=True)
+            report.write(report.stem("compiled", CPU), report.provenance(CPU), rows, COLUMNS)  # so far
+
+
+def _rows(workload: Workload, compilers: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    place = find_place("cpu")
+    fake = fake_step(workload, place)
+    profile = profile_step(fake, place)
+    space = find_space(profile.graph, depth=1)
+    problem = Problem(profile.graph, profile.costs, space, 1 << 62)
+    most = problem.memory.peak_without_checkpointing
+    least, _, _ = cp_sat.least_peak(problem.with_budget(most), Limits(time_s=20))
+    budget = int(least + SHARE * (most - least))
+    plan = plan_profile(profile, Budget(budget, budget), step=fake, space=space, limits=Limits(time_s=20))
+    replayed = int(replay_compiled(fake, plan.regions).max())
+    eager = _measured(workload, None, profile.graph.fixed_total, lambda model: None)
+    for compiler in compilers:
+        row: dict[str, Any] = {
+            "workload": f"{workload.name} {workload.batch_size} x {workload.seq_len}",
+            "compiler": compiler,
+            "regions": len(plan.regions),
+            "budget_mib": _mib(budget),
+            "plan_mib": _mib(plan.predicted["peak_bytes"]),
+            "replay_mib": _mib(replayed),
+        }
+        try:
+            untouched = _measured(workload, compiler, profile.graph.fixed_total, lambda model: None)
+            planned = _measured(workload, compiler, profile.graph.fixed_total, lambda model: apply(model, plan))
+            row |= {
+                "measured_mib": _mib(planned["peak"]),
+                "of_plan_percent": round(100 * planned["peak"] / plan.predicted["peak_bytes"], 2),
+                "of_replay_percent": round(100 * planned["peak"] / replayed, 2),
+                "untouched_mib": _mib(untouched["peak"]),
+                "gradient_error": _error(planned["gradients"], untouched["gradients"]),
+                "compiler_error": _error(untouched["gradients"], eager["gradients"]),
+                "ready_s": planned["ready_s"],
+            }
+            assert planned["regions"] == len(plan.regions), "the plan was lost"
+        except Exception as error:  # a row that fails stays in the table
+            row["failure"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+        yield row
+
+
+def _error(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    pairs = zip(found, expected, strict=True)
+    return max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)) for a, b in pairs)
+
+
+def _measured(
+    workload: Workload, compiler: str | None, fixed_bytes: int, prepare: Callable[[nn.Module], object]
+) -> dict[str, Any]:
+    """Peak of a whole step in its steady state, and the gradients of the first one."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = workload.build().train()
+    prepare(model)
+    batch = workload.batch(workload.batch_size, workload.seq_len)
+    assert workload.optimizer is not None
+    optimizer = workload.optimizer(model.parameters())
+    if compiler:
+        model.compile(backend=compiler)
+
+    def forward_and_backward() -> None:
+        torch.manual_seed(1)
+        with autocast_context(CPU, workload.autocast):
+            workload.step(model, batch).backward()
+
+    def step() -> None:
+        forward_and_backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    started = time.monotonic()
+    with torch._inductor.config.patch(fallback_random=True):  # or else Inductor draws its own numbers
+        forward_and_backward()
+        ready_s = round(time.monotonic() - started, 1)
+        gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        regions = 0 if "forward" not in model.__dict__ else counts_of(model).regions
+        optimizer.step()
+        optimizer.zero_grad()
+        gc.collect()
+        peak = fixed_bytes + measure_peak(step, CPU)
+    return {"peak": peak, "gradients": gradients, "ready_s": ready_s, "regions": regions}
+
+
+def _mib(size: int) -> float:
+    return round(size / MIB, 2)
