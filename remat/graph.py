@@ -32,6 +32,7 @@ import numpy as np
 from remat.units import gib
 
 OUTSIDE = -1  # Node.call of what the step computes outside the captured graphs
+CALLED_MODULES = "called_modules"  # key of `Graph.about`: paths of the modules whose forward was called
 
 
 @dataclasses.dataclass(frozen=True)

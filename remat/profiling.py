@@ -104,7 +104,7 @@ def fake_step(workload: Workload, place: Place, *, accumulation: int = 1) -> Fak
     device = place.device or torch.device("cpu")
     if not place.substituted:
         return FakeStep(workload, device=device, accumulation=accumulation)
-    from remat.kernels import substitute, weight_cast_cache
+    from remat.kernels import Untraced, substitute, weight_cast_cache
 
     return FakeStep(
         workload,
@@ -113,6 +113,7 @@ def fake_step(workload: Workload, place: Place, *, accumulation: int = 1) -> Fak
         prepare=functools.partial(substitute, autocast=workload.autocast),
         recompute_context=weight_cast_cache,
         foreach=True,
+        eager_context=Untraced,
     )
 
 

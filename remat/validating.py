@@ -47,10 +47,11 @@ from remat.errors import PlanMismatch, UsageError, ValidationFailed
 from remat.graph import Graph
 from remat.measure import device_name, device_target, measure, physical_memory
 from remat.memory import Memory
-from remat.plans import PlacedRegion, Plan, Region, unplace
+from remat.modules import ModuleCounts, judge_of
+from remat.plans import PlacedRegion, Plan, Region, RegionKind, unplace
 from remat.profiling import Place, Profile, fake_step
 from remat.record import FakeStep, autocast_context, record
-from remat.replay import replay
+from remat.rewrite import Counts
 from remat.tracker import Tracker
 from remat.units import gib, ms
 from remat.workload import Workload
@@ -233,6 +234,7 @@ class _Recorded:
     graph: Graph
     placed: tuple[PlacedRegion, ...]
     regions: tuple[Region, ...]
+    kind: RegionKind
 
 
 class _Sizes:
@@ -251,7 +253,7 @@ class _Sizes:
             graph = record(step, alignment_bytes=self._place.target.alignment_bytes)
             _require_match(self._plan, graph)
             self._known[batch_size] = _Recorded(
-                workload, step, graph, self._plan.regions, unplace(graph, self._plan.regions)
+                workload, step, graph, self._plan.regions, unplace(graph, self._plan.regions), self._plan.regions_are
             )
         return self._known[batch_size]
 
@@ -368,7 +370,7 @@ def _predict(recorded: _Recorded, place: Place, on_progress: Progress | None) ->
     graph = recorded.graph
     costs = measure(graph, place.device, on_progress=on_progress)
     memory = Memory(graph, costs.workspace_per_op(graph))
-    alive = replay(
+    alive = judge_of(recorded.kind)(
         recorded.step,
         recorded.placed,
         alignment_bytes=place.target.alignment_bytes,
@@ -619,6 +621,15 @@ class _Comparison:
     differences: tuple[str, ...]
 
 
+def _observed_nodes(counts: Counts, recorded: _Recorded) -> int:
+    """How many nodes ran again. Modules are counted whole, each as many nodes as early stop leaves of it."""
+    if not isinstance(counts, ModuleCounts):
+        return counts.recomputed_nodes
+    memory = Memory(recorded.graph)
+    regions = zip(recorded.placed, recorded.regions, strict=True)
+    return sum(counts.recomputed[placed.module] * memory.recomputed_nodes([region]) for placed, region in regions)
+
+
 class _Validation:
     """`run` is the planned step that is measured, `compared` the one whose gradients are compared. (Rule 4)"""
 
@@ -746,7 +757,7 @@ class _Validation:
         return _Comparison(
             bool(_distance([expected.loss], [found.loss]).equal),
             distance,
-            counts.recomputed_nodes,
+            _observed_nodes(counts, self.compared),
             kernel_differences(expected.kernels, found.kernels),
         )
 
@@ -758,6 +769,7 @@ class _Validation:
         noise = _distance(expected.gradients, _first_step(training, Kernels()).gradients)
         training.finish()
         training.model.forward = planned
+        planned.install()
         if noise.equal:
             return distance
         self.notes.append(

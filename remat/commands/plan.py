@@ -10,7 +10,7 @@ import typer
 
 from remat.commands import Answer
 from remat.commands.files import about_with, file_name, require_writable
-from remat.commands.options import BudgetOptions, Json, SearchOptions, SourceOptions
+from remat.commands.options import BudgetOptions, Json, Regions, SearchOptions, SourceOptions, region_kind
 from remat.commands.source import budget_for, headroom_on_top, opened
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ def plan(
     budget: BudgetOptions,
     source: SourceOptions,
     search: SearchOptions,
+    regions: Regions = "nodes",
     out: Annotated[
         Path | None, typer.Option(help="The plan file.", show_default="NAME.plan.json in this folder")
     ] = None,
@@ -29,6 +30,7 @@ def plan(
     """Find the fastest plan within a memory budget, and write it to a file."""
     from remat.screen import live_line
 
+    kind = region_kind(regions)
     require_writable(out or Path("new.plan.json"))
     with live_line() as line:
         found = opened(source, line)
@@ -38,7 +40,7 @@ def plan(
 
         line.say("solving")
         with headroom_on_top(limit):
-            made = plan_profile(profile, limit, limits=search.limits(line), step=step)
+            made = plan_profile(profile, limit, limits=search.limits(line), step=step, regions=kind)
     path = out or Path(f"{file_name(made.about['workload'])}.plan.json")
     about = {**about_with(found.spec, made.about, path), "headroom_bytes": limit.given_bytes - limit.limit_bytes}
     made = dataclasses.replace(made, about=about)
@@ -58,6 +60,7 @@ def _answer(plan: Plan, path: Path, *, replayed: bool) -> Answer:
         "predicted": plan.predicted,
         "without_checkpointing": plan.without_checkpointing,
         "solver": plan.solver,
+        "regions_are": plan.regions_are,
         "plan_path": str(path),
     }
     notes = [] if replayed else ["judged by the evaluator alone: a profile has no model to replay the plan on"]
