@@ -98,6 +98,10 @@ def planned_forward(model: nn.Module) -> PlannedForward:
     return planned
 
 
+def has_plan(model: nn.Module) -> bool:
+    return _planned_in(model) is not None
+
+
 def _planned_in(model: nn.Module) -> PlannedForward | None:
     """The planned forward of `model`, itself or under what libraries wrap a forward in."""
     forward = model.__dict__.get("forward")
