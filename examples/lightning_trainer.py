@@ -43,7 +43,7 @@ class Bars(lightning.LightningModule):
 
 def main(arguments: Sequence[str] | None = None) -> tuple[Run, Run]:
     given = options(__doc__).parse_args(arguments)
-    plan = remat.plan(WORKLOAD, budget=given.budget or "20MiB", target=TARGET)
+    plan = remat.plan(WORKLOAD, budget=given.budget or "20MiB", target=TARGET, regions="modules")
     print(plan)
     torch.manual_seed(2)
     bars = TensorDataset(*images(BATCH_SIZE * given.steps))

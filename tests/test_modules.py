@@ -39,6 +39,7 @@ from tests.toys import (
     WORKLOADS,
     ConvNet,
     Transformer,
+    every_block,
     plan_by_hand,
     recorded,
 )
@@ -172,6 +173,24 @@ def test_names_and_class_stay_and_remove_restores(graphs: Any) -> None:
     assert type(model) is ConvNet
     remove(model)
     assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_a_second_plan_of_another_kind_replaces_the_first(graphs: Any) -> None:
+    graph = graphs["transformer"][1]
+    model = apply(apply(built(TRANSFORMER), plan_of(graph)), plan_by_hand(graph, every_block(graph)))
+    assert [path for path, module in model.named_modules() if "forward" in module.__dict__] == [""]
+    found, expected = trained(TRANSFORMER, apply(model, plan_of(graph))), trained(TRANSFORMER, built(TRANSFORMER))
+    assert found[0] == expected[0] and same(found[1], expected[1])
+
+
+def test_a_second_backward_of_one_forward_recomputes_again(graphs: Any) -> None:
+    untouched, model = built(TRANSFORMER), apply(built(TRANSFORMER), plan_of(graphs["transformer"][1]))
+    for each in (untouched, model):
+        torch.manual_seed(1)
+        loss = each(*TRANSFORMER.batch(2, LENGTH))
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert same([p.grad for p in model.parameters()], [p.grad for p in untouched.parameters()])
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])

@@ -48,9 +48,7 @@ class RematCallback(TrainerCallback):
         self.plan = plan_from(plan)
         self.on_larger = on_larger
 
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._apply(args, kwargs["model"])
 
     def on_train_begin(
