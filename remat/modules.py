@@ -17,9 +17,8 @@ import collections
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -27,11 +26,8 @@ from torch.utils.checkpoint import checkpoint
 
 from remat.applying import PlannedForward, dtypes_of
 from remat.errors import PlanMismatch
-from remat.plans import PlacedRegion, RegionKind
-from remat.record import FakeStep
-from remat.replay import replay, with_workspaces
+from remat.plans import PlacedRegion
 from remat.rewrite import Counts
-from remat.tracker import Tracker
 
 _STATISTICS, _COUNTER = ("running_mean", "running_var"), "num_batches_tracked"
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -302,54 +298,3 @@ class PlannedModules(PlannedForward):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "calls": self.calls}
-
-
-# The judge
-
-
-class Judge(Protocol):
-    """What `replay` and `replay_modules` are."""
-
-    def __call__(
-        self,
-        step: FakeStep,
-        regions: Sequence[PlacedRegion],
-        *,
-        alignment_bytes: int = 1,
-        workspace_of: Mapping[tuple[str, str], int] | None = None,
-    ) -> np.ndarray: ...
-
-
-def judge_of(kind: RegionKind) -> Judge:
-    """The executor of regions of `kind`, on fake tensors."""
-    return replay_modules if kind == "modules" else replay
-
-
-def replay_modules(
-    step: FakeStep,
-    regions: Sequence[PlacedRegion],
-    *,
-    alignment_bytes: int = 1,
-    workspace_of: Mapping[tuple[str, str], int] | None = None,
-) -> np.ndarray:
-    """Bytes alive at every operator of the step, run as training will: untraced, its modules under checkpoint.
-
-    Like `replay.replay`, and stricter: Python's local variables hold on to what a traced graph has let go.
-    """
-    tracker = Tracker(alignment_bytes)
-    fixed = sum(step.fix_state(tracker).values())
-    traced, step.model.forward = step.model.forward, step.eager_forward
-    installed = ModuleRegions(step.model, regions)
-    installed.recompute_context = lambda: _both(step.recompute_context or contextlib.nullcontext, step.eager_context)
-    try:
-        step.run(tracker, installed.require_all_entered, lambda: None)
-    finally:
-        installed.remove()
-        step.model.forward = traced
-    return with_workspaces(tracker, workspace_of) + fixed
-
-
-@contextlib.contextmanager
-def _both(outer: Context, inner: Context) -> Iterator[None]:
-    with outer(), inner():
-        yield

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from remat import check
 from remat.errors import Infeasible, NoPlanInTime, UsageError
 from remat.graph import CALLED_MODULES, Graph
+from remat.module_replay import judge_of
 from remat.module_space import pose, space_of
-from remat.modules import judge_of
 from remat.plans import Plan, Region, RegionKind, place
 from remat.problem import Problem
 from remat.profiling import Profile, fake_step, find_place, profile_step

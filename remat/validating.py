@@ -47,7 +47,8 @@ from remat.errors import PlanMismatch, UsageError, ValidationFailed
 from remat.graph import Graph
 from remat.measure import device_name, device_target, measure, physical_memory
 from remat.memory import Memory
-from remat.modules import ModuleCounts, judge_of
+from remat.module_replay import judge_of
+from remat.modules import ModuleCounts
 from remat.plans import PlacedRegion, Plan, Region, RegionKind, unplace
 from remat.profiling import Place, Profile, fake_step
 from remat.record import FakeStep, autocast_context, record

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from remat.modules import judge_of
+from remat.module_replay import judge_of
 from remat.plans import Plan
 from remat.record import FakeStep
 from tests.distributed_steps import SCENARIOS, WIDE, WIDE_BF16, Found, run

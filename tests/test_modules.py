@@ -20,8 +20,9 @@ from remat.costs import estimate
 from remat.errors import Infeasible, PlanMismatch, UsageError
 from remat.graph import Graph
 from remat.memory import Memory
+from remat.module_replay import replay_modules
 from remat.module_space import Module, find_module_space, pose
-from remat.modules import ModuleCounts, PlannedModules, replay_modules
+from remat.modules import ModuleCounts, PlannedModules
 from remat.planning import Budget, plan_profile
 from remat.plans import Plan, Region, place
 from remat.profiling import Profile, fake_step
