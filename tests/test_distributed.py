@@ -73,7 +73,9 @@ def test_losses_and_gradients_are_bitwise_those_without_a_plan(scenario: str, ra
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_the_plan_runs_on_both_ranks(scenario: str, found: Any) -> None:
-    assert [found[rank][scenario][1].regions for rank in RANKS] == [3 * LAYERS] * len(RANKS)  # three steps
+    for rank in RANKS:
+        planned = found[rank][scenario][1]
+        assert planned.regions == planned.steps * LAYERS
 
 
 def test_the_ranks_reduced_their_gradients(found: Any) -> None:
@@ -98,7 +100,7 @@ def test_with_gradients_as_views_of_the_buckets_the_peak_is_lower(found: Any, pr
 
 @pytest.mark.parametrize("rank", RANKS)
 def test_under_fully_shard_the_plan_saves_what_it_says(rank: int, found: Any, predicted: Any) -> None:
-    """Gathered parameters come on top: those of up to three layers, one computing, one before it, one let go."""
+    """To the precision of what can be measured here: gathered parameters of up to three layers come on top."""
     untouched, planned = found[rank]["fsdp2 modules"]
     layer = sum(p.numel() * p.element_size() for p in WIDE.build().layers[0].parameters())  # type: ignore[union-attr,index]
     assert planned.peak_bytes <= predicted["modules"] + 3 * layer
