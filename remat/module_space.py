@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 
 from remat.costs import Costs
+from remat.errors import UsageError
 from remat.graph import CALLED_MODULES, Graph
 from remat.plans import RegionKind
 from remat.problem import Problem
@@ -43,7 +44,12 @@ def space_of(graph: Graph, kind: RegionKind) -> Space:
 
 
 def find_module_space(graph: Graph) -> Space:
-    """Regions are modules; the smallest ones are left out where there would be too many segments."""
+    """Regions are modules; the smallest ones are left out where there would be too many segments.
+
+    Raises UsageError for a graph out of an older profile, which does not name the modules that were called.
+    """
+    if CALLED_MODULES not in graph.about:
+        raise UsageError("this profile does not say which modules were called; make it again with `remat profile`.")
     modules = eligible_modules(graph)
     depths = sorted({path.count(".") for _, _, path in modules}, reverse=True)
     cuts = _cuts(graph, modules)

@@ -292,6 +292,12 @@ def test_what_runs_twice_or_must_happen_once_is_no_region() -> None:
     assert [path for _, _, path in space.modules or ()] == ["once"]
 
 
+def test_a_profile_that_names_no_modules_is_refused() -> None:
+    graph = dataclasses.replace(recorded(CONVNET)[1], about={})
+    with pytest.raises(UsageError, match="make it again with `remat profile`"):
+        find_module_space(graph)
+
+
 def test_modules_within_modules_are_all_candidates() -> None:
     graph = recorded(CONVNET)[1]
     paths = [path for _, _, path in find_module_space(graph).modules or ()]
