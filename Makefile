@@ -47,7 +47,7 @@ TYPED := .mypy_cache/layout
 .PHONY: types
 types: $(DEV_STAMP) ## mypy: the package and its tests
 	@rm -rf $(TYPED) && mkdir -p $(TYPED)/remat
-	@ln -s "$(CURDIR)"/remat/*.py "$(CURDIR)/remat/commands" "$(CURDIR)/solvers" "$(CURDIR)/models" $(TYPED)/remat
+	@ln -s "$(CURDIR)"/remat/*.py "$(CURDIR)"/remat/{commands,integrations} "$(CURDIR)/solvers" "$(CURDIR)/models" $(TYPED)/remat
 	@ln -s "$(CURDIR)/tests" $(TYPED)/tests
 	@set -o pipefail; cd $(TYPED) && "$(CURDIR)/$(BIN)/mypy" --config-file "$(CURDIR)/pyproject.toml" --cache-dir "$(CURDIR)/.mypy_cache" \
 		remat tests | sed -E 's,^remat/(solvers|models)/,\1/,'
@@ -69,7 +69,7 @@ $(USER_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 $(DEV_STAMP): pyproject.toml constraints.txt | $(BIN)/python
-	$(INSTALL) -e ".[models,plots,dev]"
+	$(INSTALL) -e ".[models,plots,frameworks,dev]"
 	@touch $(USER_STAMP) $@
 
 $(BIN)/python:

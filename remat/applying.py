@@ -12,7 +12,9 @@ its regions (`compiling.py`) by the compiler that was asked for.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
@@ -58,18 +60,38 @@ def apply(
     if not isinstance(plan, Plan):
         plan = Plan.load(plan)
     remove(model)
-    model.forward = PlannedForward(model, plan, on_larger, observe)
+    planned = _executor(plan)(model, plan, on_larger, observe)
+    planned.install()
+    model.forward = planned
     return model
 
 
+def _executor(plan: Plan) -> type[PlannedForward]:
+    if plan.regions_are == "nodes":
+        return PlannedForward
+    from remat.modules import PlannedModules
+
+    return PlannedModules
+
+
 def remove(model: Model) -> Model:
-    """Take the plan out of `model`, in place; does nothing where there is none."""
-    planned = model.__dict__.get("forward")
-    if isinstance(planned, PlannedForward):
-        if planned.replaced is None:
-            del model.__dict__["forward"]
-        else:
-            model.forward = planned.replaced
+    """Take the plan out of `model`, in place; does nothing where there is none.
+
+    Raises UsageError where something else, such as `accelerator.prepare`, was put around the plan.
+    """
+    planned = _planned_in(model)
+    if planned is None:
+        return model
+    if model.__dict__["forward"] is not planned:
+        raise UsageError(
+            "the forward of this model was wrapped after a plan was applied to it; apply and remove plans before "
+            "the model is prepared."
+        )
+    planned.take_out()
+    if planned.replaced is None:
+        del model.__dict__["forward"]
+    else:
+        model.forward = planned.replaced
     return model
 
 
@@ -80,10 +102,22 @@ def counts_of(model: nn.Module) -> Counts:
 
 def planned_forward(model: nn.Module) -> PlannedForward:
     """The forward that `apply` gave to `model`; raises UsageError where there is no plan."""
-    planned = model.__dict__.get("forward")
-    if not isinstance(planned, PlannedForward):
+    planned = _planned_in(model)
+    if planned is None:
         raise UsageError("no plan is applied to this model.")
     return planned
+
+
+def has_plan(model: nn.Module) -> bool:
+    return _planned_in(model) is not None
+
+
+def _planned_in(model: nn.Module) -> PlannedForward | None:
+    """The planned forward of `model`, itself or under what libraries wrap a forward in."""
+    forward = model.__dict__.get("forward")
+    while forward is not None and not isinstance(forward, PlannedForward):
+        forward = getattr(forward, "planned", None) or getattr(forward, "__wrapped__", None)
+    return forward
 
 
 class PlannedForward:
@@ -97,6 +131,12 @@ class PlannedForward:
         self.replaced = model.__dict__.get("forward")
         self._prepare()
 
+    def install(self) -> None:
+        """Change what else must change in the model, for executors that do."""
+
+    def take_out(self) -> None:
+        """Undo `install`."""
+
     def _prepare(self) -> None:
         self.calls = RewrittenCalls(self.plan.regions, observe=self.observe)
         self._fitting: dict[int, fx.GraphModule] = {}  # kept, so that an id stays its own
@@ -109,13 +149,27 @@ class PlannedForward:
         """The forward without the plan."""
         return self.replaced or type(self.model).forward.__get__(self.model)
 
+    # What libraries ask a forward: which arguments it takes, and its function without the model, to wrap and rebind.
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.original)
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self(*args, **kwargs)
+
+        forward.planned = self  # type: ignore[attr-defined]
+        return forward
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (torch.is_grad_enabled() and self.model.training):
             return self.original(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
             return _leave_trace(self, args, kwargs)
         if self._graphs is None:
-            self._compare_dtypes(args, kwargs)
+            self._compare_model()
             self._graphs = GraphCalls(self.original, self._run_call)
         self._compare_batch(args, kwargs)
         return self._run(self._graphs, args, kwargs)
@@ -123,7 +177,7 @@ class PlannedForward:
     def run_compiled(self, inner: Backend, args: Any, kwargs: Any) -> Any:
         """A training forward whose graphs are compiled by `inner` with the plan's regions."""
         if id(inner) not in self._compiled:
-            self._compare_dtypes(args, kwargs)
+            self._compare_model()
             for regions in regions_by_call(self.plan.regions).values():
                 require_kept(regions, inner)
 
@@ -166,6 +220,19 @@ class PlannedForward:
 
     # What the plan is compared with
 
+    def _compare_model(self) -> None:
+        self._refuse_sharded()
+        self._compare_parameters(self.model)
+        self._compare_autocast()
+
+    def _refuse_sharded(self) -> None:
+        fsdp = sys.modules.get("torch.distributed.fsdp")
+        if fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in self.model.modules()):
+            raise PlanMismatch(
+                "this model is sharded by fully_shard, whose hooks the regions of this plan would run past; "
+                "plan with --regions modules."
+            )
+
     def _compare_graph(self, call: int, graph_module: fx.GraphModule) -> None:
         planned = self.plan.fingerprints
         if call >= len(planned) or fingerprint_of(graph_module) != planned[call]:
@@ -174,11 +241,13 @@ class PlannedForward:
                 f"(graph call {call}, {len(captured_nodes(graph_module))} nodes); make a plan for this model."
             )
 
-    def _compare_dtypes(self, args: Any, kwargs: Any) -> None:
+    def _compare_parameters(self, model: nn.Module) -> None:
+        found, planned = dtypes_of(model), self.plan.about["parameter_dtypes"]
+        if found != planned:
+            raise PlanMismatch(f"the plan is for parameters of {planned}, this model has {found}.")
+
+    def _compare_autocast(self) -> None:
         about = self.plan.about
-        found = sorted({_name(p.dtype) for p in self.model.parameters()})
-        if found != about["parameter_dtypes"]:
-            raise PlanMismatch(f"the plan is for parameters of {about['parameter_dtypes']}, this model has {found}.")
         device = next((p.device.type for p in self.model.parameters()), "cpu")
         enabled = torch.is_autocast_enabled(device)
         autocast = _name(torch.get_autocast_dtype(device)) if enabled else None
@@ -235,6 +304,10 @@ def fingerprint_of(graph_module: fx.GraphModule) -> str:
     return fingerprint(
         (called(n), module_path(n), sorted({ordinal[i] for i in n.all_input_nodes if i in ordinal})) for n in nodes
     )
+
+
+def dtypes_of(model: nn.Module) -> list[str]:
+    return sorted({_name(p.dtype) for p in model.parameters()})
 
 
 def _name(dtype: torch.dtype) -> str:

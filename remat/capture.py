@@ -116,9 +116,12 @@ def element_count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 @contextlib.contextmanager
 def dynamo_settings() -> Iterator[None]:
-    """Fail loudly instead of falling back to eager, and allow as many batch shapes as training may bring."""
+    """Fail loudly instead of falling back to eager, and allow as many batch shapes as training may bring.
+
+    Inside DistributedDataParallel Dynamo would cut every graph at the borders of gradient buckets: no plan would fit.
+    """
     with torch._dynamo.config.patch(
-        recompile_limit=RECOMPILE_LIMIT, fail_on_recompile_limit_hit=True, suppress_errors=False
+        recompile_limit=RECOMPILE_LIMIT, fail_on_recompile_limit_hit=True, suppress_errors=False, optimize_ddp=False
     ):
         yield
 

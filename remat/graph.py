@@ -33,6 +33,7 @@ from remat.units import gib
 
 OPTIMIZER_STATE = "optimizer state"  # in `Graph.fixed_bytes`: what the first step lacks
 OUTSIDE = -1  # Node.call of what the step computes outside the captured graphs
+CALLED_MODULES = "called_modules"  # key of `Graph.about`: paths of the modules whose forward was called
 
 
 @dataclasses.dataclass(frozen=True)

@@ -124,6 +124,21 @@ class _Inside(TorchFunctionMode):
         return run(func, self.device, args, kwargs or {})
 
 
+class Untraced(TorchFunctionMode):
+    """Applies the table to an untraced forward, whose autocast is what `torch.autocast("cpu", ...)` says."""
+
+    def __init__(self, *, cudnn_attention: bool = False) -> None:
+        super().__init__()
+        self.cudnn_attention = cudnn_attention
+
+    def __torch_function__(self, func: Call, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        if not _differs(func, autocast):
+            return func(*args, **(kwargs or {}))
+        with torch.autocast("cpu", enabled=False):
+            return run(func, Device(autocast, self.cudnn_attention), args, kwargs or {})
+
+
 # ---- casts -----------------------------------------------------------------------------------------------
 
 

@@ -13,17 +13,18 @@ from typing import TYPE_CHECKING, Any
 from remat import check
 from remat.breakdown import at_peak
 from remat.errors import Infeasible, NoPlanInTime, UsageError
-from remat.graph import Graph
+from remat.graph import CALLED_MODULES, Graph
 from remat.loop import Loop
 from remat.memory import Memory
-from remat.plans import Plan, Region, place
+from remat.module_replay import judge_of
+from remat.module_space import pose, space_of
+from remat.plans import Plan, Region, RegionKind, place
 from remat.problem import Problem
 from remat.profiling import Profile, fake_step, find_place, profile_step
 from remat.record import FakeStep
-from remat.replay import replay
 from remat.solution import Limits, Solution
 from remat.solvers import Solver, load
-from remat.space import Space, find_space
+from remat.space import DEPTH, Space
 from remat.units import gib, parse_bytes
 from remat.workload import Workload
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from remat.solvers.least_peak import LeastPeak
 
 AUTO_HEADROOM = "10%"
+MOST_TRIES = 5
+MODULES_PATIENCE_S = 15.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +75,8 @@ def plan(
     loop: Loop | None = None,
     limits: Limits | None = None,
     solver: Solver | None = None,
-    depth: int = 2,
+    regions: RegionKind = "nodes",
+    depth: int = DEPTH,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
     """The plan with the least recomputation whose peak over the whole step stays within `budget`.
@@ -80,7 +84,8 @@ def plan(
     budget, headroom  see `parse_budget`              target  see `profiling.find_place`
     loop              what training does around forward and backward: accumulation, clipping, shards, ...
     solver            any function of `remat.solvers`; the exact one by default
-    depth             how deep regions may nest: 1 for a plan that `torch.compile` can keep
+    regions           "modules" for regions that are whole modules, as sharding with FSDP2 needs them
+    depth             how deep regions of nodes may nest: 1 for a plan that `torch.compile` can keep
     on_progress       called with (done, total) while costs are measured
 
     Raises Infeasible with the least budget that would do, NoPlanInTime, CaptureError, UsageError.
@@ -89,7 +94,7 @@ def plan(
     limit = parse_budget(budget, headroom, found.target.memory_bytes)
     step = fake_step(workload, found, loop=loop)
     profile = profile_step(step, found, on_progress=on_progress)
-    space = find_space(profile.graph, depth=depth)
+    space = space_of(profile.graph, regions, depth)
     return plan_profile(profile, limit, limits=limits, solver=solver, step=step, space=space)
 
 
@@ -103,9 +108,50 @@ def plan_profile(
     space: Space | None = None,
 ) -> Plan:
     """`plan` from a profile. With `step`, the plan is also replayed; without, the evaluator alone judges it."""
-    problem = Problem(profile.graph, profile.costs, space or find_space(profile.graph), budget.limit_bytes)
-    solution = solve_within(problem, limits or Limits(), solver or load("exact"), step, profile)
+    space = space or space_of(profile.graph, "nodes")
+    problem = pose(profile.graph, profile.costs, space, budget.limit_bytes)
+    limits, solver = limits or Limits(), solver or load("exact")
+    if space.kind == "modules":  # a proof may take long (see the decision note)
+        limits = dataclasses.replace(limits, time_s=limits.time_s or MODULES_PATIENCE_S)
+        if step is not None:
+            return _plan_modules(problem, limits, solver, step, profile)
+    solution = solve_within(problem, limits, solver, step, profile)
     return assemble(problem, solution, profile, replayed=step is not None)
+
+
+def _plan_modules(problem: Problem, limits: Limits, solver: Solver, step: FakeStep, profile: Profile) -> Plan:
+    """The plan for regions that are modules, whose peak is that of the replay.
+
+    The evaluator speaks of the traced graph. An untraced forward may need more, with or without a plan: its local
+    variables hold on to what the graph has let go. By as much as the replay is over, the evaluator is asked for less.
+    """
+    asked, first = problem, None
+    for _ in range(MOST_TRIES):
+        try:
+            solution = solve_within(asked, limits, solver, None, profile)
+        except Infeasible as error:
+            if (more := problem.budget_bytes - asked.budget_bytes) == 0 or error.minimum_budget_bytes is None:
+                raise
+            raise Infeasible(
+                f"budget {gib(problem.budget_bytes)} is too small: untraced, the modules need {gib(more)} more than "
+                f"their graph, for which {error}",
+                error.minimum_budget_bytes + more,
+                error.breakdown,
+            ) from None
+        first = first or solution
+        numbers = problem.graph.fixed_bytes.get("numbers", 0)  # a replay does not see them
+        peak = replay_peak(step, problem, solution.regions, profile) + numbers
+        if peak <= problem.budget_bytes:
+            status = solution.status if solution is first else "feasible"
+            judged = dataclasses.replace(solution, status=status, bound_us=min(first.bound_us, solution.objective_us))
+            plan = assemble(problem, judged, profile, replayed=True)
+            return dataclasses.replace(plan, predicted={**plan.predicted, "peak_bytes": peak})
+        more = peak - problem.memory.curve(solution.regions).peak_bytes
+        excess = peak - problem.budget_bytes
+        asked = problem.with_budget(min(problem.budget_bytes - more, asked.budget_bytes - excess))
+    raise NoPlanInTime(
+        f"no plan of modules within {gib(problem.budget_bytes)} was found in {MOST_TRIES} tries; raise the budget."
+    )
 
 
 def solve_within(problem: Problem, limits: Limits, solver: Solver, step: FakeStep | None, profile: Profile) -> Solution:
@@ -137,9 +183,9 @@ def replay_peak(step: FakeStep, problem: Problem, regions: tuple[Region, ...], p
     A replay has every state whole. Of one rank's share it tells by how much the evaluator was wrong for the whole.
     """
     peak = int(
-        replay(
+        judge_of(problem.space.kind)(
             step,
-            place(problem.graph, regions),
+            place(problem.graph, regions, problem.space.modules),
             alignment_bytes=profile.target.alignment_bytes,
             workspace_of=profile.workspace_of(),
         ).max()
@@ -199,9 +245,9 @@ def assemble(problem: Problem, solution: Solution, profile: Profile, *, replayed
         "judged_by": "replay" if replayed else "evaluator",
     }
     return Plan(
-        regions=place(graph, solution.regions),
+        regions=place(graph, solution.regions, problem.space.modules),
         fingerprints=graph.fingerprints,
-        about=graph.about,
+        about={name: value for name, value in graph.about.items() if name != CALLED_MODULES},
         target=profile.target.name,
         costs=profile.costs.source,
         budget_bytes=problem.budget_bytes,
@@ -216,4 +262,5 @@ def assemble(problem: Problem, solution: Solution, profile: Profile, *, replayed
             "wall_s": round(solution.wall_s, 3),
         },
         space=problem.space.about(),
+        regions_are=problem.space.kind,
     )

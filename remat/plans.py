@@ -10,8 +10,9 @@ import dataclasses
 import json
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from remat.errors import UsageError
 from remat.graph import OUTSIDE, Graph
@@ -19,6 +20,8 @@ from remat.units import gib, ms
 
 FORMAT = "remat-plan"
 VERSION = 1
+RegionKind = Literal["nodes", "modules"]
+REGION_KINDS: tuple[RegionKind, ...] = ("nodes", "modules")
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -55,6 +58,7 @@ class PlacedRegion:
     saved   nodes whose outputs are kept
     random  nodes that draw random numbers: recomputed with the generator state that they had in forward
     once    nodes that update module state: not done again when recomputed
+    module  path of the module whose forward the region is, "" where it is a run of nodes
     """
 
     first: NodeRef
@@ -63,6 +67,7 @@ class PlacedRegion:
     random: tuple[NodeRef, ...] = ()
     once: tuple[NodeRef, ...] = ()
     inner: tuple[PlacedRegion, ...] = ()
+    module: str = ""
 
     @property
     def call(self) -> int:
@@ -82,6 +87,7 @@ class Plan:
     budget_bytes  limit on the peak of the step     predicted     peak_bytes, step_time_us, recompute_time_us, ...
     solver        name, status, objective_us, bound_us, gap, wall_s
     space         what "optimal" ranges over: cuts, nesting depth, saves
+    regions_are   what executes them: "nodes" of the captured graph, or the forward of whole "modules"
     """
 
     regions: tuple[PlacedRegion, ...]
@@ -94,6 +100,7 @@ class Plan:
     without_checkpointing: dict[str, Any]
     solver: dict[str, Any]
     space: dict[str, Any]
+    regions_are: RegionKind = "nodes"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan file atomically: a reader sees the old file or the new one."""
@@ -111,7 +118,8 @@ class Plan:
     @staticmethod
     def from_json(data: dict[str, Any], where: str = "plan") -> Plan:
         try:
-            fields = {field.name: data[field.name] for field in dataclasses.fields(Plan)}
+            fields = {field.name: data[field.name] for field in dataclasses.fields(Plan) if field.name != "regions_are"}
+            fields["regions_are"] = _kind_from_json(data)
             fields["regions"] = tuple(_region_from_json(row) for row in fields["regions"])
             fields["fingerprints"] = tuple(fields["fingerprints"])
             return Plan(**fields)
@@ -139,8 +147,11 @@ class Plan:
         )
 
 
-def place(graph: Graph, regions: tuple[Region, ...]) -> tuple[PlacedRegion, ...]:
-    """`regions` by reference, as the plan file holds them."""
+def place(
+    graph: Graph, regions: tuple[Region, ...], modules: Sequence[tuple[int, int, str]] | None = None
+) -> tuple[PlacedRegion, ...]:
+    """`regions` by reference, as the plan file holds them; `modules` as in `Space`."""
+    path_of = {(first, end): path for first, end, path in modules or ()}
     ordinals: dict[int, int] = {}
     refs = []
     for node in graph.nodes:
@@ -159,6 +170,7 @@ def place(graph: Graph, regions: tuple[Region, ...]) -> tuple[PlacedRegion, ...]
             random=tuple(refs[v] for v in inside if graph.nodes[v].random and v not in region.saved),
             once=tuple(refs[v] for v in inside if graph.nodes[v].effect),
             inner=tuple(map(placed, region.inner)),
+            module=path_of.get((region.first, region.end), ""),
         )
 
     return tuple(placed(region) for region in regions)
@@ -195,7 +207,16 @@ def _region_from_json(row: dict[str, Any]) -> PlacedRegion:
         random=refs("random"),
         once=refs("once"),
         inner=tuple(_region_from_json(inner) for inner in row["inner"]),
+        module=str(row.get("module", "")),
     )
+
+
+def _kind_from_json(data: dict[str, Any]) -> RegionKind:
+    """What the regions are; files from before there was a choice say nothing."""
+    found = data.get("regions_are", "nodes")
+    if found not in REGION_KINDS:
+        raise ValueError(f"regions are {found!r}")
+    return REGION_KINDS[REGION_KINDS.index(found)]
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -110,7 +110,7 @@ def fake_step(workload: Workload, place: Place, *, loop: Loop | None = None) -> 
     device = place.device or torch.device("cpu")
     if not place.substituted:
         return FakeStep(workload, device=device, loop=loop)
-    from remat.kernels import substitute, weight_cast_cache
+    from remat.kernels import Untraced, substitute, weight_cast_cache
 
     return FakeStep(
         workload,
@@ -119,6 +119,7 @@ def fake_step(workload: Workload, place: Place, *, loop: Loop | None = None) -> 
         prepare=functools.partial(substitute, autocast=workload.autocast),
         recompute_context=weight_cast_cache,
         foreach=True,
+        eager_context=Untraced,
     )
 
 

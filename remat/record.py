@@ -28,9 +28,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils._pytree import tree_leaves
 
-from remat.capture import GraphCalls, fake_model
+from remat.capture import GraphCalls, eager_attention_masks, fake_model
 from remat.errors import CaptureError, RematError
-from remat.graph import OPTIMIZER_STATE, OUTSIDE, Graph, Node, Packs, Parameter, Storages
+from remat.graph import CALLED_MODULES, OPTIMIZER_STATE, OUTSIDE, Graph, Node, Packs, Parameter, Storages
 from remat.loop import Loop
 from remat.rewrite import as_function, bracket_of, called, captured_nodes, replace_target
 from remat.tracker import FIXED, Tracker, draws_random_numbers
@@ -80,6 +80,7 @@ class FakeStep:
     recompute_context  what forward and recomputations run under where kernels are substituted: the emulated cache
                of weight casts
     foreach    let optimizers use their foreach form, as they do by themselves on a GPU
+    eager_context  what the model's own, untraced forward runs under, for the same kernels as `prepare` gives
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class FakeStep:
         prepare: Callable[[fx.GraphModule], None] | None = None,
         recompute_context: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
         foreach: bool = False,
+        eager_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ):
         self.workload = workload
         self.device = device
@@ -99,6 +101,7 @@ class FakeStep:
         self._prepare = prepare
         self._prepared: dict[int, fx.GraphModule] = {}
         self.recompute_context = recompute_context
+        self.eager_context = eager_context
         self.model = fake_model(workload.build, self.mode, device)
         with self.mode, torch.device(device):
             self.batch = workload.batch(workload.batch_size, workload.seq_len)
@@ -161,6 +164,11 @@ class FakeStep:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise CaptureError(f"`step` of {self.workload.name!r} must return a scalar loss that requires grad.")
         return loss
+
+    def eager_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward, untraced."""
+        with self.eager_context(), eager_attention_masks(args, kwargs):
+            return self._forward(*args, **kwargs)
 
     def warm_up(self, alignment_bytes: int = 1) -> int:
         """Capture, and bring the optimizer and the gradients to their steady state.
@@ -240,7 +248,7 @@ def record(step: FakeStep, *, alignment_bytes: int = 1) -> Graph:
     step.run_call = _run_plainly
     if recorder.numbers and step.device.type == "cpu" and alignment_bytes == 1:  # elsewhere they are not on the device
         fixed["numbers"] = NUMBER_BYTES * recorder.numbers
-    graph = recorder.graph(fixed, _about(step))
+    graph = recorder.graph(fixed, {**_about(step), CALLED_MODULES: list(recorder.modules)})
     return dataclasses.replace(
         graph, parameters=tuple(recorder.parameters_of(step)), first_step_bytes=before + first_step_rise
     )
@@ -280,6 +288,7 @@ class _Recorder(Tracker):
         self._sequence_after = 0
         self._open = 0
         self.numbers = 0
+        self.modules: dict[str, None] = {}  # paths of those that are called, in order
         self._forward_end = self._backward_end = -1
         self._gradients: tuple[int, ...] = ()
         self._gradient_of: dict[str, int] = {}
@@ -287,6 +296,7 @@ class _Recorder(Tracker):
     # Nodes
 
     def run_call(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
+        self.modules.update((path, None) for node in captured_nodes(graph_module) for path in module_paths(node))
         return _instrumented(graph_module, self, call)(*args)
 
     def begin(
@@ -542,9 +552,13 @@ def _recorded(node: fx.Node, function: Callable[..., Any], recorder: _Recorder, 
 
 def module_path(node: fx.Node) -> str:
     """Path of the module that `node` runs in, as `named_modules` gives it; "" for the model itself."""
+    return next(reversed(module_paths(node)), "")
+
+
+def module_paths(node: fx.Node) -> list[str]:
+    """Paths of the modules whose calls `node` runs in, from the outermost."""
     stack = node.meta.get("nn_module_stack") or {}
-    path = str(next(reversed(stack.values()))[0]) if stack else ""
-    return _OWNER.sub("", path)
+    return [_OWNER.sub("", str(path)) for path, *_ in stack.values()]
 
 
 def _effect(node: fx.Node) -> str:

@@ -82,7 +82,12 @@ def replay(
         step.run(tracker, _nothing, _nothing)
     finally:
         step.run_call = run_call
-    alive = tracker.alive() + fixed
+    return with_workspaces(tracker, workspace_of) + fixed
+
+
+def with_workspaces(tracker: Tracker, workspace_of: Mapping[tuple[str, str], int] | None) -> np.ndarray:
+    """Bytes alive at every operator that `tracker` has seen, kernels' own included."""
+    alive = tracker.alive()
     if workspace_of:
         kinds = ((kind.name, json.dumps(kind.signature)) for kind in tracker.kinds.values())
         per_kind = np.array([workspace_of.get(kind, 0) for kind in kinds], dtype=np.int64)

@@ -97,6 +97,7 @@ def _decision(plan: Plan) -> list[tuple[str, ...]]:
     predicted, solver = plan.predicted, plan.solver
     nested = sum(bool(region.inner) for region in plan.regions)
     does = [
+        *(["whole modules"] if plan.regions_are == "modules" else []),
         *([f"{nested} nested"] if nested else []),
         f"{_count(predicted['recomputed_nodes'], 'node')} recomputed",
         f"{_count(sum(map(_saves, plan.regions)), 'output')} saved",
@@ -169,6 +170,8 @@ def _region_lines(region: PlacedRegion, title: str, indent: str) -> list[str]:
 def _span(region: PlacedRegion) -> str:
     first, last = _place_of(region.first), _place_of(region.last)
     call = f"call {region.call}: " if region.call else ""
+    if region.module:
+        return f"{call}{region.module} (module)"
     return call + (first if first == last else f"{first} .. {last}")
 
 

@@ -21,7 +21,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from remat.graph import OUTSIDE, Graph, block_of
+from remat.plans import RegionKind
 
+DEPTH = 2  # of nesting
 LONG_LIFE = 0.3  # of the nodes
 MANY_LAYERS = 3
 MOST_SEGMENTS = 200
@@ -45,17 +47,26 @@ class Space:
     """Segments in order, covering all nodes; `saveable` nodes; how deep regions may nest, and how long one may be.
 
     longest  segments in a region, at most
+    modules  where regions are modules: (first node, end, path) of each module that may be one, and nothing else may;
+             see `module_space.py`
     """
 
     segments: tuple[Segment, ...]
     saveable: tuple[int, ...]
     depth: int
     longest: int = 1 << 30
+    modules: tuple[tuple[int, int, str], ...] | None = None
+
+    @property
+    def kind(self) -> RegionKind:
+        """What regions of this space are."""
+        return "nodes" if self.modules is None else "modules"
 
     def about(self) -> dict[str, int]:
         """For the plan file: what "optimal" ranges over."""
         free = sum(not segment.plain for segment in self.segments)
         return {
+            **({} if self.modules is None else {"modules": len(self.modules)}),
             "segments": free,
             "saveable_nodes": len(self.saveable),
             "nesting_depth": self.depth,
@@ -76,7 +87,7 @@ class Space:
             yield start, len(self.segments)
 
 
-def find_space(graph: Graph, *, depth: int = 2) -> Space:
+def find_space(graph: Graph, *, depth: int = DEPTH) -> Space:
     """The default space of `graph`."""
     legal = legal_cuts(graph)
     crossing = _crossing(graph)
@@ -84,7 +95,7 @@ def find_space(graph: Graph, *, depth: int = 2) -> Space:
         cuts = [p for p in legal if len(crossing[p]) <= most]
         if len(cuts) >= FEWEST_SEGMENTS:
             break
-    forced = _forced_cuts(graph) | {cut for block in blocks(graph) for cut in block}
+    forced = forced_cuts(graph) | {cut for block in blocks(graph) for cut in block}
     cuts = _merge_small(graph, sorted({*cuts, *forced}), forced, crossing)
     allowed = set(legal)
     plain_nodes = {i for i, node in enumerate(graph.nodes) if node.call == OUTSIDE or node.effect == "other"}
@@ -134,7 +145,7 @@ def saveable(graph: Graph) -> tuple[int, ...]:
     )
 
 
-def _forced_cuts(graph: Graph) -> set[int]:
+def forced_cuts(graph: Graph) -> set[int]:
     """Ends of the graph, borders between graph calls, and both sides of nodes that must stay plain."""
     nodes = graph.nodes
     forced = {0, len(nodes)}

@@ -41,10 +41,12 @@ from remat.graph import Graph
 from remat.loop import Loop
 from remat.measure import device_name, device_target, measure, physical_memory
 from remat.memory import Memory
-from remat.plans import PlacedRegion, Plan, Region, unplace
+from remat.module_replay import judge_of
+from remat.modules import ModuleCounts
+from remat.plans import PlacedRegion, Plan, Region, RegionKind, unplace
 from remat.profiling import Place, Profile, fake_step
 from remat.record import FakeStep, record
-from remat.replay import replay
+from remat.rewrite import Counts
 from remat.tracker import UnseenMode
 from remat.training import Training, undisturbed
 from remat.units import gib, ms
@@ -205,6 +207,7 @@ class _Recorded:
     graph: Graph
     placed: tuple[PlacedRegion, ...]
     regions: tuple[Region, ...]
+    kind: RegionKind
 
 
 class _Sizes:
@@ -223,7 +226,7 @@ class _Sizes:
             graph = record(step, alignment_bytes=self._place.target.alignment_bytes)
             _require_match(self._plan, graph)
             self._known[batch_size] = _Recorded(
-                workload, step, graph, self._plan.regions, unplace(graph, self._plan.regions)
+                workload, step, graph, self._plan.regions, unplace(graph, self._plan.regions), self._plan.regions_are
             )
         return self._known[batch_size]
 
@@ -340,7 +343,7 @@ def _predict(recorded: _Recorded, place: Place, on_progress: Progress | None) ->
     graph = recorded.graph
     costs = measure(graph, place.device, on_progress=on_progress)
     memory = Memory(graph, costs.workspace_per_op(graph))
-    alive = replay(
+    alive = judge_of(recorded.kind)(
         recorded.step,
         recorded.placed,
         alignment_bytes=place.target.alignment_bytes,
@@ -497,6 +500,15 @@ class _Comparison:
     differences: tuple[str, ...]
 
 
+def _observed_nodes(counts: Counts, recorded: _Recorded) -> int:
+    """How many nodes ran again. Modules are counted whole, each as many nodes as early stop leaves of it."""
+    if not isinstance(counts, ModuleCounts):
+        return counts.recomputed_nodes
+    memory = Memory(recorded.graph)
+    regions = zip(recorded.placed, recorded.regions, strict=True)
+    return sum(counts.recomputed[placed.module] * memory.recomputed_nodes([region]) for placed, region in regions)
+
+
 class _Validation:
     """`run` is the planned step that is measured, `compared` the one whose gradients are compared. (Rule 4)"""
 
@@ -623,7 +635,7 @@ class _Validation:
         return _Comparison(
             bool(_distance([expected.loss], [found.loss]).equal),
             distance,
-            counts.recomputed_nodes,
+            _observed_nodes(counts, self.compared),
             kernel_differences(expected.kernels, found.kernels),
         )
 
@@ -635,6 +647,7 @@ class _Validation:
         noise = _distance(expected.gradients, _first_step(training, Kernels()).gradients)
         training.finish()
         training.model.forward = planned
+        planned.install()
         if noise.equal:
             return distance
         self.notes.append(

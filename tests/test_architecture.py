@@ -16,7 +16,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = {"remat": "remat", "remat.commands": "remat/commands", "remat.solvers": "solvers", "remat.models": "models"}
+FOLDERS = {
+    "remat": "remat",
+    "remat.commands": "remat/commands",
+    "remat.integrations": "remat/integrations",
+    "remat.solvers": "solvers",
+    "remat.models": "models",
+}
 
 TORCH_FREE = {
     f"remat.{name}"
@@ -29,6 +35,7 @@ TORCH_FREE = {
         "keeping",
         "loop",
         "memory",
+        "module_space",
         "plans",
         "problem",
         "runs",
@@ -42,7 +49,7 @@ KNOWN_TO_MODELS = {"remat.errors", "remat.units", "remat.workload"}
 WATCHED = {"remat", "torch", "transformers"}
 
 # What a user's training script imports, and what that must not cost it.
-EVERYDAY = ("remat", "remat.plans", "remat.applying", "remat.measure", "remat.validating")
+EVERYDAY = ("remat", "remat.plans", "remat.applying", "remat.modules", "remat.measure", "remat.validating")
 HEAVY = ("ortools", "rich", "transformers", "typer")
 
 

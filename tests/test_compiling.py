@@ -149,7 +149,7 @@ def test_the_peak_is_the_one_replayed_under_aot_eager(choice: str, larger: tuple
 
     step()
     replayed = int(replay_compiled(fake, plan.regions).max())
-    assert graph.fixed_total + measure_peak(step, CPU) == replayed + graph.fixed_bytes["numbers"]
+    assert graph.fixed_total + measure_peak(step, CPU) == replayed + graph.fixed_bytes.get("numbers", 0)
     assert replayed < plan.predicted["peak_bytes"]
     # Checkpointing that is lost would show here:
     assert replayed < int(replay_compiled(fake, ()).max()) * (0.5 if choice == "every-block" else 0.9)

@@ -22,6 +22,7 @@ from remat.errors import UsageError
 
 if TYPE_CHECKING:
     from remat.loop import Loop
+    from remat.plans import RegionKind
     from remat.screen import LiveLine
     from remat.solution import Limits
     from remat.workloads import ModelSpec
@@ -34,6 +35,25 @@ PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.", s
 
 def _option(*names: str, panel: str = STEP, **about: Any) -> Any:
     return typer.Option(*names, show_default=about.pop("show_default", False), rich_help_panel=panel, **about)
+
+
+Regions = Annotated[
+    str,
+    _option(
+        panel=SEARCH,
+        show_default="nodes",
+        help="What a region may be: any run of nodes, or only whole modules, as FSDP2 (fully_shard) needs.",
+    ),
+]
+
+
+def region_kind(text: str) -> RegionKind:
+    """What `--regions` means."""
+    from remat.plans import REGION_KINDS
+
+    if text not in REGION_KINDS:
+        raise UsageError(f"--regions is {' or '.join(REGION_KINDS)}, not {text!r}.")
+    return REGION_KINDS[REGION_KINDS.index(text)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import typer
 
 from remat.commands import Answer
 from remat.commands.files import about_with, file_name, require_writable
-from remat.commands.options import BudgetOptions, Json, SearchOptions, SourceOptions
+from remat.commands.options import BudgetOptions, Json, Regions, SearchOptions, SourceOptions, region_kind
 from remat.commands.source import budget_for, headroom_on_top, levers_where_infeasible, opened
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ def plan(
     budget: BudgetOptions,
     source: SourceOptions,
     search: SearchOptions,
+    regions: Regions = "nodes",
     out: Annotated[
         Path | None, typer.Option(help="The plan file.", show_default="NAME.plan.json in this folder")
     ] = None,
@@ -30,17 +31,18 @@ def plan(
     """Find the fastest plan within a memory budget, and write it to a file."""
     from remat.screen import live_line
 
+    kind = region_kind(regions)
     require_writable(out or Path("new.plan.json"))
     with live_line() as line:
         found = opened(source, line)
         limit = budget_for(budget, found.target)
         profile, step = found.record()
+        from remat.module_space import space_of
         from remat.planning import plan_profile
-        from remat.space import find_space
 
         line.say("solving")
         with headroom_on_top(limit), levers_where_infeasible(found, profile, limit, line):
-            space = find_space(profile.graph, depth=depth)
+            space = space_of(profile.graph, kind, depth)
             made = plan_profile(profile, limit, limits=search.limits(line), step=step, space=space)
     path = out or Path(f"{file_name(made.about['workload'])}.plan.json")
     about = {**about_with(found.spec, made.about, path), "headroom_bytes": limit.given_bytes - limit.limit_bytes}
@@ -61,6 +63,7 @@ def _answer(plan: Plan, path: Path, *, replayed: bool) -> Answer:
         "predicted": plan.predicted,
         "without_checkpointing": plan.without_checkpointing,
         "solver": plan.solver,
+        "regions_are": plan.regions_are,
         "plan_path": str(path),
     }
     notes = [] if replayed else ["judged by the evaluator alone: a profile has no model to replay the plan on"]

@@ -1,0 +1,132 @@
+"""What the examples share: two small models, data made on the spot, and a table of what they found.
+
+The text is sums, character by character ("17+25=42;"); the images are bars in one of four directions, under noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from remat.allocator import measure_peak
+from remat.units import gib
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TARGET = DEVICE.type  # plan for the device that trains
+CHARACTERS = "0123456789+=;"
+BATCH_SIZE, LENGTH = 16, 64
+IMAGE, CLASSES = 24, 4
+
+
+def options(description: str | None, steps: int = 40) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--budget", default=None, help="limit on the peak of a step, such as 60MiB")
+    return parser
+
+
+# Text
+
+
+def gpt2() -> nn.Module:
+    """GPT-2 with four layers, for sums."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=len(CHARACTERS),
+        n_positions=LENGTH,
+        n_embd=64,
+        n_layer=4,
+        n_head=4,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
+    model = GPT2LMHeadModel(config).train()
+    model.loss_type = "ForCausalLM"  # the library would read it off the class's name, with a warning in the first step
+    return model
+
+
+def text(samples: int, length: int | None = LENGTH) -> dict[str, torch.Tensor]:
+    """Sums, one after the other, cut to `length` characters."""
+    rows = []
+    for _ in range(samples):
+        numbers = torch.randint(0, 50, (length or LENGTH, 2), device="cpu").tolist()
+        line = "".join(f"{a}+{b}={a + b};" for a, b in numbers)[:length]
+        rows.append([CHARACTERS.index(character) for character in line])
+    ids = torch.tensor(rows)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def random_text(samples: int, length: int | None) -> dict[str, torch.Tensor]:
+    """The shapes of `text`, which is all that a plan depends on."""
+    ids = torch.randint(0, len(CHARACTERS), (samples, length or LENGTH))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+# Images
+
+
+class Residual(nn.Module):
+    def __init__(self, channels: int):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(),
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x + self.body(x))
+
+
+def convnet() -> nn.Module:
+    """A residual network of six blocks, for bars."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        *(Residual(16) for _ in range(6)),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, CLASSES),
+    )
+
+
+def images(samples: int, length: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Noisy bars and their directions."""
+    rows, columns = torch.meshgrid(torch.arange(IMAGE), torch.arange(IMAGE), indexing="ij")
+    waves = torch.stack([torch.sin(0.8 * phase) for phase in (rows, columns, rows + columns, rows - columns)])
+    labels = torch.randint(0, CLASSES, (samples,))
+    return waves.to(labels.device)[labels].unsqueeze(1) + 0.5 * torch.randn(samples, 1, IMAGE, IMAGE), labels
+
+
+# What is found
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A training: its losses, and the peak of memory above what was there before it."""
+
+    losses: list[float]
+    peak_bytes: int
+
+
+def observed(train: Callable[[], Sequence[float]]) -> Run:
+    """Run `train` once, from the same seed each time."""
+    torch.manual_seed(0)
+    losses: list[float] = []
+    peak = measure_peak(lambda: losses.extend(train()), DEVICE)
+    return Run(losses, peak)
+
+
+def report(without: Run, planned: Run) -> None:
+    print(f"{'':16}{'loss':>22}{'peak':>14}")
+    for name, run in (("without a plan", without), ("with the plan", planned)):
+        print(f"{name:16}{run.losses[0]:10.4f} -> {run.losses[-1]:8.4f}{gib(run.peak_bytes):>14}")
+    same = "the same to the last bit" if without.losses == planned.losses else "different"
+    print(f"losses {same}; peak {100 * (1 - planned.peak_bytes / without.peak_bytes):.0f} % lower")

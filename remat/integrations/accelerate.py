@@ -1,0 +1,49 @@
+"""A plan in a loop with Hugging Face accelerate.
+
+    model, optimizer, loader = prepare(accelerator, model, optimizer, loader, plan="gpt2.plan.json")
+
+`accelerator.prepare` replaces the model's forward by one under autocast that hands out fp32, and wraps the model for
+distributed training. A plan goes inside both, so it is applied first; applied afterwards, the regions would be traced
+around the autocast, and none of the checks on dtypes would see it. With mixed precision the outputs are copied to
+fp32: let the `step` of the Workload pass them through `outputs_in_fp32`, and the prediction knows.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from accelerate import Accelerator
+from torch import nn
+
+from remat.applying import OnLarger, apply
+from remat.errors import UsageError
+from remat.integrations.settings import outputs_in_fp32, plan_from, require_autocast, warn_of_accumulation
+from remat.plans import Plan
+
+__all__ = ["outputs_in_fp32", "prepare"]
+
+AUTOCAST = {"no": None, "bf16": "bfloat16", "fp16": "float16"}
+
+
+def prepare(
+    accelerator: Accelerator,
+    model: nn.Module,
+    *others: Any,
+    plan: Plan | str | os.PathLike[str],
+    on_larger: OnLarger = "warn",
+) -> Any:
+    """`accelerator.prepare(model, *others)`, the plan applied to the model first; see `remat.apply`.
+
+    Raises UsageError for a model that is prepared already, and for fp8; PlanMismatch for another mixed precision.
+    """
+    found = plan_from(plan)
+    if getattr(model, "_is_accelerate_prepared", False):
+        raise UsageError("this model went through accelerator.prepare already; give it to remat's prepare instead.")
+    precision = str(accelerator.mixed_precision)
+    if precision not in AUTOCAST:
+        raise UsageError(f"mixed_precision={precision!r} is not supported; choose {', '.join(AUTOCAST)}.")
+    require_autocast(found, AUTOCAST[precision], f"Accelerator(mixed_precision={precision!r})")
+    warn_of_accumulation(found, accelerator.gradient_accumulation_steps, "the Accelerator")
+    apply(model, found, on_larger=on_larger)
+    return accelerator.prepare(model, *others)

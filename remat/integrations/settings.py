@@ -1,0 +1,56 @@
+"""What a framework's settings say about a step, held against what a plan was made for.
+
+`apply` notices most of it at the first forward. A framework says it earlier and in its own words, and knows one thing
+that a forward cannot: over how many micro-batches gradients are accumulated.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from remat.errors import PlanMismatch
+from remat.plans import Plan
+from remat.units import gib
+
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+def plan_from(plan: Plan | str | os.PathLike[str]) -> Plan:
+    return plan if isinstance(plan, Plan) else Plan.load(plan)
+
+
+def require_autocast(plan: Plan, autocast: str | None, setting: str) -> None:
+    """Raise PlanMismatch unless the plan is for `autocast`, a dtype or None, which `setting` asks for."""
+    planned = plan.about["autocast"]
+    if planned != autocast:
+        raise PlanMismatch(
+            f"the plan is for {f'autocast to {planned}' if planned else 'no autocast'}, and {setting} means "
+            f"{f'autocast to {autocast}' if autocast else 'none'}; change the setting or plan with the other --dtype."
+        )
+
+
+def warn_of_accumulation(plan: Plan, micro_batches: int, setting: str) -> None:
+    """Warn where gradients live through forward and the plan does not know."""
+    if micro_batches > 1 and plan.about.get("accumulation", 1) == 1:
+        count = plan.about.get("parameter_count")
+        size = f" ({gib(4 * count)} in fp32)" if count else ""
+        warnings.warn(
+            f"{setting} accumulates gradients over {micro_batches} micro-batches, and the plan was made for one: the "
+            f"peak may exceed the planned one by the gradients{size}. Plan with --accumulation {micro_batches}.",
+            stacklevel=4,
+        )
+
+
+def outputs_in_fp32(outputs: Any) -> Any:
+    """`outputs` of a model as accelerate hands them out under mixed precision: 16-bit tensors in fp32.
+
+    For the `step` of a Workload that accelerate or the Trainer of transformers will run: the copies take memory.
+    """
+    return tree_map(
+        lambda leaf: leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype in LOW_PRECISION else leaf, outputs
+    )

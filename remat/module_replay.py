@@ -1,0 +1,64 @@
+"""Replay of plans whose regions are modules: the untraced step on fake tensors, as training will run it.
+
+Stricter than a replay of the traced graph: Python's local variables hold on to what the graph has let go. A target's
+kernels are put in by a function mode (`FakeStep.eager_context`), since there are no nodes to substitute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from remat.modules import Context, ModuleRegions
+from remat.plans import PlacedRegion, RegionKind
+from remat.record import FakeStep
+from remat.replay import replay, with_workspaces
+from remat.tracker import Tracker
+
+
+class Judge(Protocol):
+    """What `replay` and `replay_modules` are."""
+
+    def __call__(
+        self,
+        step: FakeStep,
+        regions: Sequence[PlacedRegion],
+        *,
+        alignment_bytes: int = 1,
+        workspace_of: Mapping[tuple[str, str], int] | None = None,
+    ) -> np.ndarray: ...
+
+
+def judge_of(kind: RegionKind) -> Judge:
+    """The executor of regions of `kind`, on fake tensors."""
+    return replay_modules if kind == "modules" else replay
+
+
+def replay_modules(
+    step: FakeStep,
+    regions: Sequence[PlacedRegion],
+    *,
+    alignment_bytes: int = 1,
+    workspace_of: Mapping[tuple[str, str], int] | None = None,
+) -> np.ndarray:
+    """As `replay.replay`, for regions that are modules."""
+    tracker = Tracker(alignment_bytes)
+    fixed = sum(step.fix_state(tracker).values())
+    traced, step.model.forward = step.model.forward, step.eager_forward
+    installed = ModuleRegions(step.model, regions)
+    installed.recompute_context = lambda: _both(step.recompute_context or contextlib.nullcontext, step.eager_context)
+    try:
+        step.run(tracker, installed.require_all_entered, lambda: None)
+    finally:
+        installed.remove()
+        step.model.forward = traced
+    return with_workspaces(tracker, workspace_of) + fixed
+
+
+@contextlib.contextmanager
+def _both(outer: Context, inner: Context) -> Iterator[None]:
+    with outer(), inner():
+        yield

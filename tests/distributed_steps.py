@@ -1,0 +1,136 @@
+"""What each of two processes runs in `test_distributed.py`: training steps of a toy, sharded or replicated.
+
+Processes are spawned, so what they run must be importable; they write what they found to files. Gloo on the CPU: the
+order of reductions over two ranks does not matter, so gradients can be compared bit by bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from remat.allocator import measure_peak
+from remat.applying import apply, counts_of
+from remat.errors import PlanMismatch
+from remat.plans import Plan
+from remat.workload import Workload
+from tests.toys import TRANSFORMER, Transformer, tokens
+
+WIDTH = 64
+SAMPLES, LENGTH = 8, 32
+MEASURED_IF_SHARDED = 4
+
+
+def wide() -> nn.Module:
+    return Transformer(width=WIDTH)
+
+
+WIDE = Workload("wide", wide, tokens, TRANSFORMER.step, batch_size=SAMPLES, seq_len=LENGTH, optimizer=None)
+WIDE_BF16 = dataclasses.replace(WIDE.with_dtype("bf16"), name="wide-bf16")
+
+
+@dataclasses.dataclass
+class Found:
+    """Of one process: losses and local gradients of two steps; peak bytes of later ones, above what was there before.
+
+    steps  how many there were in all
+    """
+
+    losses: list[float]
+    gradients: list[torch.Tensor]
+    peak_bytes: int
+    regions: int
+    steps: int
+
+
+def replicated(model: nn.Module, **options: Any) -> nn.Module:
+    return DistributedDataParallel(model, **options)
+
+
+def sharded(model: nn.Module, **options: Any) -> nn.Module:
+    for layer in model.layers:  # type: ignore[union-attr]
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    return model
+
+
+# name -> (kind of plan, how the model is wrapped, options)
+SCENARIOS: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "ddp nodes": ("nodes", replicated, {}),
+    "ddp nodes small buckets": ("nodes", replicated, {"bucket_cap_mb": 0.1}),
+    "ddp modules": ("modules", replicated, {}),
+    "ddp modules bucket views": ("modules", replicated, {"gradient_as_bucket_view": True}),
+    "fsdp2 modules": ("modules", sharded, {}),
+    "fsdp2 modules mixed": ("modules bf16", sharded, {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}),
+}
+
+
+def trained(rank: int, scenario: str, plan: Plan | None, *, late: bool = False) -> Found:
+    """Two steps for their gradients, more for memory; `late` applies the plan after the model is wrapped.
+
+    A sharded step frees parameters in gloo's threads, which the profiler does not see, so what it says differs from
+    step to step by a few layers: the lowest counts.
+    """
+    _, wrap, options = SCENARIOS[scenario]
+    torch.manual_seed(0)
+    model = wide()
+    if plan is not None and not late:
+        apply(model, plan)
+    wrapped = wrap(model, **options)
+    if plan is not None and late:
+        apply(model, plan)
+    torch.manual_seed(10 + rank)  # every rank has its own batch and its own dropout
+    batch = WIDE.batch(SAMPLES, LENGTH)
+    losses = []
+    for _ in range(2):
+        losses.append(step(wrapped, batch))
+    gradients = [local(p.grad) for p in model.parameters() if p.grad is not None]
+    peaks = []
+    for _ in range(MEASURED_IF_SHARDED if wrap is sharded else 1):
+        wrapped.zero_grad(set_to_none=True)
+        peaks.append(measure_peak(lambda: step(wrapped, batch), torch.device("cpu")))
+    return Found(losses, gradients, min(peaks), counts_of(model).regions if plan is not None else 0, 2 + len(peaks))
+
+
+def step(model: nn.Module, batch: Any) -> float:
+    loss = WIDE.step(model, batch)
+    loss.backward()
+    return loss.item()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach().clone()
+
+
+def refused(plan: Plan) -> str:
+    """What a plan of nodes is told by a sharded model."""
+    model = sharded(apply(wide(), plan))
+    try:
+        step(model, WIDE.batch(SAMPLES, LENGTH))
+    except PlanMismatch as error:
+        return str(error)
+    return ""
+
+
+def run(rank: int, folder: str, plans: dict[str, Plan]) -> None:
+    """All scenarios, without a plan and with one; called by `torch.multiprocessing.spawn`."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=120)
+    )
+    try:
+        found: dict[str, Any] = {"refused": refused(plans["nodes"])}
+        for scenario, (kind, *_) in SCENARIOS.items():
+            found[scenario] = trained(rank, scenario, None), trained(rank, scenario, plans[kind])
+        found["late"] = trained(rank, "fsdp2 modules", plans["modules"], late=True)
+        torch.save(found, Path(folder) / f"found_{rank}.pt")
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,119 @@
+"""Under DistributedDataParallel and fully_shard, on two processes, a plan changes memory and nothing else.
+
+All scenarios run once, in two spawned processes (`distributed_steps.py`); the tests read what these found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from remat.module_replay import judge_of
+from remat.plans import Plan
+from remat.record import FakeStep
+from tests.distributed_steps import SCENARIOS, WIDE, WIDE_BF16, Found, run
+from tests.test_modules import plan_of
+from tests.toys import every_block, plan_by_hand, recorded
+
+if not (dist.is_available() and dist.is_gloo_available()):
+    pytest.skip("this torch has no gloo", allow_module_level=True)
+
+LAYERS = 4
+RANKS = (0, 1)
+
+
+@pytest.fixture(scope="module")
+def step() -> Iterator[FakeStep]:
+    yield recorded(WIDE)[0]
+    torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module")
+def plans() -> dict[str, Plan]:
+    graph, graph_bf16 = recorded(WIDE)[1], recorded(WIDE_BF16)[1]
+    return {
+        "nodes": plan_by_hand(graph, every_block(graph)),
+        "modules": plan_of(graph),
+        "modules bf16": plan_of(graph_bf16),
+    }
+
+
+@pytest.fixture(scope="module")
+def found(plans: dict[str, Plan], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank found, by scenario."""
+    folder = tmp_path_factory.mktemp("two_ranks")
+    torch.multiprocessing.spawn(run, args=(str(folder), plans), nprocs=len(RANKS))
+    return [torch.load(Path(folder) / f"found_{rank}.pt", weights_only=False) for rank in RANKS]
+
+
+@pytest.fixture(scope="module")
+def predicted(plans: dict[str, Plan], step: FakeStep) -> dict[str, int]:
+    """Peaks of the executors' replays, above parameters and batch."""
+    fixed = sum(p.numel() * p.element_size() for p in WIDE.build().parameters())
+    fixed += sum(t.numel() * t.element_size() for t in WIDE.batch(WIDE.batch_size, WIDE.seq_len))
+    regions = {kind: plans[kind].regions for kind in ("nodes", "modules")}
+    peaks = {kind: int(judge_of(kind)(step, regions[kind]).max()) for kind in regions}  # type: ignore[arg-type]
+    peaks["nothing"] = int(judge_of("nodes")(step, ()).max())
+    return {kind: peak - fixed for kind, peak in peaks.items()}
+
+
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_losses_and_gradients_are_bitwise_those_without_a_plan(scenario: str, rank: int, found: Any) -> None:
+    untouched, planned = found[rank][scenario]
+    assert planned.losses == untouched.losses
+    assert len(planned.gradients) == len(untouched.gradients) > 0
+    assert all(torch.equal(a, b) for a, b in zip(planned.gradients, untouched.gradients, strict=True))
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_the_plan_runs_on_both_ranks(scenario: str, found: Any) -> None:
+    for rank in RANKS:
+        planned = found[rank][scenario][1]
+        assert planned.regions == planned.steps * LAYERS
+
+
+def test_the_ranks_reduced_their_gradients(found: Any) -> None:
+    left, right = (found[rank]["ddp nodes"][1] for rank in RANKS)
+    assert left.losses != right.losses  # each had its own batch
+    assert all(torch.equal(a, b) for a, b in zip(left.gradients, right.gradients, strict=True))
+
+
+@pytest.mark.parametrize("scenario", ["ddp nodes", "ddp nodes small buckets", "ddp modules"])
+def test_under_ddp_the_peak_is_the_predicted_one_above_the_buckets(scenario: str, found: Any, predicted: Any) -> None:
+    """DDP's buckets, as large as all gradients, are there before the step; above them nothing is added."""
+    for rank in RANKS:
+        untouched, planned = found[rank][scenario]
+        assert untouched.peak_bytes == predicted["nothing"]
+        assert planned.peak_bytes == pytest.approx(predicted[SCENARIOS[scenario][0]], abs=64)
+
+
+def test_with_gradients_as_views_of_the_buckets_the_peak_is_lower(found: Any, predicted: Any) -> None:
+    for rank in RANKS:
+        assert found[rank]["ddp modules bucket views"][1].peak_bytes < predicted["modules"]
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_under_fully_shard_the_plan_saves_what_it_says(rank: int, found: Any, predicted: Any) -> None:
+    """To the precision of what can be measured here: gathered parameters of up to three layers come on top."""
+    untouched, planned = found[rank]["fsdp2 modules"]
+    layer = sum(p.numel() * p.element_size() for p in WIDE.build().layers[0].parameters())  # type: ignore[union-attr,index]
+    assert planned.peak_bytes <= predicted["modules"] + 3 * layer
+    assert untouched.peak_bytes - planned.peak_bytes >= predicted["nothing"] - predicted["modules"] - layer
+
+
+def test_a_plan_may_be_applied_after_sharding(found: Any) -> None:
+    for rank in RANKS:
+        late: Found = found[rank]["late"]
+        planned = found[rank]["fsdp2 modules"][1]
+        assert (late.losses, late.regions) == (planned.losses, planned.regions)
+        assert all(torch.equal(a, b) for a, b in zip(late.gradients, planned.gradients, strict=True))
+
+
+def test_a_plan_of_nodes_is_refused_by_a_sharded_model(found: Any) -> None:
+    assert "plan with --regions modules" in found[0]["refused"]

@@ -1,0 +1,291 @@
+"""Plans in the frameworks that people train with: applied at the right moment, or refused in the framework's words."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from remat.applying import apply, counts_of, has_plan, planned_forward, remove
+from remat.errors import PlanMismatch, UsageError
+from remat.plans import Plan
+from remat.workload import Workload
+from tests.test_modules import plan_of
+from tests.toys import TRANSFORMER, TRANSFORMER_BF16, Transformer, every_block, plan_by_hand, recorded, tokens
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+# Of the frameworks themselves, about what this project cannot change.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning",
+    "ignore:.*isinstance.treespec, LeafSpec.*:DeprecationWarning",
+    "ignore:.*does not have many workers.*",
+    "ignore:The number of training batches",
+    "ignore:GPU available but not used",
+)
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# Examples
+
+
+@pytest.fixture(scope="module")
+def costs_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Where the examples keep measured costs: two of them plan the same step."""
+    return str(tmp_path_factory.mktemp("costs"))
+
+
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [
+        ("plain_loop", "transformers"),
+        ("accelerate_loop", "accelerate"),
+        ("hf_trainer", "accelerate"),
+        ("lightning_trainer", "lightning"),
+    ],
+)
+def test_an_example_trains_alike_in_less_memory(
+    name: str, package: str, monkeypatch: pytest.MonkeyPatch, costs_folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for needed in ("transformers", package):
+        pytest.importorskip(needed)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setenv("XDG_CACHE_HOME", costs_folder)
+    without, planned = importlib.import_module(name).main(["--steps", "3"])
+    assert len(planned.losses) == 3 and planned.losses == without.losses
+    assert planned.peak_bytes < 0.8 * without.peak_bytes
+    assert "losses the same to the last bit" in capsys.readouterr().out
+
+
+# What frameworks ask a forward
+
+
+@pytest.fixture(scope="module")
+def plans() -> dict[str, Plan]:
+    graph, graph_bf16 = recorded(TRANSFORMER)[1], recorded(TRANSFORMER_BF16)[1]
+    return {
+        "nodes": plan_by_hand(graph, every_block(graph)),
+        "modules": plan_of(graph),
+        "bf16": plan_by_hand(graph_bf16, every_block(graph_bf16)),
+        "bf16 modules": plan_of(graph_bf16),
+    }
+
+
+@pytest.mark.parametrize("kind", ["nodes", "modules"])
+def test_a_planned_forward_has_the_signature_of_the_models(kind: str, plans: dict[str, Plan]) -> None:
+    """The Trainer drops columns of a data set that a forward does not name, and asks whether it takes **kwargs."""
+    model = apply(Transformer(), plans[kind])
+    assert list(inspect.signature(model.forward).parameters) == ["ids", "labels"]
+    assert list(inspect.signature(model.layers[0].forward).parameters) == ["x"]
+
+
+# accelerate
+
+
+def accelerator(**options: Any) -> Any:
+    return pytest.importorskip("accelerate").Accelerator(cpu=True, **options)
+
+
+@pytest.fixture(autouse=True)
+def forgotten_accelerators() -> Iterator[None]:
+    yield
+    if "accelerate" in sys.modules:
+        sys.modules["accelerate"].state.AcceleratorState._reset_state(True)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "bf16 modules"])
+def test_mixed_precision_of_accelerate_goes_around_the_plan(kind: str, plans: dict[str, Plan]) -> None:
+    from_accelerate = accelerator(mixed_precision="bf16")
+    from remat.integrations.accelerate import prepare
+
+    model = prepare(from_accelerate, Transformer(), plan=plans[kind])
+    model(*tokens(2, None)).backward()
+    assert counts_of(model).regions == 4
+    assert planned_forward(model).plan is plans[kind]
+    with pytest.raises(UsageError, match="wrapped after a plan was applied"):
+        remove(model)
+    bare = from_accelerate.unwrap_model(model, keep_fp32_wrapper=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        bare(*tokens(2, None)).backward()
+    assert counts_of(bare).regions == 8
+
+
+def test_what_accelerate_cannot_do_with_a_plan_is_refused(plans: dict[str, Plan]) -> None:
+    plain = accelerator()
+    from remat.integrations.accelerate import prepare
+
+    with pytest.raises(PlanMismatch, match=r"for autocast to bfloat16, and Accelerator\(mixed_precision='no'\)"):
+        prepare(plain, Transformer(), plan=plans["bf16"])
+    prepared = plain.prepare(Transformer())
+    with pytest.raises(UsageError, match=r"went through accelerator\.prepare already"):
+        prepare(plain, prepared, plan=plans["nodes"])
+
+
+def test_accumulation_that_a_plan_does_not_know_warns(plans: dict[str, Plan]) -> None:
+    accumulating = accelerator(gradient_accumulation_steps=4)
+    from remat.integrations.accelerate import prepare
+
+    with pytest.warns(UserWarning, match="accumulates gradients over 4 micro-batches.*--accumulation 4"):
+        prepare(accumulating, Transformer(), plan=plans["nodes"])
+
+
+# transformers
+
+
+class Named(nn.Module):
+    """What the Trainer expects of a model: named tensors in, a loss by name out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Transformer()
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.inner(ids, labels)}
+
+
+NAMED = Workload("named", Named, tokens, lambda m, b: m(ids=b[0], labels=b[1])["loss"], batch_size=4, seq_len=8)
+
+
+@pytest.fixture(scope="module")
+def named_plan() -> Plan:
+    graph = recorded(NAMED)[1]
+    return plan_by_hand(graph, every_block(graph))
+
+
+def trainer(folder: Path, plan: Plan, model: nn.Module | None = None, **options: Any) -> Any:
+    library = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    from remat.integrations.transformers import RematCallback
+
+    ids, labels = tokens(8, None)
+    making = {name: options.pop(name) for name in ("model_init",) if name in options}
+    arguments = library.TrainingArguments(
+        str(folder),
+        max_steps=2,
+        per_device_train_batch_size=4,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        dataloader_pin_memory=False,
+        **options,
+    )
+    rows = [{"ids": a, "labels": b} for a, b in zip(ids, labels, strict=True)]
+    model = None if making else model or Named()
+    return library.Trainer(model, arguments, train_dataset=rows, callbacks=[RematCallback(plan)], **making)
+
+
+def test_the_trainer_trains_with_the_plan(tmp_path: Path, named_plan: Plan) -> None:
+    made = trainer(tmp_path, named_plan)
+    made.train()
+    assert counts_of(made.model).regions == 2 * 4
+
+
+def test_the_trainers_own_checkpointing_is_warned_of(tmp_path: Path, named_plan: Plan) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(tmp_path, named_plan, gradient_checkpointing=True)
+    assert any("the plan decides what is recomputed" in str(warning.message) for warning in caught)
+
+
+def test_another_precision_of_the_trainer_is_refused(tmp_path: Path, named_plan: Plan) -> None:
+    with pytest.raises(PlanMismatch, match=r"for no autocast, and TrainingArguments\(bf16=True, fp16=False\)"):
+        trainer(tmp_path, named_plan, bf16=True)
+
+
+def test_a_model_made_anew_gets_its_plan_or_must_bring_it(
+    tmp_path: Path, named_plan: Plan, plans: dict[str, Plan]
+) -> None:
+    made = trainer(tmp_path, named_plan, model_init=Named)
+    made.train()
+    assert counts_of(made.model).regions == 2 * 4
+    from remat.integrations.transformers import RematCallback
+
+    graph = recorded(Workload(**{**vars(NAMED), "name": "named-bf16", "autocast": torch.bfloat16}))[1]
+    mixed = plan_by_hand(graph, every_block(graph))
+    made = trainer(tmp_path, mixed, model_init=Named, bf16=True)
+    with pytest.raises(UsageError, match=r"with model_init= call remat\.apply in that function"):
+        made.train()
+    made = trainer(tmp_path, mixed, model_init=lambda: apply(Named(), mixed), bf16=True)
+    made.train()
+    assert counts_of(made.model).regions == 2 * 4
+    assert RematCallback(mixed).plan is mixed
+
+
+# Lightning
+
+
+def lightning_fit(plan: Plan, path: str = "net", late: bool = False, **options: Any) -> nn.Module:
+    lightning = pytest.importorskip("lightning")
+    from remat.integrations.lightning import RematCallback
+
+    class Module(lightning.LightningModule):  # type: ignore[name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net: Any = None if late else Transformer()
+
+        def configure_model(self) -> None:
+            self.net = self.net or Transformer()
+
+        def training_step(self, batch: Any) -> torch.Tensor:
+            return self.net(*batch)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            assert late or path != "net" or has_plan(self.net)  # before the optimizer
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    module = Module()
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    made = lightning.Trainer(
+        max_steps=2,
+        accelerator="cpu",
+        devices=1,
+        callbacks=[RematCallback(plan, module=path)],
+        enable_model_summary=False,
+        **quiet,
+        **options,
+    )
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*tokens(8, None)), 4)
+    made.fit(module, loader)
+    net: nn.Module = module.net
+    return net
+
+
+@pytest.mark.parametrize("kind", ["nodes", "modules"])
+def test_lightning_trains_with_the_plan(kind: str, plans: dict[str, Plan]) -> None:
+    assert counts_of(lightning_fit(plans[kind])).regions == 2 * 4
+
+
+def test_a_module_that_lightning_configures_late_gets_its_plan(plans: dict[str, Plan]) -> None:
+    assert counts_of(lightning_fit(plans["nodes"], late=True)).regions == 2 * 4
+
+
+def test_mixed_precision_of_lightning_goes_around_the_plan(plans: dict[str, Plan]) -> None:
+    assert counts_of(lightning_fit(plans["bf16"], precision="bf16-mixed")).regions == 2 * 4
+    with pytest.raises(PlanMismatch, match=r"for autocast to bfloat16, and Trainer\(precision='32-true'\)"):
+        lightning_fit(plans["bf16"])
+
+
+def test_a_module_that_is_not_there_is_named(plans: dict[str, Plan]) -> None:
+    with pytest.raises(UsageError, match="Module has no module 'model' to apply the plan to"):
+        lightning_fit(plans["nodes"], path="model")
