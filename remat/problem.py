@@ -44,6 +44,7 @@ class Problem(Keeping):
         self.step_time_us = costs.step_time_us(graph)
         self._alike_runs: dict[tuple[int, ...], int] = {}
         self._shapes: dict[tuple[int, int], Shape | None] = {}
+        self._inner_regions: dict[tuple[int, int], Region] = {}
 
     def with_budget(self, budget_bytes: int) -> Problem:
         """The same problem under another budget; what was computed about the graph is shared."""
@@ -118,9 +119,11 @@ class Problem(Keeping):
                 inner = tuple(self._inner_region(i, i + width) for i in range(a, b, width))
                 yield width, Region(first, end, inner=inner)
 
-    @functools.cache  # noqa: B019  the same few regions stand in many runs, and go with the problem
     def _inner_region(self, a: int, b: int) -> Region:
-        return Region(self.space.segments[a].first, self.space.segments[b - 1].end)
+        """Segments a..b-1 as a region; the same few stand in many runs."""
+        if (a, b) not in self._inner_regions:
+            self._inner_regions[a, b] = Region(self.space.segments[a].first, self.space.segments[b - 1].end)
+        return self._inner_regions[a, b]
 
     # Shapes
 

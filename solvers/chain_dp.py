@@ -51,8 +51,8 @@ LEVELS = (
 FIRST_MAY_LOSE = 0.002  # of the room, by rounding; a table that is too coarse costs little
 PLANS_S = 3.0  # for tables that promise no better bound, but may lead to a better plan
 FILTER_FROM = 4  # times as many levels: then it pays to drop runs first, ...
-FEWER = 0.9  # of the runs: more than that are not few enough for a table to say more by itself
 FILTER_COST = 3  # ... which takes so many times as long as the table did
+FEWER = 0.9  # of the runs: where a filter leaves more, a table of the same grain would say the same
 NUMPY_LEVELS = 3_000  # that take as long as it takes to call numpy for any
 
 

@@ -23,6 +23,7 @@ from remat.solvers.heuristic import Proposal, excess_bytes, fewest_that_fit, rec
 from remat.solvers.least_peak import least_peak
 
 SEARCH_S = 40.0  # of the search for a better plan than the chain's, where nobody set a time limit
+CHAIN_SHARE = 0.5  # of a time limit: a search of what is left often takes less than the finest tables
 MANY_RUNS = 500  # where SMALL_GAP is to be gained among so many, the search is not worth its time
 MANY_TRANSITIONS = 20_000  # too many even to tell which runs are useful, for that gap
 HEURISTICS = (first_k.solve, save_matmuls.solve, chen_greedy.solve, greedy.solve)
@@ -33,12 +34,12 @@ def solve(problem: Problem, limits: Limits) -> Solution:
     started = time.monotonic()
     start = limits.start if limits.start is not None else _guess(problem)
     if excess_bytes(problem, start):
-        half = limits if limits.time_s is None else dataclasses.replace(limits, time_s=limits.time_s / 2)
-        least = least_peak(problem, half)
+        least = least_peak(problem, _left(limits, started, 0.5))
         if least.bound_bytes > problem.budget_bytes:
             return Solution("least-peak", "infeasible", wall_s=time.monotonic() - started)
         start = least.regions
-    found, solution = _by_chain(problem, dataclasses.replace(_left(limits, started), start=start))
+    chain = _left(limits, started, CHAIN_SHARE)
+    found, solution = _by_chain(problem, dataclasses.replace(chain, start=start))
     try:
         if not _is_final(solution):
             solution = _by_heuristics(problem, limits, solution)
@@ -53,11 +54,11 @@ def _is_final(solution: Solution) -> bool:
     return solution.status in ("optimal", "infeasible") or solution.interrupted
 
 
-def _left(limits: Limits, started: float) -> Limits:
-    """`limits` with what is left of their time."""
+def _left(limits: Limits, started: float, share: float = 1.0) -> Limits:
+    """`limits` with a share of what is left of their time."""
     if limits.time_s is None:
         return limits
-    return dataclasses.replace(limits, time_s=max(limits.time_s - (time.monotonic() - started), 0.0))
+    return dataclasses.replace(limits, time_s=share * max(limits.time_s - (time.monotonic() - started), 0.0))
 
 
 def _by_chain(problem: Problem, limits: Limits) -> tuple[chain_dp.Found, Solution]:
