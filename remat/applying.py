@@ -91,6 +91,7 @@ class PlannedForward:
         self.calls = RewrittenCalls(self.plan.regions, observe=self.observe)
         self._fitting: dict[int, fx.GraphModule] = {}  # kept, so that an id stays its own
         self._compared_batch = False
+        self._device = "cpu"
         self._graphs: GraphCalls | None = None
 
     @property
@@ -102,8 +103,9 @@ class PlannedForward:
         if not (torch.is_grad_enabled() and self.model.training):
             return self.original(*args, **kwargs)
         if self._graphs is None:
-            self._compare_dtypes(args, kwargs)
+            self._compare_parameters()
             self._graphs = GraphCalls(self.original, self._run_call)
+        self._compare_autocast()
         self._compare_batch(args, kwargs)
         result = self._graphs(*args, **kwargs)
         if self._graphs.count != len(self.plan.fingerprints):
@@ -142,17 +144,19 @@ class PlannedForward:
                 f"(graph call {call}, {len(captured_nodes(graph_module))} nodes); make a plan for this model."
             )
 
-    def _compare_dtypes(self, args: Any, kwargs: Any) -> None:
-        about = self.plan.about
+    def _compare_parameters(self) -> None:
         found = sorted({_name(p.dtype) for p in self.model.parameters()})
-        if found != about["parameter_dtypes"]:
-            raise PlanMismatch(f"the plan is for parameters of {about['parameter_dtypes']}, this model has {found}.")
-        device = next((p.device.type for p in self.model.parameters()), "cpu")
-        enabled = torch.is_autocast_enabled(device)
-        autocast = _name(torch.get_autocast_dtype(device)) if enabled else None
-        if autocast != about["autocast"]:
+        planned = self.plan.about["parameter_dtypes"]
+        if found != planned:
+            raise PlanMismatch(f"the plan is for parameters of {planned}, this model has {found}.")
+        self._device = next((p.device.type for p in self.model.parameters()), "cpu")
+
+    def _compare_autocast(self) -> None:
+        enabled, planned = torch.is_autocast_enabled(self._device), self.plan.about["autocast"]
+        autocast = _name(torch.get_autocast_dtype(self._device)) if enabled else None
+        if autocast != planned:
             raise PlanMismatch(
-                f"the plan is for {_policy(about['autocast'])}, this forward runs {_policy(autocast)}; "
+                f"the plan is for {_policy(planned)}, this forward runs {_policy(autocast)}; "
                 "use the same torch.autocast context or plan with the other --dtype."
             )
 

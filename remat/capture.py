@@ -26,8 +26,9 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from remat.errors import CaptureError
+from remat.opaque import open_nodes
 
-RECOMPILE_LIMIT = 64
+RECOMPILE_LIMIT = 1 << 16
 # Captures of one model class do not count against each other's limit, where this torch can keep them apart.
 _ISOLATED: dict[str, Any] = (
     {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
@@ -56,6 +57,7 @@ class GraphCalls:
         self.elements = 0
 
     def _backend(self, graph_module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        open_nodes(graph_module)
         drop_dead_views(graph_module)
 
         def run(*args: Any) -> Any:
@@ -96,9 +98,17 @@ def element_count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 @contextlib.contextmanager
 def dynamo_settings() -> Iterator[None]:
-    """Fail loudly instead of falling back to eager, and allow as many batch shapes as training may bring."""
+    """Fail loudly instead of falling back to eager, and allow as many batch shapes as training may bring.
+
+    Recurrent layers are followed into, and hooks that come or go between two steps are seen.
+    """
     with torch._dynamo.config.patch(
-        recompile_limit=RECOMPILE_LIMIT, fail_on_recompile_limit_hit=True, suppress_errors=False
+        recompile_limit=RECOMPILE_LIMIT,
+        accumulated_recompile_limit=RECOMPILE_LIMIT,
+        fail_on_recompile_limit_hit=True,
+        suppress_errors=False,
+        allow_rnn=True,
+        skip_nnmodule_hook_guards=False,
     ):
         yield
 

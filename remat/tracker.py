@@ -86,6 +86,7 @@ class Tracker(TorchDispatchMode):
         """Index of the storage that `tensor` refers to, FIXED for one that was there before."""
         return self._ids.get(id(tensor.untyped_storage()), FIXED)
 
+    @torch._disable_dynamo  # between two graphs it would be traced itself
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.paused:
