@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-NAMES = ("commands", "sweep", "main_job")
+NAMES = ("commands", "sweep", "main_job", "torture", "architectures", "curves")
 LONG = ("default_solver", "strategies", "scale", "peers")  # only when named
 
 

@@ -79,6 +79,19 @@ class GraphCalls:
                 raise CaptureError(f"the model cannot be captured: {_first_line(error)}") from error
 
 
+def frames_traced() -> int:
+    """How many functions Dynamo has traced, or tried to, in this process."""
+    return int(torch._dynamo.utils.counters["frames"]["total"])
+
+
+def forget_traces() -> None:
+    """Let Dynamo trace everything anew.
+
+    A function that raised while it was traced is not followed into again, and would break every later graph.
+    """
+    torch._dynamo.reset()
+
+
 def drop_dead_views(graph_module: fx.GraphModule) -> None:
     """Remove views that nobody looks at.
 

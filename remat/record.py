@@ -209,6 +209,7 @@ def _about(step: FakeStep) -> dict[str, Any]:
         "autocast": str(workload.autocast).removeprefix("torch.") if workload.autocast else None,
         "parameter_dtypes": dtypes,
         "parameter_count": sum(p.numel() for p in step.model.parameters()),
+        "trainable_count": sum(p.numel() for p in step.model.parameters() if p.requires_grad),
         "optimizer": type(step.optimizer).__name__ if step.optimizer else None,
         "accumulation": step.accumulation,
         "torch": torch.__version__,
