@@ -73,6 +73,8 @@ def main(*models: str) -> None:
     torch.set_num_threads(1)  # toys are too small to share
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
     numbers = [int(text) for text in models] or list(range(MODELS))
+    path = report.stem("torture", CPU)
+    about = {**report.provenance(CPU), "tolerance_percent": 100 * TOLERANCE, "steps_of_each": STEPS}
     started, rows = time.monotonic(), []
     with quiet():
         for number in numbers:
@@ -81,14 +83,12 @@ def main(*models: str) -> None:
             for row in found:
                 if row["failures"]:
                     print(row, flush=True)
-            if number % 50 == 49:
-                print(f"{len(rows)} cases, {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
-    summary = summarise(rows, time.monotonic() - started)
-    print(summary)
-    if not models:
-        about = {**report.provenance(CPU), "tolerance_percent": 100 * TOLERANCE, "steps_of_each": STEPS}
-        kept = [row for row in rows if row["failures"]]
-        report.write(report.stem("torture", CPU), about, [summary, *kept], [*COLUMNS, "model", "plan", "failures"])
+            if number % 25 == 24 or number == numbers[-1]:
+                summary = summarise(rows, time.monotonic() - started)
+                print(summary, file=sys.stderr, flush=True)
+                if not models:
+                    kept = [row for row in rows if row["failures"]]
+                    report.write(path, about, [summary, *kept], [*COLUMNS, "model", "plan", "failures"])  # so far
 
 
 def summarise(rows: list[dict[str, Any]], wall_s: float) -> dict[str, Any]:

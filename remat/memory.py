@@ -6,7 +6,8 @@ with. It states how the executor (`rewrite.py`: `torch.utils.checkpoint`, non-re
 Rule 1  Operators run in recorded order. The local life of a storage is what was recorded, whatever the plan.
 Rule 2  A save made outside regions keeps its storage until its recorded release.
 Rule 3  A region keeps the values that it takes while it runs, and then, with the outputs that it saves, until the
-        last release of a save made inside it, asked for or not; a saved output moves from the region to autograd when it is replayed.
+        last release of a save made inside it, asked for or not; a saved output moves from the region to autograd when
+        it is replayed.
 Rule 4  A region is recomputed before the first operator of backward that follows a request for one of its saves,
         from its first operator to its last save (early stop). What it saves lives until it has been used (the
         checkpoint hands it out and forgets it), everything else as long as in forward, at most until the recomputation
