@@ -428,11 +428,16 @@ def may_draw(node: fx.Node) -> bool:
     return _DRAWING.fullmatch(called(node)) is not None
 
 
-_BRACKETS = {"_enter_autocast": 1, "_exit_autocast": -1}
+_BRACKETS = {
+    "_enter_autocast": 1,
+    "_exit_autocast": -1,
+    "_vmap_increment_nesting": 1,
+    "_vmap_decrement_nesting": -1,
+}
 
 
 def bracket_of(node: fx.Node) -> int:
-    """+1 for a node that opens a context which a later node closes (autocast, no_grad), -1 for that one."""
+    """+1 for a node that opens a context which a later node closes (autocast, no_grad, vmap), -1 for that one."""
     if called(node) == "_set_grad_enabled":
         return -1 if node.args[0] else 1
     return _BRACKETS.get(called(node), 0)

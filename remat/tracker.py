@@ -100,6 +100,8 @@ class Tracker(TorchDispatchMode):
 
     def storage_of(self, tensor: torch.Tensor) -> int:
         """Index of the storage that `tensor` refers to, FIXED for one that was there before."""
+        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # within a vmap
+            tensor = torch._C._functorch.get_unwrapped(tensor)
         return self._ids.get(id(tensor.untyped_storage()), FIXED)
 
     @torch._disable_dynamo  # between two graphs it would be traced itself
