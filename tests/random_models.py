@@ -26,9 +26,11 @@ from remat.space import legal_cuts, saveable
 from remat.workload import Workload
 from tests.pieces import LENGTH, PIECES, SAMPLES, WIDTH
 
-REFUSED = ("batch-norm-cumulative",)  # by name, see test_pieces.py
-LAYERS = tuple(name for name in PIECES if name not in REFUSED)
-BREAKING = frozenset({"graph-break", "lstm"})
+# One layer is refused by name (test_pieces.py). An LSTM trains as without a plan, but its CPU kernel (oneDNN) keeps for
+# backward what no fake tensor shows, so that nothing true can be said of its memory.
+LEFT_OUT = ("batch-norm-cumulative", "lstm")
+LAYERS = tuple(name for name in PIECES if name not in LEFT_OUT)
+BREAKING = frozenset({"graph-break"})
 
 # What the torture draws for each line, and how often.
 KINDS = {"layer": 6, "linear": 3, "again": 1, "sum": 2, "product": 1, "join": 1, "two": 1, "in-place": 1, "gate": 1}
