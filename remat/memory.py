@@ -315,7 +315,11 @@ class Memory:
         if not region.inner:
             return int(saving[-1])
         own = [v for v in saving.tolist() if not any(v in part for part in region.inner)]
-        return max([region.inner[-1].first - 1, *own])
+        return max([region.first, *(first - 1 for first in self._entered(region)), *own])
+
+    def _entered(self, region: Region) -> list[int]:
+        """Where those inner regions of `region` begin that are given a tensor: its recomputation goes up to the last."""
+        return [p.first for p in region.inner if self.inputs(p.first, p.end) or len(self.packs_in(p.first, p.end))]
 
     def _holds_context(self, region: Region) -> bool:
         return bool(self._bracketed[region.end] > self._bracketed[region.first])
@@ -337,11 +341,12 @@ class Memory:
         triggers = [*asked[asked >= 0].tolist(), *(r.trigger for r in inner)]
         if not triggers:
             return None
+        entered = self.node_first[self._entered(region)].tolist()
         return Recomputation(
             region,
             top,
             first=int(self.node_first[region.first]),
-            stop=self._stop(region, max([*table.at[packs].tolist(), *self.node_first[starts].tolist()])),
+            stop=self._stop(region, max([*table.at[packs].tolist(), *entered])),
             trigger=min(triggers),
             release=max([*table.release[packs].tolist(), *(r.release for r in inner)]),
             level=0,
@@ -396,10 +401,11 @@ class Memory:
                 death[saved] = np.maximum(death[saved], np.where(replayed, r.trigger - 1, r.release))
         asked = {r.region for r in recomputations if r.level == 0}
         for region in regions:
-            packs = self.packs_in(region.first, region.end)
-            if region not in asked and len(packs):
+            if region not in asked:
+                packs = self.packs_in(region.first, region.end)
                 keeps = np.concatenate([self._inputs_array(region), self.saved_storages(region)])
-                death[keeps] = np.maximum(death[keeps], table.release[packs].max())
+                until = max([int(self.node_end[region.end - 1]) - 1, *table.release[packs].tolist()])
+                death[keeps] = np.maximum(death[keeps], until)
         return death
 
     def _made_again(
