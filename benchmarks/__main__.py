@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-NAMES = ("commands", "sweep", "main_job", "estimates")
+NAMES = ("commands", "sweep", "main_job", "estimates", "torture", "architectures", "curves")
 LONG = ("default_solver", "strategies", "scale", "peers", "machinery", "compiled")  # only when named
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import fx, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
-from remat.capture import GraphCalls, element_count
+from remat.capture import GraphCalls, element_count, forget_traces, frames_traced
 from remat.compiling import Backend, CompiledCalls, innermost, require_kept
 from remat.errors import PlanMismatch, UsageError
 from remat.graph import fingerprint
@@ -140,7 +140,8 @@ class PlannedForward:
     def _prepare(self) -> None:
         self.calls = RewrittenCalls(self.plan.regions, observe=self.observe)
         self._fitting: dict[int, fx.GraphModule] = {}  # kept, so that an id stays its own
-        self._compared_batch = False
+        self._warned: set[str] = set()
+        self._mismatch: PlanMismatch | None = None
         self._graphs: GraphCalls | None = None
         self._compiled: dict[int, tuple[Backend, GraphCalls]] = {}  # the compiler is kept, so that an id stays its own
 
@@ -171,7 +172,6 @@ class PlannedForward:
         if self._graphs is None:
             self._compare_model()
             self._graphs = GraphCalls(self.original, self._run_call)
-        self._compare_batch(args, kwargs)
         return self._run(self._graphs, args, kwargs)
 
     def run_compiled(self, inner: Backend, args: Any, kwargs: Any) -> Any:
@@ -182,21 +182,32 @@ class PlannedForward:
                 require_kept(regions, inner)
 
             def compile_call(call: int, graph_module: fx.GraphModule, example_inputs: list[Any]) -> CompiledCalls:
-                self._compare_graph(call, graph_module)
+                if (mismatch := self._graph_mismatch(call, graph_module)) is not None:
+                    raise mismatch
+                self._fitting[id(graph_module)] = graph_module
                 found = self.plan.fingerprints[call]
                 return CompiledCalls(self.plan, found, graph_module, example_inputs, inner, self.calls.counts)
 
             self._compiled[id(inner)] = (inner, GraphCalls(self.original, compile_call=compile_call))
-        self._compare_batch(args, kwargs)
         return self._run(self._compiled[id(inner)][1], args, kwargs)
 
     def _run(self, graphs: GraphCalls, args: Any, kwargs: Any) -> Any:
-        result = graphs(*args, **kwargs)
-        if graphs.count != len(self.plan.fingerprints):
-            raise PlanMismatch(
-                f"the plan is for a model of {len(self.plan.fingerprints)} graph calls, this forward made "
-                f"{graphs.count}; make a plan for this model."
-            )
+        self._compare_autocast()
+        self._compare_batch(args, kwargs)
+        known, traced, self._mismatch = len(self._fitting), frames_traced(), None
+        try:
+            result = graphs(*args, **kwargs)
+        except Exception as error:
+            if frames_traced() > traced:
+                forget_traces()
+            if self._mismatch is None or not _out_of_memory(error):
+                raise
+            raise self._mismatch from error
+        if self._mismatch is not None:
+            raise self._mismatch
+        self._compare_calls(graphs.count)
+        if len(self._fitting) > known:
+            self._compare_trainable()
         return result
 
     def watch(
@@ -214,7 +225,10 @@ class PlannedForward:
 
     def _run_call(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
         if id(graph_module) not in self._fitting:
-            self._compare_graph(call, graph_module)
+            # A forward that is about to raise has another graph: its own error counts, so this one waits for the end.
+            self._mismatch = self._mismatch or self._graph_mismatch(call, graph_module)
+            if self._mismatch is not None:
+                return graph_module(*args)
             self._fitting[id(graph_module)] = graph_module
         return self.calls(call, graph_module, args)
 
@@ -223,7 +237,6 @@ class PlannedForward:
     def _compare_model(self) -> None:
         self._refuse_sharded()
         self._compare_parameters(self.model)
-        self._compare_autocast()
 
     def _refuse_sharded(self) -> None:
         fsdp = sys.modules.get("torch.distributed.fsdp")
@@ -233,12 +246,27 @@ class PlannedForward:
                 "plan with --regions modules."
             )
 
-    def _compare_graph(self, call: int, graph_module: fx.GraphModule) -> None:
+    def _graph_mismatch(self, call: int, graph_module: fx.GraphModule) -> PlanMismatch | None:
         planned = self.plan.fingerprints
-        if call >= len(planned) or fingerprint_of(graph_module) != planned[call]:
+        if call < len(planned) and fingerprint_of(graph_module) == planned[call]:
+            return None
+        hooked = [name for name, module in self.model.named_modules() if name and _has_hooks(module)]
+        remedy = f" with its hooks (on {', '.join(hooked[:3])})" if hooked else ""
+        return PlanMismatch(
+            f"the plan was made for {self.plan.about['workload']!r}, whose graph differs from this model's "
+            f"(graph call {call}, {len(captured_nodes(graph_module))} nodes); make a plan for this model{remedy}."
+        )
+
+    def _compare_calls(self, count: int) -> None:
+        if count != len(self.plan.fingerprints):
             raise PlanMismatch(
-                f"the plan was made for {self.plan.about['workload']!r}, whose graph differs from this model's "
-                f"(graph call {call}, {len(captured_nodes(graph_module))} nodes); make a plan for this model."
+                f"the plan is for a model of {len(self.plan.fingerprints)} graph calls, this forward made {count}; "
+                + (
+                    "make a plan for this model."
+                    if count
+                    else "it ran where nothing is captured: under a torch.func transform or a dispatch mode, "
+                    "or with Dynamo disabled."
+                )
             )
 
     def _compare_parameters(self, model: nn.Module) -> None:
@@ -247,13 +275,12 @@ class PlannedForward:
             raise PlanMismatch(f"the plan is for parameters of {planned}, this model has {found}.")
 
     def _compare_autocast(self) -> None:
-        about = self.plan.about
         device = next((p.device.type for p in self.model.parameters()), "cpu")
-        enabled = torch.is_autocast_enabled(device)
+        enabled, planned = torch.is_autocast_enabled(device), self.plan.about["autocast"]
         autocast = _name(torch.get_autocast_dtype(device)) if enabled else None
-        if autocast != about["autocast"]:
+        if autocast != planned:
             raise PlanMismatch(
-                f"the plan is for {_policy(about['autocast'])}, this forward runs {_policy(autocast)}; "
+                f"the plan is for {_policy(planned)}, this forward runs {_policy(autocast)}; "
                 "use the same torch.autocast context or plan with the other --dtype."
             )
 
@@ -262,16 +289,36 @@ class PlannedForward:
         found = element_count(args, kwargs)
         if not planned or found <= planned:
             return
-        text = (
+        self._larger(
             f"this batch has {found} elements, the plan was made for {planned} "
             f"(batch size {self.plan.about['batch_size']}): its peak will exceed the planned "
-            f"{gib(self.plan.predicted['peak_bytes'])}; reduce the batch or make a plan for this one."
+            f"{gib(self.plan.predicted['peak_bytes'])} and be about {gib(self._peak_of(found / planned))}; "
+            "reduce the batch or make a plan for this one."
         )
+
+    def _compare_trainable(self) -> None:
+        planned = self.plan.about.get("trainable_count")
+        found = trainable_count(self.model)
+        if planned is not None and found > planned:
+            self._larger(
+                f"{found} parameters require gradients, {planned} did when the plan was made: the peak will exceed "
+                f"the planned {gib(self.plan.predicted['peak_bytes'])}; make a plan for the model as it is now."
+            )
+
+    def _larger(self, text: str) -> None:
+        """Warn of a step larger than planned, once for every reason, or refuse it."""
         if self.on_larger == "refuse":
             raise PlanMismatch(text)
-        if not self._compared_batch:
-            warnings.warn(text, stacklevel=5)
-            self._compared_batch = True
+        reason = text.partition(" ")[0]
+        if reason not in self._warned:
+            warnings.warn(text, stacklevel=6)
+            self._warned.add(reason)
+
+    def _peak_of(self, times: float) -> int:
+        """Predicted peak of a batch so many times as large as planned, if all but the model's state grows with it."""
+        peak, parts = self.plan.predicted["peak_bytes"], self.plan.predicted.get("breakdown", {})
+        state = sum(parts.get(name, 0) for name in ("parameters", "buffers", "optimizer state", "gradients"))
+        return int(state + (peak - state) * times)
 
     # Copies and pickles hold the model and the plan; what was traced is traced again.
 
@@ -308,6 +355,22 @@ def fingerprint_of(graph_module: fx.GraphModule) -> str:
 
 def dtypes_of(model: nn.Module) -> list[str]:
     return sorted({_name(p.dtype) for p in model.parameters()})
+
+
+def trainable_count(model: nn.Module) -> int:
+    """How many numbers of `model` get a gradient."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(getattr(module, name) for name in _HOOKS)
+
+
+def _out_of_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _name(dtype: torch.dtype) -> str:

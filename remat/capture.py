@@ -26,8 +26,9 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from remat.errors import CaptureError, RematError
+from remat.opaque import open_nodes
 
-RECOMPILE_LIMIT = 64
+RECOMPILE_LIMIT = 1 << 16
 # Captures of one model class do not count against each other's limit, where this torch can keep them apart.
 _ISOLATED: dict[str, Any] = (
     {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
@@ -65,6 +66,7 @@ class GraphCalls:
         self.elements = 0
 
     def _backend(self, graph_module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        open_nodes(graph_module)
         drop_dead_views(graph_module)
         if self._compile_call is not None:
             execute = self._compile_call(self.count, graph_module, example_inputs)
@@ -97,6 +99,19 @@ def _interpreted(run_call: RunCall, graph_module: fx.GraphModule) -> Callable[..
     return lambda call, *args: run_call(call, graph_module, args)
 
 
+def frames_traced() -> int:
+    """How many functions Dynamo has traced, or tried to, in this process."""
+    return int(torch._dynamo.utils.counters["frames"]["total"])
+
+
+def forget_traces() -> None:
+    """Let Dynamo trace everything anew.
+
+    A function that raised while it was traced is not followed into again, and would break every later graph.
+    """
+    torch._dynamo.reset()
+
+
 def drop_dead_views(graph_module: fx.GraphModule) -> None:
     """Remove views that nobody looks at.
 
@@ -119,9 +134,16 @@ def dynamo_settings() -> Iterator[None]:
     """Fail loudly instead of falling back to eager, and allow as many batch shapes as training may bring.
 
     Inside DistributedDataParallel Dynamo would cut every graph at the borders of gradient buckets: no plan would fit.
+    Recurrent layers are followed into, and hooks that come or go between two steps are seen.
     """
     with torch._dynamo.config.patch(
-        recompile_limit=RECOMPILE_LIMIT, fail_on_recompile_limit_hit=True, suppress_errors=False, optimize_ddp=False
+        recompile_limit=RECOMPILE_LIMIT,
+        accumulated_recompile_limit=RECOMPILE_LIMIT,
+        fail_on_recompile_limit_hit=True,
+        suppress_errors=False,
+        optimize_ddp=False,
+        allow_rnn=True,
+        skip_nnmodule_hook_guards=False,
     ):
         yield
 

@@ -6,7 +6,8 @@ with. It states how the executor (`rewrite.py`: `torch.utils.checkpoint`, non-re
 Rule 1  Operators run in recorded order. The local life of a storage is what was recorded, whatever the plan.
 Rule 2  A save made outside regions keeps its storage until its recorded release.
 Rule 3  A region keeps the values that it takes while it runs, and then, with the outputs that it saves, until the
-        last release of a save made inside it; a saved output moves from the region to autograd when it is replayed.
+        last release of a save made inside it, asked for or not; a saved output moves from the region to autograd when
+        it is replayed.
 Rule 4  A region is recomputed before the first operator of backward that follows a request for one of its saves,
         from its first operator to its last save (early stop). What it saves lives until it has been used (the
         checkpoint hands it out and forgets it), everything else as long as in forward, at most until the recomputation
@@ -247,10 +248,6 @@ class Memory:
         count = 0
         for r in self._recomputations(regions):
             last = self._last_called(r.region)
-            if r.region.inner and not self._holds_context(r.region):
-                # An inner region that starts at the early stop is entered no more.
-                stops = [p for p in r.region.inner if int(self.node_first[p.first]) >= r.stop]
-                last = min([last, *(p.first - 1 for p in stops)])
             count += last + 1 - r.region.first - sum(v <= last for v in r.region.saved)
         return count
 
@@ -295,10 +292,18 @@ class Memory:
         return int(self.node_end[region.end - 1]) if self._holds_context(region) else last_save
 
     def _last_called(self, region: Region) -> int:
-        """The last node of `region` that its recomputation calls."""
+        """The last node of `region` that its recomputation calls; it goes up to where the last inner region begins."""
         if self._holds_context(region):
             return region.end - 1
-        return int(self.graph.packs.node[self.packs_in(region.first, region.end)[-1]])
+        saving = self.graph.packs.node[self.packs_in(region.first, region.end)]
+        if not region.inner:
+            return int(saving[-1])
+        own = [v for v in saving.tolist() if not any(v in part for part in region.inner)]
+        return max([region.first, *(first - 1 for first in self._entered(region)), *own])
+
+    def _entered(self, region: Region) -> list[int]:
+        """Where inner regions of `region` begin that are given a tensor: its recomputation goes up to the last."""
+        return [p.first for p in region.inner if self.inputs(p.first, p.end) or len(self.packs_in(p.first, p.end))]
 
     def _holds_context(self, region: Region) -> bool:
         return bool(self._bracketed[region.end] > self._bracketed[region.first])
@@ -320,11 +325,12 @@ class Memory:
         triggers = [*asked[asked >= 0].tolist(), *(r.trigger for r in inner)]
         if not triggers:
             return None
+        entered = self.node_first[self._entered(region)].tolist()
         return Recomputation(
             region,
             top,
             first=int(self.node_first[region.first]),
-            stop=self._stop(region, max([*table.at[packs].tolist(), *self.node_first[starts].tolist()])),
+            stop=self._stop(region, max([*table.at[packs].tolist(), *entered])),
             trigger=min(triggers),
             release=max([*table.release[packs].tolist(), *(r.release for r in inner)]),
             level=0,
@@ -357,7 +363,7 @@ class Memory:
         """Last recorded operator during which each storage made in forward is alive. (Rules 1-3)"""
         table = self.graph.packs
         death = self.graph.storages.death.copy()
-        plain = self.kept
+        plain = np.flatnonzero(table.storage >= 0)
         if only is not None:
             plain = plain[(table.node[plain] >= only[0]) & (table.node[plain] < only[1])]
         for region in regions:
@@ -377,6 +383,13 @@ class Memory:
                 saved = self.saved_storages(r.region)
                 replayed = self.graph.storages.node[saved] <= self._last_called(r.region)
                 death[saved] = np.maximum(death[saved], np.where(replayed, r.trigger - 1, r.release))
+        asked = {r.region for r in recomputations if r.level == 0}
+        for region in regions:
+            if region not in asked:
+                packs = self.packs_in(region.first, region.end)
+                keeps = np.concatenate([self._inputs_array(region), self.saved_storages(region)])
+                until = max([int(self.node_end[region.end - 1]) - 1, *table.release[packs].tolist()])
+                death[keeps] = np.maximum(death[keeps], until)
         return death
 
     def _made_again(

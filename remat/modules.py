@@ -270,7 +270,8 @@ class PlannedModules(PlannedForward):
         self.calls.remove()
 
     def _prepare(self) -> None:
-        self._compared_batch = self._compared_dtypes = False
+        self._warned: set[str] = set()
+        self._compared_dtypes = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.calls.active:

@@ -17,14 +17,16 @@ import contextlib
 import dataclasses
 import platform
 import re
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils._pytree import tree_leaves
 
@@ -157,6 +159,11 @@ class FakeStep:
                 loss = self.workload.step(self.model, self.batch)
         except RematError:
             raise
+        except DataDependentOutputException as error:
+            raise CaptureError(
+                f"the step of {self.workload.name!r} reads a number off a tensor (`item()`, `float()`, `if tensor`)"
+                f"{_line_of(error)}, and no tensor has data while planning; compute it without, or leave it out."
+            ) from error
         except Exception as error:
             raise CaptureError(
                 f"the step of {self.workload.name!r} fails on fake tensors: {describe(error)}"
@@ -222,6 +229,13 @@ class FakeStep:
             yield Parameter(name, size, size if p.requires_grad else 0, sum(map(tracker.bytes_of, kept)))
 
 
+def _line_of(error: BaseException) -> str:
+    """The last line of the traceback that is neither torch's nor ours, as ` at file:line`."""
+    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(("<", *ours))]
+    return f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
 def describe(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
@@ -265,6 +279,7 @@ def _about(step: FakeStep) -> dict[str, Any]:
         "autocast": str(workload.autocast).removeprefix("torch.") if workload.autocast else None,
         "parameter_dtypes": dtypes,
         "parameter_count": sum(p.numel() for p in step.model.parameters()),
+        "trainable_count": sum(p.numel() for p in step.model.parameters() if p.requires_grad),
         "optimizer": type(step.optimizer).__name__ if step.optimizer else None,
         **step.loop.to_json(),
         "torch": torch.__version__,
@@ -287,6 +302,8 @@ class _Recorder(Tracker):
         self._packs: list[dict[str, int]] = []
         self._sequence_after = 0
         self._open = 0
+        self._readers: dict[int, set[int]] = {}  # id of a fixed storage -> nodes of forward that take it
+        self._writers: dict[int, set[int]] = {}  # ... that change it
         self.numbers = 0
         self.modules: dict[str, None] = {}  # paths of those that are called, in order
         self._forward_end = self._backward_end = -1
@@ -394,8 +411,13 @@ class _Recorder(Tracker):
         record = self._nodes[node]
         if draws_random_numbers(func, args, kwargs):
             record["random"] = True
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor) and self.storage_of(tensor) == FIXED:
+                self._readers.setdefault(id(tensor.untyped_storage()), set()).add(node)
         if not func._schema.is_mutable:
             return
+        if record["effect"] == "" and any(returned.alias_info is None for returned in func._schema.returns):
+            record["effect"] = "other"  # it writes beside its result, which neither early stop nor saving provides for
         for position, argument in enumerate(func._schema.arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
@@ -407,13 +429,27 @@ class _Recorder(Tracker):
     def _note_write(self, record: dict[str, Any], node: int, tensor: torch.Tensor) -> None:
         producer = self.producer(tensor)
         if producer is None:
+            self._writers.setdefault(id(tensor.untyped_storage()), set()).add(node)
             if record["effect"] == "":
                 record["effect"] = "other" if tensor.is_floating_point() else "counter"
         elif producer < node:
             record["mutates"] = (*record["mutates"], producer)
 
+    def _settle_effects(self) -> None:
+        """Whoever reads what another node changes would read something else when recomputed: it stays plain.
+
+        A counter that somebody reads is none.
+        """
+        for storage, writers in self._writers.items():
+            readers = self._readers.get(storage, set()) | writers
+            if readers == writers and all(self._nodes[node]["effect"] == "counter" for node in readers):
+                continue
+            for node in readers:
+                self._nodes[node]["effect"] = "other"
+
     # What autograd saves
 
+    @torch._disable_dynamo
     def pack(self, tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
         """Give autograd a private copy, so that the life of the copy is the life of this save."""
         if self._current is None:
@@ -432,6 +468,7 @@ class _Recorder(Tracker):
         self._packs.append(row)
         return len(self._packs) - 1, self._copy(tensor, row, "release")
 
+    @torch._disable_dynamo
     def unpack(self, packed: tuple[int, torch.Tensor]) -> torch.Tensor:
         index, copy = packed
         row = self._packs[index]
@@ -475,6 +512,7 @@ class _Recorder(Tracker):
 
     def graph(self, fixed: dict[str, int], about: dict[str, Any]) -> Graph:
         last = self.op_count - 1
+        self._settle_effects()
         nodes = tuple(Node(**node) for node in self._nodes)
         storages = Storages(
             size_bytes=_column(s.size_bytes for s in self.storages),

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import operator
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -214,17 +215,21 @@ class _Save(_LeanMode):
 
 
 class _Replay(_LeanMode):
-    """Gives back what `_Save` kept, in order; views and casts run, writes are skipped: the kept value is final."""
+    """Gives back what `_Save` kept, in order; views and casts run. Writes to what was kept are skipped: it is final."""
 
     def __init__(self, outputs: list[Any]):
         self._outputs = outputs
+        self._made: set[int] = set()  # storages of casts, made anew
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.is_mutable:
+        if func._schema.is_mutable and args[0].untyped_storage()._cdata not in self._made:
             return args[0]
         if _allocates(func):
             return detached(self._outputs.pop())
-        return func(*args, **kwargs) if kwargs else func(*args)
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        if func is _CAST:
+            self._made.add(out.untyped_storage()._cdata)
+        return out
 
 
 _ALLOCATES: dict[Any, bool] = {}
@@ -443,11 +448,35 @@ def called(node: fx.Node) -> str:
     return str(node.meta["called"])
 
 
-_BRACKETS = {"_enter_autocast": 1, "_exit_autocast": -1}
+_DRAWING = re.compile(
+    r".*dropout\d*_?|rand.*|bernoulli_?|normal_?|uniform_|exponential_|.*rrelu_?|gumbel_softmax|multinomial|poisson"
+)
+
+
+def may_draw(node: fx.Node) -> bool:
+    """Whether `node`, by its name and constants, draws random numbers.
+
+    Constants are no part of a graph's fingerprint: a rate may have been 0 when the plan was made.
+    """
+    arguments: dict[Any, Any] = {**dict(enumerate(node.args)), **node.kwargs}
+    if called(node) == "scaled_dot_product_attention":
+        return bool(arguments.get(4, arguments.get("dropout_p", 0.0)))
+    if "dropout" in called(node):
+        rate, training = arguments.get(1, arguments.get("p", 1.0)), arguments.get(2, arguments.get("training", True))
+        return bool(rate) and bool(training)
+    return _DRAWING.fullmatch(called(node)) is not None
+
+
+_BRACKETS = {
+    "_enter_autocast": 1,
+    "_exit_autocast": -1,
+    "_vmap_increment_nesting": 1,
+    "_vmap_decrement_nesting": -1,
+}
 
 
 def bracket_of(node: fx.Node) -> int:
-    """+1 for a node that opens a context which a later node closes (autocast, no_grad), -1 for that one."""
+    """+1 for a node that opens a context which a later node closes (autocast, no_grad, vmap), -1 for that one."""
     if called(node) == "_set_grad_enabled":
         return -1 if node.args[0] else 1
     return _BRACKETS.get(called(node), 0)
@@ -526,7 +555,7 @@ class _Rewriter:
             wrapper: Callable[..., Any] = _batch_norm if called(node) == "batch_norm" else _once
         elif ordinal in region.saved:
             wrapper = _saved
-        elif ordinal in region.random:
+        elif ordinal in region.random or may_draw(node):
             wrapper = _random
         elif self._options.observe:
             wrapper = _plain

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -29,6 +30,21 @@ from remat.graph import OpKind
 FIXED = -1
 _NORMALISATIONS = {torch.ops.aten.native_layer_norm.default: 2, torch.ops.aten.native_batch_norm.default: 1}  # weight
 _CASTS = {torch.ops.aten._to_copy.default}
+
+# Layouts of results that CPU kernels choose otherwise than their fakes (torch 2.13): the position of the argument whose
+# memory format the first result gets, and operators whose result is laid out as the first argument, or plainly.
+_FORMATS = {
+    torch.ops.aten.native_batch_norm.default: 0,
+    torch.ops.aten.native_batch_norm_backward.default: 1,
+    torch.ops.aten.roll.default: 0,
+}
+_AS_FIRST = {
+    torch.ops.aten.elu_backward.default,
+    torch.ops.aten.hardswish_backward.default,
+    torch.ops.aten.hardtanh_backward.default,
+    torch.ops.aten.softplus_backward.default,
+}
+_PLAIN = {torch.ops.aten.log_sigmoid_forward.default, torch.ops.aten.glu_backward.default}
 
 
 @dataclasses.dataclass
@@ -98,8 +114,11 @@ class Tracker(UnseenMode):
 
     def storage_of(self, tensor: torch.Tensor) -> int:
         """Index of the storage that `tensor` refers to, FIXED for one that was there before."""
+        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # within a vmap
+            tensor = torch._C._functorch.get_unwrapped(tensor)
         return self._ids.get(id(tensor.untyped_storage()), FIXED)
 
+    @torch._disable_dynamo  # between two graphs it would be traced itself
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.paused:
@@ -107,6 +126,8 @@ class Tracker(UnseenMode):
         if self.scalar_answers and func is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if args[0].is_floating_point() else 1
         out = _as_kernel(func, args, func(*args, **kwargs))
+        if self.alignment_bytes == 1:  # of a CPU
+            out = _laid_out(func, args, out)
         op = self.op_count
         born = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and self._is_new(t)]
         if not born and not func._schema.is_mutable:
@@ -187,6 +208,23 @@ def _as_kernel(func: Any, args: Any, out: Any) -> Any:
     elif func is torch.ops.aten.native_layer_norm_backward.default:
         return (out[0].contiguous(), *out[1:])
     return out
+
+
+def _laid_out(func: Any, args: Any, out: Any) -> Any:
+    """`out` with the strides that the real CPU kernel gives it, where the fake one says otherwise."""
+    if func in _FORMATS:
+        layout = suggest_memory_format(args[_FORMATS[func]])
+    elif func in _PLAIN:
+        layout = torch.contiguous_format
+    elif func in _AS_FIRST and args[0].shape == out.shape:
+        return torch.empty_like(args[0], dtype=out.dtype)
+    else:
+        return out
+    if isinstance(out, torch.Tensor):
+        return out.contiguous(memory_format=layout)
+    if func in _FORMATS:
+        return (out[0].contiguous(memory_format=layout), *out[1:])
+    return tuple(tensor.contiguous() for tensor in out)
 
 
 def _describe(value: Any) -> Any:

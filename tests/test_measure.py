@@ -16,7 +16,16 @@ from remat import measure as measure_module
 from remat.allocator import allocation_curve, measure_peak, measure_step
 from remat.costs import Costs
 from remat.graph import Graph, OpKind, Packs, Storages
-from remat.measure import Cache, arguments, default_cache, device_name, device_target, measure, measure_kind
+from remat.measure import (
+    Cache,
+    NotMeasurable,
+    arguments,
+    default_cache,
+    device_name,
+    device_target,
+    measure,
+    measure_kind,
+)
 
 CPU = torch.device("cpu")
 MAP = {"tensor": [[4, 8, 16, 16], [2048, 256, 16, 1], "float32"]}  # 4 * 8 * 16 * 16 * 4 = 32768 bytes
@@ -311,3 +320,10 @@ def test_on_cuda_a_product_has_no_output_in_its_workspace() -> None:
     assert costs.workspace_bytes == (0, 0)
     assert measure_peak(lambda: torch.empty(1000, device=device), device, requested=True) == 4000
     assert device_target(device).alignment_bytes == 512
+
+
+def test_what_only_its_forward_can_feed_is_not_measured() -> None:
+    """With any other notes than its forward's, the backward of an LSTM kills the process."""
+    kind = OpKind("aten.mkldnn_rnn_layer_backward.default", [[], {}], 0, 0, "float32")
+    with pytest.raises(NotMeasurable, match="only its forward can make"):
+        measure_kind(kind, torch.device("cpu"))

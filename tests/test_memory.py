@@ -121,6 +121,14 @@ def test_inner_regions_are_recomputed_once_more() -> None:
     assert Memory(graph).recompute_time_us((nested,), costs.per_op_us(graph)) == 11 + 1100 + 11
 
 
+def test_a_recomputation_goes_up_to_an_inner_region_that_has_nothing_to_recompute() -> None:
+    """Node 0 saves its output; nodes 1 and 2 save nothing, and node 2 is an inner region, whose input is node 1's."""
+    keeps = [frozenset({"output"}), frozenset[str](), frozenset[str](), frozenset({"output"})]
+    graph, _ = toy_graph([ToyNode(4, (i - 1,) if i else (), kept) for i, kept in enumerate(keeps)])
+    assert Memory(graph).recomputed_nodes((Region(0, 3),)) == 1
+    assert Memory(graph).recomputed_nodes((Region(0, 3, inner=(Region(2, 3),)),)) == 2
+
+
 @given(toys(), st.data())
 @settings(deadline=None, derandomize=True, max_examples=100)
 def test_every_operator_runs_in_its_order_whatever_the_plan(nodes: list[ToyNode], data: st.DataObject) -> None:

@@ -1,0 +1,84 @@
+"""Torture: 250 random small models under eight random plans each; every one of the 2,000 is a claim of the package.
+
+`tests/random_models.py` makes a model from its number, and `python -m benchmarks torture:123` runs model 123 alone.
+`tests/torturing.py` judges it, and says what is claimed.
+
+Toys are small: a kernel's workspace that the prediction does not know weighs much more in them than in a model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from benchmarks import report
+from tests.torturing import CPU, STEPS, TOLERANCE, verdicts
+
+MODELS, PLANS = 250, 8
+COLUMNS = [
+    "cases",
+    "wrong",
+    "miscounted",
+    "evaluator_off",
+    "above_prediction",
+    "peaks_judged",
+    "worst_percent",
+    "refused",
+    "wall_s",
+]
+
+
+def main(*models: str) -> None:
+    torch.set_num_threads(1)  # toys are too small to share
+    logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
+    numbers = [int(text) for text in models] or list(range(MODELS))
+    path = report.stem("torture", CPU)
+    about = {**report.provenance(CPU), "tolerance_percent": 100 * TOLERANCE, "steps_of_each": STEPS}
+    started, rows = time.monotonic(), []
+    with quiet():
+        for number in numbers:
+            found = verdicts(number, PLANS)
+            rows += found
+            for row in found:
+                if row["failures"]:
+                    print(row, flush=True)
+            if number % 25 == 24 or number == numbers[-1]:
+                summary = summarise(rows, time.monotonic() - started)
+                print(summary, file=sys.stderr, flush=True)
+                if not models:
+                    kept = [row for row in rows if row["failures"]]
+                    report.write(path, about, [summary, *kept], [*COLUMNS, "model", "plan", "failures"])  # so far
+
+
+def summarise(rows: list[dict[str, Any]], wall_s: float) -> dict[str, Any]:
+    def count(word: str) -> int:
+        return sum(word in failure for row in rows for failure in row["failures"])
+
+    return {
+        "cases": len(rows),
+        "wrong": count("differs"),
+        "miscounted": count("recomputed"),
+        "evaluator_off": count("evaluator"),
+        "above_prediction": count("above"),
+        "worst_percent": max((row["error_percent"] for row in rows if "error_percent" in row), default=None),
+        "least_percent": min((row["error_percent"] for row in rows if "error_percent" in row), default=None),
+        "peaks_judged": sum("error_percent" in row for row in rows),
+        "refused": count("refused"),
+        "regions": sum(row.get("regions", 0) for row in rows),
+        "recomputed_nodes": sum(row.get("recomputed", 0) for row in rows),
+        "wall_s": round(wall_s, 1),
+    }
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,33 @@
+"""Hugging Face models beyond the registry, tiny, from their configurations: planned, applied, equal bit by bit.
+
+Three of the cheapest; all of them are in `python -m benchmarks architectures`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+architectures: Any = importlib.import_module("benchmarks.architectures")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", ["AlbertForMaskedLM", "DistilBertForMaskedLM", "OPTForCausalLM"])
+@pytest.mark.filterwarnings("ignore")  # the library's own
+def test_a_model_from_its_configuration_trains_under_a_tight_budget_as_without(name: str) -> None:
+    (found,) = [each for each in architectures.ALL if each.model == name]
+    row = architectures.verdict(architectures.workload_of(found))
+    assert (row["failure"], row["equal"]) == ("", True)
+    assert row["regions"] > 0 and row["predicted_mib"] <= row["budget_mib"] < row["without_mib"]

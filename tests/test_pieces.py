@@ -1,0 +1,136 @@
+"""Whatever a layer does, a plan leaves its training bit for bit as it was: table of layers against kinds of plan.
+
+Every layer of `pieces.py` is trained for three steps with an optimizer, untouched and under four plans. Losses,
+gradients, parameters, buffers and the stream of random numbers must be equal; regions must have been entered, nodes
+recomputed as often as the evaluator says, and the evaluator's curve must be the replay's.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from remat.applying import apply, counts_of, planned_forward
+from remat.errors import CaptureError
+from remat.memory import Memory
+from remat.plans import place
+from remat.record import autocast_context
+from remat.replay import replay
+from remat.workload import Workload
+from tests import pieces
+from tests.graphs import DYNAMO_LOOKS_AT_GRAD
+from tests.pieces import CHOICES, PIECES, workload_of
+from tests.toys import CPU, plan_by_hand, recorded
+
+pytestmark = [
+    pytest.mark.filterwarnings(DYNAMO_LOOKS_AT_GRAD),
+    pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),  # Dynamo does it
+]
+
+STEPS = 3
+REFUSED = {"batch-norm-cumulative": r"reads a number off a tensor"}
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    """One thread, since toys are too small to share; and a Dynamo that has seen nothing."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    torch._dynamo.reset()
+
+
+def built(workload: Workload) -> nn.Module:
+    torch.manual_seed(0)
+    return workload.build()
+
+
+def trained(workload: Workload, model: nn.Module, steps: int = STEPS) -> dict[str, torch.Tensor]:
+    """All that training changes, after every step, by name."""
+    found: dict[str, torch.Tensor] = {}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for number in range(steps):
+        torch.manual_seed(100 + number)
+        batch = workload.batch(workload.batch_size, workload.seq_len)
+        torch.manual_seed(number)
+        with autocast_context(CPU, workload.autocast):
+            loss = workload.step(model, batch)
+        loss.backward()
+        found |= {f"{number} loss": loss.detach(), f"{number} generator": torch.get_rng_state()}
+        named = list(model.named_parameters())
+        found |= {f"{number} gradient of {n}": p.grad.clone() for n, p in named if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+        found |= {f"{number} {n}": t.detach().clone() for n, t in (*named, *model.named_buffers())}
+    return found
+
+
+def different(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:
+    assert left.keys() == right.keys()
+    return [name for name in left if not torch.equal(left[name], right[name])]
+
+
+def assert_trains_alike(workload: Workload) -> None:
+    fake, graph = recorded(workload)
+    memory = Memory(graph)
+    expected = trained(workload, built(workload))
+    model = apply(built(workload), plan_by_hand(graph, ()))
+    planned, state = planned_forward(model), copy.deepcopy(model.state_dict())
+    for choice, choose in CHOICES.items():
+        regions = choose(graph)
+        assert regions, choice
+        planned.plan = plan_by_hand(graph, regions)
+        counts = planned.watch(observe=True)  # without tracing again
+        model.load_state_dict(state)
+        assert different(trained(workload, model), expected) == [], choice
+        assert counts.regions == STEPS * len(regions), choice
+        assert counts.recomputed_nodes == STEPS * memory.recomputed_nodes(regions) > 0, choice
+        alive = replay(fake, place(graph, regions))
+        assert alive.max() + graph.fixed_bytes.get("numbers", 0) == memory.curve(regions).peak_bytes, choice
+
+
+@pytest.mark.parametrize("name", [name for name in PIECES if name not in REFUSED])
+def test_a_layer_trains_bit_for_bit_as_without_a_plan(name: str) -> None:
+    assert_trains_alike(workload_of(name, copies=1))
+
+
+@pytest.mark.parametrize("name", ["fused-attention", "batch-norm", "drop-path", "relu-in-place", "halves", "brackets"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_and_under_autocast(name: str, dtype: torch.dtype) -> None:
+    assert_trains_alike(workload_of(name, copies=1, autocast=dtype))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_planned_is_refused_by_name(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
+    with pytest.raises(CaptureError, match=REFUSED[name]):
+        recorded(workload_of(name))
+
+
+def test_the_users_own_checkpoint_updates_running_statistics_once_under_a_plan() -> None:
+    """Untouched, it does so twice; the plan takes such a call apart, and decides itself what is recomputed."""
+    workload = Workload("checkpointed-norm", CheckpointedNorm, pieces.vectors, pieces.step, 4)
+    _, graph = recorded(workload)
+    for planned, times in ((False, 2), (True, 1)):
+        model = CheckpointedNorm()
+        if planned:
+            apply(model, plan_by_hand(graph, pieces.largest(graph)))
+        trained(workload, model)
+        assert model.state_dict()["norm.num_batches_tracked"] == times * STEPS
+    assert counts_of(model).regions == STEPS
+
+
+class CheckpointedNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(pieces.WIDTH, pieces.WIDTH), nn.BatchNorm1d(pieces.WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.up(x).transpose(1, 2)
+        return torch.utils.checkpoint.checkpoint(self.norm, x, use_reentrant=False).tanh().square().mean()

@@ -1,0 +1,42 @@
+"""Random models under random plans keep every promise: dozens here, two thousand in `python -m benchmarks torture`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from tests.graphs import DYNAMO_LOOKS_AT_GRAD
+from tests.torturing import verdicts
+
+PLANS = 5
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@given(number=st.integers(0, 10**9))
+@settings(
+    max_examples=8,
+    deadline=None,
+    derandomize=True,
+    phases=(Phase.explicit, Phase.generate),  # a smaller number is no smaller model
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+@pytest.mark.filterwarnings(DYNAMO_LOOKS_AT_GRAD)
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+def test_a_random_model_keeps_its_promises_under_random_plans(number: int) -> None:
+    rows = verdicts(number, PLANS)
+    assert len(rows) == PLANS
+    assert [failure for row in rows for failure in row["failures"]] == []
+    assert sum(row["regions"] for row in rows) > 0

@@ -1,0 +1,51 @@
+"""What a Tracker sees on fake tensors is laid out as the real CPU kernels lay it out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from remat.tracker import Tracker
+
+
+def transposed() -> Tensor:
+    return torch.ones(4, 6, 8).transpose(1, 2)
+
+
+def channels_last() -> Tensor:
+    return torch.ones(4, 8, 6, 6).to(memory_format=torch.channels_last)
+
+
+def permuted() -> Tensor:
+    return torch.ones(4, 6, 8, 6).permute(0, 2, 3, 1)
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "batch-norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "elu": F.elu,
+    "glu": lambda x: F.glu(x, 1),
+    "hardswish": F.hardswish,
+    "hardtanh": F.hardtanh,
+    "log-sigmoid": F.logsigmoid,
+    "roll": lambda x: x.roll(1, -1),
+    "softplus": F.softplus,
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("make", [transposed, channels_last, permuted])
+def test_results_and_gradients_have_the_strides_of_the_real_ones(function: str, make: Callable[[], Tensor]) -> None:
+    def strides() -> list[tuple[int, ...]]:
+        x = make().requires_grad_()
+        y = FUNCTIONS[function](x)
+        (gradient,) = torch.autograd.grad(y, x, torch.ones(y.shape))
+        return [y.stride(), gradient.stride()]
+
+    real = strides()
+    with FakeTensorMode(), Tracker():
+        assert strides() == real
