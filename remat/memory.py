@@ -404,8 +404,8 @@ class Memory:
             if region not in asked:
                 packs = self.packs_in(region.first, region.end)
                 keeps = np.concatenate([self._inputs_array(region), self.saved_storages(region)])
-                until = int(table.release[packs].max(initial=int(self.node_end[region.end - 1]) - 1))
-                death[keeps] = np.maximum(death[keeps], until)
+                last = int(table.release[packs].max(initial=int(self.node_end[region.end - 1]) - 1))
+                death[keeps] = np.maximum(death[keeps], last)
         return death
 
     def _made_again(
