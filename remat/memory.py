@@ -302,7 +302,7 @@ class Memory:
         return max([region.first, *(first - 1 for first in self._entered(region)), *own])
 
     def _entered(self, region: Region) -> list[int]:
-        """Where inner regions of `region` begin that are given a tensor: its recomputation goes up to the last."""
+        """Where inner regions of `region` begin that are given a tensor; its recomputation goes up to the last one."""
         return [p.first for p in region.inner if self.inputs(p.first, p.end) or len(self.packs_in(p.first, p.end))]
 
     def _holds_context(self, region: Region) -> bool:
@@ -388,8 +388,8 @@ class Memory:
             if region not in asked:
                 packs = self.packs_in(region.first, region.end)
                 keeps = np.concatenate([self._inputs_array(region), self.saved_storages(region)])
-                until = max([int(self.node_end[region.end - 1]) - 1, *table.release[packs].tolist()])
-                death[keeps] = np.maximum(death[keeps], until)
+                last = int(table.release[packs].max(initial=int(self.node_end[region.end - 1]) - 1))
+                death[keeps] = np.maximum(death[keeps], last)
         return death
 
     def _made_again(

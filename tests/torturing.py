@@ -32,6 +32,7 @@ from remat.allocator import measure_peak
 from remat.applying import apply, planned_forward
 from remat.errors import RematError
 from remat.graph import OUTSIDE, Graph, OpKind
+from remat.loop import Loop
 from remat.measure import NotMeasurable, measure_kind
 from remat.memory import Memory
 from remat.plans import Region, place
@@ -82,7 +83,7 @@ class Subject:
 
     def __init__(self, workload: Workload, accumulation: int, tied: bool) -> None:
         self.workload, self.accumulation = workload, accumulation
-        self.step = FakeStep(workload, device=CPU, accumulation=accumulation)
+        self.step = FakeStep(workload, device=CPU, loop=Loop(accumulation=accumulation))
         self.graph = record(self.step)
         self.workspace_of = workspaces(self.graph)
         per_kind = [self.workspace_of.get(kind_of(kind), 0) for kind in self.graph.kinds]
