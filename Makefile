@@ -24,7 +24,7 @@ demo: $(USER_STAMP) ## plan GPT-2 for a budget of 20 GiB, on any machine
 
 .PHONY: test
 test: $(DEV_STAMP) ## run the tests; those that need CUDA are reported as skipped without it
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
 
 .PHONY: check
 check: lint types ## everything that reads the code without running it

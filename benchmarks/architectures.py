@@ -35,7 +35,7 @@ from remat.problem import Problem
 from remat.profiling import Profile
 from remat.record import FakeStep, record
 from remat.solution import Limits
-from remat.solvers import cp_sat
+from remat.solvers.least_peak import least_peak
 from remat.space import find_space
 from remat.target import TARGETS
 from remat.units import MIB
@@ -265,7 +265,7 @@ def planned_at(workload: Workload, share: float) -> Planned:
     space = find_space(graph)
     problem = Problem(graph, profile.costs, space, 1 << 62)
     most = problem.memory.peak_without_checkpointing
-    least, _, _ = cp_sat.least_peak(problem.with_budget(most), Limits(time_s=20))
+    least = least_peak(problem, Limits(time_s=20)).peak_bytes
     limit = int(least + share * (most - least))
     plan = plan_profile(profile, Budget(limit, limit), step=step, space=space, limits=Limits(time_s=20))
     return Planned(plan, problem.memory)

@@ -31,7 +31,7 @@ from remat.profiling import fake_step, find_place, profile_step
 from remat.record import autocast_context
 from remat.replay_compiled import replay_compiled
 from remat.solution import Limits
-from remat.solvers import cp_sat
+from remat.solvers.least_peak import least_peak
 from remat.space import find_space
 from remat.units import MIB
 from remat.workload import Workload
@@ -73,7 +73,7 @@ def _rows(workload: Workload, compilers: tuple[str, ...]) -> Iterator[dict[str, 
     space = find_space(profile.graph, depth=1)
     problem = Problem(profile.graph, profile.costs, space, 1 << 62)
     most = problem.memory.peak_without_checkpointing
-    least, _, _ = cp_sat.least_peak(problem.with_budget(most), Limits(time_s=20))
+    least = least_peak(problem, Limits(time_s=20)).peak_bytes
     budget = int(least + SHARE * (most - least))
     plan = plan_profile(profile, Budget(budget, budget), step=fake, space=space, limits=Limits(time_s=20))
     replayed = int(replay_compiled(fake, plan.regions).max())

@@ -20,7 +20,7 @@ from remat.planning import Budget, plan_profile
 from remat.problem import Problem
 from remat.profiling import fake_step, find_place, profile_step
 from remat.solution import Limits
-from remat.solvers import cp_sat
+from remat.solvers.least_peak import least_peak
 from remat.space import find_space
 from remat.units import MIB
 from remat.validating import validate
@@ -67,7 +67,7 @@ def _rows(name: str, workload: Workload, dtype: DTypePolicy, target: str) -> Ite
     space = find_space(profile.graph)
     problem = Problem(profile.graph, profile.costs, space, 1 << 62)
     most = problem.memory.peak_without_checkpointing
-    least, _, _ = cp_sat.least_peak(problem.with_budget(most), Limits())
+    least = least_peak(problem, Limits()).peak_bytes
     for share in (0.0, 1 / 3, 2 / 3):
         budget = int(least + share * (most - least))
         started = time.monotonic()

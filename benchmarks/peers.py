@@ -34,7 +34,7 @@ from remat.problem import Problem
 from remat.profiling import fake_step, find_place, profile_step
 from remat.record import autocast_context
 from remat.solution import Limits
-from remat.solvers import cp_sat
+from remat.solvers.least_peak import least_peak
 from remat.space import find_space
 from remat.units import MIB
 from remat.workload import Workload
@@ -134,7 +134,7 @@ class _Peers:
         self.space = find_space(graph)
         problem = Problem(graph, self.profile.costs, self.space, 1 << 62)
         most = problem.memory.peak_without_checkpointing
-        least, _, _ = cp_sat.least_peak(problem.with_budget(most), Limits(time_s=30))
+        least = least_peak(problem, Limits(time_s=30)).peak_bytes
         reached = {row["peak_bytes"] for row in self.rows if row["peer"] == COMPILED and "peak_bytes" in row}
         self.about["remat_least_mib"] = round(least / MIB, 2)
         lowest = min([*reached, most])

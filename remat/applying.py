@@ -172,6 +172,8 @@ class PlannedForward:
         if self._graphs is None:
             self._compare_model()
             self._graphs = GraphCalls(self.original, self._run_call)
+        self._compare_autocast()
+        self._compare_batch(args, kwargs)
         return self._run(self._graphs, args, kwargs)
 
     def run_compiled(self, inner: Backend, args: Any, kwargs: Any) -> Any:
@@ -189,11 +191,11 @@ class PlannedForward:
                 return CompiledCalls(self.plan, found, graph_module, example_inputs, inner, self.calls.counts)
 
             self._compiled[id(inner)] = (inner, GraphCalls(self.original, compile_call=compile_call))
+        self._compare_autocast()
+        self._compare_batch(args, kwargs)
         return self._run(self._compiled[id(inner)][1], args, kwargs)
 
     def _run(self, graphs: GraphCalls, args: Any, kwargs: Any) -> Any:
-        self._compare_autocast()
-        self._compare_batch(args, kwargs)
         known, traced, self._mismatch = len(self._fitting), frames_traced(), None
         try:
             result = graphs(*args, **kwargs)
@@ -302,16 +304,17 @@ class PlannedForward:
         if planned is not None and found > planned:
             self._larger(
                 f"{found} parameters require gradients, {planned} did when the plan was made: the peak will exceed "
-                f"the planned {gib(self.plan.predicted['peak_bytes'])}; make a plan for the model as it is now."
+                f"the planned {gib(self.plan.predicted['peak_bytes'])}; make a plan for the model as it is now.",
+                frames=7,
             )
 
-    def _larger(self, text: str) -> None:
-        """Warn of a step larger than planned, once for every reason, or refuse it."""
+    def _larger(self, text: str, frames: int = 6) -> None:
+        """Warn of a step larger than planned, once for every reason, or refuse it; so many frames below the caller."""
         if self.on_larger == "refuse":
             raise PlanMismatch(text)
         reason = text.partition(" ")[0]
         if reason not in self._warned:
-            warnings.warn(text, stacklevel=6)
+            warnings.warn(text, stacklevel=frames)
             self._warned.add(reason)
 
     def _peak_of(self, times: float) -> int:

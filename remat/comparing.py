@@ -36,6 +36,7 @@ class Row:
     """What one strategy makes of the step. None where it found no plan at all, or cannot know.
 
     fits         the peak keeps the budget; where not, the plan is the nearest that a heuristic comes to it
+    samples_per_s, tokens_per_s  of one rank, over all micro-batches of an optimizer step
     overhead     recompute_time_us over the step time without checkpointing
     bound_us     what the strategy itself proves, and `gap` how far its plan is from that
     above_bound  recompute_time_us over the best bound of the comparison, less 1; None where that is 0
@@ -241,7 +242,10 @@ def _row(
         plan = assemble(problem, proved, profile, replayed=replayed and fits)
     predicted: dict[str, Any] = plan.predicted if plan is not None else {}
     step_us, again_us = predicted.get("step_time_us"), predicted.get("recompute_time_us")
-    samples_per_s = about["batch_size"] / step_us * 1e6 if step_us else None
+    samples_per_s = None
+    if step_us is not None and again_us is not None:
+        update_us = profile.costs.update_time_us(problem.graph, about["accumulation"], again_us)
+        samples_per_s = about["batch_size"] * about["accumulation"] / update_us * 1e6 if update_us else None
     return Row(
         strategy=name,
         status=solution.status,

@@ -299,7 +299,7 @@ class Memory:
         if not region.inner:
             return int(saving[-1])
         own = [v for v in saving.tolist() if not any(v in part for part in region.inner)]
-        return max([region.first, *(first - 1 for first in self._entered(region)), *own])
+        return max([region.first - 1, *(first - 1 for first in self._entered(region)), *own])
 
     def _entered(self, region: Region) -> list[int]:
         """Where inner regions of `region` begin that are given a tensor; its recomputation goes up to the last one."""

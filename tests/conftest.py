@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,26 @@ def pytest_collection_finish() -> None:
     """Take what imports made out of the collector's sight: steps collect garbage before they are measured."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """What Dynamo captured goes with the test: it compares every new model of a class with all that it knows."""
+    yield
+    import torch
+
+    torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Toys are too small to share: on a busy machine threads would only wait for each other."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -40,21 +40,7 @@ from tests.toys import (
     recorded,
 )
 
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    """Dynamo counts what it captured of one class of model over the whole process, up to a limit."""
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Toys are too small to share: on a busy machine threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
 
 
 def built(workload: Workload) -> nn.Module:

@@ -23,7 +23,7 @@ from remat.record import FakeStep
 from remat.replay_compiled import replay_compiled
 from remat.workload import Workload
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD
-from tests.test_applying import batch_of, built, fresh_dynamo, gradients, loss_of, one_thread, same  # noqa: F401
+from tests.test_applying import batch_of, built, gradients, loss_of, same
 from tests.toys import (
     CHOICES,
     CONVNET,
@@ -35,6 +35,8 @@ from tests.toys import (
     plan_by_hand,
     recorded,
 )
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
 
 LAYERS = 4
 COMPILER = shutil.which("g++") or shutil.which("clang++")

@@ -6,22 +6,14 @@ Three of the cheapest; all of them are in `python -m benchmarks architectures`.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 pytest.importorskip("transformers")
 architectures: Any = importlib.import_module("benchmarks.architectures")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("name", ["AlbertForMaskedLM", "DistilBertForMaskedLM", "OPTForCausalLM"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -39,15 +38,11 @@ from remat.units import GIB
 from remat.workload import Workload
 from tests.toys import CONVNET, TRANSFORMER, Transformer, every_block
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 TARGET = "h100-80gb"
 WIDE = dataclasses.replace(TRANSFORMER, build=functools.partial(Transformer, layers=3, width=64), seq_len=32)
 LIMITS = Limits(time_s=20)
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
 
 
 @functools.cache

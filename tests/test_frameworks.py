@@ -21,6 +21,8 @@ from remat.workload import Workload
 from tests.test_modules import plan_of
 from tests.toys import TRANSFORMER, TRANSFORMER_BF16, Transformer, every_block, plan_by_hand, recorded, tokens
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
+
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 # Of the frameworks themselves, about what this project cannot change.
 pytestmark = pytest.mark.filterwarnings(
@@ -30,20 +32,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:The number of training batches",
     "ignore:GPU available but not used",
 )
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # Examples

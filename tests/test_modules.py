@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import pickle
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,21 +44,9 @@ from tests.toys import (
     recorded,
 )
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
+
 AMPLE = 1 << 60
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -37,18 +37,11 @@ from tests.toys import (
     tokens,
 )
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
+
 pytestmark = pytest.mark.filterwarnings(DYNAMO_LOOKS_AT_GRAD)
 
 Came = list[Tensor]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    torch._dynamo.reset()
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,8 @@ from tests.toys import (
     recorded,
 )
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
+
 TRANSFORMER = dataclasses.replace(toys.TRANSFORMER, build=functools.partial(Transformer, layers=2))
 WORKLOADS = {**toys.WORKLOADS, "transformer": TRANSFORMER}
 KEYS = {
@@ -54,22 +55,6 @@ KEYS = {
     "notes",
     "passed",
 }
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    """Dynamo counts what it captured of one class of model over the whole process, up to a limit."""
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Toys are too small to share: on a busy machine threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
