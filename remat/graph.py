@@ -51,6 +51,7 @@ class Node:
     crossable  its value is a single tensor, so that it can enter and leave a region
     bracketed  a context (autocast, no_grad) is open after it that a later node closes
     wired    those of `inputs` that are nodes of the same graph call
+    takes_fixed  it takes a tensor that was there before the step: a parameter, a buffer, the batch
     """
 
     name: str
@@ -67,6 +68,7 @@ class Node:
     crossable: bool = True
     bracketed: bool = False
     wired: tuple[int, ...] = ()
+    takes_fixed: bool = False
 
 
 _BLOCK = re.compile(r"^(.*?\.)?\d+(?=\.|$)")

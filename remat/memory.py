@@ -303,7 +303,12 @@ class Memory:
 
     def _entered(self, region: Region) -> list[int]:
         """Where inner regions of `region` begin that are given a tensor; its recomputation goes up to the last one."""
-        return [p.first for p in region.inner if self.inputs(p.first, p.end) or len(self.packs_in(p.first, p.end))]
+        return [part.first for part in region.inner if self.inputs(part.first, part.end) or self._takes_fixed(part)]
+
+    def _takes_fixed(self, region: Region) -> bool:
+        """Whether `region` is handed a parameter or the like; a counter's is not, for autograd need not keep it."""
+        nodes = self.graph.nodes[region.first : region.end]
+        return any(node.takes_fixed and node.effect != "counter" for node in nodes)
 
     def _holds_context(self, region: Region) -> bool:
         return bool(self._bracketed[region.end] > self._bracketed[region.first])
@@ -325,7 +330,7 @@ class Memory:
         triggers = [*asked[asked >= 0].tolist(), *(r.trigger for r in inner)]
         if not triggers:
             return None
-        entered = self.node_first[self._entered(region)].tolist()
+        entered = self.node_first[[region.first, *self._entered(region)]].tolist()
         return Recomputation(
             region,
             top,

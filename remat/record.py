@@ -326,7 +326,10 @@ class _Recorder(Tracker):
         wired: set[int] = frozenset(),  # type: ignore[assignment]
         given: set[int | None] = frozenset(),  # type: ignore[assignment]
     ) -> None:
-        """A node starts; `wired` are the nodes of its graph that it takes values of, `given` those of others."""
+        """A node starts; `wired` are the nodes of its graph that it takes values of, `given` those of others.
+
+        None in `given` stands for a tensor that was there before the step.
+        """
         self._current = len(self._nodes)
         self.index[call, name] = self._current
         self._sequence.append(torch._C._autograd._get_sequence_nr())
@@ -346,6 +349,7 @@ class _Recorder(Tracker):
                 "crossable": True,
                 "bracketed": False,
                 "wired": tuple(sorted(wired)),
+                "takes_fixed": None in given,
             }
         )
 
@@ -570,7 +574,7 @@ def _recorded(node: fx.Node, function: Callable[..., Any], recorder: _Recorder, 
         given = {
             recorder.producer(value)  # from an earlier graph call, or nobody
             for argument, value in zip(wiring, tree_leaves((args, kwargs)), strict=False)
-            if isinstance(argument, fx.Node) and argument.op == "placeholder"
+            if isinstance(argument, fx.Node) and argument.op == "placeholder" and isinstance(value, torch.Tensor)
         }
         recorder.begin(call, node.name, text, module, effect, wired, given)
         try:
