@@ -93,6 +93,22 @@ def test_an_estimate_is_a_document() -> None:
     assert json.loads(json.dumps(found))["peaks"]["phases"].keys() == {"forward", "backward", "optimizer"}
 
 
+def test_local_variables_of_untraced_code_are_in_the_eager_peak() -> None:
+    class Hoarding(Transformer):
+        def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+            kept = torch.zeros(64, 32, 64).exp()  # nobody's, but alive until the forward ends
+            return super().forward(ids, labels) + 0 * len(kept)
+
+    place = find_place("h100-80gb")
+    step = fake_step(dataclasses.replace(WIDE, build=lambda: Hoarding(layers=3, width=64)), place)
+    peaks = estimate(profile_step(step, place), step=step).peaks
+    assert peaks.eager_bytes is not None
+    assert (
+        0 < peaks.eager_bytes - peaks.peak_bytes <= 64 * 32 * 64 * 4
+    )  # until the forward ends: backward may need more
+    assert estimate(profiled()).peaks.eager_bytes is None
+
+
 # Timelines
 
 

@@ -17,7 +17,7 @@ from remat.units import gib, ms, parse_count
 
 if TYPE_CHECKING:
     from remat.advice import Lever
-    from remat.estimating import Estimate
+    from remat.estimating import Estimate, Peaks
     from remat.loop import Loop
     from remat.profiling import Profile
     from remat.record import FakeStep
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 SEVERAL = 2  # micro-batches: from the second on, all are alike
 MODULES = 10  # rows
+EAGER_MATTERS = 1.001
 
 
 def estimate(
@@ -52,7 +53,7 @@ def estimate(
         from remat.plans import unplace
 
         regions = unplace(profile.graph, loaded.regions) if loaded is not None else ()
-        estimates = [estimate(profile, regions)]
+        estimates = [estimate(profile, regions, step)]
         if step is not None and found.loop is not None:
             again = _other_loop(found.loop)
             estimates.append(estimate(_recorded_again(step, found, again), regions))
@@ -162,6 +163,7 @@ def _peaks_text(estimates: Sequence[Estimate]) -> str:
     peaks = first.peaks
     rows: list[tuple[str, ...]] = [
         ("peak", gib(peaks.peak_bytes), f"of {gib(first.memory_bytes)} on {first.target}"),
+        *_eager_row(peaks),
         ("first step", gib(peaks.first_step_bytes), "the optimizer's state does not exist before it steps"),
         *((name, gib(size), "") for name, size in peaks.phases.items()),
     ]
@@ -171,6 +173,13 @@ def _peaks_text(estimates: Sequence[Estimate]) -> str:
         why = "gradients are alive through forward" if several else "gradients are let go after each step"
         rows.append((what, gib(other.peaks.peak_bytes), why))
     return aligned(rows)
+
+
+def _eager_row(peaks: Peaks) -> list[tuple[str, ...]]:
+    """Only where it makes a difference."""
+    if peaks.eager_bytes is None or peaks.eager_bytes < EAGER_MATTERS * peaks.peak_bytes:
+        return []
+    return [("in eager mode", gib(peaks.eager_bytes), "local variables of the model's code hold what a trace lets go")]
 
 
 def _shares(parts: dict[str, int], most: int = 1 << 30) -> str:
