@@ -1,0 +1,73 @@
+"""Fits: the largest micro-batch that `remat fit --max-batch` finds is run, and so is the next larger one.
+
+At test size on the CPU, with the budget that half the model's own batch needs without checkpointing. The plan found
+must keep the budget when it is run. One sample more has no plan; the plan with the least peak there is run too, and
+must exceed the budget.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any
+
+import torch
+
+from benchmarks import report
+from remat.fitting import Search as Sizes
+from remat.fitting import Window, largest_batch
+from remat.loop import Loop
+from remat.memory import Memory
+from remat.models import TEST_SIZES
+from remat.planning import Budget, assemble
+from remat.profiling import find_place
+from remat.solution import Limits, Solution
+from remat.solvers.least_peak import least_peak
+from remat.units import MIB
+from remat.validating import validate
+
+MODELS = ("gpt2", "resnet50", "bert-large")
+COLUMNS = ["model", "budget_mib", "micro_batch", "predicted_mib", "measured_mib", "kept", "next", "next_least_mib"]
+COLUMNS += ["next_measured_mib", "next_exceeds"]
+
+
+def main(*models: str) -> None:
+    cpu = torch.device("cpu")
+    path, about = report.stem("fits", cpu), report.provenance(cpu)
+    rows: list[dict[str, Any]] = []
+    for model in models or MODELS:
+        rows.append({"model": model, **measure(model)})
+        print(rows[-1], file=sys.stderr, flush=True)
+        report.write(path, about, rows, COLUMNS)
+        torch._dynamo.reset()
+
+
+def measure(model: str) -> dict[str, Any]:
+    workload, place, limits = TEST_SIZES[model](), find_place("cpu"), Limits(time_s=20)
+    sizes = Sizes(workload, place, Budget(1 << 60, 1 << 60), Loop(), limits, lambda what: None)
+    half = sizes.profile(max(workload.batch_size // 2, 1), False)
+    limit = Memory(half.graph, half.costs.workspace_per_op(half.graph)).peak_without_checkpointing
+    plan = largest_batch(workload, place, Budget(limit, limit), limits=limits)
+    found = plan.about["batch_size"]
+    ran = validate(workload.sized(found), plan, device="cpu", repeats=1)
+    problem = sizes.problem(Window(found + 1, found + 1)).with_budget(limit)
+    least = least_peak(problem, limits)
+    solution = Solution("least-peak", "feasible", least.regions, problem.objective_ns(least.regions) / 1000)
+    over = assemble(problem, solution, sizes.profile(found + 1, False), replayed=False)
+    over = dataclasses.replace(over, budget_bytes=least.peak_bytes)
+    next_ran = validate(workload.sized(found + 1), over, device="cpu", repeats=1)
+    return {
+        "budget_mib": _mib(limit),
+        "micro_batch": found,
+        "predicted_mib": _mib(plan.predicted["peak_bytes"]),
+        "measured_mib": _mib(ran.measured["peak_bytes"]),
+        "kept": ran.measured["peak_bytes"] <= limit and ran.passed,
+        "next": found + 1,
+        "next_least_mib": _mib(least.peak_bytes),
+        "next_measured_mib": _mib(next_ran.measured["peak_bytes"]),
+        "next_exceeds": next_ran.measured["peak_bytes"] > limit,
+    }
+
+
+def _mib(size: int) -> float:
+    return round(size / MIB, 3)
