@@ -9,9 +9,10 @@ Rule 1  Steps are whole (forward, backward, optimizer, gradients let go), and be
         later one, when the optimizer's state exists.
 Rule 2  A peak is what the allocator saw above the level at the start of the step, plus what existed then: parameters,
         buffers, batch, optimizer state, and gradients where they accumulate.
-Rule 3  Where the plan was made for this device and this batch, the peak is held against the budget. Otherwise the
-        step is recorded here and predicted anew, with the workspaces of this device's kernels, and the peak is held
-        against that prediction, without tolerance.
+Rule 3  Where the plan was made for this device and this batch, the peak is held against the budget. Otherwise, and
+        where the plan is for one of several ranks that share their states, the step is recorded here and predicted
+        anew, with the workspaces of this device's kernels, and the peak is held against that prediction, without
+        tolerance.
 Rule 4  The batch is halved until the planned step fits the device's free memory and, on a CPU, bears waiting for; at a
         batch of one the sequence is halved for that. The untouched step may need a smaller batch; then gradients and
         kernels are compared at that.
@@ -571,8 +572,9 @@ class _Validation:
         about, here = plan.about, self.place.target.name
         if prediction.unmeasured:
             self.notes.append(f"The workspaces of {prediction.unmeasured} kinds of kernel could not be measured.")
-        at = f"batch size {about['batch_size']}" + (f" x {about['seq_len']}" if about.get("seq_len") else "")
-        if (plan.target, about["batch_size"], about.get("seq_len")) == (here, workload.batch_size, workload.seq_len):
+        made_for = (plan.target, about["batch_size"], about.get("seq_len"))
+        shares = f" as one of {about['ranks']} ranks ({about['shard']})" if about.get("shard") else ""
+        if made_for == (here, workload.batch_size, workload.seq_len) and not shares:
             self.notes.append(f"The measured peak is held against the plan's budget, {gib(plan.budget_bytes)}.")
             claimed = {name: round(plan.predicted[name]) for name in ("peak_bytes", "step_time_us")}
             if claimed["peak_bytes"] != prediction.planned["peak_bytes"]:
@@ -583,9 +585,10 @@ class _Validation:
             if plan.costs == "estimated":
                 self.notes.append("The predicted step time is estimated, not measured.")
             return claimed, ("budget", plan.budget_bytes)
+        at = f"batch size {about['batch_size']}" + (f" x {about['seq_len']}" if about.get("seq_len") else "")
         self.notes.append(
-            f"The plan was made for {plan.target} at {at}. Peak and time are predicted anew for this device and batch, "
-            "and the measured peak is held against that prediction instead of the budget."
+            f"The plan was made for {plan.target} at {at}{shares}. Peak and time are predicted anew for the step that "
+            "runs here, and the measured peak is held against that prediction instead of the budget."
         )
         return prediction.planned, ("limit", prediction.planned["peak_bytes"])
 

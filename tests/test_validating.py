@@ -235,11 +235,13 @@ def test_a_plan_for_another_dtype_policy_is_refused(plan: Plan) -> None:
 # Other devices and batches
 
 
-@pytest.mark.parametrize("changed", ["target", "batch"])
-def test_a_plan_made_elsewhere_is_predicted_anew(changed: str, plan: Plan) -> None:
+@pytest.mark.parametrize("changed", ["target", "batch", "shard"])
+def test_a_plan_made_for_another_step_is_predicted_anew(changed: str, plan: Plan) -> None:
     workload = TRANSFORMER.sized(batch_size=2) if changed == "batch" else TRANSFORMER
     if changed == "target":
         plan = dataclasses.replace(plan, target="h100-80gb", predicted={**plan.predicted, "peak_bytes": 1})
+    if changed == "shard":  # a rank keeps less than the whole step that runs here
+        plan = dataclasses.replace(plan, about={**plan.about, "ranks": 4, "shard": "zero3"})
     report = on_cpu(workload, dataclasses.replace(plan, budget_bytes=1))
     assert report.passed, report
     assert report.limit == ("limit", report.predicted["peak_bytes"])
