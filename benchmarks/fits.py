@@ -15,10 +15,10 @@ import torch
 
 from benchmarks import report
 from remat.applying import apply
-from remat.fitting import Search as Sizes
-from remat.fitting import Window, largest_batch
+from remat.fitting import largest_batch
 from remat.loop import Loop
 from remat.memory import Memory
+from remat.micro_batches import MicroBatches, Window
 from remat.models import TEST_SIZES
 from remat.planning import Budget, assemble
 from remat.plans import Plan
@@ -47,7 +47,7 @@ def main(*models: str) -> None:
 
 def measure(model: str) -> dict[str, Any]:
     workload, place, limits = TEST_SIZES[model](), find_place("cpu"), Limits(time_s=20)
-    sizes = Sizes(workload, place, Budget(1 << 60, 1 << 60), Loop(), limits, lambda what: None)
+    sizes = MicroBatches(workload, place, Budget(1 << 60, 1 << 60), Loop(), limits, lambda what: None)
     half = sizes.profile(max(workload.batch_size // 2, 1), False)
     limit = Memory(half.graph, half.costs.workspace_per_op(half.graph)).peak_without_checkpointing
     plan = largest_batch(workload, place, Budget(limit, limit), limits=limits)

@@ -4,99 +4,35 @@ The classic ladder tries one thing after the other: run as it is; accumulate wit
 the largest micro-batch that fits. The joint optimum looks at every micro-batch with the best plan for it. So it is
 never slower than a rung, and faster where a larger micro-batch pays for some recomputation.
 
-Rule 1  A global batch is ranks x samples of a rank; the samples of a rank are accumulated over micro-batches of equal
-        size, the last one smaller where they do not divide.
-Rule 2  With more than one micro-batch, gradients are alive through forward: a step of its own (`Loop.accumulation`).
-Rule 3  The loss is averaged over the samples: micro-batch i counts with its share of them (`Window.weights`).
-Rule 4  Candidates are the divisors of a rank's samples and the largest micro-batch that fits. One whose time without
-        any recomputation is not better than the best so far is not solved.
-Rule 5  Sizes come from two records (`scaling.py`) where costs are estimated; measured costs need a record each, and so
-        does a single sample, which broadcasting treats differently. What is chosen is recorded, solved and replayed.
+A global batch is ranks x samples of a rank; the samples of a rank are accumulated over micro-batches of equal size, the
+last one smaller where they do not divide. With more than one, gradients are alive through forward: a step of its own
+(`Loop.accumulation`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch.utils._pytree import tree_leaves
-
-from remat.costs import estimate
-from remat.errors import Infeasible, UsageError
+from remat.errors import UsageError
 from remat.loop import Loop
-from remat.memory import Memory
-from remat.planning import Budget, infeasible, plan_profile
-from remat.plans import Plan, Region
-from remat.problem import Problem
-from remat.profiling import Place, Profile, fake_step, profile_step
-from remat.record import FakeStep, record
-from remat.scaling import Family, Recorded, family
-from remat.sharding import shard
-from remat.solution import Limits, Solution
-from remat.solvers import load
-from remat.space import find_space
-from remat.tracker import Tracker
+from remat.micro_batches import Candidate, MicroBatches, Window, largest
+from remat.planning import Budget
+from remat.plans import Plan
+from remat.profiling import Place
+from remat.solution import Limits
 from remat.workload import Workload
 
-RUNGS = ("as is", "accumulate", "checkpoint", "joint optimum")
-RECORDED_AT = (2, 4)  # batch sizes
-SEVERAL = 2  # micro-batches: from the second on, all are alike
-MOST = 1 << 20  # samples in a micro-batch, or steps of a sequence
+JOINT = "joint optimum"
 SEQ_PARTS = 16  # of the workload's own sequence length: the steps in which a length is looked for
 
 
 @dataclasses.dataclass(frozen=True)
-class Window:
-    """The samples of one rank in one optimizer step, as micro-batches. (Rule 1)"""
-
-    samples: int
-    micro_batch: int
-
-    @property
-    def accumulation(self) -> int:
-        return -(-self.samples // self.micro_batch)
-
-    @property
-    def last(self) -> int:
-        """Size of the last micro-batch."""
-        return self.samples - (self.accumulation - 1) * self.micro_batch
-
-    @property
-    def weights(self) -> tuple[float, ...]:
-        """What each micro-batch's mean loss is multiplied by. (Rule 3)"""
-        sizes = [self.micro_batch] * (self.accumulation - 1) + [self.last]
-        return tuple(size / self.samples for size in sizes)
-
-
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-    """One way to run the global batch on this budget.
-
-    strategy       "none", "every-block" or "exact"        fits  it keeps the budget
-    time_us        of one optimizer step on a rank; None where it does not fit
-    regions, gap   of its plan
-    """
-
-    strategy: str
-    micro_batch: int
-    accumulation: int
-    last: int
-    fits: bool
-    peak_bytes: int
-    time_us: float | None
-    overhead: float | None
-    regions: tuple[Region, ...] = dataclasses.field(default=(), repr=False)
-    gap: float | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "regions"} | {"regions": len(self.regions)}
-
-
-@dataclasses.dataclass(frozen=True)
 class Fit:
-    """rungs       by name, in the order of `RUNGS`; None where nothing of that kind fits
+    """rungs       of the ladder by name, and the joint optimum; None where nothing of that kind fits
     candidates  every micro-batch with the best plan that was found for it, the largest first
     plan        of the joint optimum, recorded and replayed at its size
     samples     of all ranks in an optimizer step
@@ -114,22 +50,17 @@ class Fit:
 
     @property
     def best(self) -> Candidate:
-        found = self.rungs["joint optimum"]
+        found = self.rungs[JOINT]
         assert found is not None
         return found
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """What the mean loss of each micro-batch of a rank is multiplied by. (Rule 3)"""
+        """What the mean loss of each micro-batch of a rank is multiplied by."""
         return Window(self.samples // self.ranks, self.best.micro_batch).weights
 
     def samples_per_s(self, candidate: Candidate) -> float | None:
         return self.samples / candidate.time_us * 1e6 if candidate.time_us else None
-
-
-def samples_that_fit(limit_bytes: int, fixed_bytes: float, bytes_per_sample: float) -> int:
-    """floor((limit - fixed) / per sample), not less than 0: how many samples go beside what is always there."""
-    return max(int((limit_bytes - fixed_bytes) // bytes_per_sample), 0)
 
 
 def fit(
@@ -153,21 +84,21 @@ def fit(
     """
     loop, limits = loop or Loop(), limits or Limits()
     samples = samples_of_rank(global_batch, loop.ranks)
-    search = Search(workload, place, budget, loop, limits, on_try or (lambda what: None))
-    windows = search.windows(samples)
+    sizes = MicroBatches(workload, place, budget, loop, limits, on_try or (lambda what: None))
+    windows = sizes.windows(samples)
     tried: list[Candidate] = []
-    best: Candidate | None = None
+    best, best_us = None, math.inf
     for window in windows:
-        found = search.exact(window, best)
+        found = sizes.exact(window, best_us)
         if found is None:
             continue
         tried.append(found)
-        if found.time_us is not None and (best is None or found.time_us < (best.time_us or 0)):
-            best = found
+        if found.time_us is not None and found.time_us < best_us:
+            best, best_us = found, found.time_us
     if best is None:
-        raise search.refusal(Window(samples, 1))
-    rungs = {**search.ladder(samples, windows), RUNGS[-1]: best}
-    plan = search.plan(Window(samples, best.micro_batch))
+        raise sizes.refusal(Window(samples, 1))
+    rungs = {**sizes.ladder(samples, windows), JOINT: best}
+    plan = sizes.plan(Window(samples, best.micro_batch))
     return Fit(
         rungs=rungs,
         candidates=tuple(tried),
@@ -182,7 +113,7 @@ def fit(
 
 
 def samples_of_rank(global_batch: int, ranks: int) -> int:
-    """Samples of each rank. Raises UsageError where there is no such number. (Rule 1)"""
+    """Samples of each rank. Raises UsageError where there is no such number."""
     if global_batch < ranks:
         raise UsageError(
             f"a global batch of {global_batch} leaves {ranks - global_batch} of {ranks} ranks without a sample; "
@@ -196,27 +127,6 @@ def samples_of_rank(global_batch: int, ranks: int) -> int:
     return global_batch // ranks
 
 
-def divisors(count: int) -> list[int]:
-    """The divisors of `count`, the largest first."""
-    return [size for size in range(count, 0, -1) if count % size == 0]
-
-
-def between(low: int, high: int, fits: Callable[[int], bool]) -> int:
-    """The largest number that fits, where `low` does and `high` does not."""
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
-
-
-def largest(fits: Callable[[int], bool], most: int = MOST) -> int:
-    """The largest number up to `most` that fits, looked for by doubling; 0 where 1 does not."""
-    high = 1
-    while high <= most and fits(high):
-        high *= 2
-    return min(between(high // 2, high, fits), most)
-
-
 def largest_batch(
     workload: Workload,
     place: Place,
@@ -228,11 +138,12 @@ def largest_batch(
 ) -> Plan:
     """A plan for the largest micro-batch that fits `budget`; arguments and errors are those of `fit`."""
     loop = loop or Loop()
-    search = Search(workload, place, budget, loop, limits or Limits(), on_try or (lambda what: None))
-    found = largest(lambda size: search.feasible(size, accumulates=loop.accumulates))
+    sizes = MicroBatches(workload, place, budget, loop, limits or Limits(), on_try or (lambda what: None))
+    guess = sizes.guess(accumulates=loop.accumulates)
+    found = largest(lambda size: sizes.feasible(size, accumulates=loop.accumulates), guess=guess)
     if not found:
-        raise search.refusal(Window(1, 1))
-    return search.plan(Window(found * loop.accumulation, found))
+        raise sizes.refusal(Window(1, 1))
+    return sizes.plan(Window(found * loop.accumulation, found))
 
 
 def longest_sequence(
@@ -251,189 +162,24 @@ def longest_sequence(
     """
     if workload.seq_len is None:
         raise UsageError(f"{workload.name} has no sequences; ask for --max-batch.")
-    step = max(workload.seq_len // SEQ_PARTS, 1)
-    loop, known = loop or Loop(), dict[int, Search]()
+    step, size = max(workload.seq_len // SEQ_PARTS, 1), workload.batch_size
+    loop, limits, on_try = loop or Loop(), limits or Limits(), on_try or (lambda what: None)
 
-    def search(parts: int) -> Search:
-        if parts not in known:
-            shaped = workload.sized(seq_len=parts * step)
-            known[parts] = Search(shaped, place, budget, loop, limits or Limits(), on_try or (lambda what: None))
-        return known[parts]
+    @functools.cache
+    def at(parts: int) -> MicroBatches:
+        shaped = workload.sized(seq_len=parts * step)
+        return MicroBatches(shaped, place, budget, loop, limits, on_try, scaled=False)
 
     def fits(parts: int) -> bool:
         try:
-            profile = search(parts).recorded(workload.batch_size, loop.accumulation)[0]
+            return at(parts).feasible(size, accumulates=loop.accumulates)
         except UsageError:  # longer than the model's positions
             if parts == 1:
                 raise
             return False
-        problem = Problem(profile.graph, profile.costs, find_space(profile.graph), budget.limit_bytes)
-        if problem.memory.peak_without_checkpointing <= problem.budget_bytes:
-            return True
-        names = ("every-block", "exact")
-        return any(load(name)(problem, limits or Limits()).status in ("optimal", "feasible") for name in names)
 
-    found = largest(fits)
+    window = Window(size * loop.accumulation, size)
+    found = largest(fits, guess=SEQ_PARTS)
     if not found:
-        raise search(1).refusal(Window(workload.batch_size * loop.accumulation, workload.batch_size))
-    return search(found).plan(Window(workload.batch_size * loop.accumulation, workload.batch_size))
-
-
-class Search:
-    """One workload under one budget at any micro-batch."""
-
-    def __init__(
-        self,
-        workload: Workload,
-        place: Place,
-        budget: Budget,
-        loop: Loop,
-        limits: Limits,
-        on_try: Callable[[str], None],
-    ):
-        self.workload, self.place, self.budget, self.loop = workload, place, budget, loop
-        self.limits, self.on_try = limits, on_try
-        self._families: dict[bool, Family | None] = {}
-        self._profiles: dict[tuple[int, bool], Profile] = {}
-        self._problems: dict[tuple[int, bool], Problem] = {}
-        self._solutions: dict[tuple[int, bool, str], Solution] = {}
-
-    # Steps at any size (Rule 5)
-
-    def profile(self, micro_batch: int, accumulates: bool) -> Profile:
-        key = (micro_batch, accumulates)
-        if key not in self._profiles:
-            scaled = self._family(accumulates) if self.place.device is None and micro_batch > 1 else None
-            if scaled is None:
-                self._profiles[key], _ = self.recorded(micro_batch, SEVERAL if accumulates else 1)
-            else:
-                graph = scaled.at(micro_batch)
-                self._profiles[key] = Profile(graph, estimate(graph, self.place.target), self.place.target)
-        return self._profiles[key]
-
-    def _family(self, accumulates: bool) -> Family | None:
-        if accumulates not in self._families:
-            loop = dataclasses.replace(self.loop, accumulation=SEVERAL if accumulates else 1)
-            low, high = (self._to_scale(size, loop) for size in RECORDED_AT)
-            self._families[accumulates] = family(low, high, self.place.target.alignment_bytes)
-        return self._families[accumulates]
-
-    def _to_scale(self, micro_batch: int, loop: Loop) -> Recorded:
-        self.on_try(f"recording micro-batch {micro_batch}")
-        step = fake_step(self.workload.sized(micro_batch), self.place, loop=loop)
-        graph = record(step)
-        alignment_bytes = self.place.target.alignment_bytes
-        fixed = step.fix_state(Tracker(alignment_bytes)) if alignment_bytes > 1 else graph.fixed_bytes
-        tensors = [leaf for leaf in tree_leaves(step.batch) if isinstance(leaf, torch.Tensor)]
-        shared = shard(dataclasses.replace(graph, fixed_bytes=fixed), loop)
-        return Recorded(shard(graph, loop), shared.fixed_bytes, tuple(t.untyped_storage().nbytes() for t in tensors))
-
-    def recorded(self, micro_batch: int, accumulation: int) -> tuple[Profile, FakeStep]:
-        """The step as it really is at this size."""
-        self.on_try(f"recording micro-batch {micro_batch}")
-        loop = dataclasses.replace(self.loop, accumulation=accumulation)
-        step = fake_step(self.workload.sized(micro_batch), self.place, loop=loop)
-        return profile_step(step, self.place), step
-
-    def problem(self, window: Window) -> Problem:
-        key = (window.micro_batch, window.accumulation > 1)
-        if key not in self._problems:
-            found = self.profile(*key)
-            space = find_space(found.graph)
-            self._problems[key] = Problem(found.graph, found.costs, space, self.budget.limit_bytes)
-        return self._problems[key]
-
-    # Candidates
-
-    def windows(self, samples: int) -> list[Window]:
-        """What may be tried, the largest micro-batch first. (Rule 4)"""
-        sizes = set(divisors(samples))
-        if (most := self.largest(samples)) is not None:
-            sizes.add(most)
-        return [Window(samples, size) for size in sorted(sizes, reverse=True) if size <= (most or 1)]
-
-    def largest(self, at_most: int) -> int | None:
-        """The largest micro-batch up to `at_most` that some plan fits; None where not even one sample does."""
-        if self.feasible(at_most, accumulates=False):
-            return at_most
-        return between(0, at_most, lambda size: self.feasible(size, accumulates=True)) or None
-
-    def feasible(self, micro_batch: int, *, accumulates: bool) -> bool:
-        """Whether some plan fits `micro_batch`."""
-        window = Window(micro_batch * (SEVERAL if accumulates else 1), micro_batch)
-        if self.problem(window).memory.peak_without_checkpointing <= self.budget.limit_bytes:
-            return True
-        self.on_try(f"is there a plan for micro-batch {micro_batch}")
-        if self._solved(window, "every-block").status == "feasible":
-            return True
-        return self._solved(window, "exact").status in ("optimal", "feasible")
-
-    def exact(self, window: Window, best: Candidate | None) -> Candidate | None:
-        """The best plan at a micro-batch; None where its time cannot be better than that of `best`."""
-        if best is not None and best.time_us is not None and self._time_us(window, ()) >= best.time_us:
-            return None
-        self.on_try(f"micro-batch {window.micro_batch}")
-        return self._candidate(window, "exact", self._solved(window, "exact"))
-
-    def ladder(self, samples: int, windows: list[Window]) -> dict[str, Candidate | None]:
-        """The rungs of the classic ladder; a rung is the largest micro-batch of its kind that fits."""
-        as_is = Window(samples, samples)
-        rungs: dict[str, Candidate | None] = {RUNGS[0]: self._candidate(as_is, "none", self._solved(as_is, "none"))}
-        for name, strategy in ((RUNGS[1], "none"), (RUNGS[2], "every-block")):
-            fitting = (self._candidate(window, strategy, self._solved(window, strategy)) for window in windows)
-            rungs[name] = next((found for found in fitting if found.fits), None)
-        return rungs
-
-    def _solved(self, window: Window, strategy: str) -> Solution:
-        key = (window.micro_batch, window.accumulation > 1, strategy)
-        if key not in self._solutions:
-            problem = self.problem(window)
-            if strategy == "exact" and problem.memory.peak_without_checkpointing <= problem.budget_bytes:
-                self._solutions[key] = Solution("none needed", "optimal")
-            else:
-                self._solutions[key] = load(strategy)(problem, self.limits)
-        return self._solutions[key]
-
-    def _candidate(self, window: Window, strategy: str, solution: Solution) -> Candidate:
-        problem, fits = self.problem(window), solution.status in ("optimal", "feasible")
-        regions = solution.regions
-        plain_us, time_us = self._time_us(window, ()), self._time_us(window, regions)
-        return Candidate(
-            strategy=strategy,
-            micro_batch=window.micro_batch,
-            accumulation=window.accumulation,
-            last=window.last,
-            fits=fits,
-            peak_bytes=problem.memory.curve(regions).peak_bytes,
-            time_us=time_us if fits else None,
-            overhead=time_us / plain_us - 1 if fits and plain_us else None,
-            regions=regions,
-            gap=solution.gap if strategy == "exact" and fits else None,
-        )
-
-    def _time_us(self, window: Window, regions: tuple[Region, ...]) -> float:
-        """Time of one optimizer step: the full micro-batches, the last one, and the optimizer."""
-        key = (window.micro_batch, window.accumulation > 1)
-        full = self.profile(*key)
-        if window.last == window.micro_batch:
-            return self._update_us(full, window.accumulation, regions)
-        last = self.profile(window.last, True)
-        rest = self._update_us(last, 1, regions) - self._update_us(last, 0, regions)
-        return self._update_us(full, window.accumulation - 1, regions) + rest
-
-    def _update_us(self, profile: Profile, micro_batches: int, regions: tuple[Region, ...]) -> float:
-        graph, costs = profile.graph, profile.costs
-        again_us = Memory(graph).recompute_time_us(regions, costs.per_op_us(graph)) if regions else 0.0
-        return costs.update_time_us(graph, micro_batches, again_us)
-
-    # For real
-
-    def plan(self, window: Window) -> Plan:
-        """The plan at a micro-batch, recorded at that size, solved and replayed."""
-        profile, step = self.recorded(window.micro_batch, window.accumulation)
-        self.on_try(f"solving micro-batch {window.micro_batch}")
-        return plan_profile(profile, self.budget, limits=self.limits, step=step)
-
-    def refusal(self, window: Window) -> Infeasible:
-        """Not even one sample at a time fits."""
-        return infeasible(self.problem(window), self.limits)
+        raise at(1).refusal(window)
+    return at(found).plan(window)

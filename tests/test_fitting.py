@@ -12,23 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remat.errors import Infeasible, UsageError
-from remat.fitting import (
-    RUNGS,
-    Fit,
-    Search,
-    Window,
-    between,
-    divisors,
-    fit,
-    largest,
-    largest_batch,
-    longest_sequence,
-    samples_of_rank,
-    samples_that_fit,
-)
+from remat.fitting import JOINT, Fit, fit, largest_batch, longest_sequence, samples_of_rank
 from remat.graph import Graph
 from remat.loop import Loop
 from remat.memory import Memory
+from remat.micro_batches import RUNGS, MicroBatches, Window, between, divisors, largest, samples_that_fit
 from remat.planning import Budget
 from remat.profiling import fake_step, find_place
 from remat.record import record
@@ -52,9 +40,9 @@ def at(batch_size: int, model: str = "transformer", accumulation: int = 1) -> Gr
     return record(step, alignment_bytes=place.target.alignment_bytes)
 
 
-def search(budget_bytes: int, workload: Workload = WIDE, loop: Loop | None = None) -> Search:
+def search(budget_bytes: int, workload: Workload = WIDE, loop: Loop | None = None) -> MicroBatches:
     budget = Budget(budget_bytes, budget_bytes)
-    return Search(workload, find_place(TARGET), budget, loop or Loop(), LIMITS, lambda what: None)
+    return MicroBatches(workload, find_place(TARGET), budget, loop or Loop(), LIMITS, lambda what: None)
 
 
 def beside_states(graph: Graph, share: float) -> int:
@@ -124,10 +112,10 @@ def test_divisors_from_the_largest() -> None:
     assert divisors(12) == [12, 6, 4, 3, 2, 1]
 
 
-@given(st.integers(0, 300), st.integers(1, 200))
+@given(st.integers(0, 300), st.integers(1, 200), st.integers(1, 400))
 @settings(derandomize=True, deadline=None)
-def test_the_largest_that_fits_is_found(edge: int, most: int) -> None:
-    assert largest(lambda size: size <= edge, most) == min(edge, most)
+def test_the_largest_that_fits_is_found_from_any_guess(edge: int, most: int, guess: int) -> None:
+    assert largest(lambda size: size <= edge, most, guess) == min(edge, most)
     assert between(0, edge + 1, lambda size: size <= edge) == edge
 
 
@@ -152,7 +140,7 @@ def test_the_joint_optimum_is_never_slower_than_a_rung_of_the_ladder(share: floa
     times = [rung.time_us for rung in found.rungs.values() if rung is not None and rung.time_us is not None]
     assert found.best.time_us == min(times)
     assert all(c.peak_bytes <= found.budget_bytes for c in found.candidates if c.fits)
-    assert tuple(found.rungs) == RUNGS
+    assert tuple(found.rungs) == (*RUNGS, JOINT)
 
 
 def test_with_room_for_all_it_runs_as_it_is() -> None:
@@ -179,16 +167,22 @@ def test_no_candidate_that_was_not_solved_could_have_been_better() -> None:
     look = search(found.budget_bytes)
     for size in set(divisors(24)) - tried:
         window = Window(24, size)
-        fits = look.exact(window, None)
+        fits = look.exact(window)
         assert fits is None or fits.time_us is None or fits.time_us >= found.best.time_us
 
 
 def test_an_uneven_last_micro_batch_is_costed_at_its_own_size() -> None:
     look = search(1 << 40)
-    even, uneven = look.exact(Window(24, 12), None), look.exact(Window(23, 12), None)
+    even, uneven = look.exact(Window(24, 12)), look.exact(Window(23, 12))
     assert even is not None and uneven is not None
     assert (uneven.last, uneven.accumulation) == (11, 2)
     assert uneven.time_us is not None and even.time_us is not None and uneven.time_us <= even.time_us
+
+
+def test_the_guess_is_what_fits_as_it_is() -> None:
+    budget = beside_states(at(13), 1.0)
+    guess, most = search(budget).guess(accumulates=False), Memory(at(14)).peak_without_checkpointing
+    assert guess == 13 and most > budget
 
 
 def test_one_more_sample_than_the_largest_batch_does_not_fit() -> None:

@@ -16,7 +16,8 @@ from remat.errors import UsageError
 from remat.units import gib
 
 if TYPE_CHECKING:
-    from remat.fitting import Candidate, Fit
+    from remat.fitting import Fit
+    from remat.micro_batches import Candidate
     from remat.planning import Budget
     from remat.plans import Plan
 
