@@ -1,9 +1,10 @@
 """Advice: which lever frees how much of a step's peak, each found by recording the step again with it.
 
 A lever is something that a person can change without another model: a smaller micro-batch, another optimizer or
-another form of it, bf16 weights, states shared over ranks. Two more are computed on the recorded graph, because the
-model itself would have to change: a loss in chunks (the logits shrink by the number of chunks) and fused attention (the
-scores are never written down); those are labelled as such.
+another form of it, bf16 weights, states shared over ranks. Three more are computed on the recorded graph, because the
+model or its training would have to change: a loss in chunks (the logits shrink by the number of chunks), fused
+attention (the scores are never written down), and the optimizer's state in the host's memory while it is not used;
+those are labelled as such.
 
 What counts is the *judge*: a function from a graph to a peak. Asked about a step as it is, it is the peak without
 checkpointing; asked because nothing fits, the least peak of all plans.
@@ -21,16 +22,18 @@ import torch
 
 from remat.breakdown import HEAD, codes_of_storages
 from remat.costs import Costs, estimate
-from remat.graph import Graph
+from remat.graph import OPTIMIZER_STATE, Graph
 from remat.loop import SHARDS, Loop
 from remat.optimizers import optimizer_named
 from remat.problem import Problem
 from remat.profiling import Place, fake_step
 from remat.record import record
-from remat.sharding import shard
+from remat.sharding import Added, shard, with_added
 from remat.solution import Limits
 from remat.solvers.least_peak import least_peak
 from remat.space import find_space
+from remat.target import Target
+from remat.units import ms
 from remat.workload import Workload
 
 Judge = Callable[[Graph, Costs], int]
@@ -84,6 +87,16 @@ def _changed(workload: Workload, place: Place, loop: Loop, whole: Graph) -> Iter
             yield f"states shared over {ranks} ranks (--ranks {ranks} --shard {kind})", shard(whole, shared)
     yield f"a loss in {CHUNKS} chunks (computed)", shard(with_chunked_loss(whole, CHUNKS), loop)
     yield "fused attention (computed)", shard(with_fused_attention(whole), loop)
+    if place.target.device != "cpu":
+        yield _state_on_host(shard(whole, loop), place.target, loop), shard(with_state_on_host(whole), loop)
+
+
+def _state_on_host(graph: Graph, target: Target, loop: Loop) -> str:
+    """What swapping the optimizer's state out and in costs each optimizer step, with and without hiding it."""
+    swapped_bytes = 2 * graph.fixed_bytes.get(OPTIMIZER_STATE, 0)
+    meanwhile_us = estimate(graph, target).update_time_us(graph, loop.accumulation)
+    least, most = (ms(target.exposed_swap_us(swapped_bytes, behind_us)) for behind_us in (meanwhile_us, 0.0))
+    return f"optimizer state in host memory until it is used (computed; waits {least} to {most} an optimizer step)"
 
 
 def _workloads(workload: Workload, whole: Graph) -> Iterator[tuple[str, Workload]]:
@@ -134,6 +147,13 @@ def with_fused_attention(graph: Graph) -> Graph:
             small |= again & (storages.size_bytes == own)
     small[list(graph.parameter_gradients)] = False
     return _resized(graph, small, 0)
+
+
+def with_state_on_host(graph: Graph) -> Graph:
+    """`graph` with the optimizer's state on the device only while the optimizer runs."""
+    fixed = dict(graph.fixed_bytes)
+    state = Added(fixed.pop(OPTIMIZER_STATE, 0), graph.backward_end, graph.op_count - 1, -1, "other")
+    return with_added(dataclasses.replace(graph, fixed_bytes=fixed), [state])
 
 
 def _softmaxes(graph: Graph) -> list[int]:

@@ -25,8 +25,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -36,15 +36,18 @@ from remat.loop import Loop
 ROOT = None  # the unit outside layers
 
 
+Role = Literal["gathered", "gradient", "other"]
+
+
 @dataclasses.dataclass(frozen=True)
-class _Added:
-    """A storage to add: bytes, first and last operator, the node that makes it (-1 in backward)."""
+class Added:
+    """A storage to add: bytes, first and last operator, the node that makes it (-1 after forward), what it is."""
 
     size_bytes: int
     birth: int
     death: int
     node: int
-    gradient: bool = False
+    role: Role = "gathered"
 
 
 def shard(graph: Graph, loop: Loop) -> Graph:
@@ -96,25 +99,25 @@ class _Sharding:
 
     # What is there for a while
 
-    def added(self) -> Iterator[_Added]:
+    def added(self) -> Iterator[Added]:
         if self.parameters:
             yield from self._gathered()
         if self.gradients:
             yield from self._gradients()
 
-    def _gathered(self) -> Iterator[_Added]:  # Rule 2
+    def _gathered(self) -> Iterator[Added]:  # Rule 2
         size = {unit: sum(p.size_bytes for p in members) for unit, members in self.units.items()}
         forward = [unit for unit in self._spans if unit is not ROOT and unit in size]
         for unit, ahead in itertools.zip_longest(forward, forward[1:]):
             node, first, last = self._spans[unit]
-            yield _Added(size[unit] + size.get(ahead or "", 0), first, last, node)
+            yield Added(size[unit] + size.get(ahead or "", 0), first, last, node)
         backward = [unit for unit in self._backward_spans if unit in forward]
         for unit, ahead in itertools.zip_longest(backward, backward[1:]):
-            yield _Added(size[unit] + size.get(ahead or "", 0), *self._backward_spans[unit], -1)
+            yield Added(size[unit] + size.get(ahead or "", 0), *self._backward_spans[unit], -1)
         if ROOT in size:
-            yield _Added(size[ROOT], 0, self.graph.backward_end - 1, 0)
+            yield Added(size[ROOT], 0, self.graph.backward_end - 1, 0)
 
-    def _gradients(self) -> Iterator[_Added]:  # Rule 3
+    def _gradients(self) -> Iterator[Added]:  # Rule 3
         graph = self.graph
         last = graph.op_count - 1
         for unit, members in self.units.items():
@@ -123,9 +126,9 @@ class _Sharding:
                 continue
             first, scattered = self._backward_spans[unit]
             if self.loop.accumulates:  # shards are fixed; the micro-batch's own gradients are whole for a while
-                yield _Added(whole, first, scattered, -1, gradient=True)
+                yield Added(whole, first, scattered, -1, role="gradient")
             else:
-                yield _Added(share(whole, self.ranks), scattered, last, -1, gradient=True)
+                yield Added(share(whole, self.ranks), scattered, last, -1, role="gradient")
 
     @functools.cached_property
     def _spans(self) -> dict[str | None, tuple[int, int, int]]:
@@ -150,8 +153,8 @@ class _Sharding:
 
     # The graph
 
-    def graph_with(self, added: list[_Added]) -> Graph:
-        """The graph with storages added, gradients let go when they are scattered, the optimizer's own shared."""
+    def graph_with(self, added: list[Added]) -> Graph:
+        """The graph with `added`, gradients let go when they are scattered, the optimizer's own shared."""
         graph, old = self.graph, self.graph.storages
         size, death = old.size_bytes.copy(), old.death.copy()
         late = old.birth >= graph.backward_end
@@ -162,25 +165,34 @@ class _Sharding:
                 if parameter.gradient >= 0 and (unit := block_of(parameter.name)) in spans:
                     scattered = max(spans[unit][1], int(old.birth[parameter.gradient]))
                     death[parameter.gradient] = scattered
-        columns: dict[str, Any] = {
-            "size_bytes": np.append(size, [new.size_bytes for new in added]),
-            "birth": np.append(old.birth, [new.birth for new in added]),
-            "death": np.append(death, [new.death for new in added]),
-            "node": np.append(old.node, [new.node for new in added]),
-            "cast": np.append(old.cast, [1] * len(added)),
-        }
-        order = np.argsort(columns["birth"], kind="stable")
-        place = np.empty_like(order)
-        place[order] = np.arange(len(order))
-        count = len(old.birth)
-        moved = _renumbered(graph, place)
-        gradients = {int(place[count + i]) for i, new in enumerate(added) if new.gradient}
-        return dataclasses.replace(
-            moved,
-            storages=Storages(**{name: column[order].astype(np.int64) for name, column in columns.items()}),
-            parameter_gradients=tuple(sorted({*moved.parameter_gradients, *gradients})),
-            gathered=tuple(sorted(int(place[count + i]) for i, new in enumerate(added) if not new.gradient)),
-        )
+        kept = dataclasses.replace(old, size_bytes=size, death=death)
+        return with_added(dataclasses.replace(graph, storages=kept), added)
+
+
+def with_added(graph: Graph, added: Sequence[Added]) -> Graph:
+    """`graph` with storages added."""
+    old = graph.storages
+    columns: dict[str, Any] = {
+        "size_bytes": np.append(old.size_bytes, [new.size_bytes for new in added]),
+        "birth": np.append(old.birth, [new.birth for new in added]),
+        "death": np.append(old.death, [new.death for new in added]),
+        "node": np.append(old.node, [new.node for new in added]),
+        "cast": np.append(old.cast, [1] * len(added)),
+    }
+    order = np.argsort(columns["birth"], kind="stable")
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    count = len(old.birth)
+    moved = _renumbered(graph, place)
+    by_role = {
+        role: [int(place[count + i]) for i, new in enumerate(added) if new.role == role] for role in get_args(Role)
+    }
+    return dataclasses.replace(
+        moved,
+        storages=Storages(**{name: column[order].astype(np.int64) for name, column in columns.items()}),
+        parameter_gradients=tuple(sorted([*moved.parameter_gradients, *by_role["gradient"]])),
+        gathered=tuple(sorted([*moved.gathered, *by_role["gathered"]])),
+    )
 
 
 def _renumbered(graph: Graph, place: np.ndarray) -> Graph:
@@ -197,4 +209,5 @@ def _renumbered(graph: Graph, place: np.ndarray) -> Graph:
             dataclasses.replace(p, gradient=int(place[p.gradient]) if p.gradient >= 0 else -1) for p in graph.parameters
         ),
         parameter_gradients=tuple(sorted(int(place[u]) for u in graph.parameter_gradients)),
+        gathered=tuple(sorted(int(place[u]) for u in graph.gathered)),
     )
