@@ -136,7 +136,7 @@ class _Run:
         least = least_peak_of(found.graph, found.costs)
         limit = round(least + share * (most - least))
         step = fake_step(_workload(model, self.options.device), self.place)
-        profile_step(step, self.place)
+        step.warm_up()
         made = plan_profile(found, Budget(limit, limit), limits=Limits(time_s=30), solver=load("chain-dp"), step=step)
         made.save(self.options.folder / f"{model}.{share:.2f}.plan.json")
         return {"budget_bytes": limit, "predicted": made.predicted, "solver": made.solver, **self._ran(model, made)}

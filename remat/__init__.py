@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from remat.applying import apply, remove
     from remat.errors import CaptureError, Infeasible, PlanMismatch, RematError, UsageError
+    from remat.loop import Loop
     from remat.planning import plan
     from remat.plans import Plan
     from remat.profiling import Profile, profile
@@ -26,6 +27,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "CaptureError": "remat.errors",
     "Infeasible": "remat.errors",
+    "Loop": "remat.loop",
     "Plan": "remat.plans",
     "PlanMismatch": "remat.errors",
     "Profile": "remat.profiling",
@@ -42,6 +44,7 @@ _HOMES = {
 __all__ = [
     "CaptureError",
     "Infeasible",
+    "Loop",
     "Plan",
     "PlanMismatch",
     "Profile",

@@ -32,6 +32,7 @@ from remat.record import module_path
 from remat.replay import RewrittenCalls, regions_by_call
 from remat.rewrite import Counts, called, captured_nodes
 from remat.units import gib
+from remat.workload import trainable
 
 Model = TypeVar("Model", bound=nn.Module)
 OnLarger = Literal["warn", "refuse"]
@@ -292,30 +293,31 @@ class PlannedForward:
         if not planned or found <= planned:
             return
         self._larger(
+            "batch",
             f"this batch has {found} elements, the plan was made for {planned} "
             f"(batch size {self.plan.about['batch_size']}): its peak will exceed the planned "
             f"{gib(self.plan.predicted['peak_bytes'])} and be about {gib(self._peak_of(found / planned))}; "
-            "reduce the batch or make a plan for this one."
+            "reduce the batch or make a plan for this one.",
         )
 
     def _compare_trainable(self) -> None:
         planned = self.plan.about.get("trainable_count")
-        found = trainable_count(self.model)
+        found = sum(p.numel() for p in trainable(self.model))
         if planned is not None and found > planned:
             self._larger(
+                "trainable",
                 f"{found} parameters require gradients, {planned} did when the plan was made: the peak will exceed "
                 f"the planned {gib(self.plan.predicted['peak_bytes'])}; make a plan for the model as it is now.",
                 frames=7,
             )
 
-    def _larger(self, text: str, frames: int = 6) -> None:
-        """Warn of a step larger than planned, once for every reason, or refuse it; so many frames below the caller."""
+    def _larger(self, what: str, text: str, frames: int = 6) -> None:
+        """Warn, so many frames below the caller, once of everything that is larger than planned; or refuse it."""
         if self.on_larger == "refuse":
             raise PlanMismatch(text)
-        reason = text.partition(" ")[0]
-        if reason not in self._warned:
+        if what not in self._warned:
             warnings.warn(text, stacklevel=frames)
-            self._warned.add(reason)
+            self._warned.add(what)
 
     def _peak_of(self, times: float) -> int:
         """Predicted peak of a batch so many times as large as planned, if all but the model's state grows with it."""
@@ -358,11 +360,6 @@ def fingerprint_of(graph_module: fx.GraphModule) -> str:
 
 def dtypes_of(model: nn.Module) -> list[str]:
     return sorted({_name(p.dtype) for p in model.parameters()})
-
-
-def trainable_count(model: nn.Module) -> int:
-    """How many numbers of `model` get a gradient."""
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

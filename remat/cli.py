@@ -27,7 +27,8 @@ from remat import __version__
 from remat.commands import Answer, compare, estimate, fit, models, plan, profile, show, sweep, timeline, validate
 from remat.commands.options import spread
 from remat.errors import Infeasible, NoPlanInTime, RematError, UsageError
-from remat.screen import DEBUG, put, quiet_libraries, stdout_to_stderr, tell
+from remat.screen import DEBUG, put, quiet_libraries, tell
+from remat.streams import stdout_to_stderr
 
 INTERNAL_ERROR = 1
 ERROR = "bold red"

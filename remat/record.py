@@ -36,7 +36,7 @@ from remat.graph import CALLED_MODULES, OPTIMIZER_STATE, OUTSIDE, Graph, Node, P
 from remat.loop import Loop
 from remat.rewrite import as_function, bracket_of, called, captured_nodes, replace_target
 from remat.tracker import FIXED, Tracker, draws_random_numbers
-from remat.workload import Workload
+from remat.workload import Workload, trainable
 
 _OWNER = re.compile(r"^L\['\w+'\](?:.*__self__)?\.?")  # how Dynamo calls the model, or what wraps its forward
 NUMBER_BYTES = 16  # eight in forward, eight more while it is recomputed
@@ -56,7 +56,7 @@ class Finish:
 
     def __call__(self) -> None:
         if self.loop.clip_grad_norm:
-            nn.utils.clip_grad_norm_([p for p in self.model.parameters() if p.requires_grad], LARGEST_NORM)
+            nn.utils.clip_grad_norm_(trainable(self.model), LARGEST_NORM)
         if self.optimizer is not None:
             self.optimizer.step()
         if self.loop.ema:
@@ -118,14 +118,11 @@ class FakeStep:
     def optimizer(self) -> torch.optim.Optimizer | None:
         return self.finish.optimizer
 
-    def trainable(self) -> list[nn.Parameter]:
-        return [p for p in self.model.parameters() if p.requires_grad]
-
     def _make_optimizer(self) -> torch.optim.Optimizer | None:
         if self.workload.optimizer is None:
             return None
         with self.mode, (tracker := Tracker()), tracker.answering():
-            optimizer = self.workload.optimizer(self.trainable())
+            optimizer = self.workload.optimizer(trainable(self.model))
         for group in optimizer.param_groups:
             if self._foreach and group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = True
@@ -216,7 +213,7 @@ class FakeStep:
             "gradients": tracker.fix([p.grad for p in parameters if p.grad is not None]),
             OPTIMIZER_STATE: tracker.fix(dict(self.optimizer.state)) if self.optimizer else 0,
             "running average": tracker.fix(self.finish.averages),
-            "gradient buckets": sum(map(tracker.bytes_of, self.trainable())) if self.loop.ddp else 0,
+            "gradient buckets": sum(map(tracker.bytes_of, trainable(self.model))) if self.loop.ddp else 0,
         }
         return {name: size for name, size in fixed.items() if size}
 
@@ -279,7 +276,7 @@ def _about(step: FakeStep) -> dict[str, Any]:
         "autocast": str(workload.autocast).removeprefix("torch.") if workload.autocast else None,
         "parameter_dtypes": dtypes,
         "parameter_count": sum(p.numel() for p in step.model.parameters()),
-        "trainable_count": sum(p.numel() for p in step.model.parameters() if p.requires_grad),
+        "trainable_count": sum(p.numel() for p in trainable(step.model)),
         "optimizer": type(step.optimizer).__name__ if step.optimizer else None,
         **step.loop.to_json(),
         "torch": torch.__version__,

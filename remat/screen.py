@@ -7,7 +7,6 @@ stderr is a terminal. Times that come from estimated costs carry that word where
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import sys
@@ -237,22 +236,6 @@ def live_line() -> Iterator[LiveLine]:
     shown = console.is_terminal and sys.stderr.isatty()
     with Progress(*columns, console=console, transient=True, redirect_stdout=False, disable=not shown) as progress:
         yield LiveLine(progress)
-
-
-@contextlib.contextmanager
-def stdout_to_stderr() -> Iterator[None]:
-    """What anybody prints meanwhile goes to stderr: file descriptor 1 itself, because C++ libraries print too."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        with contextlib.suppress(OSError, TypeError, AttributeError):
-            ctypes.CDLL(None).fflush(None)  # what C code printed may still be in its buffer
-        os.dup2(kept, 1)
-        os.close(kept)
 
 
 @contextlib.contextmanager

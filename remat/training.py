@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from remat.allocator import Measured, allocation_events, measure_peak, measure_step, time_once_us
@@ -26,7 +25,7 @@ from remat.loop import Loop
 from remat.plans import Plan
 from remat.record import Finish, autocast_context
 from remat.tracker import Tracker
-from remat.workload import Workload
+from remat.workload import Workload, trainable
 
 LONG_STEP_S = 5.0  # a step that takes longer is timed once
 
@@ -77,9 +76,6 @@ class Training:
         yield from self.model.named_parameters()
         yield from self.model.named_buffers()
 
-    def parameters(self) -> list[nn.Parameter]:
-        return [p for p in self.model.parameters() if p.requires_grad]
-
     def begin_again(self) -> None:
         """Parameters, buffers and random state as at the start; a new optimizer."""
         self.finish = Finish(self.loop, self.model, None)
@@ -89,7 +85,7 @@ class Training:
                 tensor.copy_(self._state[name])
         release_memory(self.device)
         if self.workload.optimizer is not None:
-            self.finish.optimizer = self.workload.optimizer(self.parameters())
+            self.finish.optimizer = self.workload.optimizer(trainable(self.model))
         seed_all(self._seed_of_steps)
 
     def forward_and_backward(self) -> torch.Tensor:
@@ -128,7 +124,7 @@ class Training:
         return Tracker(alignment_bytes).fix([t for t in tensors if t.device.type == self.device.type])
 
     def measure(self, alignment_bytes: int, repeats: int) -> tuple[Measured, int]:
-        """Memory and time of a step in the steady state, and the peak with what exists before it. (Rule 2)"""
+        """Memory and time of a step in the steady state, and the peak with what exists before it."""
         before = self.bytes_before(alignment_bytes)
         release_memory(self.device)
         measured = measure_step(self.step, self.device, warm_up=0, repeats=1)

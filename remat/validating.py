@@ -51,7 +51,7 @@ from remat.rewrite import Counts
 from remat.tracker import UnseenMode
 from remat.training import Training, undisturbed
 from remat.units import gib, ms
-from remat.workload import Workload
+from remat.workload import Workload, trainable
 
 BEARABLE_S = 10.0  # estimated time of one step on a CPU
 SHORTEST = 128  # sequence length
@@ -375,7 +375,7 @@ class _FirstStep:
 def _first_step(training: Training, kernels: Kernels) -> _FirstStep:
     with kernels:
         loss = training.forward_and_backward()
-    gradients = [None if p.grad is None else _on_host(p.grad) for p in training.parameters()]
+    gradients = [None if p.grad is None else _on_host(p.grad) for p in trainable(training.model)]
     return _FirstStep(_on_host(loss), gradients, kernels.found)
 
 

@@ -102,3 +102,8 @@ def floats_to(batch: Any, dtype: torch.dtype) -> Any:
     return torch.utils._pytree.tree_map_only(
         torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, batch
     )
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of `model` that get a gradient."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]

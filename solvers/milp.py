@@ -19,14 +19,10 @@ a document: what is written there while they work goes to stderr.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import datetime
 import math
-import os
-import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from ortools.math_opt.python import mathopt
@@ -35,6 +31,7 @@ from remat.problem import Problem
 from remat.solution import Limits, Solution, Status
 from remat.solvers import program
 from remat.solvers.program import Constraint, Outcome, Program, Progress
+from remat.streams import stdout_to_stderr
 
 NAME = "milp"
 Engine = Literal["highs", "scip"]
@@ -158,7 +155,7 @@ class Milp:
                 failures.append(failure)
 
         thread = threading.Thread(target=work, daemon=True)
-        with _stdout_to_stderr():
+        with stdout_to_stderr():
             thread.start()
             try:
                 thread.join()
@@ -167,18 +164,3 @@ class Milp:
         if failures:
             raise failures[0]
         return results[0], results[0].termination.limit == mathopt.Limit.INTERRUPTED
-
-
-@contextlib.contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
-    """Let file descriptor 1 be stderr, for C and C++ as well."""
-    sys.stdout.flush()
-    stdout = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        if os.name == "posix":
-            ctypes.CDLL(None).fflush(None)  # what C has not written yet
-        os.dup2(stdout, 1)
-        os.close(stdout)

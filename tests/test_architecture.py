@@ -39,6 +39,7 @@ TORCH_FREE = {
         "plans",
         "problem",
         "runs",
+        "streams",
         "solution",
         "space",
         "target",

@@ -28,6 +28,7 @@ from remat.solvers import chain_dp, cp_sat, exact, milp, program
 from remat.solvers.least_peak import least_peak
 from remat.solvers.program import Constraint, Outcome, Program
 from remat.space import Segment, Space, find_space
+from remat.streams import stdout_to_stderr
 from tests.graphs import ToyNode, chain, every_cut, spaces, toy_graph, toys
 from tests.oracle import Oracle, every_plan, is_kept
 
@@ -360,7 +361,7 @@ def test_an_interrupted_search_gives_what_it_has() -> None:
 
 def test_what_a_solver_prints_by_itself_is_no_part_of_an_answer(capfd: pytest.CaptureFixture[str]) -> None:
     """SCIP says on stdout that it was interrupted, where a document may be expected."""
-    with milp._stdout_to_stderr():
+    with stdout_to_stderr():
         os.write(1, b"pressed CTRL-C")
     print("answer")
     assert capfd.readouterr() == ("answer\n", "pressed CTRL-C")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from remat.commands import Answer
-from remat.commands.options import Json, SourceOptions
+from remat.commands.options import Json, PlanInPlaceOfModel, SourceOptions
 from remat.commands.source import Source, opened_step, workload_of
 from remat.errors import UsageError
 from remat.units import gib, ms, parse_count
@@ -31,9 +30,7 @@ EAGER_MATTERS = 1.001
 
 def estimate(
     source: SourceOptions,
-    plan: Annotated[
-        Path | None, typer.Option(help="A plan file: its step, under it. In place of --model.", show_default=False)
-    ] = None,
+    plan: PlanInPlaceOfModel = None,
     parameters: Annotated[
         str | None,
         typer.Option(help="Only the states of so many parameters (8B, 1e9); no model is needed.", show_default=False),

@@ -31,6 +31,10 @@ STEP, LOOP, SEARCH = "The training step", "The training loop", "The search"  # t
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and all else on stderr.")]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.", show_default=False)]
+PlanInPlaceOfModel = Annotated[
+    Path | None,
+    typer.Option("--plan", help="A plan file: its step, under it. In place of --model.", show_default=False),
+]
 
 
 def _option(*names: str, panel: str = STEP, **about: Any) -> Any:

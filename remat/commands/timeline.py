@@ -10,7 +10,7 @@ import typer
 
 from remat.commands import Answer
 from remat.commands.files import require_writable
-from remat.commands.options import Json, SourceOptions
+from remat.commands.options import Json, PlanInPlaceOfModel, SourceOptions
 from remat.commands.source import opened_step, workload_of
 from remat.errors import UsageError
 from remat.units import gib, ms, parse_bytes
@@ -25,9 +25,7 @@ BAR, STEPS = 44, 16  # of the chart on the screen: columns, and rows of time
 
 def timeline(
     source: SourceOptions,
-    plan: Annotated[
-        Path | None, typer.Option(help="A plan file: its step, under it. In place of --model.", show_default=False)
-    ] = None,
+    plan: PlanInPlaceOfModel = None,
     budget: Annotated[
         str | None, typer.Option(help="Draw this line too: bytes with a unit. A plan brings its own.")
     ] = None,
