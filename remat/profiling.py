@@ -110,7 +110,8 @@ def fake_step(workload: Workload, place: Place, *, loop: Loop | None = None) -> 
     device = place.device or torch.device("cpu")
     if not place.substituted:
         return FakeStep(workload, device=device, loop=loop)
-    from remat.kernels import Untraced, substitute, weight_cast_cache
+    from remat.kernel_casts import weight_cast_cache
+    from remat.kernels import Untraced, substitute
 
     return FakeStep(
         workload,

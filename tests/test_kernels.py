@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat import kernels
+from remat import kernel_casts, kernels
 from remat.errors import CaptureError
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -244,7 +244,7 @@ def test_cudnn_attention_first_where_asked(dropout: float, head: int, kernel: st
 
 def test_without_gradient_no_logsumexp_is_asked_for() -> None:
     with torch.no_grad(), LastOutputs() as last:
-        kernels.OnCuda(SDPA, kernels.Device(None))(*qkv(dtype=FP32))
+        kernels.OnCuda(SDPA, kernel_casts.Device(None))(*qkv(dtype=FP32))
     assert last.outputs[1].shape == (2, 4, 0)
 
 
@@ -262,11 +262,11 @@ def test_linear_under_autocast_saves_the_lower_precision() -> None:
 @pytest.mark.parametrize(("cached", "casts"), [(True, 2 + 1), (False, 2 + 2)])  # two inputs, and the weight
 def test_a_weight_is_cast_once_in_a_context(cached: bool, casts: int) -> None:
     weight = leaf(8, 8)
-    linear = kernels.OnCuda(F.linear, kernels.Device(BF16))
+    linear = kernels.OnCuda(F.linear, kernel_casts.Device(BF16))
     x, y = torch.empty(2, 8), torch.empty(2, 8)
     with Ops() as ops:
         if cached:
-            with kernels.weight_cast_cache():
+            with kernel_casts.weight_cast_cache():
                 linear(x, weight), linear(y, weight)
         else:
             linear(x, weight), linear(y, weight)
@@ -275,18 +275,18 @@ def test_a_weight_is_cast_once_in_a_context(cached: bool, casts: int) -> None:
 
 def test_copies_of_weights_live_until_the_outermost_exit() -> None:
     weight = leaf(8, 8)
-    linear = kernels.OnCuda(F.linear, kernels.Device(BF16))
-    with kernels.weight_cast_cache():
-        with kernels.weight_cast_cache():
+    linear = kernels.OnCuda(F.linear, kernel_casts.Device(BF16))
+    with kernel_casts.weight_cast_cache():
+        with kernel_casts.weight_cast_cache():
             linear(torch.empty(2, 8), weight)
-        assert [copy.shape for _, copy in kernels._weight_casts.copies.values()] == [(8, 8)]
-    assert kernels._weight_casts.copies == {}
+        assert [copy.shape for _, copy in kernel_casts._weight_casts.copies.values()] == [(8, 8)]
+    assert kernel_casts._weight_casts.copies == {}
 
 
 def test_an_activation_or_a_view_is_not_cached() -> None:
-    with kernels.weight_cast_cache():
-        kernels.OnCuda(F.linear, kernels.Device(BF16))(leaf(2, 8) * 1, leaf(8, 8)[:4])
-        assert kernels._weight_casts.copies == {}
+    with kernel_casts.weight_cast_cache():
+        kernels.OnCuda(F.linear, kernel_casts.Device(BF16))(leaf(2, 8) * 1, leaf(8, 8)[:4])
+        assert kernel_casts._weight_casts.copies == {}
 
 
 @pytest.mark.parametrize(
@@ -354,7 +354,7 @@ def test_autocast_regions_inside_the_graph() -> None:
     kernels.substitute(module, BF16)
     inside, after = module(torch.empty(4, 4))
     assert (inside.dtype, after.dtype) == (FP32, BF16)
-    assert kernels._weight_casts.depth == 0
+    assert kernel_casts._weight_casts.depth == 0
 
 
 # ---- norms, linear ---------------------------------------------------------------------------------------
@@ -460,13 +460,13 @@ def test_substituted_methods_are_found_as_functions() -> None:
 
 @pytest.mark.parametrize("function", [F.dropout, F.linear, torch.matmul, torch.Tensor.softmax, SDPA, torch.exp])
 def test_targets_pickle(function: Callable[..., Any]) -> None:
-    target = kernels.OnCuda(function, kernels.Device(BF16))
+    target = kernels.OnCuda(function, kernel_casts.Device(BF16))
     assert pickle.loads(pickle.dumps(target)) == target
 
 
 def test_multi_head_attention_is_run_with_the_kernels_of_cuda() -> None:
     x, in_w, out_w = leaf(16, 2, 16), leaf(48, 16), leaf(16, 16)
-    attend = kernels.OnCuda(F.multi_head_attention_forward, kernels.Device(BF16))
+    attend = kernels.OnCuda(F.multi_head_attention_forward, kernel_casts.Device(BF16))
     with Ops() as ops:
         output, _ = attend(
             x, x, x, 16, 2, in_w, None, None, None, False, 0.1, out_w, None, True, None, need_weights=False
@@ -484,6 +484,6 @@ def test_pooling_is_alike() -> None:
 
 def test_what_is_not_modelled_is_refused_by_name() -> None:
     with pytest.raises(CaptureError, match="`lstm` cannot be planned for a CUDA device"):
-        kernels.OnCuda(torch.lstm, kernels.Device(None))(torch.empty(1))
+        kernels.OnCuda(torch.lstm, kernel_casts.Device(None))(torch.empty(1))
     with pytest.raises(CaptureError, match="`binary_cross_entropy` is an error under CUDA's autocast"):
         on_cuda(F.binary_cross_entropy, leaf(4), leaf(4), autocast=BF16)
