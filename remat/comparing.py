@@ -23,7 +23,7 @@ from remat.solvers import EXACT, HEURISTICS, load
 from remat.space import find_space
 
 if TYPE_CHECKING:
-    from remat.validating import Report
+    from remat.report import Report
     from remat.workload import Workload
 
 DEFAULT = (*HEURISTICS, "exact")

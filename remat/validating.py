@@ -24,21 +24,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
 
 from remat.applying import apply, planned_forward, remove
 from remat.costs import estimate
 from remat.errors import PlanMismatch, UsageError, ValidationFailed
 from remat.graph import Graph
+from remat.kernel_log import KernelLog, kernel_differences
 from remat.loop import Loop
 from remat.measure import device_name, device_target, measure, physical_memory
 from remat.memory import Memory
@@ -47,10 +44,10 @@ from remat.modules import ModuleCounts
 from remat.plans import PlacedRegion, Plan, Region, RegionKind, unplace
 from remat.profiling import Place, Profile, fake_step
 from remat.record import FakeStep, record
+from remat.report import Report
 from remat.rewrite import Counts
-from remat.tracker import UnseenMode
 from remat.training import Training, undisturbed
-from remat.units import gib, ms
+from remat.units import gib
 from remat.workload import Workload, trainable
 
 BEARABLE_S = 10.0  # estimated time of one step on a CPU
@@ -58,100 +55,8 @@ SHORTEST = 128  # sequence length
 CPU_SHARE = 0.6  # of the memory that is free
 CUDA_SHARE = 0.95
 NOISE = 4.0  # Rule 5
-MOST_DIFFERENCES = 5
 
 Progress = Callable[[int, int], None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """What was found. Bytes and microseconds; `None` where nothing was run to measure it.
-
-    measured    peak_bytes, step_time_us, and reserved_bytes on CUDA     predicted  the same, without reserved_bytes
-    untouched   peak_bytes, step_time_us: measured if the step `fits`, else predicted
-    limit       name and bytes of what the measured peak is held against (Rule 3)
-    recomputed_nodes  planned and observed            kernel_differences  the first few
-    notes       sentences: what was reduced, predicted anew, compared elsewhere, or tolerated
-    """
-
-    workload: str
-    device: str
-    batch_size: int
-    seq_len: int | None
-    measured: dict[str, int]
-    predicted: dict[str, int]
-    untouched: dict[str, Any]
-    limit: tuple[str, int]
-    loss_equal: bool
-    gradients_equal: bool
-    max_gradient_error: float
-    recomputed_nodes: dict[str, int]
-    kernel_differences: tuple[str, ...]
-    notes: tuple[str, ...]
-
-    @property
-    def within_budget(self) -> bool:
-        return self.measured["peak_bytes"] <= self.limit[1]
-
-    @property
-    def kernels_equal(self) -> bool:
-        return not self.kernel_differences
-
-    @property
-    def passed(self) -> bool:
-        """Whether every claim holds."""
-        nodes = self.recomputed_nodes
-        equal = self.loss_equal and self.gradients_equal and self.kernels_equal
-        return equal and nodes["planned"] == nodes["observed"] and self.within_budget
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "measured": self.measured,
-            "predicted": self.predicted,
-            "untouched": self.untouched,
-            "loss_equal": self.loss_equal,
-            "gradients_equal": self.gradients_equal,
-            "max_gradient_error": self.max_gradient_error if math.isfinite(self.max_gradient_error) else None,
-            "within_budget": self.within_budget,
-            "recomputed_nodes": self.recomputed_nodes,
-            "kernels_equal": self.kernels_equal,
-            "kernel_differences": list(self.kernel_differences),
-            "device": self.device,
-            "batch_size": self.batch_size,
-            "seq_len": self.seq_len,
-            "notes": list(self.notes),
-            "passed": self.passed,
-        }
-
-    def __str__(self) -> str:
-        length = f", sequence length {self.seq_len}" if self.seq_len else ""
-        fits = "" if self.untouched["fits"] else "  (does not fit: predicted)"
-        name, limit_bytes = self.limit
-        nodes = self.recomputed_nodes
-        lines = [
-            f"{self.workload} on {self.device}, batch size {self.batch_size}{length}",
-            f"  {'':<10}{'peak':>12}{'step':>12}",
-            f"  measured  {_row(self.measured)}",
-            f"  predicted {_row(self.predicted)}",
-            f"  untouched {_row(self.untouched)}{fits}",
-            f"  {name:<10}{gib(limit_bytes):>12}{'kept' if self.within_budget else 'EXCEEDED':>12}",
-            f"  loss       {_verdict(self.loss_equal)}",
-            f"  gradients  {_verdict(self.gradients_equal)}, largest error {self.max_gradient_error:.3g}",
-            f"  nodes      {nodes['observed']} recomputed, {nodes['planned']} planned",
-            f"  kernels    {_verdict(self.kernels_equal)}",
-            *(f"    {difference}" for difference in self.kernel_differences),
-            *(f"  note: {note}" for note in self.notes),
-            "passed" if self.passed else "FAILED",
-        ]
-        return "\n".join(lines)
-
-
-def _row(values: dict[str, Any]) -> str:
-    return f"{gib(values['peak_bytes']):>12}{ms(values['step_time_us']):>12}"
-
-
-def _verdict(equal: bool) -> str:
-    return "equal" if equal else "DIFFERENT"
 
 
 def validate(
@@ -372,7 +277,7 @@ class _FirstStep:
     kernels: list[str]
 
 
-def _first_step(training: Training, kernels: Kernels) -> _FirstStep:
+def _first_step(training: Training, kernels: KernelLog) -> _FirstStep:
     with kernels:
         loss = training.forward_and_backward()
     gradients = [None if p.grad is None else _on_host(p.grad) for p in trainable(training.model)]
@@ -407,85 +312,6 @@ def _distance(left: Sequence[torch.Tensor | None], right: Sequence[torch.Tensor 
         absolute = max(absolute, apart)
         relative = max(relative, apart / max(float(a.double().abs().max()), 1e-300))
     return _Distance(equal, absolute, relative)
-
-
-# Kernels
-
-
-class Kernels(UnseenMode):
-    """Writes down every operator that computes with floating-point numbers, views left out, except while paused.
-
-    Integers and booleans are bookkeeping: in eager mode a library may look at its data (is anything padded?)
-    where under capture it is told the answer.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-        self._paused = 0
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """What a recomputation runs under."""
-        self._paused += 1
-        try:
-            yield
-        finally:
-            self._paused -= 1
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if self._paused or _is_view(func):
-            return out
-        tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor)]
-        if any(t.is_floating_point() or t.is_complex() for t in tensors) and not any(
-            isinstance(t, FakeTensor)  # Dynamo at work
-            for t in tensors
-        ):
-            self.found.append(_described(func, args, kwargs))
-        return out
-
-
-def _is_view(func: Any) -> bool:
-    returns = func._schema.returns
-    return not func._schema.is_mutable and any(r.alias_info is not None for r in returns)
-
-
-def _described(func: Any, args: Any, kwargs: Any) -> str:
-    given = [_value(arg) for arg in args] + [f"{name}={_value(arg)}" for name, arg in kwargs.items()]
-    return f"{func}({', '.join(given)})"
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_value, value))}]"
-    if isinstance(value, (bool, int, float, str, torch.dtype)) or value is None:
-        return str(value)
-    return type(value).__name__
-
-
-def kernel_differences(untouched: Sequence[str], planned: Sequence[str]) -> tuple[str, ...]:
-    """The first few differences, one sentence each; empty if there are none."""
-    begin = next((i for i, (a, b) in enumerate(zip(untouched, planned, strict=False)) if a != b), None)
-    if begin is None:
-        if len(untouched) == len(planned):
-            return ()
-        begin = min(len(untouched), len(planned))
-    left, right = untouched[begin : begin + 500], planned[begin : begin + 500]  # what follows is a consequence
-    found = []
-    for tag, a, b, c, d in difflib.SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
-        if tag != "equal":
-            found.append(f"kernel {begin + a}: untouched {_listed(left[a:b])}; planned {_listed(right[c:d])}")
-    return tuple(found[:MOST_DIFFERENCES])
-
-
-def _listed(kernels: Sequence[str]) -> str:
-    if not kernels:
-        return "none"
-    return ", ".join(kernels[:2]) + (f" and {len(kernels) - 2} more" if len(kernels) > 2 else "")
 
 
 # All of it
@@ -615,7 +441,7 @@ class _Validation:
 
     def _untouched(self, training: Training) -> tuple[_FirstStep, dict[str, int] | None]:
         training.begin_again()
-        found = _first_step(training, Kernels())
+        found = _first_step(training, KernelLog())
         if not self.fits:
             return found, None
         training.finish()
@@ -626,7 +452,7 @@ class _Validation:
         training.begin_again()
         about = {name: value for name, value in self.plan.about.items() if name != "batch_elements"}
         apply(training.model, dataclasses.replace(self.plan, about=about))  # a larger batch was chosen on purpose
-        kernels = Kernels()
+        kernels = KernelLog()
         counts = planned_forward(training.model).watch(observe=True, recompute_context=kernels.paused)
         found = _first_step(training, kernels)
         training.finish()
@@ -647,7 +473,7 @@ class _Validation:
         planned = planned_forward(training.model)
         remove(training.model)
         training.begin_again()
-        noise = _distance(expected.gradients, _first_step(training, Kernels()).gradients)
+        noise = _distance(expected.gradients, _first_step(training, KernelLog()).gradients)
         training.finish()
         training.model.forward = planned
         planned.install()

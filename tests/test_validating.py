@@ -15,11 +15,13 @@ from torch import nn
 import remat.validating as validation
 from remat.errors import PlanMismatch, UsageError, ValidationFailed
 from remat.graph import Graph
+from remat.kernel_log import MOST_DIFFERENCES, kernel_differences
 from remat.measure import measure
 from remat.memory import Memory
 from remat.plans import Plan
+from remat.report import Report
 from remat.rewrite import RegionRun
-from remat.validating import Report, kernel_differences, validate
+from remat.validating import validate
 from remat.workload import Workload
 from tests import toys
 from tests.toys import (
@@ -219,7 +221,7 @@ def test_differences_of_kernels(untouched: str, planned: str, differences: tuple
 
 
 def test_only_the_first_differences_are_listed() -> None:
-    assert len(kernel_differences(list("axbxcxdxexfx"), list("aybyxcydyeyfy"))) == validation.MOST_DIFFERENCES
+    assert len(kernel_differences(list("axbxcxdxexfx"), list("aybyxcydyeyfy"))) == MOST_DIFFERENCES
 
 
 def test_a_plan_for_another_model_is_refused(plan: Plan) -> None:
