@@ -96,7 +96,7 @@ def _state_on_host(graph: Graph, target: Target, loop: Loop) -> str:
     swapped_bytes = 2 * graph.fixed_bytes.get(OPTIMIZER_STATE, 0)
     meanwhile_us = estimate(graph, target).update_time_us(graph, loop.accumulation)
     least, most = (ms(target.exposed_swap_us(swapped_bytes, behind_us)) for behind_us in (meanwhile_us, 0.0))
-    return f"optimizer state in host memory until it is used (computed; waits {least} to {most} an optimizer step)"
+    return f"optimizer state on the host until it is used (computed; waits {least} to {most} a step)"
 
 
 def _workloads(workload: Workload, whole: Graph) -> Iterator[tuple[str, Workload]]:
