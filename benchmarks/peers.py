@@ -12,7 +12,6 @@ a machine that is busy with something else slows both. Nothing is asserted of ti
 from __future__ import annotations
 
 import contextlib
-import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -22,20 +21,20 @@ from typing import Any
 import torch
 import torch._functorch.config as functorch_config
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 import remat
 from benchmarks import report
 from remat.allocator import measure_peak, time_once_us
+from remat.loop import Loop
 from remat.models import build, gpt2
 from remat.planning import Budget, plan_profile
 from remat.plotting import COLOUR, OTHERS
 from remat.problem import Problem
 from remat.profiling import fake_step, find_place, profile_step
-from remat.record import autocast_context
 from remat.solution import Limits
 from remat.solvers.least_peak import least_peak
 from remat.space import find_space
+from remat.training import Training
 from remat.units import MIB
 from remat.workload import Workload
 
@@ -56,7 +55,7 @@ UNTOUCHED, HUGGING_FACE, COMPILED, PLANNED = "untouched", "Hugging Face", "torch
 RATIOS = tuple(i / 10 for i in range(10, -1, -1))
 FALLBACK = "aot_eager_decomp_partition"  # the same partitioner, without a compiler of kernels
 BELOW = 4  # budgets from the least feasible up to torch's least peak
-WARM_UP = 2  # steps after which the optimizer's state exists and everything is compiled
+WARM_UP = 2  # steps
 
 
 def main(backend: str = "inductor", repeats: int | str = 3, *ratios: str) -> None:
@@ -108,19 +107,16 @@ class _Peers:
         self.place = find_place(device.type)
         self.fake = fake_step(workload, self.place)
         self.profile = profile_step(self.fake, self.place)
-        self.fixed = self.profile.graph.fixed_total
         self.about = {
             "workload": f"{workload.name} {workload.batch_size} x {workload.seq_len}, {self._dtype()}",
-            "fixed_mib": round(self.fixed / MIB, 2),
+            "fixed_mib": round(self.profile.graph.fixed_total / MIB, 2),
         }
 
     def _dtype(self) -> str:
         return f"autocast to {self.workload.autocast}" if self.workload.autocast else "fp32"
 
     def run(self, backend: str, ratios: tuple[float, ...]) -> None:
-        self.untouched = self._step(self._model())
-        for _ in range(WARM_UP):
-            self.untouched()
+        self.untouched = self._training(None).step
         self._measure(UNTOUCHED, "", contextlib.nullcontext)
         self._measure(HUGGING_FACE, "every block", contextlib.nullcontext, _checkpoint_blocks)
         for ratio in ratios:
@@ -150,28 +146,15 @@ class _Peers:
 
         self._measure(PLANNED, f"{budget / MIB:.1f} MiB", contextlib.nullcontext, planned, budget)
 
-    def _model(self) -> nn.Module:
-        torch.manual_seed(0)
-        with torch.device(self.device):
-            return self.workload.build().to(self.device).train()
-
-    def _step(self, model: nn.Module) -> Callable[[], None]:
-        """A whole training step of `model`: forward, backward, optimizer, gradients let go."""
-        torch.manual_seed(1)
-        with torch.device(self.device):
-            batch = self.workload.batch(self.workload.batch_size, self.workload.seq_len)
-        batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), batch)
-        assert self.workload.optimizer is not None
-        optimizer = self.workload.optimizer(model.parameters())
-
-        def step() -> None:
-            with autocast_context(self.device, self.workload.autocast):
-                loss = self.workload.step(model, batch)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return step
+    def _training(self, prepare: Callable[[nn.Module], object] | None) -> Training:
+        """The model as `prepare` changes it, trained until the optimizer's state exists and everything is compiled."""
+        training = Training(self.workload, self.device, 0, Loop())
+        training.begin_again()
+        if prepare:
+            prepare(training.model)
+        for _ in range(WARM_UP):
+            training.step()
+        return training
 
     def _measure(
         self,
@@ -199,16 +182,10 @@ class _Peers:
         print({key: row[key] for key in COLUMNS if row.get(key, "") != ""}, flush=True)
 
     def _measured(self, prepare: Callable[[nn.Module], object] | None) -> dict[str, Any]:
-        model = self._model()
         started = time.monotonic()
-        if prepare:
-            prepare(model)
-        step = self._step(model)
-        for _ in range(WARM_UP):
-            step()
-        ready_s = time.monotonic() - started
-        gc.collect()
-        peak = self.fixed + measure_peak(step, self.device)
+        training = self._training(prepare)
+        ready_s, step = time.monotonic() - started, training.step
+        peak = training.peak_of_update(self.place.target.alignment_bytes)
         pairs = [
             (time_once_us(self.untouched, self.device), time_once_us(step, self.device)) for _ in range(self.repeats)
         ]
