@@ -28,7 +28,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.optim.swa_utils import get_ema_multi_avg_fn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from remat.capture import GraphCalls, eager_attention_masks, fake_model
 from remat.errors import CaptureError, RematError
@@ -36,6 +36,7 @@ from remat.graph import CALLED_MODULES, OPTIMIZER_STATE, OUTSIDE, Graph, Node, P
 from remat.loop import Loop
 from remat.rewrite import as_function, bracket_of, called, captured_nodes, replace_target
 from remat.tracker import FIXED, Tracker, draws_random_numbers
+from remat.view_histories import ViewHistories
 from remat.workload import Workload
 
 _OWNER = re.compile(r"^L\['\w+'\](?:.*__self__)?\.?")  # how Dynamo calls the model, or what wraps its forward
@@ -102,7 +103,8 @@ class FakeStep:
         self.loop = loop or Loop()
         self._prepare = prepare
         self._prepared: dict[int, fx.GraphModule] = {}
-        self.recompute_context = recompute_context
+        self._recompute_context = recompute_context
+        self._views = ViewHistories()
         self.eager_context = eager_context
         self.model = fake_model(workload.build, self.mode, device)
         with self.mode, torch.device(device):
@@ -138,17 +140,23 @@ class FakeStep:
             if self._prepare is not None:
                 self._prepare(graph_module)
             self._prepared[id(graph_module)] = graph_module
-        if self.recompute_context is None:
-            return self.run_call(call, graph_module, args)
-        with torch.autocast(self.device.type, enabled=False):  # the substituted kernels cast by themselves
-            return self.run_call(call, graph_module, args)
+        substituted = self._recompute_context is not None  # such kernels cast by themselves
+        autocast = torch.autocast(self.device.type, enabled=False) if substituted else contextlib.nullcontext()
+        with autocast, self._views:
+            return tree_map(self._views.renewed, self.run_call(call, graph_module, args))
+
+    @contextlib.contextmanager
+    def recompute_context(self) -> Iterator[None]:
+        """What recomputations run under."""
+        with (self._recompute_context or contextlib.nullcontext)(), self._views:
+            yield
 
     @contextlib.contextmanager
     def _forward_context(self) -> Iterator[None]:
         """Autocast, which models may ask about while they are traced, and the emulated cache of casts."""
         with (
             autocast_context(self.device, self.workload.autocast),
-            (self.recompute_context or contextlib.nullcontext)(),
+            (self._recompute_context or contextlib.nullcontext)(),
         ):
             yield
 
@@ -174,7 +182,7 @@ class FakeStep:
 
     def eager_forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, untraced."""
-        with self.eager_context(), eager_attention_masks(args, kwargs):
+        with self.eager_context(), self._views, eager_attention_masks(args, kwargs):
             return self._forward(*args, **kwargs)
 
     def warm_up(self, alignment_bytes: int = 1) -> int:
