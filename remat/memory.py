@@ -25,7 +25,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -419,6 +419,10 @@ class Memory:
 
         packs, owner = _joined([(r.packs, i) for i, r in enumerate(recomputations)])
         live_until_used(packs, owner)
+        for i, idle, end in self._idle(recomputations):
+            keeps = self._inputs_array(idle)
+            own = keeps[(keeps >= low[i]) & (keeps < high[i])]
+            np.maximum.at(death, own + place[i], shift[i] + end - 1)
         for i, outer in enumerate(recomputations):
             if not outer.inner:
                 continue
@@ -432,6 +436,17 @@ class Memory:
             again = packs[np.isin(pairs, inner[own] * (1 << 32) + keeps[own])]
             live_until_used(again, np.full(len(again), i))
         return made, shift[by] + storages.birth[made], death, by
+
+    def _idle(self, recomputations: list[Recomputation]) -> Iterator[tuple[int, Region, int]]:
+        """Inner regions that run in a recomputation and are never asked for a save: (which, region, end in operators).
+
+        They keep their inputs while they run. (Rule 5)
+        """
+        for i, r in enumerate(recomputations):
+            asked = {part.region for part in r.inner}
+            for part in r.region.inner:
+                if part not in asked:
+                    yield i, part, min(int(self.node_end[part.end - 1]), r.stop)
 
     def _copies(self, recomputations: list[Recomputation], position: _Position) -> _Copies:
         """Copies of module state, counted with the first storage of their node. (Rule 6)"""

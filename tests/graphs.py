@@ -192,6 +192,19 @@ class Brackets(nn.Module):
         return x
 
 
+class Constants(nn.Module):
+    """Operators between two layers of which autograd keeps nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x).tanh() + 1
+        x = ((x + 1) * 2).neg()
+        return self.after(x + 1).tanh()
+
+
 class Broken(nn.Module):
     """Two graphs: Dynamo cannot follow in the middle."""
 
@@ -315,6 +328,7 @@ TOYS: dict[str, Workload] = {
     )
 }
 
+CONSTANTS = _toy("constants", lambda: Loss(Constants()))
 BRACKETS = _toy("brackets", lambda: Loss(Brackets()), autocast=torch.bfloat16)
 
 # Rule 6 of memory.py: recomputed batch normalisation takes a few bytes that the evaluator does not count.

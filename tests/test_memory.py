@@ -17,6 +17,7 @@ from remat.workload import Workload
 from tests.graphs import (
     BATCH_NORM,
     BRACKETS,
+    CONSTANTS,
     DYNAMO_LOOKS_AT_GRAD,
     TOYS,
     ToyNode,
@@ -175,6 +176,11 @@ def test_the_curve_of_nested_regions_is_the_replay_byte_for_byte(name: str, data
 
 def test_an_inner_region_keeps_its_inputs_until_it_has_been_recomputed() -> None:
     assert_replay_agrees(TOYS["chain"], (Region(0, 8, inner=(Region(0, 2), Region(2, 8))),))
+
+
+def test_an_inner_region_that_nothing_is_asked_of_keeps_its_inputs_while_it_runs() -> None:
+    """Nodes 3 to 5 save nothing, and would let go of node 2 at once."""
+    assert_replay_agrees(CONSTANTS, (Region(0, 8, inner=(Region(3, 6),)),))
 
 
 @given(data=st.data())
