@@ -42,7 +42,8 @@ class Node:
 
     name     its name in the fx graph          op       what it calls, as text
     module   path of the module that it is in  call     which graph call of the step it belongs to
-    inputs   nodes whose values it takes       values   storages that its value refers to (fixed ones left out)
+    inputs   nodes whose values it takes       values   storages that its value refers to (fixed ones left out); of what
+                                                        ran between two graphs, those that a later node takes
     first    first of its forward operators    end      one past its last forward operator
     random   it draws random numbers
     effect   what it does to storages older than itself: "" nothing, "batch_norm" and "counter" update module

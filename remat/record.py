@@ -379,6 +379,13 @@ class _Recorder(Tracker):
         storage = self.storage_of(tensor) if isinstance(tensor, torch.Tensor) else FIXED
         return None if storage == FIXED else self._storage_nodes[storage]
 
+    def take(self, tensor: torch.Tensor) -> int | None:
+        """`producer`, for a node that is handed `tensor`: so is known which values came from between two graphs."""
+        producer = self.producer(tensor)
+        if producer is not None and (node := self._nodes[producer])["call"] == OUTSIDE:
+            node["values"] = tuple(sorted({*node["values"], self.storage_of(tensor)}))
+        return producer
+
     # Operators
 
     def dispatched(self, op: int, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -580,7 +587,7 @@ def _recorded(node: fx.Node, function: Callable[..., Any], recorder: _Recorder, 
     def recorded(*args: Any, **kwargs: Any) -> Any:
         wired = {recorder.index[call, name] for name in names}
         given = {
-            recorder.producer(value)  # from an earlier graph call, or nobody
+            recorder.take(value)  # from an earlier graph call, or nobody
             for argument, value in zip(wiring, tree_leaves((args, kwargs)), strict=False)
             if isinstance(argument, fx.Node) and argument.op == "placeholder" and isinstance(value, torch.Tensor)
         }

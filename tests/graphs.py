@@ -221,6 +221,23 @@ class Broken(nn.Module):
         return x.square().mean()
 
 
+@torch._dynamo.disable
+def _untraced(x: Tensor) -> Tensor:
+    return x.sin().neg()
+
+
+class Between(nn.Module):
+    """Dynamo cannot follow in the middle, where something is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = _untraced(self.before(x).tanh())
+        return self.after(x.neg().tanh() + 1).sigmoid()
+
+
 class Frozen(nn.Module):
     """The first layers need no gradients; nor does every other bias."""
 
@@ -329,6 +346,7 @@ TOYS: dict[str, Workload] = {
 }
 
 CONSTANTS = _toy("constants", lambda: Loss(Constants()))
+BETWEEN = _toy("between", lambda: Loss(Between()))
 BRACKETS = _toy("brackets", lambda: Loss(Brackets()), autocast=torch.bfloat16)
 
 # Rule 6 of memory.py: recomputed batch normalisation takes a few bytes that the evaluator does not count.

@@ -16,6 +16,7 @@ from remat.replay import replay
 from remat.workload import Workload
 from tests.graphs import (
     BATCH_NORM,
+    BETWEEN,
     BRACKETS,
     CONSTANTS,
     DYNAMO_LOOKS_AT_GRAD,
@@ -181,6 +182,12 @@ def test_an_inner_region_keeps_its_inputs_until_it_has_been_recomputed() -> None
 def test_an_inner_region_that_nothing_is_asked_of_keeps_its_inputs_while_it_runs() -> None:
     """Nodes 3 to 5 save nothing, and would let go of node 2 at once."""
     assert_replay_agrees(CONSTANTS, (Region(0, 8, inner=(Region(3, 6),)),))
+
+
+@given(data=st.data())
+@PLANS
+def test_the_curve_is_the_replay_where_something_is_computed_between_two_graphs(data: st.DataObject) -> None:
+    assert_replay_agrees(BETWEEN, data.draw(plans(recorded(BETWEEN).graph)))
 
 
 @given(data=st.data())
