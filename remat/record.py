@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from remat.capture import GraphCalls, eager_attention_masks, fake_model
 from remat.errors import CaptureError, RematError
-from remat.graph import CALLED_MODULES, OPTIMIZER_STATE, OUTSIDE, Graph, Node, Packs, Parameter, Storages
+from remat.graph import CALLED_MODULES, CAST, OPTIMIZER_STATE, OUTSIDE, Graph, Node, Packs, Parameter, Storages
 from remat.loop import Loop
 from remat.rewrite import as_function, bracket_of, called, captured_nodes, replace_target
 from remat.tracker import FIXED, Tracker, draws_random_numbers
@@ -358,6 +358,8 @@ class _Recorder(Tracker):
                 "bracketed": False,
                 "wired": tuple(sorted(wired)),
                 "takes_fixed": None in given,
+                "reused": (),
+                "reused_at": (),
             }
         )
 
@@ -398,6 +400,7 @@ class _Recorder(Tracker):
         if in_forward:
             self._count_numbers(func, args)
             self._note_effects(node, func, args, kwargs)
+            self._note_reused(op, node, args, kwargs)
             self._nodes[node]["end"] = self.op_count
 
     def _count_numbers(self, func: Any, args: Any) -> None:
@@ -425,6 +428,24 @@ class _Recorder(Tracker):
         if number >= self._sequence_end:  # gradient accumulation belongs to whoever ran before
             return self._op_nodes[-1] if self.op_count - 1 > self._forward_end else len(self._nodes) - 1
         return max(bisect.bisect_right(self._sequence, number) - 1, 0)
+
+    def _note_reused(self, op: int, node: int, args: Any, kwargs: Any) -> None:
+        """Note casts that an older node made, and that are no value that this one is given.
+
+        Autocast would make them before the casts that it makes for the same operator.
+        """
+        record = self._nodes[node]
+        taken = {self.storage_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        older = {u for u in taken - {FIXED} if self.storages[u].cast and self._storage_nodes[u] < node}
+        given = {u for source in record["inputs"] for u in self._nodes[source]["values"]}
+        new = sorted(older - given - {*record["reused"]})
+        if not new:
+            return
+        kinds = list(self.kinds.values())
+        while op > record["first"] and kinds[self.op_kinds[op - 1]].name == CAST:
+            op -= 1
+        record["reused"] += tuple(new)
+        record["reused_at"] += (op,) * len(new)
 
     def _note_effects(self, node: int, func: Any, args: Any, kwargs: Any) -> None:
         record = self._nodes[node]

@@ -192,6 +192,19 @@ class Brackets(nn.Module):
         return x
 
 
+class Reused(nn.Module):
+    """A layer used three times, its last use the last node of a run without a save after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = self.other(self.layer(x).tanh()).sigmoid()
+        return self.layer(x.exp().tanh())
+
+
 class Constants(nn.Module):
     """Operators between two layers of which autograd keeps nothing."""
 
@@ -345,6 +358,7 @@ TOYS: dict[str, Workload] = {
     )
 }
 
+REUSED = _toy("reused", lambda: Loss(Reused()), autocast=torch.bfloat16)
 CONSTANTS = _toy("constants", lambda: Loss(Constants()))
 BETWEEN = _toy("between", lambda: Loss(Between()))
 BRACKETS = _toy("brackets", lambda: Loss(Brackets()), autocast=torch.bfloat16)

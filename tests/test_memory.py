@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from remat.graph import CAST
 from remat.memory import Memory
 from remat.plans import Region, place
 from remat.replay import replay
@@ -20,6 +21,7 @@ from tests.graphs import (
     BRACKETS,
     CONSTANTS,
     DYNAMO_LOOKS_AT_GRAD,
+    REUSED,
     TOYS,
     ToyNode,
     autocast_left_as_found,
@@ -182,6 +184,19 @@ def test_an_inner_region_keeps_its_inputs_until_it_has_been_recomputed() -> None
 def test_an_inner_region_that_nothing_is_asked_of_keeps_its_inputs_while_it_runs() -> None:
     """Nodes 3 to 5 save nothing, and would let go of node 2 at once."""
     assert_replay_agrees(CONSTANTS, (Region(0, 8, inner=(Region(3, 6),)),))
+
+
+@given(data=st.data())
+@PLANS
+def test_a_weight_that_autocast_has_cast_before_a_region_is_cast_again_in_it(data: st.DataObject) -> None:
+    assert_replay_agrees(REUSED, data.draw(plans(recorded(REUSED).graph)))
+
+
+def test_casts_that_are_made_again_take_time() -> None:
+    graph = recorded(REUSED).graph
+    casts = np.array([kind.name == CAST for kind in graph.kinds])[graph.op_kind]
+    first = next(node for node, found in enumerate(graph.nodes) if found.reused)
+    assert Memory(graph).recompute_time_us((Region(first, first + 2),), casts) == 2  # weight and bias
 
 
 @given(data=st.data())
