@@ -324,29 +324,31 @@ class Memory:
         if not (asked >= 0).any():
             return None
         stop = self._stop(region, int(table.at[packs].max()))
+        casts, cast_at = self._casts_again(region, stop)
         return _Leaf(
             first=int(self.node_first[region.first]),
             stop=stop,
             trigger=int(asked[asked >= 0].min()),
             release=int(table.release[packs].max()),
             packs=packs,
-            **self._casts_again(region, stop),
+            casts=casts,
+            cast_at=cast_at,
         )
 
-    def _casts_again(self, region: Region, stop: int) -> dict[str, np.ndarray]:
-        """Columns of a recomputation: what its nodes reuse of casts that were made before `region`. (Rule 7)"""
+    def _casts_again(self, region: Region, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """(storages of casts, before which operators): casts from before `region` that its recomputation makes again.
+
+        (Rule 7)
+        """
         if not self._reuses:
-            return {"casts": _none(), "cast_at": _none()}
+            return _none(), _none()
         found: dict[int, int] = {}
         for node in range(region.first, self._last_called(region) + 1):
             record = self.graph.nodes[node]
             for u, at in zip(record.reused, record.reused_at, strict=True):
                 if self.graph.storages.node[u] < region.first and at <= stop:
                     found.setdefault(u, at)
-        return {
-            "casts": np.array(list(found), dtype=np.int64),
-            "cast_at": np.array(list(found.values()), dtype=np.int64),
-        }
+        return np.array(list(found), dtype=np.int64), np.array(list(found.values()), dtype=np.int64)
 
     @functools.cached_property
     def _reuses(self) -> bool:
@@ -397,6 +399,7 @@ class Memory:
             return None
         entered = self.node_first[[region.first, *self._entered(region)]].tolist()
         stop = self._stop(region, max([*table.at[packs].tolist(), *entered]))
+        casts, cast_at = self._casts_again(region, stop)
         return Recomputation(
             region,
             top,
@@ -407,7 +410,8 @@ class Memory:
             level=0,
             packs=packs,
             inner=tuple(inner),
-            **self._casts_again(region, stop),
+            casts=casts,
+            cast_at=cast_at,
         )
 
     def _timeline(self, recomputations: list[Recomputation]) -> tuple[_Position, np.ndarray, np.ndarray]:

@@ -17,11 +17,9 @@ from remat.replay import replay
 from remat.workload import Workload
 from tests.graphs import (
     BATCH_NORM,
-    BETWEEN,
     BRACKETS,
     CONSTANTS,
     DYNAMO_LOOKS_AT_GRAD,
-    REUSED,
     TOYS,
     ToyNode,
     autocast_left_as_found,
@@ -169,7 +167,7 @@ def test_the_curve_is_the_replay_byte_for_byte(name: str, data: st.DataObject) -
     assert_replay_agrees(TOYS[name], without_idle_saves(TOYS[name], regions))
 
 
-@pytest.mark.parametrize("name", ["chain", "residual", "skip", "tied"])
+@pytest.mark.parametrize("name", ["chain", "residual", "skip", "tied", "reused", "between"])
 @given(data=st.data())
 @PLANS
 def test_the_curve_of_nested_regions_is_the_replay_byte_for_byte(name: str, data: st.DataObject) -> None:
@@ -186,23 +184,12 @@ def test_an_inner_region_that_nothing_is_asked_of_keeps_its_inputs_while_it_runs
     assert_replay_agrees(CONSTANTS, (Region(0, 8, inner=(Region(3, 6),)),))
 
 
-@given(data=st.data())
-@PLANS
-def test_a_weight_that_autocast_has_cast_before_a_region_is_cast_again_in_it(data: st.DataObject) -> None:
-    assert_replay_agrees(REUSED, data.draw(plans(recorded(REUSED).graph)))
-
-
-def test_casts_that_are_made_again_take_time() -> None:
-    graph = recorded(REUSED).graph
+def test_a_weight_that_autocast_has_cast_before_a_region_is_cast_again_in_it() -> None:
+    """In memory (the toy "reused" above) and in time."""
+    graph = recorded(TOYS["reused"]).graph
     casts = np.array([kind.name == CAST for kind in graph.kinds])[graph.op_kind]
     first = next(node for node, found in enumerate(graph.nodes) if found.reused)
     assert Memory(graph).recompute_time_us((Region(first, first + 2),), casts) == 2  # weight and bias
-
-
-@given(data=st.data())
-@PLANS
-def test_the_curve_is_the_replay_where_something_is_computed_between_two_graphs(data: st.DataObject) -> None:
-    assert_replay_agrees(BETWEEN, data.draw(plans(recorded(BETWEEN).graph)))
 
 
 @given(data=st.data())
