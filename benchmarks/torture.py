@@ -1,6 +1,7 @@
 """Torture: 250 random small models under eight random plans each; every one of the 2,000 is a claim of the package.
 
-`tests/random_models.py` makes a model from its number, and `python -m benchmarks torture:123` runs model 123 alone.
+`tests/random_models.py` makes a model from its number; `python -m benchmarks torture:123` runs model 123 alone, and
+`torture:250-499` others than the first 250.
 `tests/torturing.py` judges it, and says what is claimed.
 
 Toys are small: a kernel's workspace that the prediction does not know weighs much more in them than in a model.
@@ -38,8 +39,8 @@ COLUMNS = [
 def main(*models: str) -> None:
     torch.set_num_threads(1)  # toys are too small to share
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
-    numbers = [int(text) for text in models] or list(range(MODELS))
-    path = report.stem("torture", CPU)
+    numbers = [number for text in models or (f"0-{MODELS - 1}",) for number in numbers_of(text)]
+    path = report.stem("_".join(["torture", *models]), CPU)
     about = {**report.provenance(CPU), "tolerance_percent": 100 * TOLERANCE, "steps_of_each": STEPS}
     started, rows = time.monotonic(), []
     with quiet():
@@ -52,9 +53,15 @@ def main(*models: str) -> None:
             if number % 25 == 24 or number == numbers[-1]:
                 summary = summarise(rows, time.monotonic() - started)
                 print(summary, file=sys.stderr, flush=True)
-                if not models:
+                if len(numbers) >= MODELS:
                     kept = [row for row in rows if row["failures"]]
                     report.write(path, about, [summary, *kept], [*COLUMNS, "model", "plan", "failures"])  # so far
+
+
+def numbers_of(text: str) -> range:
+    """What `7` or `250-499` stands for."""
+    first, _, last = text.partition("-")
+    return range(int(first), int(last or first) + 1)
 
 
 def summarise(rows: list[dict[str, Any]], wall_s: float) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from remat.memory import CAST, Memory
+from remat.graph import CAST
+from remat.memory import Memory
 from remat.space import Segment
 
 NEAR = 3  # segments
@@ -71,7 +72,11 @@ class _Signatures:
     def _nodes(self, s: int) -> tuple[Hashable, ...]:
         segment, begin = self.segments[s], self.forward[s]
         nodes = self.graph.nodes[segment.first : segment.end]
-        return (segment.plain, *((n.first - begin, n.end - begin, n.effect, n.bracketed) for n in nodes))
+        return (
+            segment.plain,
+            *((n.first - begin, n.end - begin, n.effect, n.bracketed) for n in nodes),
+            *((u, at - begin) for n in nodes for u, at in zip(n.reused, n.reused_at, strict=True)),
+        )
 
     def _operators(self, s: int) -> tuple[Hashable, ...]:
         """What forward operators need, and how the step's own bytes rise and fall over the backward ones."""
@@ -138,11 +143,13 @@ class _Signatures:
         return int(np.searchsorted(self.forward, op, side="right")) - 1
 
     def _far_ends(self) -> set[int]:
-        """Segments during which something from far before dies."""
+        """Segments during which something from far before dies, or that make a cast for others."""
+        reused = {int(self.graph.storages.node[u]) for node in self.graph.nodes for u in node.reused}
         table = self.graph.storages
         forward = np.flatnonzero((table.death < self.graph.forward_end) & (table.node >= 0))
         ends = np.searchsorted(self.forward, table.death[forward], side="right") - 1
-        return set(ends[ends - self.segment_of_node[table.node[forward]] > NEAR].tolist())
+        far = ends - self.segment_of_node[table.node[forward]] > NEAR
+        return {*ends[far].tolist(), *(int(self.segment_of_node[node]) for node in reused)}
 
     def _taken(self) -> list[list[tuple[int, int]]]:
         """For every segment (position of the taking node, storage) of the values that it takes from earlier ones."""

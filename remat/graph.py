@@ -33,6 +33,7 @@ from remat.units import gib
 
 OPTIMIZER_STATE = "optimizer state"  # in `Graph.fixed_bytes`: what the first step lacks
 OUTSIDE = -1  # Node.call of what the step computes outside the captured graphs
+CAST = "aten._to_copy.default"  # the operator kind that changes the dtype
 CALLED_MODULES = "called_modules"  # key of `Graph.about`: paths of the modules whose forward was called
 
 
@@ -42,7 +43,8 @@ class Node:
 
     name     its name in the fx graph          op       what it calls, as text
     module   path of the module that it is in  call     which graph call of the step it belongs to
-    inputs   nodes whose values it takes       values   storages that its value refers to (fixed ones left out)
+    inputs   nodes whose values it takes       values   storages that its value refers to (fixed ones left out); of what
+                                                        ran between two graphs, those that a later node takes
     first    first of its forward operators    end      one past its last forward operator
     random   it draws random numbers
     effect   what it does to storages older than itself: "" nothing, "batch_norm" and "counter" update module
@@ -52,6 +54,8 @@ class Node:
     bracketed  a context (autocast, no_grad) is open after it that a later node closes
     wired    those of `inputs` that are nodes of the same graph call
     takes_fixed  it takes a tensor that was there before the step: a parameter, a buffer, the batch
+    reused   storages of casts that an older node made and that nobody hands to this one: autocast remembers those of
+             weights                           reused_at  operators before which they would be made otherwise
     """
 
     name: str
@@ -69,6 +73,8 @@ class Node:
     bracketed: bool = False
     wired: tuple[int, ...] = ()
     takes_fixed: bool = False
+    reused: tuple[int, ...] = ()
+    reused_at: tuple[int, ...] = ()
 
 
 _BLOCK = re.compile(r"^(.*?\.)?\d+(?=\.|$)")

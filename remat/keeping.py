@@ -13,8 +13,8 @@ import functools
 import numpy as np
 
 from remat.costs import Costs
-from remat.graph import Graph
-from remat.memory import CAST, Memory
+from remat.graph import CAST, Graph
+from remat.memory import Memory
 from remat.runs import Kept
 from remat.space import Space
 

@@ -17,7 +17,9 @@ Rule 5  While a region with inner ones is recomputed, an inner region runs as in
         is recomputed itself, when one of its own saves is asked for.
 Rule 6  Counters of a module are not advanced by a recomputation. Batch normalisation works there on copies of its
         running statistics, which autograd saves.
-Rule 7  A cast that belongs to a saved node (autocast's copies) is not saved; it is made again.
+Rule 7  A cast that belongs to a saved node (autocast's copies) is not saved; it is made again. So is one that autocast
+        remembered from before a region: in forward it lasts as long as autocast is on, in a recomputation as long as
+        that.
 """
 
 from __future__ import annotations
@@ -25,15 +27,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
-from remat.graph import OPTIMIZER_STATE, Graph
+from remat.graph import CAST, OPTIMIZER_STATE, Graph
 from remat.plans import Region
 
-CAST = "aten._to_copy.default"
 _Position = Callable[[np.ndarray], np.ndarray]
+
+
+def _none() -> np.ndarray:
+    return np.zeros(0, dtype=np.int64)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,7 +47,7 @@ class Curve:
     """A step under a plan, one entry per operator that runs.
 
     alive_bytes  bytes alive during it, fixed bytes and workspaces included
-    op           the recorded operator
+    op           the recorded operator: in a recomputation maybe a cast from before its region (Rule 7)
     region       index of the top-level region that it recomputes for, -1 in forward, backward and optimizer
     runs         False where a saved node's operator is only replayed from what was saved
     """
@@ -101,6 +107,7 @@ class Recomputation:
     top      index of the top-level region          level  0, or 1 for an inner one
     packs    the saves that it makes again          release  last operator during which its inputs are kept
     inner    those of the regions that it holds     start    its position on the timeline
+    casts    storages of older casts that it makes again, in order          cast_at  before which operators (Rule 7)
     """
 
     region: Region
@@ -112,7 +119,36 @@ class Recomputation:
     level: int
     packs: np.ndarray
     inner: tuple[Recomputation, ...] = ()
+    casts: np.ndarray = dataclasses.field(default_factory=_none)
+    cast_at: np.ndarray = dataclasses.field(default_factory=_none)
     start: int = -1
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.first + len(self.casts)
+
+    @property
+    def last(self) -> int:
+        """Its last position on the timeline."""
+        return self.start + self.length - 1
+
+    def positions(self, ops: Any) -> Any:
+        """Where its own operators are on the timeline."""
+        return self.start + ops - self.first + np.searchsorted(self.cast_at, ops, side="right")
+
+    @property
+    def cast_positions(self) -> np.ndarray:
+        return self.start + self.cast_at - self.first + np.arange(len(self.casts))
+
+
+def _placed(recomputations: Sequence[Recomputation], by: np.ndarray, ops: np.ndarray) -> np.ndarray:
+    """Positions on the timeline of operators, each of the recomputation that `by` says."""
+    shift = np.array([r.start - r.first for r in recomputations], dtype=np.int64)
+    placed = shift[by] + ops
+    for i, r in enumerate(recomputations):
+        if len(r.casts):
+            placed[by == i] = r.positions(ops[by == i])
+    return placed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,9 +160,12 @@ class _Leaf:
     trigger: int
     release: int
     packs: np.ndarray
+    casts: np.ndarray
+    cast_at: np.ndarray
 
     def of(self, region: Region, top: int, level: int) -> Recomputation:
-        return Recomputation(region, top, self.first, self.stop, self.trigger, self.release, level, self.packs)
+        columns = (self.first, self.stop, self.trigger, self.release, level, self.packs)
+        return Recomputation(region, top, *columns, casts=self.casts, cast_at=self.cast_at)
 
 
 class Memory:
@@ -241,7 +280,12 @@ class Memory:
 
     def nested_time(self, region: Region, time_until: np.ndarray) -> int:
         """Time of recomputing `region` and its inner regions, from the time of all operators before each."""
-        return sum(int(time_until[r.stop] - time_until[r.first]) for r in self._recomputations([region]))
+        return sum(self.time_of(r, time_until) for r in self._recomputations([region]))
+
+    def time_of(self, r: Recomputation, time_until: np.ndarray) -> int:
+        """Time of recomputation `r` alone, whatever it saves."""
+        cast = self.graph.storages.birth[r.casts]
+        return int(time_until[r.stop] - time_until[r.first] + (time_until[cast + 1] - time_until[cast]).sum())
 
     def recomputed_nodes(self, regions: Sequence[Region]) -> int:
         """How many nodes are called again, a node of an inner region once per level."""
@@ -279,13 +323,36 @@ class Memory:
         asked = table.unpack[packs]
         if not (asked >= 0).any():
             return None
+        stop = self._stop(region, int(table.at[packs].max()))
+        casts, cast_at = self._casts_again(region, stop)
         return _Leaf(
             first=int(self.node_first[region.first]),
-            stop=self._stop(region, int(table.at[packs].max())),
+            stop=stop,
             trigger=int(asked[asked >= 0].min()),
             release=int(table.release[packs].max()),
             packs=packs,
+            casts=casts,
+            cast_at=cast_at,
         )
+
+    def _casts_again(self, region: Region, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """(storages of casts, before which operators): casts from before `region` that its recomputation makes again.
+
+        (Rule 7)
+        """
+        if not self._reuses:
+            return _none(), _none()
+        found: dict[int, int] = {}
+        for node in range(region.first, self._last_called(region) + 1):
+            record = self.graph.nodes[node]
+            for u, at in zip(record.reused, record.reused_at, strict=True):
+                if self.graph.storages.node[u] < region.first and at <= stop:
+                    found.setdefault(u, at)
+        return np.array(list(found), dtype=np.int64), np.array(list(found.values()), dtype=np.int64)
+
+    @functools.cached_property
+    def _reuses(self) -> bool:
+        return any(node.reused for node in self.graph.nodes)
 
     def _stop(self, region: Region, last_save: int) -> int:
         """Where the recomputation of `region` ends: at its last save, unless a context might be open there."""
@@ -331,23 +398,27 @@ class Memory:
         if not triggers:
             return None
         entered = self.node_first[[region.first, *self._entered(region)]].tolist()
+        stop = self._stop(region, max([*table.at[packs].tolist(), *entered]))
+        casts, cast_at = self._casts_again(region, stop)
         return Recomputation(
             region,
             top,
             first=int(self.node_first[region.first]),
-            stop=self._stop(region, max([*table.at[packs].tolist(), *entered])),
+            stop=stop,
             trigger=min(triggers),
             release=max([*table.release[packs].tolist(), *(r.release for r in inner)]),
             level=0,
             packs=packs,
             inner=tuple(inner),
+            casts=casts,
+            cast_at=cast_at,
         )
 
     def _timeline(self, recomputations: list[Recomputation]) -> tuple[_Position, np.ndarray, np.ndarray]:
         """(map from recorded operators to positions, operator at each position, its region or -1)."""
         count = self.graph.op_count
         triggers = np.array([r.trigger for r in recomputations], dtype=np.int64)
-        lengths = np.array([r.stop - r.first for r in recomputations], dtype=np.int64)
+        lengths = np.array([r.length for r in recomputations], dtype=np.int64)
         total = np.concatenate([[0], np.cumsum(lengths)])
 
         def position(op: np.ndarray) -> np.ndarray:
@@ -358,8 +429,9 @@ class Memory:
         ops[position(np.arange(count))] = np.arange(count)
         for r, before in zip(recomputations, total, strict=False):
             r.start = r.trigger + int(before)
-            ops[r.start : r.start + r.stop - r.first] = np.arange(r.first, r.stop)
-            owner[r.start : r.start + r.stop - r.first] = r.top
+            ops[r.positions(np.arange(r.first, r.stop))] = np.arange(r.first, r.stop)
+            ops[r.cast_positions] = self.graph.storages.birth[r.casts]
+            owner[r.start : r.last + 1] = r.top
         return position, ops, owner
 
     def _deaths_of_originals(
@@ -404,13 +476,14 @@ class Memory:
         storages, table = self.graph.storages, self.graph.packs
         first = np.array([r.first for r in recomputations], dtype=np.int64)
         stop = np.array([r.stop for r in recomputations], dtype=np.int64)
-        shift = np.array([r.start for r in recomputations], dtype=np.int64) - first
         low, high = np.searchsorted(storages.birth, first), np.searchsorted(storages.birth, stop)
         count = high - low
         place = np.cumsum(count) - count - low  # storage u made by recomputation r is entry u + place[r]
         by = np.repeat(np.arange(len(recomputations)), count)
         made = np.arange(int(count.sum())) - place[by]
-        death = shift[by] + np.minimum(storages.death[made], stop[by] - 1)
+        ends = np.array([r.last for r in recomputations], dtype=np.int64)
+        in_it = storages.death[made] < stop[by]
+        death = np.where(in_it, _placed(recomputations, by, storages.death[made]), ends[by])
 
         def live_until_used(packs: np.ndarray, by: np.ndarray) -> None:
             storage, used = table.storage[packs], table.used[packs]
@@ -419,6 +492,10 @@ class Memory:
 
         packs, owner = _joined([(r.packs, i) for i, r in enumerate(recomputations)])
         live_until_used(packs, owner)
+        for i, idle, end in self._idle(recomputations):
+            keeps = self._inputs_array(idle)
+            own = keeps[(keeps >= low[i]) & (keeps < high[i])]
+            np.maximum.at(death, own + place[i], recomputations[i].positions(end - 1))
         for i, outer in enumerate(recomputations):
             if not outer.inner:
                 continue
@@ -431,17 +508,40 @@ class Memory:
             pairs = inner_of_pack * (1 << 32) + table.storage[packs]
             again = packs[np.isin(pairs, inner[own] * (1 << 32) + keeps[own])]
             live_until_used(again, np.full(len(again), i))
-        return made, shift[by] + storages.birth[made], death, by
+        birth = _placed(recomputations, by, storages.birth[made])
+        casts, caster = _joined([(r.casts, i) for i, r in enumerate(recomputations)])
+        cast_birth, _ = _joined([(r.cast_positions, i) for i, r in enumerate(recomputations)])
+        cast_death = ends[caster]
+        for k, u in enumerate(casts.tolist()):
+            mine = recomputations[caster[k]].packs
+            used = table.used[mine[table.storage[mine] == u]]
+            cast_death[k] = max([cast_death[k], *position(used[used >= 0]).tolist()])
+        return (
+            np.concatenate([made, casts]),
+            np.concatenate([birth, cast_birth]),
+            np.concatenate([death, cast_death]),
+            np.concatenate([by, caster]),
+        )
+
+    def _idle(self, recomputations: list[Recomputation]) -> Iterator[tuple[int, Region, int]]:
+        """Inner regions that run in a recomputation and are never asked for a save: (which, region, end in operators).
+
+        They keep their inputs while they run. (Rule 5)
+        """
+        for i, r in enumerate(recomputations):
+            asked = {part.region for part in r.inner}
+            for part in r.region.inner:
+                if part not in asked:
+                    yield i, part, min(int(self.node_end[part.end - 1]), r.stop)
 
     def _copies(self, recomputations: list[Recomputation], position: _Position) -> _Copies:
         """Copies of module state, counted with the first storage of their node. (Rule 6)"""
         table = self.graph.packs
         packs, by = _joined([(r.packs, i) for i, r in enumerate(recomputations)])
         stop = np.array([r.stop for r in recomputations], dtype=np.int64)
-        shift = np.array([r.start - r.first for r in recomputations], dtype=np.int64)
         copied = (table.copy_bytes[packs] > 0) & (table.at[packs] < stop[by])
         packs, by = packs[copied], by[copied]
-        birth = shift[by] + table.at[packs]
+        birth = _placed(recomputations, by, table.at[packs])
         return _Copies(
             self._first_storage[table.node[packs]], table.copy_bytes[packs], birth, position(table.used[packs])
         )
@@ -459,14 +559,14 @@ class Memory:
         saved = self.saved_storages(r.region)
         unused = saved[(self.graph.storages.birth[saved] >= r.stop)]
         unused = unused[self.graph.storages.node[unused] <= self._last_called(r.region)]
-        deaths[unused] = np.maximum(deaths[unused], r.start + r.stop - r.first - 1)
+        deaths[unused] = np.maximum(deaths[unused], r.last)
 
     def _mark_replayed(self, runs: np.ndarray, r: Recomputation) -> None:
         counters = [i for i in self._counters if i in r.region]
         for node in (*r.region.saved, *counters):
             begin, end = max(self.node_first[node], r.first), min(self.node_end[node], r.stop)
             for op in range(begin, end):
-                runs[r.start + op - r.first] = self._is_cast(op)
+                runs[r.positions(op)] = self._is_cast(op)
 
     @functools.cached_property
     def _counters(self) -> list[int]:

@@ -49,7 +49,7 @@ def replay_modules(
     fixed = sum(step.fix_state(tracker).values())
     traced, step.model.forward = step.model.forward, step.eager_forward
     installed = ModuleRegions(step.model, regions)
-    installed.recompute_context = lambda: _both(step.recompute_context or contextlib.nullcontext, step.eager_context)
+    installed.recompute_context = lambda: _both(step.recompute_context, step.eager_context)
     try:
         step.run(tracker, installed.require_all_entered, lambda: None)
     finally:

@@ -147,12 +147,11 @@ class Problem(Keeping):
             return None
         highest, firm, start = self._points(Run(a, b, region, Shape()))
         kept_until = recomputation.release - self.backward_of[b - 1][0]
+        time_ns = self.memory.nested_time(region, self.time_until)
         if region.inner:
-            time_ns = self.memory.nested_time(region, self._time_until)
             return Shape(time_ns, highest, kept_until=kept_until)
         ends = self.memory.node_end[region.first : region.end]
         never = tuple(np.flatnonzero(ends > recomputation.stop).tolist())
-        time_ns = int(self.op_time_ns[recomputation.first : recomputation.stop].sum())
         return Shape(time_ns, highest, firm, start, never, kept_until)
 
     def _points(self, run: Run) -> tuple[Point | None, Point | None, Point | None]:
@@ -171,7 +170,7 @@ class Problem(Keeping):
         )
 
     def _point(self, run: Run, curve: Curve, position: int) -> Point:
-        op, recomputing = int(curve.op[position]), bool(curve.region[position] >= 0)
+        op, recomputing = self._op_at(run, curve, position), bool(curve.region[position] >= 0)
         alive = int(curve.alive_bytes[position]) - self.local_bytes_at(run)
         spare, made = (int(column[op]) if recomputing else 0 for column in self._spare)
         return Point(op - self._anchor(run, recomputing), recomputing, alive, spare, made)
@@ -229,7 +228,7 @@ class Problem(Keeping):
         return next(i for i in self.runs_of(regions) if self.runs[i].a <= segment < self.runs[i].b)
 
     @functools.cached_property
-    def _time_until(self) -> np.ndarray:
+    def time_until(self) -> np.ndarray:
         """Time in ns of the operators before each."""
         return np.concatenate([[0], np.cumsum(self.op_time_ns)])
 
@@ -266,7 +265,17 @@ class Problem(Keeping):
     def row(self, index: int, curve: Curve, position: int) -> Row:
         """The exact row of run `index` at `position` of its own curve."""
         recomputing = bool(curve.region[position] >= 0)
-        return self._row(index, int(curve.op[position]), recomputing, int(curve.alive_bytes[position]))
+        op = self._op_at(self.runs[index], curve, position)
+        return self._row(index, op, recomputing, int(curve.alive_bytes[position]))
+
+    def _op_at(self, run: Run, curve: Curve, position: int) -> int:
+        """The operator at `position` of the run's own curve; for a cast from before its region the one before it."""
+        if curve.region[position] < 0:
+            return int(curve.op[position])
+        assert run.region is not None
+        first = int(self.memory.node_first[run.region.first])
+        again = curve.op[: position + 1][curve.region[: position + 1] >= 0]
+        return int(again[again >= first][-1]) if (again >= first).any() else first - 1
 
     def _row(self, index: int, op: int, recomputing: bool, alive_bytes: int) -> Row:
         run = self.runs[index]

@@ -28,14 +28,15 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.optim.swa_utils import get_ema_multi_avg_fn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from remat.capture import GraphCalls, eager_attention_masks, fake_model
 from remat.errors import CaptureError, RematError
-from remat.graph import CALLED_MODULES, OPTIMIZER_STATE, OUTSIDE, Graph, Node, Packs, Parameter, Storages
+from remat.graph import CALLED_MODULES, CAST, OPTIMIZER_STATE, OUTSIDE, Graph, Node, Packs, Parameter, Storages
 from remat.loop import Loop
 from remat.rewrite import as_function, bracket_of, called, captured_nodes, replace_target
 from remat.tracker import FIXED, Tracker, draws_random_numbers
+from remat.view_histories import ViewHistories
 from remat.workload import Workload, trainable
 
 _OWNER = re.compile(r"^L\['\w+'\](?:.*__self__)?\.?")  # how Dynamo calls the model, or what wraps its forward
@@ -102,7 +103,8 @@ class FakeStep:
         self.loop = loop or Loop()
         self._prepare = prepare
         self._prepared: dict[int, fx.GraphModule] = {}
-        self.recompute_context = recompute_context
+        self._recompute_context = recompute_context
+        self._views = ViewHistories()
         self.eager_context = eager_context
         self.model = fake_model(workload.build, self.mode, device)
         with self.mode, torch.device(device):
@@ -135,17 +137,23 @@ class FakeStep:
             if self._prepare is not None:
                 self._prepare(graph_module)
             self._prepared[id(graph_module)] = graph_module
-        if self.recompute_context is None:
-            return self.run_call(call, graph_module, args)
-        with torch.autocast(self.device.type, enabled=False):  # the substituted kernels cast by themselves
-            return self.run_call(call, graph_module, args)
+        substituted = self._recompute_context is not None  # such kernels cast by themselves
+        autocast = torch.autocast(self.device.type, enabled=False) if substituted else contextlib.nullcontext()
+        with autocast, self._views:
+            return tree_map(self._views.renewed, self.run_call(call, graph_module, args))
+
+    @contextlib.contextmanager
+    def recompute_context(self) -> Iterator[None]:
+        """What recomputations run under."""
+        with (self._recompute_context or contextlib.nullcontext)(), self._views:
+            yield
 
     @contextlib.contextmanager
     def _forward_context(self) -> Iterator[None]:
         """Autocast, which models may ask about while they are traced, and the emulated cache of casts."""
         with (
             autocast_context(self.device, self.workload.autocast),
-            (self.recompute_context or contextlib.nullcontext)(),
+            (self._recompute_context or contextlib.nullcontext)(),
         ):
             yield
 
@@ -171,7 +179,7 @@ class FakeStep:
 
     def eager_forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, untraced."""
-        with self.eager_context(), eager_attention_masks(args, kwargs):
+        with self.eager_context(), self._views, eager_attention_masks(args, kwargs):
             return self._forward(*args, **kwargs)
 
     def warm_up(self, alignment_bytes: int = 1) -> int:
@@ -347,6 +355,8 @@ class _Recorder(Tracker):
                 "bracketed": False,
                 "wired": tuple(sorted(wired)),
                 "takes_fixed": None in given,
+                "reused": (),
+                "reused_at": (),
             }
         )
 
@@ -368,6 +378,13 @@ class _Recorder(Tracker):
         storage = self.storage_of(tensor) if isinstance(tensor, torch.Tensor) else FIXED
         return None if storage == FIXED else self._storage_nodes[storage]
 
+    def take(self, tensor: torch.Tensor) -> int | None:
+        """`producer`, for a node that is handed `tensor`: so is known which values came from between two graphs."""
+        producer = self.producer(tensor)
+        if producer is not None and (node := self._nodes[producer])["call"] == OUTSIDE:
+            node["values"] = tuple(sorted({*node["values"], self.storage_of(tensor)}))
+        return producer
+
     # Operators
 
     def dispatched(self, op: int, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -380,6 +397,7 @@ class _Recorder(Tracker):
         if in_forward:
             self._count_numbers(func, args)
             self._note_effects(node, func, args, kwargs)
+            self._note_reused(op, node, args, kwargs)
             self._nodes[node]["end"] = self.op_count
 
     def _count_numbers(self, func: Any, args: Any) -> None:
@@ -407,6 +425,24 @@ class _Recorder(Tracker):
         if number >= self._sequence_end:  # gradient accumulation belongs to whoever ran before
             return self._op_nodes[-1] if self.op_count - 1 > self._forward_end else len(self._nodes) - 1
         return max(bisect.bisect_right(self._sequence, number) - 1, 0)
+
+    def _note_reused(self, op: int, node: int, args: Any, kwargs: Any) -> None:
+        """Note casts that an older node made, and that are no value that this one is given.
+
+        Autocast would make them before the casts that it makes for the same operator.
+        """
+        record = self._nodes[node]
+        taken = {self.storage_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        older = {u for u in taken - {FIXED} if self.storages[u].cast and self._storage_nodes[u] < node}
+        given = {u for source in record["inputs"] for u in self._nodes[source]["values"]}
+        new = sorted(older - given - {*record["reused"]})
+        if not new:
+            return
+        kinds = list(self.kinds.values())
+        while op > record["first"] and kinds[self.op_kinds[op - 1]].name == CAST:
+            op -= 1
+        record["reused"] += tuple(new)
+        record["reused_at"] += (op,) * len(new)
 
     def _note_effects(self, node: int, func: Any, args: Any, kwargs: Any) -> None:
         record = self._nodes[node]
@@ -569,7 +605,7 @@ def _recorded(node: fx.Node, function: Callable[..., Any], recorder: _Recorder, 
     def recorded(*args: Any, **kwargs: Any) -> Any:
         wired = {recorder.index[call, name] for name in names}
         given = {
-            recorder.producer(value)  # from an earlier graph call, or nobody
+            recorder.take(value)  # from an earlier graph call, or nobody
             for argument, value in zip(wiring, tree_leaves((args, kwargs)), strict=False)
             if isinstance(argument, fx.Node) and argument.op == "placeholder" and isinstance(value, torch.Tensor)
         }

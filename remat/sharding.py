@@ -202,7 +202,12 @@ def _renumbered(graph: Graph, place: np.ndarray) -> Graph:
     return dataclasses.replace(
         graph,
         nodes=tuple(
-            dataclasses.replace(node, values=tuple(sorted(int(place[u]) for u in node.values))) for node in graph.nodes
+            dataclasses.replace(
+                node,
+                values=tuple(sorted(int(place[u]) for u in node.values)),
+                reused=tuple(int(place[u]) for u in node.reused),
+            )
+            for node in graph.nodes
         ),
         packs=dataclasses.replace(packs, storage=storage),
         parameters=tuple(

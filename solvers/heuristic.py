@@ -83,7 +83,7 @@ def recompute_ns(problem: Problem, regions: Proposal) -> int:
     for region in regions:
         again = problem.memory.recomputation(region)
         assert again is not None
-        total += int(problem.op_time_ns[again.first : again.stop].sum())
+        total += problem.memory.time_of(again, problem.time_until)
         total -= sum(problem.save_time_ns[node] for node in region.saved)
     return total
 

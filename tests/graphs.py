@@ -192,6 +192,32 @@ class Brackets(nn.Module):
         return x
 
 
+class Reused(nn.Module):
+    """Layers used again and again, the last use with nothing behind it that is saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = self.other(self.layer(x).tanh()).sigmoid()
+        return self.layer(x.exp().tanh())
+
+
+class Constants(nn.Module):
+    """Operators between two layers of which autograd keeps nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x).tanh() + 1
+        x = ((x + 1) * 2).neg()
+        return self.after(x + 1).tanh()
+
+
 class Broken(nn.Module):
     """Two graphs: Dynamo cannot follow in the middle."""
 
@@ -206,6 +232,23 @@ class Broken(nn.Module):
         for layer in self.after:
             x = layer(x)
         return x.square().mean()
+
+
+@torch._dynamo.disable
+def _untraced(x: Tensor) -> Tensor:
+    return x.sin().neg()
+
+
+class Between(nn.Module):
+    """Dynamo cannot follow in the middle, where something is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = _untraced(self.before(x).tanh())
+        return self.after(x.neg().tanh() + 1).sigmoid()
 
 
 class Frozen(nn.Module):
@@ -312,9 +355,12 @@ TOYS: dict[str, Workload] = {
         _toy("autocast", Transformer, _cross_entropy, _ids, autocast=torch.bfloat16),
         _toy("broken", Broken),
         _toy("frozen", Frozen, optimizer=SGD),
+        _toy("reused", lambda: Loss(Reused()), autocast=torch.bfloat16),
+        _toy("between", lambda: Loss(Between())),
     )
 }
 
+CONSTANTS = _toy("constants", lambda: Loss(Constants()))
 BRACKETS = _toy("brackets", lambda: Loss(Brackets()), autocast=torch.bfloat16)
 
 # Rule 6 of memory.py: recomputed batch normalisation takes a few bytes that the evaluator does not count.

@@ -11,15 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.costs import Costs
+from remat.costs import Costs, estimate
 from remat.graph import Graph
 from remat.models import bert, gpt2, qwen3_moe, resnet, t5
 from remat.problem import Problem
 from remat.profiling import fake_step, find_place, profile_step
 from remat.runs import Run
 from remat.space import Space, find_space
+from remat.target import TARGETS
 from remat.workload import Workload
-from tests.graphs import ToyNode, chain, every_cut, toy_graph, toys
+from tests.graphs import TOYS, ToyNode, chain, every_cut, recorded, toy_graph, toys
 
 AMPLE = 10**12
 MODELS: dict[str, Callable[[], Workload]] = {
@@ -49,6 +50,15 @@ def test_runs_of_real_models(name: str) -> None:
     place = find_place("h100-80gb")
     profile = profile_step(fake_step(MODELS[name](), place), place)
     assert_shared_shapes_are_right(profile.graph, profile.costs, find_space(profile.graph), every=3)
+
+
+def test_runs_of_layers_that_share_weights() -> None:
+    """Autocast casts a weight once: runs with its first use make the copy, all others make it again."""
+    graph = recorded(TOYS["reused"]).graph
+    costs = estimate(graph, TARGETS["h100-80gb"])
+    assert_shared_shapes_are_right(graph, costs, every_cut(graph, depth=2))
+    numbers = Problem(graph, costs, every_cut(graph), AMPLE)._alike
+    assert len(set(numbers)) < len(numbers)
 
 
 def repeated(pattern: list[ToyNode], times: int) -> list[ToyNode]:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from remat.graph import CAST
 from remat.memory import Memory
 from remat.plans import Region, place
 from remat.replay import replay
@@ -17,6 +18,7 @@ from remat.workload import Workload
 from tests.graphs import (
     BATCH_NORM,
     BRACKETS,
+    CONSTANTS,
     DYNAMO_LOOKS_AT_GRAD,
     TOYS,
     ToyNode,
@@ -165,7 +167,7 @@ def test_the_curve_is_the_replay_byte_for_byte(name: str, data: st.DataObject) -
     assert_replay_agrees(TOYS[name], without_idle_saves(TOYS[name], regions))
 
 
-@pytest.mark.parametrize("name", ["chain", "residual", "skip", "tied"])
+@pytest.mark.parametrize("name", ["chain", "residual", "skip", "tied", "reused", "between"])
 @given(data=st.data())
 @PLANS
 def test_the_curve_of_nested_regions_is_the_replay_byte_for_byte(name: str, data: st.DataObject) -> None:
@@ -175,6 +177,19 @@ def test_the_curve_of_nested_regions_is_the_replay_byte_for_byte(name: str, data
 
 def test_an_inner_region_keeps_its_inputs_until_it_has_been_recomputed() -> None:
     assert_replay_agrees(TOYS["chain"], (Region(0, 8, inner=(Region(0, 2), Region(2, 8))),))
+
+
+def test_an_inner_region_that_nothing_is_asked_of_keeps_its_inputs_while_it_runs() -> None:
+    """Nodes 3 to 5 save nothing, and would let go of node 2 at once."""
+    assert_replay_agrees(CONSTANTS, (Region(0, 8, inner=(Region(3, 6),)),))
+
+
+def test_a_weight_that_autocast_has_cast_before_a_region_is_cast_again_in_it() -> None:
+    """In memory (the toy "reused" above) and in time."""
+    graph = recorded(TOYS["reused"]).graph
+    casts = np.array([kind.name == CAST for kind in graph.kinds])[graph.op_kind]
+    first = next(node for node, found in enumerate(graph.nodes) if found.reused)
+    assert Memory(graph).recompute_time_us((Region(first, first + 2),), casts) == 2  # weight and bias
 
 
 @given(data=st.data())

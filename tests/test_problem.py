@@ -146,6 +146,15 @@ def test_rows_count_saves_of_later_runs_that_are_let_go_late() -> None:
     assert_rows_exact(Problem(graph, costs, space, 10**6), (Region(0, 3),))
 
 
+@given(data=st.data())
+@FEW
+def test_the_objective_counts_casts_that_are_made_again(data: st.DataObject) -> None:
+    problem = recorded_problem("reused")
+    regions = data.draw(plans_of(problem))
+    time_us = problem.memory.recompute_time_us(regions, problem.op_time_ns / 1000)
+    assert problem.objective_ns(regions) == round(1000 * time_us)
+
+
 @given(toys(), st.data())
 @MANY
 def test_the_objective_is_the_evaluators_recompute_time(nodes: list[ToyNode], data: st.DataObject) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -10,8 +12,10 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from remat.record import FakeStep, record
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD
-from tests.torturing import verdicts
+from tests.random_models import recipe, workload_of
+from tests.torturing import CPU, verdicts
 
 PLANS = 5
 
@@ -23,6 +27,22 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+def recorded(number: int) -> str:
+    made = recipe(random.Random(number))
+    return json.dumps(record(FakeStep(workload_of(made, f"random-{number}"), device=CPU)).to_json())
+
+
+def test_what_was_planned_before_in_a_process_changes_nothing() -> None:
+    """Models share the code of their forward, and Dynamo remembers what it traced by code."""
+    numbers = (7, 173, 0)
+    try:
+        first, again = ([recorded(number) for number in order] for order in (numbers, numbers[::-1]))
+    finally:
+        torch._dynamo.reset()
+    assert first == again[::-1]
+    assert len(set(first)) == len(numbers)
 
 
 @given(number=st.integers(0, 10**9))
