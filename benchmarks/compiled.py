@@ -1,8 +1,9 @@
 """Compiled: planned steps under torch.compile on the CPU, predicted and measured.
 
 For each workload at test size a plan without nesting, a third of the way from the least feasible budget to what no
-checkpointing needs. Three predictions stand beside the measured peak: the plan's own, for eager execution; that of
-`replay_compiled`, for aot_eager; and, for scale, the untouched step's under the same compiler, measured. Gradients of
+checkpointing needs. Two predictions stand beside the measured peak: the plan's own, for eager execution, and that of
+`replay_compiled` under the compiler of the row, with the seconds that it took; and, for scale, what the untouched step
+needs under the same compiler, measured. Gradients of
 the first step are compared with those of the untouched model under the same compiler and seed: the largest difference
 within a parameter, relative to its largest gradient. Inductor rounds at other places where it fuses otherwise, so how
 far the untouched model's gradients are from the uncompiled model's is given for scale.
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._inductor import config as inductor_config
 
 from benchmarks import report
 from remat.allocator import measure_peak
@@ -52,6 +54,7 @@ COLUMNS = [
     "gradient_error",
     "compiler_error",
     "ready_s",
+    "replay_s",
     "failure",
 ]
 
@@ -76,7 +79,6 @@ def _rows(workload: Workload, compilers: tuple[str, ...]) -> Iterator[dict[str, 
     least = least_peak(problem, Limits(time_s=20)).peak_bytes
     budget = int(least + SHARE * (most - least))
     plan = plan_profile(profile, Budget(budget, budget), step=fake, space=space, limits=Limits(time_s=20))
-    replayed = int(replay_compiled(fake, plan.regions).max())
     eager = _measured(workload, None, profile.graph.fixed_total, lambda model: None)
     for compiler in compilers:
         row: dict[str, Any] = {
@@ -85,15 +87,18 @@ def _rows(workload: Workload, compilers: tuple[str, ...]) -> Iterator[dict[str, 
             "regions": len(plan.regions),
             "budget_mib": _mib(budget),
             "plan_mib": _mib(plan.predicted["peak_bytes"]),
-            "replay_mib": _mib(replayed),
         }
         try:
+            started = time.monotonic()
+            with inductor_config.patch(fallback_random=True):
+                replayed = int(replay_compiled(fake, plan.regions, compiler=compiler).max())
+            row |= {"replay_mib": _mib(replayed), "replay_s": round(time.monotonic() - started, 1)}
             untouched = _measured(workload, compiler, profile.graph.fixed_total, lambda model: None)
             planned = _measured(workload, compiler, profile.graph.fixed_total, lambda model: apply(model, plan))
             row |= {
                 "measured_mib": _mib(planned["peak"]),
                 "of_plan_percent": round(100 * planned["peak"] / plan.predicted["peak_bytes"], 2),
-                "of_replay_percent": round(100 * planned["peak"] / replayed, 2),
+                "of_replay_percent": round(100 * planned["peak"] / replayed, 3),
                 "untouched_mib": _mib(untouched["peak"]),
                 "gradient_error": _error(planned["gradients"], untouched["gradients"]),
                 "compiler_error": _error(untouched["gradients"], eager["gradients"]),
@@ -135,7 +140,7 @@ def _measured(
         optimizer.zero_grad()
 
     started = time.monotonic()
-    with torch._inductor.config.patch(fallback_random=True):  # or else Inductor draws its own numbers
+    with inductor_config.patch(fallback_random=True):  # or else Inductor draws its own numbers
         forward_and_backward()
         ready_s = round(time.monotonic() - started, 1)
         gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]

@@ -66,7 +66,7 @@ STEM = Workload(
     "stem", Stem, lambda size, length: (torch.randn(size, 3, SIDE, SIDE),), lambda m, b: m(*b), batch_size=SAMPLES
 )
 IMAGES = 4 * SAMPLES * 3 * SIDE**2
-BEFORE_POOL, AFTER_POOL = SAMPLES * 8 * SIDE**2, SAMPLES * 8 * SIDE**2 // 4  # elements
+AFTER_POOL = SAMPLES * 8 * SIDE**2 // 4  # elements
 
 Seen = list[Tracker]
 
@@ -117,7 +117,7 @@ def test_random_numbers_of_either_kind_are_replayed(fallback: bool, seen: Seen) 
     fake, plan = planned(HALVES)
     with torch._inductor.config.patch(fallback_random=fallback):
         peak(fake, plan)
-    assert any("rand" in kind.name and "randint" not in kind.name for kind in seen[-1].kinds.values()) == fallback
+    assert any("native_dropout" in kind.name for kind in seen[-1].kinds.values()) == fallback
 
 
 def test_no_kernel_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,10 +143,11 @@ def test_a_graph_input_is_not_saved_twice(monkeypatch: pytest.MonkeyPatch, seen:
 
 def test_the_gradient_of_max_pooling_needs_no_indices(monkeypatch: pytest.MonkeyPatch, seen: Seen) -> None:
     fake, plan = planned(STEM)
-    ours = peak(fake, plan)
-    assert made(seen[-1], 8 * AFTER_POOL) == 0
-    monkeypatch.setattr(compiling, "_WASTEFUL", ())
-    assert peak(fake, plan) > ours
+    with torch._inductor.config.patch({"cpp.threads": 2}):  # one thread adds in place, and needs no indices either
+        ours = peak(fake, plan)
+        assert made(seen[-1], 8 * AFTER_POOL) == 0
+        monkeypatch.setattr(compiling, "_WASTEFUL", ())
+        assert peak(fake, plan) > ours
     assert made(seen[-1], 8 * AFTER_POOL) > 0
 
 
@@ -155,7 +156,7 @@ def test_a_torch_that_cannot_be_replayed_is_named(monkeypatch: pytest.MonkeyPatc
 
     fake, plan = planned(HALVES)
     monkeypatch.delattr(codecache.PyCodeCache, "load_by_key_path")
-    with pytest.raises(RematError, match=rf"torch {torch.__version__} has no PyCodeCache.load_by_key_path: what its"):
+    with pytest.raises(RematError, match="has no PyCodeCache.load_by_key_path: what its Inductor allocates"):
         peak(fake, plan)
 
 
