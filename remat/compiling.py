@@ -30,8 +30,8 @@ from remat.rewrite import CallRegion, Counts, captured_nodes
 INDUCTOR, AOT_EAGER = "inductor", "aot_eager"
 SAVED, RECOMPUTED = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
 
-# Decompositions that Inductor does better without: max pooling's gradient as a scatter needs int64 indices twice, and
-# in 16 bits a buffer in fp32, five times the gradient's bytes in all; its own lowering, where there is none, one kernel.
+# Decompositions that memory is better without. Max pooling's gradient as a scatter needs int64 indices twice and, in 16
+# bits, a buffer in fp32: five times the gradient's bytes. Without it Inductor lowers the operator itself, to one kernel.
 _WASTEFUL = (torch.ops.aten.max_pool2d_with_indices_backward.default,)
 
 Compiled = Callable[..., Any]

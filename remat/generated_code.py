@@ -41,7 +41,7 @@ class Loaded:
 
 @contextlib.contextmanager
 def without_kernels() -> Iterator[Loaded]:
-    """While it lasts, what Inductor compiles is for fake tensors. Raises RematError on a torch that is too different."""
+    """While it lasts, what Inductor compiles is for fake tensors. Raises RematError on a torch that has not the hook."""
     from torch._inductor import codecache, config
 
     loaded = Loaded()

@@ -156,7 +156,7 @@ def test_a_torch_that_cannot_be_replayed_is_named(monkeypatch: pytest.MonkeyPatc
 
     fake, plan = planned(HALVES)
     monkeypatch.delattr(codecache.PyCodeCache, "load_by_key_path")
-    with pytest.raises(RematError, match="has no PyCodeCache.load_by_key_path: what its Inductor allocates"):
+    with pytest.raises(RematError, match=r"has no PyCodeCache.load_by_key_path: what its Inductor allocates"):
         peak(fake, plan)
 
 
