@@ -31,7 +31,7 @@ INDUCTOR, AOT_EAGER = "inductor", "aot_eager"
 SAVED, RECOMPUTED = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
 
 # Decompositions that memory is better without. Max pooling's gradient as a scatter needs int64 indices twice and, in 16
-# bits, a buffer in fp32: five times the gradient's bytes. Without it Inductor lowers the operator itself, to one kernel.
+# bits, a buffer in fp32: five times the gradient's bytes. Inductor can lower the operator itself, to one kernel.
 _WASTEFUL = (torch.ops.aten.max_pool2d_with_indices_backward.default,)
 
 Compiled = Callable[..., Any]

@@ -41,7 +41,7 @@ class Loaded:
 
 @contextlib.contextmanager
 def without_kernels() -> Iterator[Loaded]:
-    """While it lasts, what Inductor compiles is for fake tensors. Raises RematError on a torch that has not the hook."""
+    """While it lasts, what Inductor compiles is for fake tensors. Raises RematError on a torch without the hook."""
     from torch._inductor import codecache, config
 
     loaded = Loaded()
