@@ -153,7 +153,7 @@ def _aot_eager(graph_module: fx.GraphModule, inputs: list[Any]) -> Compiled:
 def _inductor_settings() -> Iterator[None]:
     """Inductor with our partitioner. Its cache of joint graphs does not see tags: a plan would be lost in it.
 
-    The decompositions in `_WASTEFUL` are left out.
+    The decompositions in `_WASTEFUL` are left out, in forward and backward.
     """
     from torch._functorch import config as functorch_config
     from torch._inductor import compile_fx
@@ -164,10 +164,13 @@ def _inductor_settings() -> Iterator[None]:
     with (
         functorch_config.patch(enable_autograd_cache=False),
         inductor_config.patch(custom_partitioner_fn=Partitioner()),
-        mock.patch.object(compile_fx, "select_decomp_table", _decompositions(compile_fx.select_decomp_table)),
+        mock.patch.object(compile_fx, "select_decomp_table", _decompositions),
     ):
         yield
 
 
-def _decompositions(select: Callable[[], dict[Any, Any]]) -> Callable[[], dict[Any, Any]]:
-    return lambda: {operator: how for operator, how in select().items() if operator not in _WASTEFUL}
+def _decompositions() -> dict[Any, Any]:
+    """Inductor's, but for the wasteful ones; a function by name, since it is part of the key of a cache."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return {operator: how for operator, how in select_decomp_table().items() if operator not in _WASTEFUL}
