@@ -109,8 +109,14 @@ class _Search:
         if regions not in self._peaks:
             if self.on_replay is not None:
                 self.on_replay(len(self._peaks) + 1, MOST_REPLAYS)
-            graph, alignment = self.problem.graph, self.profile.target.alignment_bytes
-            alive = replay_compiled(self.step, place(graph, regions), compiler=self.compiler, alignment_bytes=alignment)
+            graph = self.problem.graph
+            alive = replay_compiled(
+                self.step,
+                place(graph, regions),
+                compiler=self.compiler,
+                alignment_bytes=self.profile.target.alignment_bytes,
+                workspace_of=self.profile.workspace_of(),
+            )
             self._peaks[regions] = int(alive.max()) + graph.fixed_bytes.get("numbers", 0)  # a replay does not see them
         return self._peaks[regions]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from remat.compiling import AOT_EAGER, INDUCTOR, Compiled, compile_graph
 from remat.generated_code import Loaded, without_kernels
 from remat.plans import PlacedRegion
 from remat.record import FakeStep
-from remat.replay import regions_by_call
+from remat.replay import regions_by_call, with_workspaces
 from remat.rewrite import CallRegion
 from remat.tracker import Tracker
 
@@ -30,14 +30,20 @@ _STATE_BYTES = torch.get_rng_state().numel()
 
 
 def replay_compiled(
-    step: FakeStep, regions: Sequence[PlacedRegion], *, compiler: str = AOT_EAGER, alignment_bytes: int = 1
+    step: FakeStep,
+    regions: Sequence[PlacedRegion],
+    *,
+    compiler: str = AOT_EAGER,
+    alignment_bytes: int = 1,
+    workspace_of: Mapping[tuple[str, str], int] | None = None,
 ) -> np.ndarray:
     """Bytes alive at every operator of the step under `regions` and `compiler`, fixed bytes included.
 
-    compiler  "aot_eager" or "inductor"
+    compiler      "aot_eager" or "inductor"
+    workspace_of  kernels' own bytes by operator and signature, see `Profile.workspace_of`: of operators with the
+                  signatures that they have in eager execution, which under Inductor are few
 
-    Kernels' workspaces are not counted. Raises UsageError for nested regions and other compilers, RematError where this
-    torch's Inductor cannot be replayed.
+    Raises UsageError for nested regions and other compilers, RematError where this torch's Inductor cannot be replayed.
     """
     compiling = without_kernels() if compiler == INDUCTOR else contextlib.nullcontext()
     with compiling as loaded:
@@ -49,7 +55,7 @@ def replay_compiled(
             _run(step, tracker)
         finally:
             step.run_call = run_call
-    return tracker.alive() + fixed
+    return with_workspaces(tracker, workspace_of) + fixed
 
 
 def _run(step: FakeStep, tracker: Tracker) -> None:

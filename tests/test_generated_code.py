@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import pickle
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -177,3 +179,21 @@ def test_a_compiler_of_another_name_is_refused() -> None:
     fake, plan = planned(HALVES)
     with pytest.raises(UsageError, match="kept by the compilers inductor and aot_eager, not by 'eager'"):
         peak(fake, plan, "eager")
+
+
+def test_kernels_own_bytes_are_counted_where_they_are_known(seen: Seen) -> None:
+    fake, plan = planned(STEM)
+    replay = replay_compiled.replay_compiled
+    alive = replay(fake, plan.regions, compiler=AOT_EAGER)
+    kind = next(kind for kind in seen[-1].kinds.values() if kind.name == "aten.convolution_backward.default")
+    own = {(kind.name, json.dumps(kind.signature)): 7}
+    again = replay(fake, plan.regions, compiler=AOT_EAGER, workspace_of=own)
+    assert sorted(set((again - alive).tolist())) == [0, 7]
+
+
+def test_the_decompositions_are_found_again_by_the_cache_of_kernels() -> None:
+    from torch._inductor import compile_fx
+
+    with compiling._inductor_settings():
+        assert pickle.loads(pickle.dumps(compile_fx.select_decomp_table)) is compiling._decompositions
+    assert compile_fx.select_decomp_table is not compiling._decompositions
