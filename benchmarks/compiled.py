@@ -105,7 +105,7 @@ def _rows(workload: Workload, compilers: tuple[str, ...]) -> Iterator[dict[str, 
                     if made_for != "eager":
                         plan = plan_compiled(profile, limit, fake, compiler=compiler, limits=limits)
                     workspaces = profile.workspace_of()
-                    alive = replay_compiled(fake, plan.regions, compiler=compiler, workspace_of=workspaces)
+                    alive = replay_compiled(fake, plan.regions, compiler=compiler, workspace_of=workspaces, device=CPU)
                     replayed = int(alive.max())
                 row |= {"replay_mib": _mib(replayed), "replay_s": round(time.monotonic() - started, 1)}
                 row |= _beside(plan, replayed, profile, untouched, compiler, workload)

@@ -116,6 +116,7 @@ class _Search:
                 compiler=self.compiler,
                 alignment_bytes=self.profile.target.alignment_bytes,
                 workspace_of=self.profile.workspace_of(),
+                device=self.step.device,
             )
             self._peaks[regions] = int(alive.max()) + graph.fixed_bytes.get("numbers", 0)  # a replay does not see them
         return self._peaks[regions]

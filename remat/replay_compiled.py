@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 
 from remat.compiling import AOT_EAGER, INDUCTOR, Compiled, compile_graph
 from remat.generated_code import Loaded, without_kernels
+from remat.measure import measure_kinds
 from remat.plans import PlacedRegion
 from remat.record import FakeStep
 from remat.replay import regions_by_call, with_workspaces
@@ -36,12 +38,14 @@ def replay_compiled(
     compiler: str = AOT_EAGER,
     alignment_bytes: int = 1,
     workspace_of: Mapping[tuple[str, str], int] | None = None,
+    device: torch.device | None = None,
 ) -> np.ndarray:
     """Bytes alive at every operator of the step under `regions` and `compiler`, fixed bytes included.
 
     compiler      "aot_eager" or "inductor"
-    workspace_of  kernels' own bytes by operator and signature, see `Profile.workspace_of`: of operators with the
-                  signatures that they have in eager execution, which under Inductor are few
+    workspace_of  kernels' own bytes by operator and signature, see `Profile.workspace_of`
+    device        where those of other operators and signatures are measured; without it they are not counted. Of
+                  kernels that Inductor generates none are: what they need they have as buffers
 
     Raises UsageError for nested regions and other compilers, RematError where this torch's Inductor cannot be replayed.
     """
@@ -55,7 +59,20 @@ def replay_compiled(
             _run(step, tracker)
         finally:
             step.run_call = run_call
-    return with_workspaces(tracker, workspace_of) + fixed
+    known = dict(workspace_of or {})
+    if device is not None:
+        known |= _measured_workspaces(tracker, known, device)
+    return with_workspaces(tracker, known) + fixed
+
+
+def _measured_workspaces(
+    tracker: Tracker, known: Mapping[tuple[str, str], int], device: torch.device
+) -> dict[tuple[str, str], int]:
+    """The kernels' own bytes of what `tracker` has seen and `known` has not, measured."""
+    found = {(kind.name, json.dumps(kind.signature)): kind for kind in tracker.kinds.values()}
+    missing = {key: kind for key, kind in found.items() if key not in known and "empty" not in kind.name}
+    costs = measure_kinds(tuple(missing.values()), device)
+    return dict(zip(missing, costs.workspace_bytes, strict=True))
 
 
 def _run(step: FakeStep, tracker: Tracker) -> None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+import shutil
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from remat import compiling, partitioning, replay_compiled
+from remat.allocator import measure_peak
+from remat.applying import apply
 from remat.compiling import AOT_EAGER, INDUCTOR
 from remat.errors import RematError, UsageError
 from remat.graph import Graph
@@ -19,7 +23,8 @@ from remat.plans import Plan
 from remat.record import FakeStep
 from remat.tracker import Tracker
 from remat.workload import Workload
-from tests.toys import CHOICES, every_block, plan_by_hand, recorded
+from tests.test_applying import batch_of, built, gradients, loss_of
+from tests.toys import CHOICES, CPU, every_block, plan_by_hand, recorded
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_dynamo", "one_thread"),
@@ -62,6 +67,7 @@ class Stem(nn.Module):
         return x.square().mean()
 
 
+COMPILER = shutil.which("g++") or shutil.which("clang++")
 SAMPLES, SIDE = 16, 32
 HALVES = Workload("halves", Halves, lambda size, length: (torch.randn(size, 8),), lambda m, b: m(*b), batch_size=256)
 STEM = Workload(
@@ -197,3 +203,20 @@ def test_the_decompositions_are_found_again_by_the_cache_of_kernels() -> None:
     with compiling._inductor_settings():
         assert pickle.loads(pickle.dumps(compile_fx.select_decomp_table)) is compiling._decompositions
     assert compile_fx.select_decomp_table is not compiling._decompositions
+
+
+@pytest.mark.skipif(COMPILER is None, reason="Inductor needs a C++ compiler")
+def test_a_planned_stem_is_right_and_needs_what_its_replay_says() -> None:
+    fake, graph = recorded(STEM)
+    plan = plan_by_hand(graph, every_block(graph))
+    replayed = int(replay_compiled.replay_compiled(fake, plan.regions, compiler=INDUCTOR, device=CPU).max())
+    untouched, model = built(STEM), apply(built(STEM), plan)
+    run: Any = torch.compile(model)
+    batch = batch_of(STEM)
+    for each in (untouched, run):
+        loss_of(STEM, each, batch).backward()
+    for got, expected in zip(gradients(model), gradients(untouched), strict=True):
+        torch.testing.assert_close(got, expected)
+    model.zero_grad()
+    measured = graph.fixed_total + measure_peak(lambda: loss_of(STEM, run, batch).backward(), CPU)
+    assert measured == replayed + graph.fixed_bytes.get("numbers", 0)
