@@ -1,8 +1,10 @@
 """Compiled: planned steps under torch.compile on the CPU, predicted and measured.
 
 For each workload at test size a plan without nesting, a third of the way from the least feasible budget to what no
-checkpointing needs. Three predictions stand beside the measured peak: the plan's own, for eager execution; that of
-`replay_compiled`, for aot_eager; and, for scale, the untouched step's under the same compiler, measured. Gradients of
+checkpointing needs, made for eager execution; and one for the same budget that is made for the compiler (`made_for`;
+its `replay_s` is that of the whole search). Two predictions stand beside the measured peak: the plan's own, and that of
+`replay_compiled` under the compiler of the row, with the seconds that it took; and, for scale, what the untouched step
+needs under the same compiler, measured. Gradients of
 the first step are compared with those of the untouched model under the same compiler and seed: the largest difference
 within a parameter, relative to its largest gradient. Inductor rounds at other places where it fuses otherwise, so how
 far the untouched model's gradients are from the uncompiled model's is given for scale.
@@ -19,15 +21,19 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._inductor import config as inductor_config
 
 from benchmarks import report
 from remat.allocator import measure_peak
 from remat.applying import apply, counts_of
 from remat.compiling import AOT_EAGER, INDUCTOR
+from remat.memory import Memory
 from remat.models import TEST_SIZES
 from remat.planning import Budget, plan_profile
+from remat.planning_compiled import plan_compiled
+from remat.plans import Plan, unplace
 from remat.problem import Problem
-from remat.profiling import fake_step, find_place, profile_step
+from remat.profiling import Profile, fake_step, find_place, profile_step
 from remat.record import autocast_context
 from remat.replay_compiled import replay_compiled
 from remat.solution import Limits
@@ -41,7 +47,9 @@ SHARE = 1 / 3
 COLUMNS = [
     "workload",
     "compiler",
+    "made_for",
     "regions",
+    "recompute_ms",
     "budget_mib",
     "plan_mib",
     "replay_mib",
@@ -52,6 +60,7 @@ COLUMNS = [
     "gradient_error",
     "compiler_error",
     "ready_s",
+    "replay_s",
     "failure",
 ]
 
@@ -75,34 +84,53 @@ def _rows(workload: Workload, compilers: tuple[str, ...]) -> Iterator[dict[str, 
     most = problem.memory.peak_without_checkpointing
     least = least_peak(problem, Limits(time_s=20)).peak_bytes
     budget = int(least + SHARE * (most - least))
-    plan = plan_profile(profile, Budget(budget, budget), step=fake, space=space, limits=Limits(time_s=20))
-    replayed = int(replay_compiled(fake, plan.regions).max())
+    limit, limits = Budget(budget, budget), Limits(time_s=20)
+    made_for_eager = plan_profile(profile, limit, step=fake, space=space, limits=limits)
     eager = _measured(workload, None, profile.graph.fixed_total, lambda model: None)
     for compiler in compilers:
-        row: dict[str, Any] = {
-            "workload": f"{workload.name} {workload.batch_size} x {workload.seq_len}",
-            "compiler": compiler,
-            "regions": len(plan.regions),
-            "budget_mib": _mib(budget),
-            "plan_mib": _mib(plan.predicted["peak_bytes"]),
-            "replay_mib": _mib(replayed),
-        }
-        try:
-            untouched = _measured(workload, compiler, profile.graph.fixed_total, lambda model: None)
-            planned = _measured(workload, compiler, profile.graph.fixed_total, lambda model: apply(model, plan))
-            row |= {
-                "measured_mib": _mib(planned["peak"]),
-                "of_plan_percent": round(100 * planned["peak"] / plan.predicted["peak_bytes"], 2),
-                "of_replay_percent": round(100 * planned["peak"] / replayed, 2),
+        untouched = _measured(workload, compiler, profile.graph.fixed_total, lambda model: None)
+        for made_for in ("eager", compiler):
+            row: dict[str, Any] = {
+                "workload": f"{workload.name} {workload.batch_size} x {workload.seq_len}",
+                "compiler": compiler,
+                "made_for": made_for,
+                "budget_mib": _mib(budget),
                 "untouched_mib": _mib(untouched["peak"]),
-                "gradient_error": _error(planned["gradients"], untouched["gradients"]),
                 "compiler_error": _error(untouched["gradients"], eager["gradients"]),
-                "ready_s": planned["ready_s"],
             }
-            assert planned["regions"] == len(plan.regions), "the plan was lost"
-        except Exception as error:  # a row that fails stays in the table
-            row["failure"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
-        yield row
+            try:
+                started = time.monotonic()
+                with inductor_config.patch(fallback_random=True):  # as measured
+                    plan = made_for_eager
+                    if made_for != "eager":
+                        plan = plan_compiled(profile, limit, fake, compiler=compiler, limits=limits)
+                    workspaces = profile.workspace_of()
+                    alive = replay_compiled(fake, plan.regions, compiler=compiler, workspace_of=workspaces, device=CPU)
+                    replayed = int(alive.max())
+                row |= {"replay_mib": _mib(replayed), "replay_s": round(time.monotonic() - started, 1)}
+                row |= _beside(plan, replayed, profile, untouched, compiler, workload)
+            except Exception as error:  # a row that fails stays in the table
+                row["failure"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+            yield row
+
+
+def _beside(
+    plan: Plan, replayed: int, profile: Profile, untouched: dict[str, Any], compiler: str, workload: Workload
+) -> dict[str, Any]:
+    """What is measured of `plan`, beside what it and its replay say; its recomputation as eager costs have it."""
+    planned = _measured(workload, compiler, profile.graph.fixed_total, lambda model: apply(model, plan))
+    assert planned["regions"] == len(plan.regions), "the plan was lost"
+    memory, regions = Memory(profile.graph), unplace(profile.graph, plan.regions)
+    return {
+        "regions": len(plan.regions),
+        "recompute_ms": round(memory.recompute_time_us(regions, profile.costs.per_op_us(profile.graph)) / 1000, 1),
+        "plan_mib": _mib(plan.predicted["peak_bytes"]),
+        "measured_mib": _mib(planned["peak"]),
+        "of_plan_percent": round(100 * planned["peak"] / plan.predicted["peak_bytes"], 2),
+        "of_replay_percent": round(100 * planned["peak"] / replayed, 3),
+        "gradient_error": _error(planned["gradients"], untouched["gradients"]),
+        "ready_s": planned["ready_s"],
+    }
 
 
 def _error(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
@@ -135,7 +163,7 @@ def _measured(
         optimizer.zero_grad()
 
     started = time.monotonic()
-    with torch._inductor.config.patch(fallback_random=True):  # or else Inductor draws its own numbers
+    with inductor_config.patch(fallback_random=True):  # or else Inductor draws its own numbers
         forward_and_backward()
         ready_s = round(time.monotonic() - started, 1)
         gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]

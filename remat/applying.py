@@ -24,7 +24,7 @@ from torch import fx, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from remat.capture import GraphCalls, element_count, forget_traces, frames_traced
-from remat.compiling import Backend, CompiledCalls, innermost, require_kept
+from remat.compiling import Backend, CompiledCalls, innermost, name_of, require_kept
 from remat.errors import PlanMismatch, UsageError
 from remat.graph import fingerprint
 from remat.plans import Plan
@@ -174,6 +174,7 @@ class PlannedForward:
             self._compare_model()
             self._graphs = GraphCalls(self.original, self._run_call)
         self._compare_autocast()
+        self._compare_compiler(None)
         self._compare_batch(args, kwargs)
         return self._run(self._graphs, args, kwargs)
 
@@ -193,6 +194,7 @@ class PlannedForward:
 
             self._compiled[id(inner)] = (inner, GraphCalls(self.original, compile_call=compile_call))
         self._compare_autocast()
+        self._compare_compiler(name_of(inner))
         self._compare_batch(args, kwargs)
         return self._run(self._compiled[id(inner)][1], args, kwargs)
 
@@ -286,6 +288,17 @@ class PlannedForward:
                 f"the plan is for {_policy(planned)}, this forward runs {_policy(autocast)}; "
                 "use the same torch.autocast context or plan with the other --dtype."
             )
+
+    def _compare_compiler(self, found: str | None) -> None:
+        planned = self.plan.about.get("compiler")
+        if planned is None or found == planned:
+            return
+        self._larger(
+            "compiler",
+            f"{f'compiled by {found}' if found else 'uncompiled'}, the step needs other than the planned "
+            f"{gib(self.plan.predicted['peak_bytes'])}, which is what it needs compiled by {planned}; compile it so, "
+            "or make a plan for how it runs.",
+        )
 
     def _compare_batch(self, args: Any, kwargs: Any) -> None:
         planned = self.plan.about.get("batch_elements")

@@ -16,7 +16,9 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
+import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -27,6 +29,10 @@ from remat.rewrite import CallRegion, Counts, captured_nodes
 
 INDUCTOR, AOT_EAGER = "inductor", "aot_eager"
 SAVED, RECOMPUTED = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
+
+# Decompositions that memory is better without. Max pooling's gradient as a scatter needs int64 indices twice and, in 16
+# bits, a buffer in fp32: five times the gradient's bytes. Inductor can lower the operator itself, to one kernel.
+_WASTEFUL = (torch.ops.aten.max_pool2d_with_indices_backward.default,)
 
 Compiled = Callable[..., Any]
 Backend = Callable[..., Compiled]
@@ -145,8 +151,12 @@ def _aot_eager(graph_module: fx.GraphModule, inputs: list[Any]) -> Compiled:
 
 @contextlib.contextmanager
 def _inductor_settings() -> Iterator[None]:
-    """Inductor with our partitioner. Its cache of joint graphs does not see tags: a plan would be lost in it."""
+    """Inductor with our partitioner. Its cache of joint graphs does not see tags: a plan would be lost in it.
+
+    The decompositions in `_WASTEFUL` are left out, in forward and backward.
+    """
     from torch._functorch import config as functorch_config
+    from torch._inductor import compile_fx
     from torch._inductor import config as inductor_config
 
     from remat.partitioning import Partitioner
@@ -154,5 +164,13 @@ def _inductor_settings() -> Iterator[None]:
     with (
         functorch_config.patch(enable_autograd_cache=False),
         inductor_config.patch(custom_partitioner_fn=Partitioner()),
+        mock.patch.object(compile_fx, "select_decomp_table", _decompositions),
     ):
         yield
+
+
+def _decompositions() -> dict[Any, Any]:
+    """Inductor's, but for the wasteful ones; a function by name, since it is part of the key of a cache."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return {operator: how for operator, how in select_decomp_table().items() if operator not in _WASTEFUL}

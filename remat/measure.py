@@ -34,7 +34,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -87,7 +87,22 @@ def measure(
     seconds_per_kind: float = 0.15,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Costs:
-    """Costs of every kind of operator in `graph`, measured on `device`.
+    """Costs of every kind of operator in `graph`, measured on `device`: see `measure_kinds`."""
+    return measure_kinds(
+        graph.kinds, device, cache=cache, repeats=repeats, seconds_per_kind=seconds_per_kind, on_progress=on_progress
+    )
+
+
+def measure_kinds(
+    kinds: Sequence[OpKind],
+    device: torch.device,
+    *,
+    cache: Path | Literal["default"] | None = "default",
+    repeats: int = 15,
+    seconds_per_kind: float = 0.15,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Costs:
+    """Costs of `kinds`, row by row, measured on `device`.
 
     cache             folder with earlier results, None to measure everything anew and keep nothing
     repeats           samples for a median: at least 3, fewer than this once `seconds_per_kind` are over
@@ -100,7 +115,7 @@ def measure(
     hits = 0
     with _ready(device), known:
         before = _allocated(device)
-        for index, kind in enumerate(graph.kinds):
+        for index, kind in enumerate(kinds):
             row = known.rows.get(_hash(kind))
             hits += row is not None
             if row is None:
@@ -113,7 +128,7 @@ def measure(
                 row = KindCost(0.0, 0.0, 0)
             rows.append(row)
             if on_progress is not None:
-                on_progress(index + 1, len(graph.kinds))
+                on_progress(index + 1, len(kinds))
         known.library_bytes = max(known.library_bytes, _allocated(device) - before)  # nothing of ours is left
     return Costs(
         source="measured",

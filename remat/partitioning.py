@@ -12,6 +12,9 @@ Rule 2  In a saved node what allocates is saved. Views and casts are recomputed 
 Rule 3  Backward recomputes a region when the backward of the region after it is over. Inductor fuses what reads the
         same small tensor (a mask), at whatever time, and what is recomputed too early is alive for too long: so a
         recomputed product waits for the last product of backward before it.
+Rule 4  A graph input that backward needs is saved as it is. Where a graph has convolutions, Inductor wants whatever
+        leads to one in channels-last layout, and would save a copy of the batch, and of kernels, in that layout beside
+        the inputs themselves; it leaves alone what is looked at with given strides.
 
 Two things need no rule. A random operator that is recomputed gives what it gave in forward: the partitioner hands its
 generator state, or Inductor its seed, from forward to backward. And module state is written by forward only, since
@@ -45,11 +48,12 @@ _GRADIENTS = (
 
 
 class Partitioner(CustomPartitionerFn):
-    """`partition` as Inductor takes it, with Rule 3."""
+    """`partition` as Inductor takes it, with Rules 3 and 4."""
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
         forward, backward = partition(gm, joint_inputs, **kwargs)
         order(backward)
+        keep_input_layouts(forward)
         return forward, backward
 
     def uuid(self) -> Any:
@@ -132,3 +136,20 @@ def order(backward: fx.GraphModule) -> None:
             last = node
     preserve_node_ordering(backward.graph, waiting)
     backward.recompile()
+
+
+def keep_input_layouts(forward: fx.GraphModule) -> None:
+    """Apply Rule 4."""
+    for node in forward.graph.find_nodes(op="placeholder"):
+        value, readers = node.meta.get("val"), [user for user in node.users if user.op != "output"]
+        if not isinstance(value, torch.Tensor) or value.dim() != 4 or len(readers) == len(node.users):
+            continue
+        layout = (tuple(value.shape), value.stride())
+        if not all(isinstance(number, int) for numbers in layout for number in numbers):
+            continue
+        with forward.graph.inserting_after(node):
+            view = forward.graph.call_function(torch.ops.aten.as_strided.default, (node, *layout))
+        view.meta["val"] = value
+        for reader in readers:
+            reader.replace_input_with(node, view)
+    forward.recompile()

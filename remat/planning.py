@@ -77,6 +77,7 @@ def plan(
     solver: Solver | None = None,
     regions: RegionKind = "nodes",
     depth: int = DEPTH,
+    compiler: str | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
     """The plan with the least recomputation whose peak over the whole step stays within `budget`.
@@ -86,14 +87,21 @@ def plan(
     solver            any function of `remat.solvers`; the exact one by default
     regions           "modules" for regions that are whole modules, as sharding with FSDP2 needs them
     depth             how deep regions of nodes may nest: 1 for a plan that `torch.compile` can keep
+    compiler          "inductor" or "aot_eager" for a plan whose peak is that of the step compiled so, on this machine
     on_progress       called with (done, total) while costs are measured
 
     Raises Infeasible with the least budget that would do, NoPlanInTime, CaptureError, UsageError.
     """
     found = find_place(target)
     limit = parse_budget(budget, headroom, found.target.memory_bytes)
+    if compiler is not None:
+        from remat.planning_compiled import plan_compiled, require_plannable
+
+        require_plannable(compiler, found, loop, regions)
     step = fake_step(workload, found, loop=loop)
     profile = profile_step(step, found, on_progress=on_progress)
+    if compiler is not None:
+        return plan_compiled(profile, limit, step, compiler=compiler, limits=limits, solver=solver)
     space = space_of(profile.graph, regions, depth)
     return plan_profile(profile, limit, limits=limits, solver=solver, step=step, space=space)
 

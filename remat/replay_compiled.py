@@ -1,15 +1,17 @@
-"""Replay under aot_eager: what a plan needs when its forward is compiled, operator by operator, on fake tensors.
+"""Replay of compiled steps: what a plan needs when its forward is compiled, operator by operator, on fake tensors.
 
 The counterpart of `replay.py` for compiled execution. The partitioner decides here too: it saves what backward needs of
 a saved node and not all that the node allocates, recomputes cheap operators of plain stretches, and lets go of values
-at other times. So the peak is another one, in general lower. What Inductor makes of the same two graphs (fused kernels,
-buffers used twice) is not modelled.
+at other times. So the peak is another one, in general lower. Under Inductor kernels are fused and buffers used twice
+on top of that: its generated code runs, without kernels (`generated_code.py`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,29 +19,60 @@ import torch
 from torch import fx
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 
-from remat.compiling import AOT_EAGER, Compiled, compile_graph
+from remat.compiling import AOT_EAGER, INDUCTOR, Compiled, compile_graph
+from remat.generated_code import Loaded, without_kernels
+from remat.measure import measure_kinds
 from remat.plans import PlacedRegion
 from remat.record import FakeStep
-from remat.replay import regions_by_call
+from remat.replay import regions_by_call, with_workspaces
+from remat.rewrite import CallRegion
 from remat.tracker import Tracker
 
 _STATE_BYTES = torch.get_rng_state().numel()
 
 
-def replay_compiled(step: FakeStep, regions: Sequence[PlacedRegion], *, alignment_bytes: int = 1) -> np.ndarray:
-    """Bytes alive at every operator of the step under `regions` and aot_eager, fixed bytes included.
+def replay_compiled(
+    step: FakeStep,
+    regions: Sequence[PlacedRegion],
+    *,
+    compiler: str = AOT_EAGER,
+    alignment_bytes: int = 1,
+    workspace_of: Mapping[tuple[str, str], int] | None = None,
+    device: torch.device | None = None,
+) -> np.ndarray:
+    """Bytes alive at every operator of the step under `regions` and `compiler`, fixed bytes included.
 
-    Kernels' workspaces are not counted. Raises UsageError for nested regions.
+    compiler      "aot_eager" or "inductor"
+    workspace_of  kernels' own bytes by operator and signature, see `Profile.workspace_of`
+    device        where those of other operators and signatures are measured; without it they are not counted. Of
+                  kernels that Inductor generates none are: what they need they have as buffers
+
+    Raises UsageError for nested regions and other compilers, RematError where this torch's Inductor cannot be replayed.
     """
-    run_call, step.run_call = step.run_call, _Calls(regions)
-    try:
-        _run(step, _CompiledTracker(alignment_bytes))  # compiles
-        tracker = _CompiledTracker(alignment_bytes)
-        fixed = sum(step.fix_state(tracker).values())
-        _run(step, tracker)
-    finally:
-        step.run_call = run_call
-    return tracker.alive() + fixed
+    compiling = without_kernels() if compiler == INDUCTOR else contextlib.nullcontext()
+    with compiling as loaded:
+        run_call, step.run_call = step.run_call, _Calls(regions, compiler, loaded)
+        try:
+            _run(step, _CompiledTracker(alignment_bytes))  # compiles
+            tracker = _CompiledTracker(alignment_bytes)
+            fixed = sum(step.fix_state(tracker).values())
+            _run(step, tracker)
+        finally:
+            step.run_call = run_call
+    known = dict(workspace_of or {})
+    if device is not None:
+        known |= _measured_workspaces(tracker, known, device)
+    return with_workspaces(tracker, known) + fixed
+
+
+def _measured_workspaces(
+    tracker: Tracker, known: Mapping[tuple[str, str], int], device: torch.device
+) -> dict[tuple[str, str], int]:
+    """The kernels' own bytes of what `tracker` has seen and `known` has not, measured."""
+    found = {(kind.name, json.dumps(kind.signature)): kind for kind in tracker.kinds.values()}
+    missing = {key: kind for key, kind in found.items() if key not in known and "empty" not in kind.name}
+    costs = measure_kinds(tuple(missing.values()), device)
+    return dict(zip(missing, costs.workspace_bytes, strict=True))
 
 
 def _run(step: FakeStep, tracker: Tracker) -> None:
@@ -49,16 +82,25 @@ def _run(step: FakeStep, tracker: Tracker) -> None:
 class _Calls:
     """Runs each graph call of a forward compiled; every graph is compiled once."""
 
-    def __init__(self, regions: Sequence[PlacedRegion]):
+    def __init__(self, regions: Sequence[PlacedRegion], compiler: str, loaded: Loaded | None):
         self._regions = regions_by_call(regions)
+        self._compiler, self._loaded = compiler, loaded
         self._compiled: dict[tuple[int, int], tuple[fx.GraphModule, Compiled]] = {}
 
     def __call__(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
         key = (call, id(graph_module))
         if key not in self._compiled:
-            compiled = compile_graph(copy.deepcopy(graph_module), args, self._regions.get(call, ()), AOT_EAGER)
-            self._compiled[key] = (graph_module, compiled)
+            self._compiled[key] = (graph_module, self._compile(graph_module, args, self._regions.get(call, ())))
         return self._compiled[key][1](*args)
+
+    def _compile(
+        self, graph_module: fx.GraphModule, args: tuple[Any, ...], regions: tuple[CallRegion, ...]
+    ) -> Compiled:
+        before = self._loaded.modules if self._loaded else 0
+        compiled = compile_graph(copy.deepcopy(graph_module), args, regions, self._compiler)
+        if self._loaded:
+            self._loaded.require_more_than(before)
+        return compiled
 
 
 class _CompiledTracker(Tracker):

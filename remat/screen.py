@@ -45,7 +45,7 @@ def plan_text(plan: Plan) -> str:
             heading(plan.about, plan.target, plan.costs),
             aligned([*_promise(plan), *(_decision(plan) if plan.regions else ())]),
             *([] if plan.regions else ["no checkpointing needed: the whole step fits as it is"]),
-            f"at the peak, {plan.predicted['peak_at']}\n{breakdown_text(plan.predicted['breakdown'])}",
+            f"at the peak{_eagerly(plan)}, {plan.predicted['peak_at']}\n{breakdown_text(plan.predicted['breakdown'])}",
         ]
     )
 
@@ -79,7 +79,13 @@ def heading(about: dict[str, Any], target: str, costs: str) -> str:
     autocast = f", {about['autocast']} autocast" if about["autocast"] else ""
     accumulated = f", accumulated over {about['accumulation']}" if about["accumulation"] > 1 else ""
     step = f"{sizes}{accumulated}, {weights}{autocast}, {about['optimizer'] or 'no optimizer'}"
-    return f"{about['workload']} on {target}, costs {costs}: {step}"
+    compiled = f" compiled by {about['compiler']}" if about.get("compiler") else ""
+    return f"{about['workload']}{compiled} on {target}, costs {costs}: {step}"
+
+
+def _eagerly(plan: Plan) -> str:
+    """What stands where a plan for compiled execution is told of as if it ran eagerly."""
+    return f" of its eager execution, {gib(plan.predicted['eager_peak_bytes'])}" if plan.about.get("compiler") else ""
 
 
 def _promise(plan: Plan) -> list[tuple[str, ...]]:
@@ -101,7 +107,9 @@ def _decision(plan: Plan) -> list[tuple[str, ...]]:
         f"{_count(predicted['recomputed_nodes'], 'node')} recomputed",
         f"{_count(sum(map(_saves, plan.regions)), 'output')} saved",
     ]
-    proof = f"gap {100 * solver['gap']:.2f} %, {solver['name']}, {solver['wall_s']:.1f} s"
+    compiler = plan.about.get("compiler")
+    quality = f"best of those replayed under {compiler}, no bound" if compiler else f"gap {100 * solver['gap']:.2f} %"
+    proof = f"{quality}, {solver['name']}, {solver['wall_s']:.1f} s"
     rows: list[tuple[str, ...]] = [
         (
             "overhead",
@@ -111,7 +119,7 @@ def _decision(plan: Plan) -> list[tuple[str, ...]]:
         ("regions", f"{len(plan.regions)}", ", ".join(does)),
         ("solver", solver["status"], proof),
     ]
-    if solver["status"] != "optimal":
+    if solver["status"] != "optimal" and not compiler:
         rows.append(
             ("", "", _labelled(f"best plan found; every plan recomputes for {ms(solver['bound_us'])} or more", plan))
         )

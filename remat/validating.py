@@ -80,6 +80,11 @@ def validate(
     """
     if not isinstance(plan, Plan):
         plan = Plan.load(plan)
+    if compiler := plan.about.get("compiler"):
+        raise UsageError(
+            f"the plan says what the step needs compiled by {compiler}, and validation runs it uncompiled; "
+            "measure it in training, or validate a plan made without --compiler."
+        )
     place = _place(device)
     assert place.device is not None
     with undisturbed(place.device):

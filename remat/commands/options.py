@@ -51,6 +51,17 @@ Regions = Annotated[
 ]
 
 
+Compiler = Annotated[
+    str | None,
+    _option(
+        panel=SEARCH,
+        show_default="eager execution",
+        help="Plan for a step compiled by inductor or aot_eager, on this machine: every plan is replayed compiled. "
+        "Regions do not nest then.",
+    ),
+]
+
+
 def region_kind(text: str) -> RegionKind:
     """What `--regions` means."""
     from remat.plans import REGION_KINDS

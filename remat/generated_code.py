@@ -1,0 +1,113 @@
+"""Generated code: what Inductor makes of a graph, run on fake tensors without a kernel being compiled.
+
+Inductor turns a graph into a Python module. Its function `call` allocates buffers, calls kernels, calls operators that
+have no kernel of their own, and lets go of what is not needed any more. All memory but kernels' own is decided there.
+So the module is loaded with three things of it replaced: kernels by ones that do nothing, which are not compiled
+either; allocations, and views of buffers, by operators that a dispatch mode sees. Everything else is Inductor's, the
+passes on the graph, the order of operators and the reuse of buffers included.
+
+Modules reach their caller through `PyCodeCache.load_by_key_path`. Neither the modules loaded here nor what is compiled
+around them may stay in a cache: a real step would run without kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from remat.errors import RematError
+
+_ALLOCATION = "empty_strided_"  # and the device
+
+
+@dataclasses.dataclass
+class Loaded:
+    """How many modules of generated code were loaded without kernels."""
+
+    modules: int = 0
+
+    def require_more_than(self, before: int) -> None:
+        """Raise RematError where a graph was compiled past us: its kernels would read from fake tensors."""
+        if self.modules == before:
+            raise _unknown("hands no generated module over")
+
+
+@contextlib.contextmanager
+def without_kernels() -> Iterator[Loaded]:
+    """While it lasts, what Inductor compiles is for fake tensors. Raises RematError on a torch without the hook."""
+    from torch._inductor import codecache, config
+
+    loaded = Loaded()
+
+    def load(key: str, path: str, linemap: Any = None, attrs: dict[str, Any] | None = None, **_: Any) -> Any:
+        loaded.modules += 1
+        return _load(key, path, attrs or {})
+
+    if not hasattr(codecache.PyCodeCache, "load_by_key_path"):
+        raise _unknown("has no PyCodeCache.load_by_key_path")
+    with (
+        config.patch(force_disable_caches=True, cpp_wrapper=False),
+        mock.patch.object(codecache.PyCodeCache, "load_by_key_path", load),
+    ):
+        yield loaded
+
+
+def _load(key: str, path: str, attributes: dict[str, Any]) -> types.ModuleType:
+    from torch._inductor import async_compile
+
+    module = types.ModuleType(f"generated_{key}")
+    module.__file__ = path
+    with mock.patch.object(async_compile, "AsyncCompile", _NoKernels):
+        exec(compile(Path(path).read_text(), path, "exec"), module.__dict__)
+    module.__dict__.update(attributes)
+    replaced: dict[str, Callable[..., torch.Tensor]] = {
+        name: _allocation_on(name.removeprefix(_ALLOCATION))
+        for name in vars(module)
+        if name in (f"{_ALLOCATION}cpu", f"{_ALLOCATION}cuda")
+    }
+    if not replaced or not {"call", "reinterpret_tensor"} <= vars(module).keys():
+        raise _unknown("generates modules of another form")
+    module.__dict__.update(replaced, reinterpret_tensor=_reinterpret)
+    return module
+
+
+def _unknown(what: str) -> RematError:
+    return RematError(
+        f"torch {torch.__version__} {what}: what its Inductor allocates cannot be predicted. "
+        "Predict compiled execution under aot_eager instead."
+    )
+
+
+class _NoKernels:
+    """Stands for what compiles kernels."""
+
+    def __getattr__(self, name: str) -> Callable[..., _NoKernel]:
+        return lambda *args, **kwargs: _NoKernel()
+
+    def wait(self, scope: dict[str, Any]) -> None:
+        pass
+
+
+class _NoKernel:
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    run = __call__
+
+
+def _allocation_on(device: str) -> Callable[..., torch.Tensor]:
+    def allocate(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+    return allocate
+
+
+def _reinterpret(tensor: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int = 0) -> torch.Tensor:
+    return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)

@@ -1,0 +1,155 @@
+"""A plan made for compiled execution keeps its budget there, and is told as such."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from remat import screen
+from remat.applying import apply
+from remat.costs import estimate
+from remat.errors import NoPlanInTime, PlanMismatch, UsageError
+from remat.fusing import fused
+from remat.graph import Graph
+from remat.loop import Loop
+from remat.planning import Budget, plan_profile
+from remat.planning_compiled import plan_compiled, require_plannable
+from remat.plans import Plan
+from remat.profiling import Profile, find_place
+from remat.record import FakeStep
+from remat.replay_compiled import replay_compiled
+from remat.space import find_space
+from remat.target import TARGETS
+from remat.validating import validate
+from tests.command_line import Remat
+from tests.test_applying import batch_of, built, loss_of
+from tests.test_cli import stack
+from tests.test_generated_code import HALVES
+from tests.toys import TRANSFORMER, Transformer, recorded
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
+
+LARGER = dataclasses.replace(TRANSFORMER, build=lambda: Transformer(layers=4, width=32), batch_size=32)
+CPU = find_place("cpu")
+
+
+def profile_of(graph: Graph) -> Profile:
+    """Costs of a data sheet, so that plans do not depend on the clock."""
+    return Profile(graph, estimate(graph, TARGETS["h100-80gb"]), dataclasses.replace(CPU.target, name="cpu"))
+
+
+@pytest.fixture(scope="module")
+def larger() -> tuple[FakeStep, Profile]:
+    fake, graph = recorded(LARGER)
+    return fake, profile_of(graph)
+
+
+def planned(step: FakeStep, profile: Profile, compiler: str, share: float) -> Plan:
+    """A plan for `share` of what the compiled step needs without regions."""
+    budget = int(share * replay_compiled(step, (), compiler=compiler).max())
+    return plan_compiled(profile, Budget(budget, budget), step, compiler=compiler)
+
+
+@pytest.fixture(scope="module")
+def plan(larger: tuple[FakeStep, Profile]) -> Plan:
+    return planned(*larger, "aot_eager", 0.6)
+
+
+def test_a_plan_for_a_compiler_keeps_the_budget_there_and_promises_what_is_replayed(
+    plan: Plan, larger: tuple[FakeStep, Profile]
+) -> None:
+    step, profile = larger
+    peak = int(replay_compiled(step, plan.regions).max()) + profile.graph.fixed_bytes.get("numbers", 0)
+    assert plan.predicted["peak_bytes"] == peak <= plan.budget_bytes
+    assert plan.without_checkpointing["peak_bytes"] > plan.budget_bytes
+    assert plan.regions and not any(region.inner for region in plan.regions)
+    assert (plan.about["compiler"], plan.solver["status"]) == ("aot_eager", "feasible")
+    assert plan.predicted["judged_by"] == "replay under aot_eager"
+
+
+def test_it_recomputes_less_than_the_plan_for_eager_execution(plan: Plan, larger: tuple[FakeStep, Profile]) -> None:
+    budget = Budget(plan.budget_bytes, plan.budget_bytes)
+    eager = plan_profile(larger[1], budget, space=find_space(larger[1].graph, depth=1))
+    assert plan.predicted["recompute_time_us"] < eager.predicted["recompute_time_us"]
+    assert plan.predicted["eager_peak_bytes"] > plan.budget_bytes
+
+
+@pytest.mark.filterwarnings("ignore")  # of Inductor's own
+def test_a_plan_for_inductor_keeps_the_budget_there() -> None:
+    step, graph = recorded(HALVES)
+    made = planned(step, profile_of(graph), "inductor", 0.7)
+    peak = int(replay_compiled(step, made.regions, compiler="inductor").max())
+    assert peak + graph.fixed_bytes.get("numbers", 0) == made.predicted["peak_bytes"] <= made.budget_bytes
+    assert made.regions
+
+
+def test_a_step_that_fits_compiled_needs_no_regions(larger: tuple[FakeStep, Profile]) -> None:
+    made = planned(*larger, "aot_eager", 1.1)
+    assert made.regions == () and made.solver["objective_us"] == 0
+
+
+def test_a_budget_that_no_replay_keeps_is_refused_with_what_is_needed(larger: tuple[FakeStep, Profile]) -> None:
+    with pytest.raises(NoPlanInTime, match=r"plans replayed under aot_eager none keeps .*Raise the budget"):
+        planned(*larger, "aot_eager", 0.01)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param(("eager", CPU, None, "nodes"), "compilers inductor and aot_eager, not for 'eager'", id="compiler"),
+        pytest.param(("inductor", None, None, "nodes"), "a profile has none; use --model", id="profile"),
+        pytest.param(("inductor", find_place("h200"), None, "nodes"), "h200 is not this machine's", id="target"),
+        pytest.param(("inductor", CPU, None, "modules"), "leave --regions out", id="modules"),
+        pytest.param(("inductor", CPU, Loop(ranks=2, shard="zero3"), "nodes"), "leave --shard out", id="shards"),
+    ],
+)
+def test_what_cannot_be_planned_compiled_is_refused(arguments: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        require_plannable(*arguments)
+
+
+def test_a_fused_operator_does_not_read_what_was_just_made(larger: tuple[FakeStep, Profile]) -> None:
+    before, after = larger[1], fused(larger[1])
+    graph = before.graph
+    old, new = before.costs.per_op_us(graph), after.costs.per_op_us(after.graph)
+    names = [graph.kinds[kind].name for kind in graph.op_kind]
+    assert (new <= old).all() and (new[graph.backward_end :] == old[graph.backward_end :]).all()
+    cheaper = {name for name, a, b in zip(names, new, old, strict=True) if a < b}
+    assert "aten.native_dropout.default" in cheaper or "aten.mul.Tensor" in cheaper
+    assert not any("mm" in name or "attention" in name for name in cheaper)
+
+
+def test_a_plan_for_a_compiler_warns_where_it_runs_without(plan: Plan) -> None:
+    with pytest.warns(UserWarning, match="uncompiled, the step needs other than the planned .* compiled by aot_eager"):
+        loss_of(LARGER, apply(built(LARGER), plan), batch_of(LARGER))
+    with pytest.raises(PlanMismatch, match="uncompiled, the step needs"):
+        loss_of(LARGER, apply(built(LARGER), plan, on_larger="refuse"), batch_of(LARGER))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run: Any = torch.compile(apply(built(LARGER), plan), backend="aot_eager")
+        loss_of(LARGER, run, batch_of(LARGER)).backward()
+
+
+def test_validation_refuses_it(plan: Plan) -> None:
+    with pytest.raises(UsageError, match="compiled by aot_eager, and validation runs it uncompiled"):
+        validate(LARGER, plan)
+
+
+def test_the_screen_says_that_there_is_no_bound(plan: Plan) -> None:
+    text = screen.plan_text(plan)
+    assert "compiled by aot_eager on cpu" in text
+    assert "best of those replayed under aot_eager, no bound" in text
+    assert "gap" not in text and "at the peak of its eager execution" in text
+
+
+def test_the_command_line_plans_for_a_compiler(remat: Remat) -> None:
+    ran = remat(*stack("--target", "cpu", "--compiler", "aot_eager", budget="14MiB"))
+    assert ran.exit_code == 0
+    assert 'next: torch.compile(remat.apply(model, "stack.plan.json"), backend="aot_eager")' in ran.stdout
+    assert Plan.load("stack.plan.json").about["compiler"] == "aot_eager"
+    refused = remat(*stack("--compiler", "inductor"))
+    assert refused.exit_code == 2 and "h100-80gb is not this machine's" in refused.stderr
