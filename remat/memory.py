@@ -429,9 +429,12 @@ class Memory:
         ops[position(np.arange(count))] = np.arange(count)
         for r, before in zip(recomputations, total, strict=False):
             r.start = r.trigger + int(before)
-            ops[r.positions(np.arange(r.first, r.stop))] = np.arange(r.first, r.stop)
-            ops[r.cast_positions] = self.graph.storages.birth[r.casts]
             owner[r.start : r.last + 1] = r.top
+            if len(r.casts):
+                ops[r.positions(np.arange(r.first, r.stop))] = np.arange(r.first, r.stop)
+                ops[r.cast_positions] = self.graph.storages.birth[r.casts]
+            else:
+                ops[r.start : r.last + 1] = np.arange(r.first, r.stop)
         return position, ops, owner
 
     def _deaths_of_originals(
@@ -472,7 +475,7 @@ class Memory:
     def _made_again(
         self, recomputations: list[Recomputation], position: _Position
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """(storages made again, their births, their deaths, which recomputation makes them). (Rules 4 and 5)"""
+        """(storages made again, their births, their deaths, which recomputation makes them). (Rules 4, 5 and 7)"""
         storages, table = self.graph.storages, self.graph.packs
         first = np.array([r.first for r in recomputations], dtype=np.int64)
         stop = np.array([r.stop for r in recomputations], dtype=np.int64)
@@ -509,19 +512,24 @@ class Memory:
             again = packs[np.isin(pairs, inner[own] * (1 << 32) + keeps[own])]
             live_until_used(again, np.full(len(again), i))
         birth = _placed(recomputations, by, storages.birth[made])
-        casts, caster = _joined([(r.casts, i) for i, r in enumerate(recomputations)])
-        cast_birth, _ = _joined([(r.cast_positions, i) for i, r in enumerate(recomputations)])
-        cast_death = ends[caster]
+        casts = self._cast_again(recomputations, position)
+        own_and_casts = zip((made, birth, death, by), casts, strict=True)
+        columns = [np.concatenate(pair) if len(casts[0]) else pair[0] for pair in own_and_casts]
+        return columns[0], columns[1], columns[2], columns[3]
+
+    def _cast_again(
+        self, recomputations: list[Recomputation], position: _Position
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """As `_made_again`, of casts from before a region: autocast remembers them while it is recomputed. (Rule 7)"""
+        table = self.graph.packs
+        casts, by = _joined([(r.casts, i) for i, r in enumerate(recomputations)])
+        birth, _ = _joined([(r.cast_positions, i) for i, r in enumerate(recomputations) if len(r.casts)])
+        death = np.array([r.last for r in recomputations], dtype=np.int64)[by]
         for k, u in enumerate(casts.tolist()):
-            mine = recomputations[caster[k]].packs
-            used = table.used[mine[table.storage[mine] == u]]
-            cast_death[k] = max([cast_death[k], *position(used[used >= 0]).tolist()])
-        return (
-            np.concatenate([made, casts]),
-            np.concatenate([birth, cast_birth]),
-            np.concatenate([death, cast_death]),
-            np.concatenate([by, caster]),
-        )
+            packs = recomputations[by[k]].packs
+            used = table.used[packs[table.storage[packs] == u]]
+            death[k] = max([death[k], *position(used[used >= 0]).tolist()])
+        return casts, birth, death, by
 
     def _idle(self, recomputations: list[Recomputation]) -> Iterator[tuple[int, Region, int]]:
         """Inner regions that run in a recomputation and are never asked for a save: (which, region, end in operators).
