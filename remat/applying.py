@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import os
 import sys
 import warnings
@@ -22,6 +23,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import fx, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch.utils._pytree import tree_leaves
 
 from remat.capture import GraphCalls, element_count, forget_traces, frames_traced
 from remat.compiling import Backend, CompiledCalls, innermost, require_kept
@@ -169,6 +171,8 @@ class PlannedForward:
             return self.original(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
             return _leave_trace(self, args, kwargs)
+        if not self._learns(args, kwargs):
+            return self.original(*args, **kwargs)
         if self._graphs is None:
             self._compare_model()
             self._graphs = GraphCalls(self.original, self._run_call)
@@ -176,8 +180,15 @@ class PlannedForward:
         self._compare_batch(args, kwargs)
         return self._run(self._graphs, args, kwargs)
 
+    def _learns(self, args: Any, kwargs: Any) -> bool:
+        """Whether anything gets a gradient. With adapters turned off (`disable_adapter` of peft) nothing does."""
+        given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        return any(tensor.requires_grad for tensor in itertools.chain(self.model.parameters(), given))
+
     def run_compiled(self, inner: Backend, args: Any, kwargs: Any) -> Any:
         """A training forward whose graphs are compiled by `inner` with the plan's regions."""
+        if not self._learns(args, kwargs):
+            return self.original(*args, **kwargs)
         if id(inner) not in self._compiled:
             self._compare_model()
             for regions in regions_by_call(self.plan.regions).values():
@@ -252,11 +263,33 @@ class PlannedForward:
         planned = self.plan.fingerprints
         if call < len(planned) and fingerprint_of(graph_module) == planned[call]:
             return None
-        hooked = [name for name, module in self.model.named_modules() if name and _has_hooks(module)]
-        remedy = f" with its hooks (on {', '.join(hooked[:3])})" if hooked else ""
         return PlanMismatch(
             f"the plan was made for {self.plan.about['workload']!r}, whose graph differs from this model's "
-            f"(graph call {call}, {len(captured_nodes(graph_module))} nodes); make a plan for this model{remedy}."
+            f"(graph call {call}, {len(captured_nodes(graph_module))} nodes); {self._remedy()}."
+        )
+
+    def _remedy(self) -> str:
+        """What to do about another graph, by what may have made it another."""
+        if (grown := self._grown()) is not None:
+            return grown
+        if checkpoints_itself(self.model):
+            return "turn gradient_checkpointing off in this model, the plan decides what is recomputed, or plan with it"
+        hooked = [name for name, module in self.model.named_modules() if name and _has_hooks(module)]
+        if hooked:
+            return f"make a plan for this model with its hooks (on {', '.join(hooked[:3])})"
+        return (
+            "make a plan for this model; if it is the one planned for, Dynamo breaks its graph elsewhere on fake "
+            "tensors, and it cannot be planned for"
+        )
+
+    def _grown(self) -> str | None:
+        """What to do where the model has other parameters than when it was planned; None where it has the same."""
+        planned, found = self.plan.about.get("parameter_count"), sum(p.numel() for p in self.model.parameters())
+        if planned in (None, found):
+            return None
+        return (
+            f"it has {found} parameters, and had {planned} when planned: make a plan with a workload whose `build` "
+            "returns the model as it is trained, adapters (LoRA) included"
         )
 
     def _compare_calls(self, count: int) -> None:
@@ -298,14 +331,14 @@ class PlannedForward:
             "reduce the batch or make a plan for this one."
         )
 
-    def _compare_trainable(self) -> None:
+    def _compare_trainable(self, frames: int = 7) -> None:
         planned = self.plan.about.get("trainable_count")
         found = trainable_count(self.model)
         if planned is not None and found > planned:
             self._larger(
                 f"{found} parameters require gradients, {planned} did when the plan was made: the peak will exceed "
                 f"the planned {gib(self.plan.predicted['peak_bytes'])}; make a plan for the model as it is now.",
-                frames=7,
+                frames=frames,
             )
 
     def _larger(self, text: str, frames: int = 6) -> None:
@@ -358,6 +391,11 @@ def fingerprint_of(graph_module: fx.GraphModule) -> str:
 
 def dtypes_of(model: nn.Module) -> list[str]:
     return sorted({_name(p.dtype) for p in model.parameters()})
+
+
+def checkpoints_itself(model: nn.Module) -> bool:
+    """Whether a transformers model's own checkpointing is on."""
+    return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
 
 
 def trainable_count(model: nn.Module) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from remat.applying import PlannedForward, dtypes_of
+from remat.applying import PlannedForward, checkpoints_itself, dtypes_of
 from remat.errors import PlanMismatch
 from remat.plans import PlacedRegion
 from remat.rewrite import Counts
@@ -258,13 +259,12 @@ class PlannedModules(PlannedForward):
 
     def install(self) -> None:
         """Put the regions in; raises PlanMismatch for a plan of another model."""
-        planned, found = self.plan.about.get("parameter_count"), sum(p.numel() for p in self.model.parameters())
-        if planned not in (None, found):
-            raise PlanMismatch(
-                f"the plan was made for {self.plan.about['workload']!r} of {planned} parameters, this model has "
-                f"{found}; make a plan for this model."
-            )
+        self._compare_size()
         self.calls = ModuleRegions(self.model, self.plan.regions)
+
+    def _compare_size(self) -> None:
+        if (grown := self._grown()) is not None:
+            raise PlanMismatch(f"the plan was made for {self.plan.about['workload']!r}, another model: {grown}.")
 
     def take_out(self) -> None:
         self.calls.remove()
@@ -278,13 +278,24 @@ class PlannedModules(PlannedForward):
             return self.original(*args, **kwargs)
         first, self._compared_dtypes = not self._compared_dtypes, True
         if first:
+            self._compare_size()
             self._compare_autocast()
+            self._compare_trainable(frames=6)
+            self._warn_of_own_checkpointing()
         self._compare_batch(args, kwargs)
         self.calls.entered.clear()
         self.calls.compare = self._compare_region if first else None
         result = self.original(*args, **kwargs)
         self.calls.require_all_entered()
         return result
+
+    def _warn_of_own_checkpointing(self) -> None:
+        if checkpoints_itself(self.model):
+            warnings.warn(
+                "gradient_checkpointing is on in this model, and a plan of modules is applied too: what both "
+                "checkpoint is recomputed twice. Turn it off; the plan decides what is recomputed.",
+                stacklevel=5,
+            )
 
     def _compare_region(self, module: nn.Module) -> None:
         """The dtypes that a region computes in: sharding may keep parameters in others."""
