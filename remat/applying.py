@@ -25,9 +25,9 @@ from torch import fx, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils._pytree import tree_leaves
 
-from remat.capture import GraphCalls, element_count, forget_traces, frames_traced
+from remat.capture import GraphCalls, SizesNotOpen, element_count, forget_traces, frames_traced
 from remat.compiling import Backend, CompiledCalls, innermost, require_kept
-from remat.errors import PlanMismatch, UsageError
+from remat.errors import CaptureError, PlanMismatch, UsageError
 from remat.graph import fingerprint
 from remat.plans import Plan
 from remat.record import module_path
@@ -37,6 +37,8 @@ from remat.units import gib
 
 Model = TypeVar("Model", bound=nn.Module)
 OnLarger = Literal["warn", "refuse"]
+
+MANY_TRACES = 16
 
 _COMPILES_ITSELF = (
     "a planned model compiles its own training forward, and cannot be a part of another's trace: leave fullgraph=True "
@@ -175,10 +177,24 @@ class PlannedForward:
             return self.original(*args, **kwargs)
         if self._graphs is None:
             self._compare_model()
-            self._graphs = GraphCalls(self.original, self._run_call)
+            # A forward that is one graph can be traced again as long as nothing of it has run.
+            self._graphs = GraphCalls(self.original, self._run_call, fits=self._fits if self._is_one_graph else None)
         self._compare_autocast()
         self._compare_batch(args, kwargs)
+        try:
+            return self._run(self._graphs, args, kwargs)
+        except (SizesNotOpen, CaptureError):
+            if not self._graphs.opens_sizes or self._graphs.count:
+                raise
+        self._graphs = GraphCalls(self.original, self._run_call)
         return self._run(self._graphs, args, kwargs)
+
+    @property
+    def _is_one_graph(self) -> bool:
+        return len(self.plan.fingerprints) == 1
+
+    def _fits(self, graph_module: fx.GraphModule) -> bool:
+        return fingerprint_of(graph_module) in self.plan.fingerprints
 
     def _learns(self, args: Any, kwargs: Any) -> bool:
         """Whether anything gets a gradient. With adapters turned off (`disable_adapter` of peft) nothing does."""
@@ -221,6 +237,7 @@ class PlannedForward:
         self._compare_calls(graphs.count)
         if len(self._fitting) > known:
             self._compare_trainable()
+            self._warn_of_traces()
         return result
 
     def watch(
@@ -339,6 +356,16 @@ class PlannedForward:
                 f"{found} parameters require gradients, {planned} did when the plan was made: the peak will exceed "
                 f"the planned {gib(self.plan.predicted['peak_bytes'])}; make a plan for the model as it is now.",
                 frames=frames,
+            )
+
+    def _warn_of_traces(self) -> None:
+        traces = len(self._fitting) // len(self.plan.fingerprints)
+        if traces >= MANY_TRACES and "traces" not in self._warned:
+            self._warned.add("traces")
+            warnings.warn(
+                f"this forward was traced {traces} times, because batches of so many shapes came and its graph depends "
+                "on them: each takes seconds and stays in memory. Pad batches to a few lengths (buckets).",
+                stacklevel=6,
             )
 
     def _larger(self, text: str, frames: int = 6) -> None:
