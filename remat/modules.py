@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from remat.applying import PlannedForward, checkpoints_itself, dtypes_of
-from remat.errors import PlanMismatch
+from remat.errors import PlanMismatch, UsageError
 from remat.plans import PlacedRegion
 from remat.rewrite import Counts
 
@@ -127,6 +127,8 @@ class ModuleRegion:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.regions.active:
             return self.original(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            _refuse_trace()
         self.regions.enter(self)
         return checkpoint(
             self._run,
@@ -145,6 +147,15 @@ class ModuleRegion:
         """
         positional = len(values) - len(names)
         return self.original(*values[:positional], **dict(zip(names, values[positional:], strict=True)))
+
+
+@torch._dynamo.disable
+def _refuse_trace() -> None:
+    """Where a compiler's trace ends: it would not see the regions, and nothing would be recomputed."""
+    raise UsageError(
+        "a plan of modules runs in eager mode only: leave torch.compile out, or make a plan of nodes for it "
+        "(`remat plan --depth 1`, without --regions modules)."
+    )
 
 
 class _Recomputation:
@@ -276,6 +287,8 @@ class PlannedModules(PlannedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.calls.active:
             return self.original(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            _refuse_trace()
         first, self._compared_dtypes = not self._compared_dtypes, True
         if first:
             self._compare_size()

@@ -30,6 +30,7 @@ from remat.record import FakeStep, autocast_context, record
 from remat.target import TARGETS
 from remat.validating import validate
 from remat.workload import Workload
+from tests.graphs import DYNAMO_LOOKS_AT_GRAD
 from tests.toys import (
     CONVNET,
     CPU,
@@ -244,6 +245,19 @@ def test_a_larger_batch_warns_once(graphs: Any) -> None:
         model(*batch)
     assert [warning.filename for warning in caught] == [__file__]
     model(*batch)  # a second warning would be an error here
+
+
+@pytest.mark.filterwarnings(DYNAMO_LOOKS_AT_GRAD)
+@pytest.mark.parametrize("part", ["whole", "layer"])
+def test_a_compiler_is_refused_by_name(part: str, graphs: Any) -> None:
+    """It would drop the regions without a word."""
+    model = apply(built(TRANSFORMER), plan_of(graphs["transformer"][1]))
+    whole = part == "whole"
+    (model if whole else model.layers[2]).compile(backend="aot_eager")  # type: ignore[index,union-attr]
+    with pytest.raises(UsageError, match=r"a plan of modules runs in eager mode only: leave torch\.compile out"):
+        trained(TRANSFORMER, model)
+    ids = torch.randint(VOCAB, (2, LENGTH))
+    assert torch.equal(model.eval()(ids), built(TRANSFORMER).eval()(ids))
 
 
 # The space
