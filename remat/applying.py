@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import os
 import sys
 import warnings
@@ -22,10 +23,11 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import fx, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch.utils._pytree import tree_leaves
 
-from remat.capture import GraphCalls, element_count, forget_traces, frames_traced
+from remat.capture import GraphCalls, SizesNotOpen, element_count, forget_traces, frames_traced
 from remat.compiling import Backend, CompiledCalls, innermost, name_of, require_kept
-from remat.errors import PlanMismatch, UsageError
+from remat.errors import CaptureError, PlanMismatch, UsageError
 from remat.graph import fingerprint
 from remat.plans import Plan
 from remat.record import module_path
@@ -36,6 +38,8 @@ from remat.workload import trainable
 
 Model = TypeVar("Model", bound=nn.Module)
 OnLarger = Literal["warn", "refuse"]
+
+MANY_TRACES = 16
 
 _COMPILES_ITSELF = (
     "a planned model compiles its own training forward, and cannot be a part of another's trace: leave fullgraph=True "
@@ -170,16 +174,39 @@ class PlannedForward:
             return self.original(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
             return _leave_trace(self, args, kwargs)
+        if not self._learns(args, kwargs):
+            return self.original(*args, **kwargs)
         if self._graphs is None:
             self._compare_model()
-            self._graphs = GraphCalls(self.original, self._run_call)
+            # A forward that is one graph can be traced again as long as nothing of it has run.
+            self._graphs = GraphCalls(self.original, self._run_call, fits=self._fits if self._is_one_graph else None)
         self._compare_autocast()
         self._compare_compiler(None)
         self._compare_batch(args, kwargs)
+        try:
+            return self._run(self._graphs, args, kwargs)
+        except (SizesNotOpen, CaptureError):
+            if not self._graphs.opens_sizes or self._graphs.count:
+                raise
+        self._graphs = GraphCalls(self.original, self._run_call)
         return self._run(self._graphs, args, kwargs)
+
+    @property
+    def _is_one_graph(self) -> bool:
+        return len(self.plan.fingerprints) == 1
+
+    def _fits(self, graph_module: fx.GraphModule) -> bool:
+        return fingerprint_of(graph_module) in self.plan.fingerprints
+
+    def _learns(self, args: Any, kwargs: Any) -> bool:
+        """Whether anything gets a gradient. With adapters turned off (`disable_adapter` of peft) nothing does."""
+        given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        return any(tensor.requires_grad for tensor in itertools.chain(self.model.parameters(), given))
 
     def run_compiled(self, inner: Backend, args: Any, kwargs: Any) -> Any:
         """A training forward whose graphs are compiled by `inner` with the plan's regions."""
+        if not self._learns(args, kwargs):
+            return self.original(*args, **kwargs)
         if id(inner) not in self._compiled:
             self._compare_model()
             for regions in regions_by_call(self.plan.regions).values():
@@ -213,6 +240,7 @@ class PlannedForward:
         self._compare_calls(graphs.count)
         if len(self._fitting) > known:
             self._compare_trainable()
+            self._warn_of_traces()
         return result
 
     def watch(
@@ -255,11 +283,33 @@ class PlannedForward:
         planned = self.plan.fingerprints
         if call < len(planned) and fingerprint_of(graph_module) == planned[call]:
             return None
-        hooked = [name for name, module in self.model.named_modules() if name and _has_hooks(module)]
-        remedy = f" with its hooks (on {', '.join(hooked[:3])})" if hooked else ""
         return PlanMismatch(
             f"the plan was made for {self.plan.about['workload']!r}, whose graph differs from this model's "
-            f"(graph call {call}, {len(captured_nodes(graph_module))} nodes); make a plan for this model{remedy}."
+            f"(graph call {call}, {len(captured_nodes(graph_module))} nodes); {self._remedy()}."
+        )
+
+    def _remedy(self) -> str:
+        """What to do about another graph, by what may have made it another."""
+        if (grown := self._grown()) is not None:
+            return grown
+        if checkpoints_itself(self.model):
+            return "turn gradient_checkpointing off in this model, the plan decides what is recomputed, or plan with it"
+        hooked = [name for name, module in self.model.named_modules() if name and _has_hooks(module)]
+        if hooked:
+            return f"make a plan for this model with its hooks (on {', '.join(hooked[:3])})"
+        return (
+            "make a plan for this model; if it is the one planned for, Dynamo breaks its graph elsewhere on fake "
+            "tensors, and it cannot be planned for"
+        )
+
+    def _grown(self) -> str | None:
+        """What to do where the model has other parameters than when it was planned; None where it has the same."""
+        planned, found = self.plan.about.get("parameter_count"), sum(p.numel() for p in self.model.parameters())
+        if planned in (None, found):
+            return None
+        return (
+            f"it has {found} parameters, and had {planned} when planned: make a plan with a workload whose `build` "
+            "returns the model as it is trained, adapters (LoRA) included"
         )
 
     def _compare_calls(self, count: int) -> None:
@@ -313,7 +363,7 @@ class PlannedForward:
             "reduce the batch or make a plan for this one.",
         )
 
-    def _compare_trainable(self) -> None:
+    def _compare_trainable(self, frames: int = 7) -> None:
         planned = self.plan.about.get("trainable_count")
         found = sum(p.numel() for p in trainable(self.model))
         if planned is not None and found > planned:
@@ -321,16 +371,30 @@ class PlannedForward:
                 "trainable",
                 f"{found} parameters require gradients, {planned} did when the plan was made: the peak will exceed "
                 f"the planned {gib(self.plan.predicted['peak_bytes'])}; make a plan for the model as it is now.",
-                frames=7,
+                frames=frames,
+            )
+
+    def _warn_of_traces(self) -> None:
+        traces = len(self._fitting) // len(self.plan.fingerprints)
+        if traces >= MANY_TRACES:
+            self._warn(
+                "traces",
+                f"this forward was traced {traces} times, because batches of so many shapes came and its graph depends "
+                "on them: each takes seconds and stays in memory. Pad batches to a few lengths (buckets).",
+                frames=6,
             )
 
     def _larger(self, what: str, text: str, frames: int = 6) -> None:
-        """Warn, so many frames below the caller, once of everything that is larger than planned; or refuse it."""
+        """Warn of something larger than planned, so many frames below the caller, or refuse it."""
         if self.on_larger == "refuse":
             raise PlanMismatch(text)
+        self._warn(what, text, frames + 1)
+
+    def _warn(self, what: str, text: str, frames: int) -> None:
+        """Warn of `what`, once."""
         if what not in self._warned:
-            warnings.warn(text, stacklevel=frames)
             self._warned.add(what)
+            warnings.warn(text, stacklevel=frames)
 
     def _peak_of(self, times: float) -> int:
         """Predicted peak of a batch so many times as large as planned, if all but the model's state grows with it."""
@@ -373,6 +437,11 @@ def fingerprint_of(graph_module: fx.GraphModule) -> str:
 
 def dtypes_of(model: nn.Module) -> list[str]:
     return sorted({_name(p.dtype) for p in model.parameters()})
+
+
+def checkpoints_itself(model: nn.Module) -> bool:
+    """Whether a transformers model's own checkpointing is on."""
+    return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

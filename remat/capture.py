@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from remat.errors import CaptureError, RematError
 from remat.opaque import open_nodes
+from remat.sizes import has_sizes, move_sizes_first
 
 RECOMPILE_LIMIT = 1 << 16
 # Captures of one model class do not count against each other's limit, where this torch can keep them apart.
@@ -34,6 +35,10 @@ _ISOLATED: dict[str, Any] = (
     {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
 )
 _VIEWS = {"expand", "expand_as", "permute", "reshape", "squeeze", "transpose", "unsqueeze", "view"}
+
+
+class SizesNotOpen(RematError):
+    """A graph for batches of every size is not the one that is wanted: trace each size by itself."""
 
 
 class RunCall(Protocol):
@@ -52,22 +57,31 @@ class GraphCalls:
     """A function traced by Dynamo whose graph calls are executed by `run_call`, or by what `compile_call` gave.
 
     count     graph calls of the last call          elements  of the tensors that it was given
+    fits      whether a graph with open sizes (`sizes.py`) will do; without it, every new shape is traced by itself
 
-    Raises `CaptureError` where Dynamo cannot trace at all.
+    Raises `CaptureError` where Dynamo cannot trace at all, `SizesNotOpen` where a graph with open sizes does not fit.
     """
 
     def __init__(
-        self, function: Callable[..., Any], run_call: RunCall | None = None, compile_call: CompileCall | None = None
+        self,
+        function: Callable[..., Any],
+        run_call: RunCall | None = None,
+        compile_call: CompileCall | None = None,
+        fits: Callable[[fx.GraphModule], bool] | None = None,
     ):
         self._run_call = run_call
         self._compile_call = compile_call
-        self._compiled = torch.compile(function, backend=self._backend, dynamic=False, **_ISOLATED)
+        self._fits = fits
+        dynamic = False if fits is None else None
+        self._compiled = torch.compile(function, backend=self._backend, dynamic=dynamic, **_ISOLATED)
         self.count = 0
         self.elements = 0
 
     def _backend(self, graph_module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         open_nodes(graph_module)
         drop_dead_views(graph_module)
+        if self._fits is not None and has_sizes(graph_module) and not self._will_do(graph_module):
+            raise SizesNotOpen("the graph depends on the sizes of the batch.")
         if self._compile_call is not None:
             execute = self._compile_call(self.count, graph_module, example_inputs)
         else:
@@ -80,6 +94,14 @@ class GraphCalls:
             return execute(call, *args)
 
         return torch._dynamo.disable(run)
+
+    @property
+    def opens_sizes(self) -> bool:
+        return self._fits is not None
+
+    def _will_do(self, graph_module: fx.GraphModule) -> bool:
+        assert self._fits is not None
+        return move_sizes_first(graph_module) and self._fits(graph_module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.count = 0

@@ -40,6 +40,8 @@ def _disjoint(regions: Sequence[Region]) -> Iterator[str]:
 def _region(problem: Problem, region: Region) -> Iterator[str]:
     graph = problem.graph
     legal = set(legal_cuts(graph))
+    if not problem.space.allows(region.first, region.end):
+        yield f"the region at node {region.first} is not the forward of a module"
     for cut in (region.first, region.end):
         if cut not in legal:
             yield f"a region begins or ends at node {cut}, where it may not"

@@ -3,6 +3,9 @@
 A row is what a strategy achieves, never what it claims: its plan goes through `check`, its numbers are the
 evaluator's, and with a step at hand the replay must accept it too. The best bound that any of them proves is set
 beside all of them, because they choose from the same space of plans.
+
+Where regions are modules, strategies that join layers or save inside them have no plan of their own, and a peak is the
+untraced replay's, as in planning.
 """
 
 from __future__ import annotations
@@ -13,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from remat import check
 from remat.errors import ValidationFailed
+from remat.module_space import pose, space_of
 from remat.planning import Budget, assemble, infeasible, replay_peak
-from remat.plans import Plan, Region
+from remat.plans import Plan, Region, RegionKind
 from remat.problem import Problem
 from remat.profiling import Profile
 from remat.record import FakeStep
 from remat.solution import Limits, Solution, Status
 from remat.solvers import EXACT, HEURISTICS, load
-from remat.space import find_space
 
 if TYPE_CHECKING:
     from remat.report import Report
@@ -79,6 +82,7 @@ class Heading:
     target: str
     costs: str
     without_checkpointing: dict[str, Any]
+    regions_are: RegionKind
 
     @staticmethod
     def fields_of(profile: Profile, problem: Problem) -> dict[str, Any]:
@@ -87,6 +91,7 @@ class Heading:
             "target": profile.target.name,
             "costs": profile.costs.source,
             "without_checkpointing": problem.without_checkpointing,
+            "regions_are": problem.space.kind,
         }
 
     def heading_json(self) -> dict[str, Any]:
@@ -95,6 +100,7 @@ class Heading:
             "target": self.target,
             "costs": self.costs,
             "without_checkpointing": self.without_checkpointing,
+            "regions_are": self.regions_are,
         }
 
 
@@ -138,12 +144,14 @@ def compare(
     strategies: Sequence[str] | None = None,
     limits: Limits | None = None,
     step: FakeStep | None = None,
+    regions: RegionKind = "nodes",
     on_strategy: Callable[[str, int, int], None] | None = None,
 ) -> Comparison:
     """What each strategy makes of `profile` under `budget`; with `step`, every plan that fits is also replayed.
 
     strategies   names in `solvers.STRATEGIES`; by default the quick ones
     limits       for each strategy on its own
+    regions      what regions are, as in `planning.plan`
     on_strategy  called with the name of each before it begins, its number from 1, and how many there are
 
     Raises Infeasible where it is proved that no plan fits, UsageError for an unknown strategy.
@@ -151,7 +159,7 @@ def compare(
     names, limits = tuple(dict.fromkeys(strategies or DEFAULT)), limits or Limits()
     for name in names:
         load(name)
-    problem = Problem(profile.graph, profile.costs, find_space(profile.graph), budget.limit_bytes)
+    problem = pose(profile.graph, profile.costs, space_of(profile.graph, regions), budget.limit_bytes)
     judge = _Judge(profile, step)
     solutions: dict[str, Solution] = {}
     interrupted = False
@@ -167,7 +175,7 @@ def compare(
             interrupted = True
         if interrupted:
             break
-    rows = rows_of(problem, solutions, profile, replayed=step is not None)
+    rows = rows_of(problem, solutions, profile, judge.peak if step is not None else None)
     if not any(row.fits for row in rows) and any(row.status == "infeasible" for row in rows):
         raise infeasible(problem, limits)
     return Comparison(
@@ -203,21 +211,29 @@ class _Judge:
     step: FakeStep | None
     replayed: dict[tuple[Region, ...], int] = dataclasses.field(default_factory=dict)
 
-    def solution(self, problem: Problem, name: str, limits: Limits) -> Solution:
+    def solution(self, problem: Problem, name: str, limits: Limits, limit_bytes: int | None = None) -> Solution:
+        """What `name` makes of `problem`, whose plan the replay finds within `limit_bytes`, by default its budget."""
         found = solve(problem, name, limits)
         if self.step is None or found.status not in ("optimal", "feasible"):
             return found
-        if found.regions not in self.replayed:
-            self.replayed[found.regions] = replay_peak(self.step, problem, found.regions, self.profile)
-        excess = self.replayed[found.regions] - problem.budget_bytes
+        limit_bytes = problem.budget_bytes if limit_bytes is None else limit_bytes
+        excess = self.peak(problem, found.regions) - limit_bytes
         if excess <= 0:
             return found
-        # As in planning: the evaluator was wrong by a few bytes, so ask for that much less; the bound still holds.
-        tighter = self.solution(problem.with_budget(problem.budget_bytes - excess), name, limits)
+        # As in planning: the evaluator was wrong by as much, so ask for that much less; the bound still holds.
+        tighter = self.solution(problem.with_budget(problem.budget_bytes - excess), name, limits, limit_bytes)
         status: Status = "feasible" if tighter.status == "optimal" else tighter.status
         return dataclasses.replace(
             tighter, status="unknown" if status == "infeasible" else status, bound_us=found.bound_us
         )
+
+    def peak(self, problem: Problem, regions: tuple[Region, ...]) -> int:
+        """Peak by the replay, which the numbers that autograd keeps are no part of where modules run untraced."""
+        assert self.step is not None
+        if regions not in self.replayed:
+            numbers = problem.graph.fixed_bytes.get("numbers", 0) if problem.space.kind == "modules" else 0
+            self.replayed[regions] = replay_peak(self.step, problem, regions, self.profile) + numbers
+        return self.replayed[regions]
 
 
 def best_bound(solutions: dict[str, Solution]) -> float:
@@ -225,21 +241,30 @@ def best_bound(solutions: dict[str, Solution]) -> float:
     return max((solution.bound_us for name, solution in solutions.items() if name in EXACT), default=0.0)
 
 
-def rows_of(problem: Problem, solutions: dict[str, Solution], profile: Profile, *, replayed: bool) -> tuple[Row, ...]:
+PeakOf = Callable[[Problem, tuple[Region, ...]], int]
+
+
+def rows_of(
+    problem: Problem, solutions: dict[str, Solution], profile: Profile, peak_of: PeakOf | None
+) -> tuple[Row, ...]:
+    """The rows, best first; `peak_of` is what replayed the plans that fit, if anything did."""
     bound_us = best_bound(solutions)
-    rows = (_row(problem, name, solution, profile, bound_us, replayed) for name, solution in solutions.items())
+    rows = (_row(problem, name, solution, profile, bound_us, peak_of) for name, solution in solutions.items())
     return tuple(sorted(rows, key=lambda row: row.rank))
 
 
 def _row(
-    problem: Problem, name: str, solution: Solution, profile: Profile, best_bound_us: float, replayed: bool
+    problem: Problem, name: str, solution: Solution, profile: Profile, best_bound_us: float, peak_of: PeakOf | None
 ) -> Row:
     plan, exact, about = None, name in EXACT, profile.graph.about
     fits = solution.status in ("optimal", "feasible")
     if has_plan(name, solution):
         # In its file, a plan without a proof of its own gets the one that others made.
         proved = dataclasses.replace(solution, bound_us=min(best_bound_us, solution.objective_us))
-        plan = assemble(problem, proved, profile, replayed=replayed and fits)
+        plan = assemble(problem, proved, profile, replayed=peak_of is not None and fits)
+        if peak_of is not None and problem.space.kind == "modules":
+            peak_bytes = peak_of(problem, solution.regions)
+            plan = dataclasses.replace(plan, predicted={**plan.predicted, "peak_bytes": peak_bytes})
     predicted: dict[str, Any] = plan.predicted if plan is not None else {}
     step_us, again_us = predicted.get("step_time_us"), predicted.get("recompute_time_us")
     samples_per_s = None

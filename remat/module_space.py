@@ -31,9 +31,8 @@ def pose(graph: Graph, costs: Costs, space: Space, budget_bytes: int) -> Problem
     """The Problem of a space of either kind."""
     problem = Problem(graph, costs, space, budget_bytes)
     if space.modules is not None:
-        allowed = {(first, end) for first, end, _ in space.modules}
         problem.runs = tuple(
-            run for run in problem.runs if run.region is None or (run.region.first, run.region.end) in allowed
+            run for run in problem.runs if run.region is None or space.allows(run.region.first, run.region.end)
         )
     return problem
 

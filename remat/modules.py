@@ -16,6 +16,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,8 +25,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from remat.applying import PlannedForward, dtypes_of
-from remat.errors import PlanMismatch
+from remat.applying import PlannedForward, checkpoints_itself, dtypes_of
+from remat.errors import PlanMismatch, UsageError
 from remat.plans import PlacedRegion
 from remat.rewrite import Counts
 
@@ -126,6 +127,8 @@ class ModuleRegion:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.regions.active:
             return self.original(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            _refuse_trace()
         self.regions.enter(self)
         return checkpoint(
             self._run,
@@ -144,6 +147,15 @@ class ModuleRegion:
         """
         positional = len(values) - len(names)
         return self.original(*values[:positional], **dict(zip(names, values[positional:], strict=True)))
+
+
+@torch._dynamo.disable
+def _refuse_trace() -> None:
+    """Where a compiler's trace ends: it would not see the regions, and nothing would be recomputed."""
+    raise UsageError(
+        "a plan of modules runs in eager mode only: leave torch.compile out, or make a plan of nodes for it "
+        "(`remat plan --depth 1`, without --regions modules)."
+    )
 
 
 class _Recomputation:
@@ -258,13 +270,12 @@ class PlannedModules(PlannedForward):
 
     def install(self) -> None:
         """Put the regions in; raises PlanMismatch for a plan of another model."""
-        planned, found = self.plan.about.get("parameter_count"), sum(p.numel() for p in self.model.parameters())
-        if planned not in (None, found):
-            raise PlanMismatch(
-                f"the plan was made for {self.plan.about['workload']!r} of {planned} parameters, this model has "
-                f"{found}; make a plan for this model."
-            )
+        self._compare_size()
         self.calls = ModuleRegions(self.model, self.plan.regions)
+
+    def _compare_size(self) -> None:
+        if (grown := self._grown()) is not None:
+            raise PlanMismatch(f"the plan was made for {self.plan.about['workload']!r}, another model: {grown}.")
 
     def take_out(self) -> None:
         self.calls.remove()
@@ -276,15 +287,28 @@ class PlannedModules(PlannedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.calls.active:
             return self.original(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            _refuse_trace()
         first, self._compared_dtypes = not self._compared_dtypes, True
         if first:
+            self._compare_size()
             self._compare_autocast()
+            self._compare_trainable(frames=6)
+            self._warn_of_own_checkpointing()
         self._compare_batch(args, kwargs)
         self.calls.entered.clear()
         self.calls.compare = self._compare_region if first else None
         result = self.original(*args, **kwargs)
         self.calls.require_all_entered()
         return result
+
+    def _warn_of_own_checkpointing(self) -> None:
+        if checkpoints_itself(self.model):
+            warnings.warn(
+                "gradient_checkpointing is on in this model, and a plan of modules is applied too: what both "
+                "checkpoint is recomputed twice. Turn it off; the plan decides what is recomputed.",
+                stacklevel=5,
+            )
 
     def _compare_region(self, module: nn.Module) -> None:
         """The dtypes that a region computes in: sharding may keep parameters in others."""

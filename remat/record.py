@@ -40,6 +40,7 @@ from remat.view_histories import ViewHistories
 from remat.workload import Workload, trainable
 
 _OWNER = re.compile(r"^L\['\w+'\](?:.*__self__)?\.?")  # how Dynamo calls the model, or what wraps its forward
+_CHILD = re.compile(r"\.__dict__\['_modules'\]\['([^']+)'\]")  # ... a child of a class with a __getattr__ of its own
 NUMBER_BYTES = 16  # eight in forward, eight more while it is recomputed
 LARGEST_NORM = 1.0  # of gradients that are clipped; any number takes the same memory
 EMA_DECAY = 0.999  # likewise
@@ -267,7 +268,10 @@ def record(step: FakeStep, *, alignment_bytes: int = 1) -> Graph:
     step.run_call = _run_plainly
     if recorder.numbers and step.device.type == "cpu" and alignment_bytes == 1:  # elsewhere they are not on the device
         fixed["numbers"] = NUMBER_BYTES * recorder.numbers
-    graph = recorder.graph(fixed, {**_about(step), CALLED_MODULES: list(recorder.modules)})
+    paths = {path for path, _ in step.model.named_modules()}  # others, kept in a list say, have no path to be found by
+    graph = recorder.graph(
+        fixed, {**_about(step), CALLED_MODULES: [path for path in recorder.modules if path in paths]}
+    )
     return dataclasses.replace(
         graph, parameters=tuple(recorder.parameters_of(step)), first_step_bytes=before + first_step_rise
     )
@@ -633,7 +637,7 @@ def module_path(node: fx.Node) -> str:
 def module_paths(node: fx.Node) -> list[str]:
     """Paths of the modules whose calls `node` runs in, from the outermost."""
     stack = node.meta.get("nn_module_stack") or {}
-    return [_OWNER.sub("", str(path)) for path, *_ in stack.values()]
+    return [_OWNER.sub("", _CHILD.sub(r".\1", str(path))) for path, *_ in stack.values()]
 
 
 def _effect(node: fx.Node) -> str:

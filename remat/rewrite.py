@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from remat.errors import RematError
+from remat.sizes import is_size
 from remat.tracker import UnseenMode, detached, is_seeded
 
 _RUNNING = ("running_mean", "running_var")
@@ -431,8 +432,9 @@ def rewrite(graph_module: fx.GraphModule, regions: Sequence[CallRegion], options
 
 
 def captured_nodes(graph_module: fx.GraphModule) -> list[fx.Node]:
-    """The operators of a captured graph, in order: what plans count as nodes."""
-    return [n for n in graph_module.graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
+    """The operators of a captured graph, in order: what plans count as nodes. Open sizes are none."""
+    others = ("placeholder", "get_attr", "output")
+    return [n for n in graph_module.graph.nodes if n.op not in others and not is_size(n)]
 
 
 def called(node: fx.Node) -> str:

@@ -15,6 +15,7 @@ these saves and this nesting depth. `Space.about` says so in the plan file.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator
 
@@ -56,6 +57,14 @@ class Space:
     depth: int
     longest: int = 1 << 30
     modules: tuple[tuple[int, int, str], ...] | None = None
+
+    def allows(self, first: int, end: int) -> bool:
+        """Whether nodes first..end-1 may be a region, as far as modules are concerned."""
+        return self.modules is None or (first, end) in self._modules
+
+    @functools.cached_property
+    def _modules(self) -> frozenset[tuple[int, int]]:
+        return frozenset((first, end) for first, end, _ in self.modules or ())
 
     @property
     def kind(self) -> RegionKind:

@@ -24,12 +24,12 @@ import numpy as np
 from remat.comparing import Heading, solve
 from remat.errors import RematError
 from remat.keeping import NS
-from remat.plans import Region
-from remat.problem import Problem
+from remat.module_space import pose, space_of
+from remat.plans import Region, RegionKind
 from remat.profiling import Profile
 from remat.solution import Limits, Solution, Status
 from remat.solvers import EXACT, HEURISTICS, load
-from remat.space import find_space
+from remat.space import Space
 
 CURVE = "exact"  # the strategy whose plans are the curve
 
@@ -88,17 +88,19 @@ def sweep(
     points: int = 20,
     limits: Limits | None = None,
     strategies: Sequence[str] | None = None,
+    regions: RegionKind = "nodes",
     on_point: Callable[[str, int, int], None] | None = None,
 ) -> Sweep:
     """The curve at up to `points` budgets, and what other strategies reach under the same.
 
     limits      for each point       strategies  names in `solvers.STRATEGIES`, by default the heuristics
+    regions     what regions are, as in `planning.plan`
     on_point    called before each solution with its strategy, its number from 1, and how many there may be
     """
     names = [name for name in dict.fromkeys(HEURISTICS if strategies is None else strategies) if name != CURVE]
     for name in names:
         load(name)
-    trace = _Trace(profile, limits or Limits(), on_point or (lambda *about: None))
+    trace = _Trace(profile, space_of(profile.graph, regions), limits or Limits(), on_point or (lambda *about: None))
     interrupted = False
     try:
         trace.find_curve(points)
@@ -129,9 +131,9 @@ class _Solved:
 class _Trace:
     """One problem under many budgets, and what is found so far; `curve` is sorted by budget."""
 
-    def __init__(self, profile: Profile, limits: Limits, on_point: Callable[[str, int, int], None]):
+    def __init__(self, profile: Profile, space: Space, limits: Limits, on_point: Callable[[str, int, int], None]):
         self.limits, self.on_point = limits, on_point
-        self.problem = Problem(profile.graph, profile.costs, find_space(profile.graph), 0)
+        self.problem = pose(profile.graph, profile.costs, space, 0)
         self.most_bytes = self.problem.memory.peak_without_checkpointing
         self.curve: list[_Solved] = []
         self.others: list[_Solved] = []

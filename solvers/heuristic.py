@@ -91,14 +91,15 @@ def recompute_ns(problem: Problem, regions: Proposal) -> int:
 def plan_of(problem: Problem, regions: Iterable[Region]) -> Proposal:
     """`regions` as a plan of the problem's space.
 
-    Left out are regions of which nothing is recomputed or that are too long, and saves of what takes no time or is
-    not recomputed anyway (early stop).
+    Left out are regions of which nothing is recomputed, that are too long, or no modules where they must be, and saves
+    of what takes no time or is not recomputed anyway (early stop).
     """
     found = []
     for region in regions:
         again = problem.memory.recomputation(region)
         a, b = problem.segment_of_node[region.first], problem.segment_of_node[region.end - 1] + 1
-        if again is not None and b - a <= problem.space.longest:
+        allowed = b - a <= problem.space.longest and problem.space.allows(region.first, region.end)
+        if again is not None and allowed:
             ends = problem.memory.node_end
             saved = (v for v in region.saved if v in problem.save_time_ns and ends[v] <= again.stop)
             found.append(Region(region.first, region.end, tuple(saved)))

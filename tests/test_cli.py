@@ -370,6 +370,17 @@ def test_what_is_measured_is_shown_beside(remat: Remat, monkeypatch: pytest.Monk
     assert ran.exit_code == 4 and "error: none: the measurement contradicts the plan." in ran.stderr
 
 
+@pytest.mark.parametrize("command", [against(budget="20MiB"), over("--points", "3")], ids=["compare", "sweep"])
+def test_regions_may_be_whole_modules_where_plans_are_compared(remat: Remat, command: list[str]) -> None:
+    command = [*command, "--strategies", "every-block,exact"]
+    ran = remat(*command, "--regions", "modules")
+    assert ran.exit_code == 0 and "regions are whole modules" in ran.stdout
+    assert remat(*command, "--regions", "modules", "--json").data["regions_are"] == "modules"
+    assert remat(*command, "--json").data["regions_are"] == "nodes"
+    ran = remat(*command, "--regions", "layers")
+    assert ran.exit_code == 2 and "--regions is nodes or modules, not 'layers'" in ran.stderr
+
+
 # sweep
 
 

@@ -9,14 +9,17 @@ from typing import Any
 import pytest
 
 from remat import comparing
+from remat.check import check
 from remat.comparing import Comparison, Row, compare
 from remat.errors import Infeasible, RematError, UsageError, ValidationFailed
+from remat.module_replay import replay_modules
+from remat.module_space import find_module_space, pose
 from remat.planning import Budget
 from remat.problem import Problem
 from remat.profiling import Profile, fake_step, find_place, profile_step
 from remat.record import FakeStep
 from remat.solution import Limits, Solution
-from remat.solvers import HEURISTICS
+from remat.solvers import HEURISTICS, heuristic
 from remat.space import find_space
 from tests import toys
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD
@@ -226,6 +229,50 @@ def test_where_the_replay_needs_more_less_is_asked_for(
     monkeypatch.setattr(comparing, "replay_peak", lambda *args: replay(*args) + 1000)
     row = compare(taken[0], budget, strategies=["exact"], limits=LIMITS, step=taken[1]).rows[0]
     assert row.peak_bytes is not None and row.peak_bytes + 1000 <= budget.limit_bytes
+
+
+# Whole modules
+
+
+@pytest.fixture(scope="module")
+def of_modules(taken: tuple[Profile, FakeStep], budget: Budget) -> Comparison:
+    return compare(taken[0], budget, limits=LIMITS, step=taken[1], regions="modules")
+
+
+def test_plans_of_modules_are_compared_with_each_other(of_modules: Comparison, found: Comparison) -> None:
+    assert of_modules.regions_are == of_modules.to_json()["regions_are"] == "modules"
+    best = of_modules.best
+    assert best is not None and best.step_time_us is not None and found.best is not None
+    assert best.step_time_us >= (found.best.step_time_us or 0)  # fewer plans
+    for row in of_modules.rows:
+        if row.plan is not None and row.strategy != "none" and row.fits:
+            assert row.plan.regions_are == "modules"
+            assert all(region.module and not region.saved and not region.inner for region in row.plan.regions)
+    layers = row_of(of_modules, "every-block").plan
+    assert layers is not None and [region.module for region in layers.regions] == [f"layers.{i}" for i in range(4)]
+
+
+def test_the_peak_of_a_plan_of_modules_is_the_untraced_replays(
+    taken: tuple[Profile, FakeStep], of_modules: Comparison, budget: Budget
+) -> None:
+    profile, step = taken
+    row = row_of(of_modules, "exact")
+    assert row.plan is not None
+    replayed = replay_modules(
+        step,
+        row.plan.regions,
+        alignment_bytes=profile.target.alignment_bytes,
+        workspace_of=profile.workspace_of(),
+    )
+    assert row.peak_bytes == int(replayed.max()) <= budget.limit_bytes
+
+
+def test_a_region_that_is_no_module_does_not_hold(profile: Profile, problem: Problem) -> None:
+    space = find_module_space(profile.graph)
+    posed = pose(profile.graph, profile.costs, space, 1 << 62)
+    joined = toys.all_in_one(problem.graph)[0]
+    assert "is not the forward of a module" in check(posed, Solution("any", "feasible", (joined,)))[0]
+    assert heuristic.plan_of(posed, [joined]) == ()
 
 
 # On the device at hand

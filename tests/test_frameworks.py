@@ -31,6 +31,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers.*",
     "ignore:The number of training batches",
     "ignore:GPU available but not used",
+    "ignore:.*is_gradient_checkpointing.*:FutureWarning",
 )
 
 
@@ -50,6 +51,7 @@ def costs_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
         ("accelerate_loop", "accelerate"),
         ("hf_trainer", "accelerate"),
         ("lightning_trainer", "lightning"),
+        ("lora", "peft"),
     ],
 )
 def test_an_example_trains_alike_in_less_memory(

@@ -30,6 +30,7 @@ from remat.record import FakeStep, autocast_context, record
 from remat.target import TARGETS
 from remat.validating import validate
 from remat.workload import Workload
+from tests.graphs import DYNAMO_LOOKS_AT_GRAD
 from tests.toys import (
     CONVNET,
     CPU,
@@ -214,7 +215,7 @@ def test_an_exception_in_a_region_leaves_the_model_fit_for_the_next_step(graphs:
 
 def test_a_plan_for_another_model_is_refused_when_applied(graphs: Any) -> None:
     plan = plan_of(graphs["transformer"][1])
-    with pytest.raises(PlanMismatch, match=r"of \d+ parameters, this model has \d+"):
+    with pytest.raises(PlanMismatch, match=r"it has \d+ parameters, and had \d+ when planned"):
         apply(Transformer(layers=5), plan)
     with pytest.raises(PlanMismatch, match=r"has a region 'layers\.0', and this model has no such module"):
         about = {name: value for name, value in plan.about.items() if name != "parameter_count"}
@@ -223,7 +224,7 @@ def test_a_plan_for_another_model_is_refused_when_applied(graphs: Any) -> None:
 
 def test_a_region_that_does_not_run_once_is_an_error(graphs: Any) -> None:
     model = apply(built(TRANSFORMER), plan_of(graphs["transformer"][1]))
-    model.layers[3] = nn.Identity()  # type: ignore[assignment,operator]
+    model.layers[3] = built(TRANSFORMER).layers[3]  # type: ignore[operator,index]
     with pytest.raises(PlanMismatch, match=r"region 'layers\.3' ran 0 times in this forward"):
         trained(TRANSFORMER, model)
 
@@ -246,7 +247,34 @@ def test_a_larger_batch_warns_once(graphs: Any) -> None:
     model(*batch)  # a second warning would be an error here
 
 
+@pytest.mark.filterwarnings(DYNAMO_LOOKS_AT_GRAD)
+@pytest.mark.parametrize("part", ["whole", "layer"])
+def test_a_compiler_is_refused_by_name(part: str, graphs: Any) -> None:
+    """It would drop the regions without a word."""
+    model = apply(built(TRANSFORMER), plan_of(graphs["transformer"][1]))
+    whole = part == "whole"
+    (model if whole else model.layers[2]).compile(backend="aot_eager")  # type: ignore[index,union-attr]
+    with pytest.raises(UsageError, match=r"a plan of modules runs in eager mode only: leave torch\.compile out"):
+        trained(TRANSFORMER, model)
+    ids = torch.randint(VOCAB, (2, LENGTH))
+    assert torch.equal(model.eval()(ids), built(TRANSFORMER).eval()(ids))
+
+
 # The space
+
+
+class Listed(nn.Module):
+    """The second layer is in a list that the model does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        self.others = [nn.Sequential(nn.Tanh(), nn.GELU())]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (self.first, *self.others):
+            x = layer(x)
+        return x.sum()
 
 
 class Shared(nn.Module):
@@ -277,6 +305,12 @@ def test_what_runs_twice_or_must_happen_once_is_no_region() -> None:
     shared = Workload("shared", Shared, lambda n, _: torch.randn(n, 4), lambda m, x: m(x), batch_size=2)
     space = find_module_space(recorded(shared)[1])
     assert [path for _, _, path in space.modules or ()] == ["once"]
+
+
+def test_a_module_that_no_path_leads_to_is_no_region() -> None:
+    listed = Workload("listed", Listed, lambda n, _: torch.randn(n, 4), lambda m, x: m(x), batch_size=2)
+    space = find_module_space(recorded(listed)[1])
+    assert [path for _, _, path in space.modules or ()] == ["first"]
 
 
 def test_a_profile_that_names_no_modules_is_refused() -> None:

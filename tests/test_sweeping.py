@@ -122,6 +122,18 @@ def test_no_strategy_is_better_than_what_the_curve_proves(found: Sweep) -> None:
         assert larger.bound_us is not None and point.recompute_time_us >= larger.bound_us - 0.01
 
 
+def test_a_curve_of_modules_lies_above_that_of_nodes(profile: Profile, found: Sweep) -> None:
+    """Its plans are among those of nodes."""
+    modules = sweep(profile, points=4, limits=LIMITS, strategies=["every-block"], regions="modules")
+    assert modules.regions_are == "modules" and found.regions_are == "nodes"
+    assert all(point.saved == 0 for point in (*modules.points, *modules.others))
+    assert modules.points[0].budget_bytes >= found.points[0].budget_bytes
+    assert modules.points[-1].recompute_time_us == 0
+    for point in modules.points:
+        below = [other for other in found.points if other.budget_bytes >= point.budget_bytes]
+        assert all(other.bound_us is not None and other.bound_us <= point.recompute_time_us for other in below)
+
+
 def test_it_says_how_far_it_is(swept: tuple[Sweep, list[tuple[str, int, int]]]) -> None:
     _, seen = swept
     assert seen[:POINTS] == [("exact", number, POINTS) for number in range(1, POINTS + 1)]

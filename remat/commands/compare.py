@@ -11,7 +11,7 @@ import typer
 
 from remat.commands import Answer
 from remat.commands.files import about_with, file_name, require_folder
-from remat.commands.options import BudgetOptions, EachSearchOptions, Json, SourceOptions
+from remat.commands.options import BudgetOptions, EachSearchOptions, Json, Regions, SourceOptions, region_kind
 from remat.commands.source import Source, budget_for, headroom_on_top, opened, workload_of
 from remat.commands.validate import measuring_first
 from remat.errors import UsageError, ValidationFailed
@@ -34,6 +34,7 @@ def compare(
     budget: BudgetOptions,
     source: SourceOptions,
     search: EachSearchOptions,
+    regions: Regions = "nodes",
     measure: Annotated[
         bool,
         typer.Option(
@@ -51,6 +52,7 @@ def compare(
     """Plan one step by several strategies under one budget, and show them side by side."""
     from remat.screen import live_line
 
+    kind = region_kind(regions)
     if save is not None:
         require_folder(save.absolute() if save.exists() else save.absolute().parent, save)
     with live_line() as line:
@@ -68,6 +70,7 @@ def compare(
                 strategies=search.names,
                 limits=search.limits(line),
                 step=step,
+                regions=kind,
                 on_strategy=lambda name, number, count: line.say(f"{name}, {number} of {count}"),
             )
         files = _saved(comparison, save, found, limit) if save is not None else {}
@@ -231,6 +234,8 @@ def _notes(found: Comparison, files: Sequence[str]) -> Iterator[str]:
         yield f"above bound: recompute time above {ms(found.bound_us)}, which every plan within the budget needs"
     if found.costs == "estimated":
         yield "step times are estimated"
+    if found.regions_are == "modules":
+        yield "regions are whole modules: a strategy that joins layers or saves inside them has no plan of its own"
     best = found.best
     if best is None and (nearest := next((row for row in found.rows if row.peak_bytes is not None), None)):
         yield f"no plan fits; the nearest, of strategy {nearest.strategy}, needs {gib(nearest.peak_bytes or 0)}"

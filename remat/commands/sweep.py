@@ -13,7 +13,7 @@ import typer
 
 from remat.commands import Answer
 from remat.commands.files import require_writable
-from remat.commands.options import EachSearchOptions, Json, SourceOptions
+from remat.commands.options import EachSearchOptions, Json, Regions, SourceOptions, region_kind
 from remat.commands.source import opened
 from remat.units import gib, ms, parse_bytes
 
@@ -32,6 +32,7 @@ PLAIN_CURVE, PLAIN_MARKS = "@", "abcdefghijklmnopqrstuvwxyz"  # where there is o
 def sweep(
     source: SourceOptions,
     search: EachSearchOptions,
+    regions: Regions = "nodes",
     points: Annotated[int, typer.Option(min=2, max=1000, help="Budgets to solve for, at most.")] = 20,
     plot: Annotated[
         Path | None,
@@ -46,6 +47,7 @@ def sweep(
     """
     from remat.screen import live_line
 
+    kind = region_kind(regions)
     for path in filter(None, (plot, out)):
         require_writable(path)
     if plot is not None:
@@ -63,6 +65,7 @@ def sweep(
             points=points,
             limits=search.limits(line),
             strategies=search.names,
+            regions=kind,
             on_point=lambda name, number, count: line.say(f"{name}, point {number} of {count}"),
         )
     if out is not None:
@@ -161,10 +164,13 @@ def _chart(found: Sweep, unit: str, options: ConsoleOptions) -> Iterator[Text]:
 def _notes(found: Sweep, files: tuple[str, ...]) -> Iterator[str]:
     if found.costs == "estimated":
         yield "step times are estimated"
+    if found.regions_are == "modules":
+        yield "regions are whole modules: untraced they may need more than here, as `remat plan` will find out"
     unproved = sum(point.status != "optimal" for point in found.points)
     if unproved:
         yield f"{unproved} of {len(found.points)} points are not proved optimal; raise --time-limit"
     if found.interrupted:
         yield "interrupted: these are the points found so far"
     yield from (f"wrote {path}" for path in files)
-    yield "next: remat plan with one of these as --budget"
+    modules = " --regions modules" if found.regions_are == "modules" else ""
+    yield f"next: remat plan{modules} with one of these as --budget"

@@ -1,0 +1,175 @@
+"""Batches whose shape changes from step to step: traced twice, not once a shape, and otherwise as without a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from remat import applying, models
+from remat.allocator import measure_peak
+from remat.applying import apply, counts_of, planned_forward
+from remat.kernel_log import KernelLog
+from remat.record import autocast_context
+from remat.workload import Workload
+from tests.graphs import DYNAMO_LOOKS_AT_GRAD
+from tests.toys import (
+    CHOICES,
+    CPU,
+    TRANSFORMER,
+    Transformer,
+    every_block,
+    half_saved,
+    plan_by_hand,
+    recorded,
+    tokens,
+)
+
+pytestmark = [
+    pytest.mark.usefixtures("fresh_dynamo", "one_thread"),
+    pytest.mark.filterwarnings(DYNAMO_LOOKS_AT_GRAD),
+]
+
+LONG = dataclasses.replace(TRANSFORMER, seq_len=64)
+
+
+def built(workload: Workload) -> Any:
+    torch.manual_seed(0)
+    return workload.build()
+
+
+def gradients(workload: Workload, model: Any, samples: int, length: int | None) -> list[torch.Tensor]:
+    model.zero_grad()
+    torch.manual_seed(100)
+    batch = workload.batch(samples, length)
+    torch.manual_seed(1)
+    with autocast_context(CPU, workload.autocast):
+        workload.step(model, batch).backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return len(left) == len(right) > 0 and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def traces(model: nn.Module) -> int:
+    return len(planned_forward(model)._fitting)
+
+
+# However many shapes there are
+
+
+@pytest.mark.parametrize("choice", ["every-block", "half-saved", "nested", "pairs-of-segments"])
+def test_thirty_lengths_are_traced_twice_and_train_as_without_a_plan(choice: str) -> None:
+    graph = recorded(LONG)[1]
+    untouched, model = built(LONG), apply(built(LONG), plan_by_hand(graph, CHOICES[choice](graph)))
+    for length in range(64, 34, -1):
+        assert equal(gradients(LONG, model, 4, length), gradients(LONG, untouched, 4, length))
+    assert traces(model) == 2
+    assert counts_of(model).regions == 30 * len(CHOICES[choice](graph))
+
+
+def test_a_smaller_batch_and_a_batch_of_one_are_two_traces_more() -> None:
+    graph = recorded(LONG)[1]
+    untouched, model = built(LONG), apply(built(LONG), plan_by_hand(graph, half_saved(graph)))
+    for samples, length in [(4, 64), (4, 60), (3, 60), (2, 31), (1, 9), (1, 63), (4, 64)]:
+        assert equal(gradients(LONG, model, samples, length), gradients(LONG, untouched, samples, length))
+    assert traces(model) == 4
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-1b", "t5-base", "qwen3-moe", "resnet50"])
+def test_kernels_at_a_shape_that_was_not_traced_are_those_of_the_untouched_model(name: str) -> None:
+    pytest.importorskip("transformers")
+    workload = models.TEST_SIZES[name]().sized(batch_size=4)
+    length = workload.seq_len and 32
+    workload = workload.sized(seq_len=length)
+    graph = recorded(workload)[1]
+    untouched, model = built(workload), apply(built(workload), plan_by_hand(graph, half_saved(graph)))
+    sizes = [(4, length), (3, length and 24), (2, length and 20)]
+    for samples, shorter in sizes:
+        expected, found = KernelLog(), KernelLog()
+        known = traces(model)
+        planned_forward(model).watch(observe=False, recompute_context=found.paused)
+        with expected:
+            left = gradients(workload, untouched, samples, shorter)
+        with found:
+            right = gradients(workload, model, samples, shorter)
+        assert equal(left, right)
+        assert counts_of(model).regions > 0
+    assert traces(model) == known == 2  # the last shape was not traced
+    assert found.found == expected.found
+
+
+def test_a_number_that_changes_from_step_to_step_is_not_traced_anew() -> None:
+    """As the count of tokens that a loss is divided by."""
+    workload = dataclasses.replace(TRANSFORMER, build=Divided, step=lambda m, b: m(*b, count=int(b[0].numel())))
+    graph = recorded(workload)[1]
+    untouched, model = built(workload), apply(built(workload), plan_by_hand(graph, half_saved(graph)))
+    for length in (8, 7, 6, 5, 4):
+        assert equal(gradients(workload, model, 4, length), gradients(workload, untouched, 4, length))
+    assert traces(model) == 2
+
+
+class Divided(Transformer):
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor, count: int) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(ids, labels) * 32 / count
+
+
+# The promise is about the planned shape, whatever came before it
+
+
+WIDE = dataclasses.replace(TRANSFORMER, build=lambda: Transformer(width=64), batch_size=16, seq_len=64, optimizer=None)
+
+
+def test_the_planned_shape_has_the_predicted_peak_when_it_was_not_traced_by_itself() -> None:
+    graph = recorded(WIDE)[1]
+    plan = plan_by_hand(graph, half_saved(graph))
+    model = apply(built(WIDE), plan)
+    for samples, length in [(8, 32), (7, 24), (16, 64)]:
+        gradients(WIDE, model, samples, length)
+    known = traces(model)
+    model.zero_grad()
+    batch = WIDE.batch(16, 64)
+    peak = graph.fixed_total + measure_peak(lambda: WIDE.step(model, batch).backward(), CPU)
+    assert peak == pytest.approx(plan.predicted["peak_bytes"], rel=0.001)
+    assert traces(model) == known
+
+
+# Where sizes cannot be left open
+
+
+class Reading(Transformer):
+    """A size is read off an activation, as a whole."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(ids, labels) + 0 * torch.ones(self.layers[0](self.embed(ids)).size()).sum()
+
+
+@pytest.fixture
+def reading() -> tuple[Any, Any]:
+    """Untouched, and with a plan."""
+    workload = dataclasses.replace(LONG, build=Reading)
+    graph = recorded(workload)[1]
+    return built(workload), apply(built(workload), plan_by_hand(graph, every_block(graph)))
+
+
+def test_a_graph_that_reads_sizes_off_its_activations_is_traced_for_every_shape(reading: tuple[Any, Any]) -> None:
+    untouched, model = reading
+    for length in (64, 60, 50, 64, 40):
+        assert equal(gradients(LONG, model, 4, length), gradients(LONG, untouched, 4, length))
+    assert counts_of(model).regions == 5 * len(planned_forward(model).plan.regions)
+    assert traces(model) > 3
+
+
+def test_many_traces_are_warned_of_once(reading: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(applying, "MANY_TRACES", 3)
+    model = reading[1]
+    for length in (64, 60):
+        model(*tokens(4, length))
+    with pytest.warns(UserWarning, match="this forward was traced 3 times.*Pad batches to a few lengths") as caught:
+        model(*tokens(4, 50))
+    assert [warning.filename for warning in caught] == [__file__]
+    model(*tokens(4, 40))  # a second warning would be an error here
