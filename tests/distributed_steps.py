@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from remat.allocator import measure_peak
@@ -100,6 +101,45 @@ def trained(rank: int, scenario: str, plan: Plan | None, *, late: bool = False) 
     return Found(losses, gradients, min(peaks), counts_of(model).regions if plan is not None else 0, 2 + len(peaks))
 
 
+def through_accelerate(rank: int, plan: Plan | None) -> Found | None:
+    """Three steps of a model that accelerate has sharded; None where it is not installed.
+
+    On the CPU accelerate would take DistributedDataParallel whatever it is told, so its own record of what to take is
+    changed; the preparation that follows is the one that GPUs get.
+    """
+    try:
+        from accelerate import Accelerator, FullyShardedDataParallelPlugin
+        from accelerate.state import AcceleratorState
+        from accelerate.utils import DistributedType
+    except ImportError:
+        return None
+    from remat.integrations.accelerate import prepare
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost")  # met already
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"]
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    AcceleratorState._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
+    torch.manual_seed(0)
+    model = wide()
+    optimizer: Any = torch.optim.AdamW(model.parameters())
+    if plan is None:
+        wrapped, optimizer = accelerator.prepare(model, optimizer)
+    else:
+        wrapped, optimizer = prepare(accelerator, model, optimizer, plan=plan)
+    assert isinstance(wrapped, FSDPModule)
+    torch.manual_seed(10 + rank)
+    batch, losses, gradients = WIDE.batch(SAMPLES, LENGTH), [], []
+    for _ in range(3):
+        losses.append(step(wrapped, batch))  # type: ignore[arg-type]
+        gradients = [local(p.grad) for p in wrapped.parameters() if p.grad is not None]  # type: ignore[attr-defined]
+        optimizer.step()
+        optimizer.zero_grad()
+    AcceleratorState._reset_state(True)
+    return Found(losses, gradients, 0, counts_of(wrapped).regions if plan is not None else 0, len(losses))  # type: ignore[arg-type]
+
+
 def step(model: nn.Module, batch: Any) -> float:
     loss = WIDE.step(model, batch)
     loss.backward()
@@ -131,6 +171,7 @@ def run(rank: int, folder: str, plans: dict[str, Plan]) -> None:
         for scenario, (kind, *_) in SCENARIOS.items():
             found[scenario] = trained(rank, scenario, None), trained(rank, scenario, plans[kind])
         found["late"] = trained(rank, "fsdp2 modules", plans["modules"], late=True)
+        found["accelerate"] = through_accelerate(rank, None), through_accelerate(rank, plans["modules"])
         torch.save(found, Path(folder) / f"found_{rank}.pt")
     finally:
         dist.destroy_process_group()

@@ -107,6 +107,17 @@ def test_under_fully_shard_the_plan_saves_what_it_says(rank: int, found: Any, pr
     assert untouched.peak_bytes - planned.peak_bytes >= predicted["nothing"] - predicted["modules"] - layer
 
 
+@pytest.mark.parametrize("rank", RANKS)
+def test_a_model_that_accelerate_shards_trains_with_its_plan_of_modules(rank: int, found: Any) -> None:
+    untouched, planned = found[rank]["accelerate"]
+    if planned is None:
+        pytest.skip("accelerate is not installed")
+    assert planned.losses == untouched.losses
+    assert planned.regions == planned.steps * LAYERS
+    assert len(planned.gradients) == len(untouched.gradients) > 0
+    assert all(torch.equal(a, b) for a, b in zip(planned.gradients, untouched.gradients, strict=True))
+
+
 def test_a_plan_may_be_applied_after_sharding(found: Any) -> None:
     for rank in RANKS:
         late: Found = found[rank]["late"]
