@@ -381,7 +381,7 @@ class PlannedForward:
                 "traces",
                 f"this forward was traced {traces} times, because batches of so many shapes came and its graph depends "
                 "on them: each takes seconds and stays in memory. Pad batches to a few lengths (buckets).",
-                frames=6,
+                frames=7,
             )
 
     def _larger(self, what: str, text: str, frames: int = 6) -> None:

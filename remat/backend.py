@@ -48,7 +48,9 @@ def remat(
     if not torch.is_grad_enabled():
         return found_backend(compiler)(graph_module, list(example_inputs))
     drop_dead_views(graph_module)
-    regions = _regions(plan if isinstance(plan, Plan) else Plan.load(plan), graph_module, example_inputs)
+    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+    _compare_compiler(plan, inner)
+    regions = _regions(plan, graph_module, example_inputs)
     return compile_graph(graph_module, example_inputs, regions, compiler)
 
 
@@ -59,6 +61,14 @@ def _compiler(inner: str, mode: str | None, settings: dict[str, Any]) -> str | B
         unknown = f"option {next(iter(settings))!r}" if inner == AOT_EAGER and settings else f"inner {inner!r}"
         raise UsageError(f"the backend has no {unknown}; inner is {INDUCTOR!r}, or {AOT_EAGER!r} without more options.")
     return inner
+
+
+def _compare_compiler(plan: Plan, inner: str) -> None:
+    planned = plan.about.get("compiler")
+    if planned not in (None, inner):
+        raise PlanMismatch(
+            f"the plan says what the step needs compiled by {planned}; choose it as inner, or make a plan for {inner}."
+        )
 
 
 def _regions(plan: Plan, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[CallRegion, ...]:

@@ -162,8 +162,18 @@ def _plan_modules(problem: Problem, limits: Limits, solver: Solver, step: FakeSt
     )
 
 
-def solve_within(problem: Problem, limits: Limits, solver: Solver, step: FakeStep | None, profile: Profile) -> Solution:
-    """A solution that evaluator and replay accept; raises Infeasible or NoPlanInTime where there is none."""
+def solve_within(
+    problem: Problem,
+    limits: Limits,
+    solver: Solver,
+    step: FakeStep | None,
+    profile: Profile,
+    limit_bytes: int | None = None,
+) -> Solution:
+    """A solution that the evaluator accepts, and the replay within `limit_bytes`, by default the problem's budget.
+
+    Raises Infeasible or NoPlanInTime where there is none.
+    """
     if problem.memory.peak_without_checkpointing <= problem.budget_bytes:
         return Solution("none needed", "optimal")
     solution = solver(problem, limits)
@@ -176,12 +186,15 @@ def solve_within(problem: Problem, limits: Limits, solver: Solver, step: FakeSte
     check.require(problem, solution)
     if step is None:
         return solution
-    excess = replay_peak(step, problem, solution.regions, profile) - problem.budget_bytes
+    limit_bytes = problem.budget_bytes if limit_bytes is None else limit_bytes
+    excess = replay_peak(step, problem, solution.regions, profile) - limit_bytes
     if excess <= 0:
         return solution
     # The evaluator was wrong by a few bytes (Rule 6 of memory.py): ask for that much less. The bound of the
     # original problem still holds, because the plans of the smaller budget are among those of the original one.
-    tighter = solve_within(problem.with_budget(problem.budget_bytes - excess), limits, solver, step, profile)
+    tighter = solve_within(
+        problem.with_budget(problem.budget_bytes - excess), limits, solver, step, profile, limit_bytes
+    )
     return dataclasses.replace(tighter, status="feasible", bound_us=solution.bound_us)
 
 

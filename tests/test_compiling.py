@@ -298,6 +298,12 @@ def test_the_backend_says_what_it_cannot_take(options: dict[str, Any], message: 
         under_backend(**{"plan": plan, **options})(*batch_of(TRANSFORMER))
 
 
+def test_the_backend_refuses_a_plan_made_for_another_compiler(plan: Plan) -> None:
+    for_inductor = dataclasses.replace(plan, about={**plan.about, "compiler": "inductor"})
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"PlanMismatch.*compiled by inductor"):
+        under_backend(for_inductor)(*batch_of(TRANSFORMER))
+
+
 def test_the_backend_refuses_a_graph_that_the_plan_does_not_know(plan: Plan) -> None:
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"PlanMismatch.*has no such graph"):
         under_backend(plan, Transformer(layers=LAYERS + 1))(*batch_of(TRANSFORMER))

@@ -1,0 +1,8 @@
+"""`python -m remat` is `remat`."""
+
+import sys
+
+from remat.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
