@@ -93,7 +93,7 @@ def workload(family: str, **options: Any) -> Workload:
 WORKLOADS = {
     "gpt2": workload("gpt2"),
     "llama": workload("llama"),
-    "last layers": workload("gpt2", layers_to_transform=[2, 3]),
+    "last layers": workload("gpt2", layers_to_transform=[LAYERS - 2, LAYERS - 1]),
 }
 
 
@@ -161,7 +161,7 @@ def test_adapters_train_bitwise_as_without_a_plan_and_the_rest_stays_frozen(
     assert all("lora_" in name for name in trained(model)[1])
 
 
-@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("choice", KINDS)
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_the_measured_peak_is_the_replayed_one(name: str, choice: str, recordings: Any) -> None:
     step, graph = recordings[name]
@@ -301,7 +301,7 @@ def test_a_plan_from_before_there_were_adapters_is_refused_by_name(choice: str, 
 
 def test_what_dynamo_breaks_elsewhere_on_real_tensors_is_refused_by_name() -> None:
     """DoRA asks of what class a weight is."""
-    dora = workload("gpt2", use_dora=True, layers_to_transform=[3])
+    dora = workload("gpt2", use_dora=True, layers_to_transform=[LAYERS - 1])
     model = apply(built(dora), CHOICES["half-saved"](recorded(dora)[1]))
     with pytest.raises(PlanMismatch, match="Dynamo breaks its graph elsewhere on fake tensors"):
         trained(model)

@@ -62,7 +62,7 @@ def traces(model: nn.Module) -> int:
 # However many shapes there are
 
 
-@pytest.mark.parametrize("choice", ["every-block", "half-saved", "nested", "pairs-of-segments"])
+@pytest.mark.parametrize("choice", ["half-saved", "nested"])
 def test_thirty_lengths_are_traced_twice_and_train_as_without_a_plan(choice: str) -> None:
     graph = recorded(LONG)[1]
     untouched, model = built(LONG), apply(built(LONG), plan_by_hand(graph, CHOICES[choice](graph)))
@@ -80,7 +80,7 @@ def test_a_smaller_batch_and_a_batch_of_one_are_two_traces_more() -> None:
     assert traces(model) == 4
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama-1b", "t5-base", "qwen3-moe", "resnet50"])
+@pytest.mark.parametrize("name", ["gpt2", "resnet50"])
 def test_kernels_at_a_shape_that_was_not_traced_are_those_of_the_untouched_model(name: str) -> None:
     pytest.importorskip("transformers")
     workload = models.TEST_SIZES[name]().sized(batch_size=4)
