@@ -23,8 +23,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-def pytest_collection_finish() -> None:
-    """Take what imports made out of the collector's sight: steps collect garbage before they are measured."""
+@pytest.fixture(scope="module", autouse=True)
+def nothing_old_to_collect() -> None:
+    """Take what imports and earlier files left out of the collector's sight: steps collect before they are measured."""
     gc.collect()
     gc.freeze()
 
