@@ -86,9 +86,11 @@ def _rows(workload: Workload, compilers: tuple[str, ...]) -> Iterator[dict[str, 
     budget = int(least + SHARE * (most - least))
     limit, limits = Budget(budget, budget), Limits(time_s=20)
     made_for_eager = plan_profile(profile, limit, step=fake, space=space, limits=limits)
-    eager = _measured(workload, None, profile.graph.fixed_total, lambda model: None)
+    eager = _measured(workload, None, profile.graph.fixed_total - profile.graph.number_bytes, lambda model: None)
     for compiler in compilers:
-        untouched = _measured(workload, compiler, profile.graph.fixed_total, lambda model: None)
+        untouched = _measured(
+            workload, compiler, profile.graph.fixed_total - profile.graph.number_bytes, lambda model: None
+        )
         for made_for in ("eager", compiler):
             row: dict[str, Any] = {
                 "workload": f"{workload.name} {workload.batch_size} x {workload.seq_len}",
@@ -118,7 +120,9 @@ def _beside(
     plan: Plan, replayed: int, profile: Profile, untouched: dict[str, Any], compiler: str, workload: Workload
 ) -> dict[str, Any]:
     """What is measured of `plan`, beside what it and its replay say; its recomputation as eager costs have it."""
-    planned = _measured(workload, compiler, profile.graph.fixed_total, lambda model: apply(model, plan))
+    planned = _measured(
+        workload, compiler, profile.graph.fixed_total - profile.graph.number_bytes, lambda model: apply(model, plan)
+    )
     assert planned["regions"] == len(plan.regions), "the plan was lost"
     memory, regions = Memory(profile.graph), unplace(profile.graph, plan.regions)
     return {

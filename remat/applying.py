@@ -54,7 +54,8 @@ def apply(
 
     A second call replaces the first plan; `remove` takes it out again.
 
-    on_larger  what to do at a batch larger than planned: warn, or refuse with PlanMismatch
+    on_larger  what to do at a batch larger than planned, or at anything else that may take more (parameters that were
+               frozen, another compiler): warn, or refuse with PlanMismatch
     observe    count recomputed nodes (see `counts_of`), at the price of a Python call per node
 
     Raises UsageError for an unreadable plan or something that is not a module; PlanMismatch, at the first training
@@ -343,7 +344,7 @@ class PlannedForward:
         planned = self.plan.about.get("compiler")
         if planned is None or found == planned:
             return
-        self._larger(
+        self._not_as_planned(
             "compiler",
             f"{f'compiled by {found}' if found else 'uncompiled'}, the step needs other than the planned "
             f"{gib(self.plan.predicted['peak_bytes'])}, which is what it needs compiled by {planned}; compile it so, "
@@ -355,7 +356,7 @@ class PlannedForward:
         found = element_count(args, kwargs)
         if not planned or found <= planned:
             return
-        self._larger(
+        self._not_as_planned(
             "batch",
             f"this batch has {found} elements, the plan was made for {planned} "
             f"(batch size {self.plan.about['batch_size']}): its peak will exceed the planned "
@@ -367,7 +368,7 @@ class PlannedForward:
         planned = self.plan.about.get("trainable_count")
         found = sum(p.numel() for p in trainable(self.model))
         if planned is not None and found > planned:
-            self._larger(
+            self._not_as_planned(
                 "trainable",
                 f"{found} parameters require gradients, {planned} did when the plan was made: the peak will exceed "
                 f"the planned {gib(self.plan.predicted['peak_bytes'])}; make a plan for the model as it is now.",
@@ -384,8 +385,8 @@ class PlannedForward:
                 frames=7,
             )
 
-    def _larger(self, what: str, text: str, frames: int = 6) -> None:
-        """Warn of something larger than planned, so many frames below the caller, or refuse it."""
+    def _not_as_planned(self, what: str, text: str, frames: int = 6) -> None:
+        """Warn of what may take more than planned, so many frames below the caller, or refuse it."""
         if self.on_larger == "refuse":
             raise PlanMismatch(text)
         self._warn(what, text, frames + 1)

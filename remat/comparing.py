@@ -228,11 +228,10 @@ class _Judge:
         )
 
     def peak(self, problem: Problem, regions: tuple[Region, ...]) -> int:
-        """Peak by the replay, which the numbers that autograd keeps are no part of where modules run untraced."""
+        """Peak by the replay, each plan replayed once."""
         assert self.step is not None
         if regions not in self.replayed:
-            numbers = problem.graph.fixed_bytes.get("numbers", 0) if problem.space.kind == "modules" else 0
-            self.replayed[regions] = replay_peak(self.step, problem, regions, self.profile) + numbers
+            self.replayed[regions] = replay_peak(self.step, problem, regions, self.profile)
         return self.replayed[regions]
 
 

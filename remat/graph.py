@@ -109,6 +109,11 @@ class OpKind:
     moved_bytes: int
     dtype: str
 
+    @property
+    def key(self) -> tuple[str, str]:
+        """Operator and signature: what kernels' own bytes are known by in a replay."""
+        return self.name, json.dumps(self.signature)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Storages:
@@ -196,6 +201,11 @@ class Graph:
     @property
     def fixed_total(self) -> int:
         return sum(self.fixed_bytes.values())
+
+    @property
+    def number_bytes(self) -> int:
+        """Of the fixed bytes those of Python numbers that autograd keeps as tensors: what no replay sees."""
+        return self.fixed_bytes.get("numbers", 0)
 
     @functools.cached_property
     def fingerprints(self) -> tuple[str, ...]:

@@ -45,7 +45,7 @@ from torch.utils._pytree import tree_leaves
 from remat.allocator import measure_peak, synchronize
 from remat.costs import Costs, kind_key
 from remat.errors import UsageError
-from remat.graph import Graph, OpKind
+from remat.graph import OpKind
 from remat.plans import write_atomically
 from remat.target import TARGETS, Target
 from remat.units import GIB, gib
@@ -79,21 +79,6 @@ class KindCost:
 
 
 def measure(
-    graph: Graph,
-    device: torch.device,
-    *,
-    cache: Path | Literal["default"] | None = "default",
-    repeats: int = 15,
-    seconds_per_kind: float = 0.15,
-    on_progress: Callable[[int, int], None] | None = None,
-) -> Costs:
-    """Costs of every kind of operator in `graph`, measured on `device`: see `measure_kinds`."""
-    return measure_kinds(
-        graph.kinds, device, cache=cache, repeats=repeats, seconds_per_kind=seconds_per_kind, on_progress=on_progress
-    )
-
-
-def measure_kinds(
     kinds: Sequence[OpKind],
     device: torch.device,
     *,

@@ -147,8 +147,7 @@ def _plan_modules(problem: Problem, limits: Limits, solver: Solver, step: FakeSt
                 error.breakdown,
             ) from None
         first = first or solution
-        numbers = problem.graph.fixed_bytes.get("numbers", 0)  # a replay does not see them
-        peak = replay_peak(step, problem, solution.regions, profile) + numbers
+        peak = replay_peak(step, problem, solution.regions, profile)
         if peak <= problem.budget_bytes:
             status = solution.status if solution is first else "feasible"
             judged = dataclasses.replace(solution, status=status, bound_us=min(first.bound_us, solution.objective_us))
@@ -203,14 +202,13 @@ def replay_peak(step: FakeStep, problem: Problem, regions: tuple[Region, ...], p
 
     A replay has every state whole. Of one rank's share it tells by how much the evaluator was wrong for the whole.
     """
-    peak = int(
-        judge_of(problem.space.kind)(
-            step,
-            place(problem.graph, regions, problem.space.modules),
-            alignment_bytes=profile.target.alignment_bytes,
-            workspace_of=profile.workspace_of(),
-        ).max()
+    alive = judge_of(problem.space.kind)(
+        step,
+        place(problem.graph, regions, problem.space.modules),
+        alignment_bytes=profile.target.alignment_bytes,
+        workspace_of=profile.workspace_of(),
     )
+    peak = int(alive.max()) + problem.graph.number_bytes
     if profile.whole is None:
         return peak
     whole = Memory(profile.whole, profile.costs.workspace_per_op(profile.whole)).curve(regions).peak_bytes

@@ -270,12 +270,16 @@ class Problem(Keeping):
 
     def _op_at(self, run: Run, curve: Curve, position: int) -> int:
         """The operator at `position` of the run's own curve; for a cast from before its region the one before it."""
+        op = int(curve.op[position])
         if curve.region[position] < 0:
-            return int(curve.op[position])
+            return op
         assert run.region is not None
         first = int(self.memory.node_first[run.region.first])
-        again = curve.op[: position + 1][curve.region[: position + 1] >= 0]
-        return int(again[again >= first][-1]) if (again >= first).any() else first - 1
+        if op >= first:
+            return op
+        again = curve.op[:position][curve.region[:position] >= 0]
+        own = again[again >= first]
+        return int(own[-1]) if len(own) else first - 1
 
     def _row(self, index: int, op: int, recomputing: bool, alive_bytes: int) -> Row:
         run = self.runs[index]

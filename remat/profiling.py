@@ -44,7 +44,7 @@ class Profile:
     def workspace_of(self) -> dict[tuple[str, str], int]:
         """Kernels' own bytes by operator and signature, for a replay."""
         rows = zip(self.graph.kinds, self.costs.workspace_bytes, strict=True)
-        return {(kind.name, json.dumps(kind.signature)): size for kind, size in rows if size}
+        return {kind.key: size for kind, size in rows if size}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the profile file atomically."""
@@ -150,5 +150,5 @@ def profile_step(step: FakeStep, place: Place, *, on_progress: Callable[[int, in
     if place.device is None:
         costs = estimate(graph, place.target)
     else:
-        costs = measure(graph, place.device, on_progress=on_progress)
+        costs = measure(graph.kinds, place.device, on_progress=on_progress)
     return Profile(graph, costs, place.target, whole if graph is not whole else None)

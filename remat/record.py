@@ -438,6 +438,8 @@ class _Recorder(Tracker):
         record = self._nodes[node]
         taken = {self.storage_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         older = {u for u in taken - {FIXED} if self.storages[u].cast and self._storage_nodes[u] < node}
+        if not older:
+            return
         given = {u for source in record["inputs"] for u in self._nodes[source]["values"]}
         new = sorted(older - given - {*record["reused"]})
         if not new:

@@ -7,7 +7,6 @@ The executor itself is the judge here: the same rewrite that training uses, the 
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -89,8 +88,7 @@ def with_workspaces(tracker: Tracker, workspace_of: Mapping[tuple[str, str], int
     """Bytes alive at every operator that `tracker` has seen, kernels' own included."""
     alive = tracker.alive()
     if workspace_of:
-        kinds = ((kind.name, json.dumps(kind.signature)) for kind in tracker.kinds.values())
-        per_kind = np.array([workspace_of.get(kind, 0) for kind in kinds], dtype=np.int64)
+        per_kind = np.array([workspace_of.get(kind.key, 0) for kind in tracker.kinds.values()], dtype=np.int64)
         alive = alive + per_kind[np.array(tracker.op_kinds, dtype=np.int64)]
     return alive
 

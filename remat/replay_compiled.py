@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 
 from remat.compiling import AOT_EAGER, INDUCTOR, Compiled, compile_graph
 from remat.generated_code import Loaded, without_kernels
-from remat.measure import measure_kinds
+from remat.measure import measure
 from remat.plans import PlacedRegion
 from remat.record import FakeStep
 from remat.replay import regions_by_call, with_workspaces
@@ -69,9 +68,9 @@ def _measured_workspaces(
     tracker: Tracker, known: Mapping[tuple[str, str], int], device: torch.device
 ) -> dict[tuple[str, str], int]:
     """The kernels' own bytes of what `tracker` has seen and `known` has not, measured."""
-    found = {(kind.name, json.dumps(kind.signature)): kind for kind in tracker.kinds.values()}
+    found = {kind.key: kind for kind in tracker.kinds.values()}
     missing = {key: kind for key, kind in found.items() if key not in known and "empty" not in kind.name}
-    costs = measure_kinds(tuple(missing.values()), device)
+    costs = measure(tuple(missing.values()), device)
     return dict(zip(missing, costs.workspace_bytes, strict=True))
 
 

@@ -252,7 +252,7 @@ class _Prediction:
 def _predict(recorded: _Recorded, place: Place, on_progress: Progress | None) -> _Prediction:
     assert place.device is not None
     graph = recorded.graph
-    costs = measure(graph, place.device, on_progress=on_progress)
+    costs = measure(graph.kinds, place.device, on_progress=on_progress)
     memory = Memory(graph, costs.workspace_per_op(graph))
     alive = judge_of(recorded.kind)(
         recorded.step,
@@ -260,11 +260,10 @@ def _predict(recorded: _Recorded, place: Place, on_progress: Progress | None) ->
         alignment_bytes=place.target.alignment_bytes,
         workspace_of=Profile(graph, costs, place.target).workspace_of(),
     )
-    numbers = graph.fixed_bytes.get("numbers", 0)  # a replay does not see them
     step_us = costs.step_time_us(graph)
     again_us = memory.recompute_time_us(recorded.regions, costs.per_op_us(graph))
     return _Prediction(
-        {"peak_bytes": int(alive.max()) + numbers, "step_time_us": round(step_us + again_us)},
+        {"peak_bytes": int(alive.max()) + graph.number_bytes, "step_time_us": round(step_us + again_us)},
         {"peak_bytes": memory.peak_without_checkpointing, "step_time_us": round(step_us)},
         len(costs.about.get("not_measured", ())),
     )

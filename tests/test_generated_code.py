@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import pickle
 import shutil
 from collections.abc import Callable, Iterator
@@ -192,7 +191,7 @@ def test_kernels_own_bytes_are_counted_where_they_are_known(seen: Seen) -> None:
     replay = replay_compiled.replay_compiled
     alive = replay(fake, plan.regions, compiler=AOT_EAGER)
     kind = next(kind for kind in seen[-1].kinds.values() if kind.name == "aten.convolution_backward.default")
-    own = {(kind.name, json.dumps(kind.signature)): 7}
+    own = {kind.key: 7}
     again = replay(fake, plan.regions, compiler=AOT_EAGER, workspace_of=own)
     assert sorted(set((again - alive).tolist())) == [0, 7]
 
@@ -219,4 +218,4 @@ def test_a_planned_stem_is_right_and_needs_what_its_replay_says() -> None:
         torch.testing.assert_close(got, expected)
     model.zero_grad()
     measured = graph.fixed_total + measure_peak(lambda: loss_of(STEM, run, batch).backward(), CPU)
-    assert measured == replayed + graph.fixed_bytes.get("numbers", 0)
+    assert measured == replayed + graph.number_bytes

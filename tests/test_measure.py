@@ -8,14 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from remat import measure as measure_module
 from remat.allocator import allocation_curve, measure_peak, measure_step
 from remat.costs import Costs
-from remat.graph import Graph, OpKind, Packs, Storages
+from remat.graph import OpKind
 from remat.measure import (
     Cache,
     NotMeasurable,
@@ -42,26 +41,8 @@ ADD = kind("aten.add.Tensor", MATRIX, MATRIX)
 UNKNOWN = kind("nowhere.made_up.default", MATRIX)
 
 
-def graph_of(*kinds: OpKind) -> Graph:
-    """A Graph that has these kinds and nothing else."""
-    none = np.zeros(0, dtype=np.int64)
-    return Graph(
-        nodes=(),
-        kinds=kinds,
-        op_kind=np.arange(len(kinds)),
-        op_node=np.zeros(len(kinds), dtype=np.int64),
-        storages=Storages(none, none, none, none, none),
-        packs=Packs(none, none, none, none, none, none, none),
-        forward_end=len(kinds),
-        backward_end=len(kinds),
-        fixed_bytes={},
-        parameter_gradients=(),
-        about={},
-    )
-
-
 def quick(*kinds: OpKind, cache: Path | None = None) -> Costs:
-    return measure(graph_of(*kinds), CPU, cache=cache, repeats=3, seconds_per_kind=0.0)
+    return measure(kinds, CPU, cache=cache, repeats=3, seconds_per_kind=0.0)
 
 
 # The allocator
@@ -239,8 +220,8 @@ def test_what_cannot_be_measured_is_named_and_costs_nothing(unmeasurable: OpKind
 
 def test_costs_are_labelled_and_parallel_to_kinds() -> None:
     seen: list[tuple[int, int]] = []
-    graph = graph_of(ADD, CONVOLUTION)
-    costs = measure(graph, CPU, cache=None, repeats=3, seconds_per_kind=0.0, on_progress=lambda *at: seen.append(at))
+    kinds, noted = (ADD, CONVOLUTION), lambda *at: seen.append(at)
+    costs = measure(kinds, CPU, cache=None, repeats=3, seconds_per_kind=0.0, on_progress=noted)
     assert (costs.source, costs.device) == ("measured", device_name(CPU))
     assert len(costs.time_us) == len(costs.workspace_bytes) == len(costs.spread) == 2
     assert seen == [(1, 2), (2, 2)]
@@ -285,14 +266,14 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        measure(graph_of(ADD, CONVOLUTION), CPU, cache=tmp_path, on_progress=interrupted)
+        measure((ADD, CONVOLUTION), CPU, cache=tmp_path, on_progress=interrupted)
     assert quick(ADD, CONVOLUTION, cache=tmp_path).about["from_cache"] == 1
 
 
 def test_the_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_cache() == tmp_path / "remat"
-    measure(graph_of(ADD), CPU, repeats=3, seconds_per_kind=0.0)
+    measure((ADD,), CPU, repeats=3, seconds_per_kind=0.0)
     assert len(os.listdir(tmp_path / "remat")) == 1
 
 
@@ -314,8 +295,7 @@ def test_the_cpu_is_a_target_with_the_memory_of_the_machine(tmp_path: Path, monk
 def test_on_cuda_a_product_has_no_output_in_its_workspace() -> None:
     device = torch.device("cuda")
     product = kind("aten.mm.default", MATRIX, MATRIX, flops=1)
-    graph = graph_of(product, ADD)
-    costs = measure(graph, device, cache=None, repeats=3)
+    costs = measure((product, ADD), device, cache=None, repeats=3)
     assert costs.about["not_measured"] == []
     assert costs.workspace_bytes == (0, 0)
     assert measure_peak(lambda: torch.empty(1000, device=device), device, requested=True) == 4000

@@ -18,7 +18,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
-import json
 import random
 from typing import Any
 
@@ -83,7 +82,7 @@ class Subject:
         self.step = FakeStep(workload, device=CPU, loop=Loop(accumulation=accumulation))
         self.graph = record(self.step)
         self.workspace_of = workspaces(self.graph)
-        per_kind = [self.workspace_of.get(kind_of(kind), 0) for kind in self.graph.kinds]
+        per_kind = [self.workspace_of.get(kind.key, 0) for kind in self.graph.kinds]
         self.memory = Memory(self.graph, np.array(per_kind)[self.graph.op_kind])
         gc.collect()  # cyclic garbage must not be freed while a peak is measured
         gc.freeze()  # and the next collection need not look at all this again
@@ -117,7 +116,7 @@ class Subject:
 
     def _predicted(self, chosen: tuple[Region, ...]) -> tuple[int, list[str]]:
         """Peak by the replay, workspaces included; and where the evaluator differs from it."""
-        numbers = self.graph.fixed_bytes.get("numbers", 0)  # a replay does not see them
+        numbers = self.graph.number_bytes
         placed = place(self.graph, chosen)
         evaluated = self.memory.curve(chosen).peak_bytes
         alive = replay(self.step, placed, workspace_of=self.workspace_of)
@@ -193,12 +192,8 @@ def workspaces(graph: Graph) -> dict[tuple[str, str], int]:
     return {key: size for kind in graph.kinds for key, size in [_workspace(kind)] if size}
 
 
-def kind_of(kind: OpKind) -> tuple[str, str]:
-    return kind.name, json.dumps(kind.signature)
-
-
 def _workspace(kind: OpKind) -> tuple[tuple[str, str], int]:
-    key = kind_of(kind)
+    key = kind.key
     if key not in _WORKSPACES:
         try:
             with torch.no_grad(), torch.random.fork_rng():
