@@ -11,20 +11,28 @@ VENV := .venv
 BIN := $(VENV)/bin
 USER_STAMP := $(VENV)/.installed-models
 DEV_STAMP := $(VENV)/.installed-dev
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: help
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1|\2/p' Makefile | while IFS='|' read -r target what; do \
-		printf '  make %-11s %s\n' "$$target" "$$what"; done
+		printf '  make %-15s %s\n' "$$target" "$$what"; done
 
 .PHONY: demo
 demo: $(USER_STAMP) ## plan GPT-2 for a budget of 20 GiB, on any machine
 	$(BIN)/remat plan --model gpt2 --budget 20GiB
 
 .PHONY: test
-test: $(DEV_STAMP) ## run the tests; those that need CUDA are reported as skipped without it
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
+test: $(DEV_STAMP) ## run the tests, without the exhaustive ones; those that need CUDA are reported as skipped without it
+	$(PYTEST) -m "not exhaustive" $(PYTEST_ARGS)
+
+.PHONY: test-exhaustive
+test-exhaustive: $(DEV_STAMP) ## run what `make test` leaves out: one claim over many models, targets and budgets
+	$(PYTEST) -m exhaustive $(PYTEST_ARGS)
+
+.PHONY: test-all
+test-all: test test-exhaustive ## run every test
 
 .PHONY: check
 check: lint types ## everything that reads the code without running it
