@@ -16,6 +16,8 @@ import copy
 import dataclasses
 import difflib
 import functools
+import hashlib
+import importlib
 import importlib.util
 import os
 import re
@@ -136,18 +138,48 @@ def from_file(path: Path, function: str | None) -> Workload:
     return workload
 
 
+_LOADED: dict[Path, tuple[int, types.ModuleType]] = {}  # what `load` executed, with the time at which it was written
+
+
 def load(path: Path) -> types.ModuleType:
-    """The Python file at `path` as a module, able to import what lies next to it, as if it were run."""
+    """The Python file at `path` as a module, able to import what lies next to it, as if it were run.
+
+    A file is executed once in a process, and again only when it was written anew: one that registers an operator
+    would fail the second time. What imports it by its name gets the same module, so its classes can be pickled.
+    """
     absolute = path.resolve()
-    spec = importlib.util.spec_from_file_location(f"_remat_model_{path.stem}", absolute)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
+    written = absolute.stat().st_mtime_ns
+    if absolute in _LOADED and _LOADED[absolute][0] == written:
+        return _LOADED[absolute][1]
     if str(absolute.parent) not in sys.path:
         sys.path.insert(0, str(absolute.parent))
-    with blaming(f"{path}", path):
-        spec.loader.exec_module(module)
+    name = _module_name(absolute)
+    if absolute not in _LOADED and name in sys.modules:  # the user's own program imported it
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, absolute)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        with blaming(f"{path}", path):
+            spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    _LOADED[absolute] = (written, module)
     return module
+
+
+def _module_name(path: Path) -> str:
+    """The name by which `import` finds the file; one of its own where that name is another module's."""
+    importlib.invalidate_caches()
+    try:
+        found = importlib.util.find_spec(path.stem)
+    except (ImportError, ValueError):  # no name of a module; one that was made without a spec
+        found = None
+    if found is not None and found.origin is not None and Path(found.origin).resolve() == path:
+        return path.stem
+    return f"_remat_model_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
 
 
 def _functions_of(module: types.ModuleType, wanted: str) -> str:
