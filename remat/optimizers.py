@@ -102,7 +102,7 @@ class MasterWeights(torch.optim.Optimizer):
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], make: MakeOptimizer, gradients: bool = False):
-        super().__init__(list(parameters), {"foreach": None})  # the form that the inner one takes, as in torch
+        super().__init__(list(parameters), {})
         self._make, self._gradients = make, gradients
         self._inner: torch.optim.Optimizer | None = None
         self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
@@ -134,7 +134,4 @@ class MasterWeights(torch.optim.Optimizer):
         for parameter, master in self._pairs:
             self.state[parameter]["master weights"] = master
         self._inner = self._make([master for _, master in self._pairs])
-        for group in self._inner.param_groups:
-            if group.get("foreach", False) is None:
-                group["foreach"] = self.param_groups[0]["foreach"]
         return self._inner

@@ -119,7 +119,7 @@ def fake_step(workload: Workload, place: Place, *, loop: Loop | None = None) -> 
         loop=loop,
         prepare=functools.partial(substitute, autocast=workload.autocast),
         recompute_context=weight_cast_cache,
-        foreach=True,
+        kernels_of=place.target.device,
         eager_context=Untraced,
     )
 

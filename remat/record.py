@@ -34,6 +34,7 @@ from remat.capture import GraphCalls, eager_attention_masks, fake_model
 from remat.errors import CaptureError, RematError
 from remat.graph import CALLED_MODULES, CAST, OPTIMIZER_STATE, OUTSIDE, Graph, Node, Packs, Parameter, Storages
 from remat.loop import Loop
+from remat.optimizer_forms import forms_of
 from remat.rewrite import as_function, bracket_of, called, captured_nodes, replace_target
 from remat.tracker import FIXED, Tracker, draws_random_numbers
 from remat.view_histories import ViewHistories
@@ -83,7 +84,7 @@ class FakeStep:
     prepare    changes a captured graph before its first run (the target's kernels)
     recompute_context  what forward and recomputations run under where kernels are substituted: the emulated cache
                of weight casts
-    foreach    let optimizers use their foreach form, as they do by themselves on a GPU
+    kernels_of  the type of the device whose kernels run, where that is not the type of `device`
     eager_context  what the model's own, untraced forward runs under, for the same kernels as `prepare` gives
     """
 
@@ -95,7 +96,7 @@ class FakeStep:
         loop: Loop | None = None,
         prepare: Callable[[fx.GraphModule], None] | None = None,
         recompute_context: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
-        foreach: bool = False,
+        kernels_of: str | None = None,
         eager_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ):
         self.workload = workload
@@ -114,7 +115,7 @@ class FakeStep:
         self._forward = self.model.forward
         self.calls = GraphCalls(self._forward, self._run_call)
         self.model.forward = self.calls
-        self._foreach = foreach
+        self._kernels_of = kernels_of or device.type
         self.finish = Finish(self.loop, self.model, self._make_optimizer())
 
     @property
@@ -124,12 +125,14 @@ class FakeStep:
     def _make_optimizer(self) -> torch.optim.Optimizer | None:
         if self.workload.optimizer is None:
             return None
-        with self.mode, (tracker := Tracker()), tracker.answering():
-            optimizer = self.workload.optimizer(trainable(self.model))
-        for group in optimizer.param_groups:
-            if self._foreach and group.get("foreach", False) is None and not group.get("fused"):
-                group["foreach"] = True
-        return optimizer
+        with self.mode, Tracker() as tracker, self._after_backward(tracker):
+            return self.workload.optimizer(trainable(self.model))
+
+    @contextlib.contextmanager
+    def _after_backward(self, tracker: Tracker) -> Iterator[None]:
+        """What optimizers are made and stepped under: their questions are answered, their form is the device's."""
+        with tracker.answering(), forms_of(self._kernels_of, self.device.type):
+            yield
 
     def _run_call(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
         if id(graph_module) not in self._prepared:
@@ -197,7 +200,7 @@ class FakeStep:
             loss.backward()
             del loss
             backward_end = tracker.op_count
-            with tracker.answering():
+            with self._after_backward(tracker):
                 self.finish()
         return int(tracker.alive(since=forward_end)[backward_end:].max(initial=0))
 
@@ -209,7 +212,7 @@ class FakeStep:
             loss.backward()
             after_backward()
             del loss
-            with tracker.answering():
+            with self._after_backward(tracker):
                 self.finish()
 
     def fix_state(self, tracker: Tracker) -> dict[str, int]:

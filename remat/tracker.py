@@ -30,6 +30,7 @@ from remat.graph import OpKind
 FIXED = -1
 _NORMALISATIONS = {torch.ops.aten.native_layer_norm.default: 2, torch.ops.aten.native_batch_norm.default: 1}  # weight
 _CASTS = {torch.ops.aten._to_copy.default}
+_PRODUCTS = {"aten::mul_", "aten::_foreach_mul_"}
 
 # Layouts of results that CPU kernels choose otherwise than their fakes (torch 2.13): the position of the argument whose
 # memory format the first result gets, and operators whose result is laid out as the first argument, or plainly.
@@ -85,18 +86,28 @@ class Tracker(UnseenMode):
         self.op_kinds: list[int] = []
         self.paused = False
         self.scalar_answers = False
+        self._products: set[int] = set()  # ids of storages of single numbers that were multiplied in place
         self._kind_index: dict[str, int] = {}
         self._ids: dict[int, int] = {}  # id of the Python storage -> index; entries die with their storage
         self._keep: dict[int, Any] = {}  # finalizers
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
-        """While it lasts, who asks a fake tensor for its value (optimizers do) is told 1."""
+        """While it lasts, who asks a fake tensor for its value (optimizers do) is told 1, or of a product 0.5.
+
+        NAdam divides by one less its running product of factors below one.
+        """
         self.scalar_answers = True
         try:
             yield
         finally:
             self.scalar_answers = False
+            self._products.clear()
+
+    def _answer(self, tensor: torch.Tensor) -> float | int:
+        if not tensor.is_floating_point():
+            return 1
+        return 0.5 if id(tensor.untyped_storage()) in self._products else 1.0
 
     @property
     def op_count(self) -> int:
@@ -124,7 +135,7 @@ class Tracker(UnseenMode):
         if self.paused:
             return func(*args, **kwargs)
         if self.scalar_answers and func is torch.ops.aten._local_scalar_dense.default:
-            return 1.0 if args[0].is_floating_point() else 1
+            return self._answer(args[0])
         out = _as_kernel(func, args, func(*args, **kwargs))
         if self.alignment_bytes == 1:  # of a CPU
             out = _laid_out(func, args, out)
@@ -135,6 +146,8 @@ class Tracker(UnseenMode):
         self.op_kinds.append(self._kind(func, args, kwargs, out))
         for tensor in born:
             self._follow(tensor, op, cast=func in _CASTS)
+        if self.scalar_answers and func._schema.name in _PRODUCTS:
+            self._products.update(id(t.untyped_storage()) for t in tree_leaves(args[0]) if t.dim() == 0)
         self.dispatched(op, func, args, kwargs, out)
         return out
 
