@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from remat.capture import GraphCalls, SizesNotOpen, element_count, forget_traces, frames_traced
 from remat.compiling import Backend, CompiledCalls, innermost, name_of, require_kept
-from remat.errors import CaptureError, PlanMismatch, UsageError
+from remat.errors import CaptureError, PlanMismatch, UsageError, is_out_of_memory
 from remat.graph import fingerprint
 from remat.plans import Plan
 from remat.record import module_path
@@ -233,7 +233,7 @@ class PlannedForward:
         except Exception as error:
             if frames_traced() > traced:
                 forget_traces()
-            if self._mismatch is None or not _out_of_memory(error):
+            if self._mismatch is None or not is_out_of_memory(error):
                 raise
             raise self._mismatch from error
         if self._mismatch is not None:
@@ -450,10 +450,6 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 def _has_hooks(module: nn.Module) -> bool:
     return any(getattr(module, name) for name in _HOOKS)
-
-
-def _out_of_memory(error: Exception) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _name(dtype: torch.dtype) -> str:

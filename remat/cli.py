@@ -26,7 +26,7 @@ import typer
 from remat import __version__
 from remat.commands import Answer, compare, estimate, fit, models, plan, profile, show, sweep, timeline, validate
 from remat.commands.options import spread
-from remat.errors import Infeasible, NoPlanInTime, RematError, UsageError
+from remat.errors import Infeasible, NoPlanInTime, RematError, UsageError, is_out_of_memory
 from remat.screen import DEBUG, put, quiet_libraries, tell
 from remat.streams import stdout_to_stderr
 
@@ -91,6 +91,8 @@ def _explain(error: Exception) -> tuple[int, str]:
         package = (error.name or "").partition(".")[0]
         return UsageError.exit_code, f"this needs the package {package}, which is missing. Run `pip install {package}`."
     what = f"{type(error).__name__}: {error}".splitlines()[0]
+    if is_out_of_memory(error):
+        return UsageError.exit_code, f"out of memory, {what}. Free memory, reduce --batch-size, or use another device."
     where = traceback.extract_tb(error.__traceback__)[-1]
     return (
         INTERNAL_ERROR,

@@ -52,3 +52,9 @@ class PlanMismatch(RematError):
     """The plan does not belong to this model, dtype policy or shape."""
 
     exit_code = 6
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that a device or the host has no more memory, in one of the ways to say it."""
+    cuda = type(error).__name__ == "OutOfMemoryError"  # torch's, which this module does not import
+    return cuda or isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch._prims_common import suggest_memory_format
+from torch.torch_version import TorchVersion
 
 import remat.kernel_stand_ins  # noqa: F401  what it defines is called through torch.ops
 from remat.errors import CaptureError
@@ -24,6 +25,8 @@ from remat.kernel_casts import (
     lower_precision,
     promote,
 )
+
+RMS_NORM_IN_FLOAT32 = TorchVersion(torch.__version__) >= "2.12"  # on the list of ATen/autocast_mode.h since then
 
 aten = torch.ops.aten
 Rule = Callable[..., Any]
@@ -116,7 +119,7 @@ def rms_norm(
     eps: float | None = None,
 ) -> Tensor:
     """Rule 11. CUDA is unfused, as the CPU is, for mixed dtypes and channels-last inputs."""
-    if device.autocast:
+    if device.autocast and RMS_NORM_IN_FLOAT32:
         input, weight = cast((input, weight), torch.float32)
     same_dtype = weight is None or weight.dtype == input.dtype
     if same_dtype and suggest_memory_format(input) == torch.contiguous_format and not input.is_complex():

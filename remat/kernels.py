@@ -21,7 +21,7 @@ matter have a rule each. Rules are numbered:
   Rule 8   linear           rule 1; adds the bias in place where the input cannot be flattened
   Rule 9   batch_norm       cuDNN's, if it takes these dtypes
   Rule 10  layer_norm       rule 2; statistics are float32, also for 16-bit inputs
-  Rule 11  rms_norm         rule 2; one fused kernel, which saves the input and one number a row
+  Rule 11  rms_norm         rule 2 from torch 2.12 on; one fused kernel, which saves the input and one number a row
   Rule 12  cross_entropy    log-softmax in the dtype of the logits, then rule 2 for the loss
   Rule 13  refuse           what is not modelled, by name
 

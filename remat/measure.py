@@ -47,7 +47,7 @@ from remat.costs import Costs, kind_key
 from remat.errors import UsageError
 from remat.graph import OpKind
 from remat.plans import write_atomically
-from remat.target import TARGETS, Target
+from remat.target import Target, target_of
 from remat.units import GIB, gib
 
 _FORMAT = "remat-kernel-costs"
@@ -62,6 +62,16 @@ _OPAQUE = {  # backwards of recurrent layers: one argument is the library's own 
     "aten.mkldnn_rnn_layer_backward.default",
     "aten._cudnn_rnn_backward.default",
     "aten.miopen_rnn_backward.default",
+}
+
+
+# Arguments that a kernel reads on the host. The seed and offset of dropout are made there by the forward of
+# memory-efficient attention, and on the device by those of flash attention (a uint64 pair) and cuDNN's; the backward
+# dereferences them where it expects them (ATen/native/transformers/cuda/attention_backward.cu, as of torch 2.13): a
+# pointer to the device kills the process. Under CUDA graphs they are on the device; nothing is measured under those.
+_ON_HOST = {
+    "aten._efficient_attention_backward.default": ("philox_seed", "philox_offset"),
+    "aten._scaled_dot_product_efficient_attention_backward.default": ("philox_seed", "philox_offset"),
 }
 
 
@@ -228,25 +238,33 @@ def arguments(kind: OpKind, device: torch.device) -> tuple[list[Any], dict[str, 
     below = _index_limit(kind.name, args)
     draw = torch.Tensor.normal_ if kind.flops else _draw_probabilities
 
-    def value(described: Any) -> Any:
+    def value(described: Any, on: torch.device = device) -> Any:
         if isinstance(described, list):
-            return [value(item) for item in described]
+            return [value(item, on) for item in described]
         if not isinstance(described, dict):
             return described
         ((what, content),) = described.items()
         if what == "tensor":
             shape, stride, dtype = content
-            return _tensor(shape, stride, getattr(torch, dtype), device, below, draw)
+            return _tensor(shape, stride, getattr(torch, dtype), on, below, draw)
         if what == "device":
             return device
         if what in ("dtype", "memory_format", "layout"):
             return getattr(torch, content)
         raise NotMeasurable(f"the argument {content!r} cannot be made again")
 
-    made = [value(a) for a in args], {name: value(v) for name, v in kwargs.items()}
+    places = [torch.device("cpu") if name in _ON_HOST.get(kind.name, ()) else device for name in _names(kind, args)]
+    made = list(map(value, args, places)), {name: value(v) for name, v in kwargs.items()}
     if kind.name.startswith("aten._grouped_mm."):
         _spread_groups(made[0])
     return made
+
+
+def _names(kind: OpKind, args: list[Any]) -> list[str]:
+    """Of the positional arguments; none for an operator whose arguments all belong on the device."""
+    if kind.name not in _ON_HOST:
+        return [""] * len(args)
+    return [argument.name for argument in _overload(kind.name)._schema.arguments[: len(args)]]
 
 
 def _draw_probabilities(tensor: torch.Tensor) -> torch.Tensor:
@@ -463,23 +481,13 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-_CUDA_NAMES = (
-    ("h200", "h200"),
-    ("h100", "h100-80gb"),
-    (r"a100.*80", "a100-80gb"),
-    ("a100", "a100-40gb"),
-    (r"rtx 4090$", "rtx4090"),
-)
-
-
 def device_target(device: torch.device, *, cache: Path | Literal["default"] | None = "default") -> Target:
     """The device at hand as a Target; its rates, for estimates only, are a data sheet's or measured once."""
     if device.type == "cuda":
-        memory = int(torch.cuda.mem_get_info(device)[1])
-        name = torch.cuda.get_device_name(device).lower()
-        for pattern, known in _CUDA_NAMES:
-            if re.search(pattern, name):
-                return dataclasses.replace(TARGETS[known], memory_bytes=memory)
+        memory, name = int(torch.cuda.mem_get_info(device)[1]), torch.cuda.get_device_name(device)
+        if (known := target_of(name)) is not None:
+            return dataclasses.replace(known, memory_bytes=memory)
+        name = name.lower()
     else:
         name, memory = "cpu", physical_memory()
     rates = _rates(device, cache)

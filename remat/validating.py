@@ -33,7 +33,7 @@ import torch
 
 from remat.applying import apply, planned_forward, remove
 from remat.costs import estimate
-from remat.errors import PlanMismatch, UsageError, ValidationFailed
+from remat.errors import PlanMismatch, UsageError, ValidationFailed, is_out_of_memory
 from remat.graph import Graph
 from remat.kernel_log import KernelLog, kernel_differences
 from remat.loop import Loop
@@ -424,9 +424,10 @@ class _Validation:
 
     def _steps(self, sizes: _Sizes) -> tuple[dict[str, int] | None, _Comparison, dict[str, int]]:
         """(untouched step as measured, None where it does not fit; comparison; planned step as measured)"""
-        training = Training(self.compared.workload, self.device, self.seed, Loop.of(self.plan.about))
+        training = self._built()
         while True:
             try:
+                training.set_batch(self.compared.workload.batch_size, self.seed + 1)
                 expected, untouched = self._untouched(training)
                 break
             except torch.OutOfMemoryError:
@@ -434,13 +435,26 @@ class _Validation:
             if size == 0:
                 raise UsageError("the untouched step runs out of memory at batch size 1: nothing can be compared.")
             self.compared = sizes.at(size)
-            training.set_batch(size, self.seed + 1)
         try:
             return untouched, self._compare(training, expected), self._planned(training)
         except torch.OutOfMemoryError as error:
             raise ValidationFailed(
                 f"the planned step runs out of memory on {device_name(self.device)} at batch size "
                 f"{self.run.workload.batch_size}: {str(error).splitlines()[0]}"
+            ) from error
+
+    def _built(self) -> Training:
+        """The model on the device; its states alone may be too much for a device that others use too."""
+        workload, graph = self.compared.workload, self.compared.graph
+        try:
+            return Training(workload, self.device, self.seed, Loop.of(self.plan.about))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise UsageError(
+                f"{workload.name} does not fit on {device_name(self.device)} even before its first step, in which "
+                f"{gib(graph.fixed_total)} are there from the start ({str(error).splitlines()[0]}). "
+                "Free memory on the device, or validate on one that has more."
             ) from error
 
     def _untouched(self, training: Training) -> tuple[_FirstStep, dict[str, int] | None]:

@@ -35,7 +35,7 @@ import torch
 from torch import nn
 
 from remat import models
-from remat.errors import RematError, UsageError
+from remat.errors import RematError, UsageError, is_out_of_memory
 from remat.models.common import text_workload, transformers
 from remat.optimizers import optimizer_named
 from remat.record import describe
@@ -304,10 +304,10 @@ def blaming(what: str, path: Path | None) -> Iterator[None]:
     """Turn an exception into a UsageError: `what` raised it, and in which line of the file at `path`."""
     try:
         yield
-    except (RematError, MemoryError, torch.OutOfMemoryError):
+    except RematError:
         raise
     except (Exception, SystemExit) as error:
-        if "DefaultCPUAllocator" in str(error):  # the CPU's way to say OutOfMemoryError
+        if is_out_of_memory(error):
             raise
         raise UsageError(f"{what} raises {describe(error)}{_line_of(error, path)}.") from error
 

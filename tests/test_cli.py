@@ -300,6 +300,26 @@ def test_cuda_is_refused_where_there_is_none(remat: Remat, command: str) -> None
     assert "cuda needs a CUDA device, and PyTorch sees none on this machine" in ran.stderr
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
+        MemoryError("no more"),
+    ],
+    ids=["device", "host", "Python"],
+)
+def test_out_of_memory_is_no_bug_of_remat(remat: Remat, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def no_room(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(planning, "plan_profile", no_room)
+    ran = remat(*stack("--json"))
+    assert (ran.exit_code, ran.data["exit_code"]) == (2, 2)
+    assert ran.data["error"].startswith(f"out of memory, {type(error).__name__}: {error}")
+    assert "Free memory, reduce --batch-size" in ran.data["error"]
+
+
 def test_a_bug_is_one_line_and_a_traceback_on_request(remat: Remat, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("two is three\nand more")

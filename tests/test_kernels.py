@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat import kernel_casts, kernels
+from remat import kernel_casts, kernel_rules, kernels
 from remat.errors import CaptureError
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -383,6 +384,17 @@ def test_rms_norm_is_fused() -> None:
     assert (output.shape, forward) == ((6, 8), ["remat._fused_rms_norm"])
     assert bytes_of(saved) == (6 * 8 + 8) * 2 + 6 * 4
     assert backward == ["remat._fused_rms_norm_backward"]
+
+
+@pytest.mark.parametrize(("listed", "dtype"), [(True, FP32), (False, BF16)])
+def test_rms_norm_under_autocast_follows_the_list_of_this_torch(
+    monkeypatch: pytest.MonkeyPatch, listed: bool, dtype: torch.dtype
+) -> None:
+    assert TorchVersion(torch.__version__) < "2.12" or kernel_rules.RMS_NORM_IN_FLOAT32
+    monkeypatch.setattr(kernel_rules, "RMS_NORM_IN_FLOAT32", listed)
+    output, _, saved, _ = on_cuda(F.rms_norm, leaf(6, 8, dtype=BF16), (8,), leaf(8, dtype=BF16), autocast=BF16)
+    assert output.dtype == dtype
+    assert bytes_of(saved) == (6 * 8 + 8) * dtype.itemsize + 6 * 4
 
 
 def test_rms_norm_of_mixed_dtypes_is_not_fused() -> None:

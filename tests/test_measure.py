@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from remat import measure as measure_module
 from remat.allocator import allocation_curve, measure_peak, measure_step
@@ -25,6 +27,8 @@ from remat.measure import (
     measure,
     measure_kind,
 )
+from remat.target import target_of
+from remat.tracker import Tracker
 
 CPU = torch.device("cpu")
 MAP = {"tensor": [[4, 8, 16, 16], [2048, 256, 16, 1], "float32"]}  # 4 * 8 * 16 * 16 * 4 = 32768 bytes
@@ -307,3 +311,93 @@ def test_what_only_its_forward_can_feed_is_not_measured() -> None:
     kind = OpKind("aten.mkldnn_rnn_layer_backward.default", [[], {}], 0, 0, "float32")
     with pytest.raises(NotMeasurable, match="only its forward can make"):
         measure_kind(kind, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("driver_name", "target"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100-80gb"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H200 NVL", "h200-nvl"),
+        ("NVIDIA GH200 480GB", "gh200"),  # the CPU's memory; the GPU has 96 GB
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-80gb-pcie"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA A100-SXM-64GB", None),
+        ("NVIDIA GH200 144G HBM3e", None),
+        ("NVIDIA H20", None),
+    ],
+)
+def test_a_card_is_the_one_that_its_driver_names(driver_name: str, target: str | None) -> None:
+    found = target_of(driver_name)
+    assert (found.name if found else None) == target
+
+
+def test_a_card_without_a_data_sheet_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 2 << 30))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3 MIG 1g.10gb")
+    monkeypatch.setattr(measure_module, "_measured_rates", lambda device: {"bytes": 4e5, "float32": 1e7})
+    monkeypatch.setattr(measure_module, "_ready", lambda device: contextlib.nullcontext())
+    target = device_target(torch.device("cuda"), cache=tmp_path)
+    assert (target.name, target.memory_bytes) == ("nvidia h100 80gb hbm3 mig 1g.10gb", 2 << 30)
+    assert (target.bytes_per_us, target.flops_per_us, target.efficiency) == (4e5, {"float32": 1e7}, 1.0)
+
+
+# Attention's dropout: seed and offset as its forward leaves them
+
+
+def backward_of_attention(name: str) -> OpKind:
+    """The kind of the backward that a step for a GPU runs: recorded, not written down here."""
+    dtype = torch.float32 if "efficient" in name else torch.bfloat16
+    with FakeTensorMode(), Tracker() as tracker:
+        q, k, v = (torch.randn(2, 4, 16, 32, dtype=dtype, requires_grad=True) for _ in range(3))
+        if "flash" in name:
+            out = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.1)[0]
+        elif "cudnn" in name:
+            out = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.1)[0]
+        else:
+            out = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.1)[0]
+        out.sum().backward()
+    (found,) = [kind for kind in tracker.kinds.values() if kind.name == f"aten.{name}.default"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "on_host", "dtype", "shape"),
+    [  # attention.cu and flash_api.cpp of ATen/native/transformers/cuda, torch 2.13
+        ("_scaled_dot_product_efficient_attention_backward", True, torch.int64, ()),
+        ("_scaled_dot_product_flash_attention_backward", False, torch.uint64, (2,)),
+        ("_scaled_dot_product_cudnn_attention_backward", False, torch.int64, ()),
+    ],
+)
+def test_seed_and_offset_of_dropout_are_made_where_the_kernel_reads_them(
+    name: str, on_host: bool, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    device = torch.device("meta")  # any that is not the host
+    args, _ = arguments(backward_of_attention(name), device)
+    schema = getattr(torch.ops.aten, name).default._schema
+    made = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)}
+    for argument in ("philox_seed", "philox_offset"):
+        assert made[argument].device.type == ("cpu" if on_host else "meta")
+        assert made[argument].dtype == dtype
+    assert tuple(made["philox_seed"].shape) == shape
+    if on_host:
+        assert made["philox_seed"].item() == 0
+    others = [value for value in made.values() if isinstance(value, torch.Tensor) and value.is_floating_point()]
+    assert {value.device.type for value in others} == {"meta"}
+
+
+def test_the_inner_backward_of_efficient_attention_reads_them_on_the_host_too() -> None:
+    matrix = {"tensor": [[2, 16, 4, 32], [2048, 128, 32, 1], "float32"]}
+    number = {"tensor": [[], [], "int64"]}
+    sums = {"tensor": [[2, 4, 32], [128, 32, 1], "float32"]}
+    args = [matrix, matrix, matrix, matrix, None, matrix, None, None, 16, 16, sums, 0.1, number, number, 0, False]
+    made, _ = arguments(kind("aten._efficient_attention_backward.default", *args), torch.device("meta"))
+    assert [value.device.type for value in made if isinstance(value, torch.Tensor)] == ["meta"] * 6 + ["cpu"] * 2

@@ -294,6 +294,22 @@ def test_an_untouched_step_that_runs_out_of_memory_is_compared_at_half(
     assert any("compared at 2" in note for note in report.notes)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
+    ids=["device", "host"],
+)
+def test_a_model_that_runs_out_of_memory_while_it_is_built_says_so(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def no_room(*args: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(validation, "Training", no_room)
+    with pytest.raises(UsageError, match=r"does not fit on cpu.* before its first step, in which .* KiB are there"):
+        on_cpu(TRANSFORMER, plan)
+
+
 def test_a_planned_step_that_runs_out_of_memory_fails(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_room(self: Any, training: Any) -> Any:
         raise torch.OutOfMemoryError("no room for 1 GiB")
