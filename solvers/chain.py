@@ -14,9 +14,11 @@ storage is kept, and counted where it is made; in the other it is not, and then 
 tracked nor settled is counted at its last site only, which may understate what a plan needs and never overstates it:
 a bound stays a bound.
 
-What somebody holds to the end of the forward anyway (autocast's copies) may be kept for longer by a plain run or a
-save. Counted as kept it is there twice while the forward runs; left out it is missing in backward. A chain does the
-one or the other (`count_held`), and allows for what it may count twice: either is a bound.
+What somebody holds to the end of the forward anyway (autocast's copies of weights) may be kept for longer by a plain
+run or a save. While the forward runs it must not be counted as kept, as it is local; in backward it must be. So there
+are two numbers of bytes with limits of their own, P without what is held and P + H with it. A chain counts a share w of
+H, and limits P + w H by (1 - w) times the one limit plus w times the other: a surrogate of the two (Glover 1968), which
+every plan keeps. Every share gives a bound; the best is found by trying (`chain_dp.py`).
 """
 
 from __future__ import annotations
@@ -83,6 +85,7 @@ class Transition:
     counts       ... and `most_bytes` has deducted that storage
     passes_on    it is plain and keeps the storage tracked at `b`, which it made
     saves        it is a region that may save
+    never_again  nodes that it does not recompute, so that saving them gains nothing (early stop)
     """
 
     index: int
@@ -95,31 +98,34 @@ class Transition:
     counts: bool
     passes_on: bool = False
     saves: bool = False
+    never_again: frozenset[int] = frozenset()
 
 
 class Chain:
     """Transitions of `problem` in one case: those of the runs in `keep`, or of all.
 
-    count_held count what is held to the end of the forward as kept
+    held_percent  the share w that is counted of what is held to the end of the forward
 
     into       for every cut the transitions that end there, the shortest first; those that others dominate are left out
     beside     for every pair of cuts the runs between them, those left out included
     tracked    for every cut the storage whose being kept is part of the state, or None
-    most       for every cut what segments before it may keep while later ones run forward
+    forward    for every cut and k what segments before it may keep while later ones run forward, what is held left out
+    backward   likewise what they may keep in all
     most_after for every cut what may be kept there when a region that ends at it is recomputed
     """
 
     def __init__(
-        self, problem: Problem, case: Case | None = None, keep: set[int] | None = None, *, count_held: bool = True
+        self, problem: Problem, case: Case | None = None, keep: set[int] | None = None, *, held_percent: int = 100
     ):
         self.problem = problem
         self.case = case or Case()
-        self.count_held = count_held
+        self.held_percent = held_percent
         self.count = len(problem.space.segments)
-        self._items: dict[tuple[int, int], tuple[Item, ...]] = {}
+        self._items: dict[tuple[int, int, frozenset[int]], tuple[Item, ...]] = {}
         self.tracked = _choose_tracked(problem, self.count)
         self.open = _open_storages(problem, self.count)
-        self.most = [self._forward_limit(cut) for cut in range(self.count + 1)]
+        self.forward = [self._forward_limits(cut) for cut in range(self.count + 1)]
+        self.backward = [self._backward_limits(cut) for cut in range(self.count + 1)]
         self.most_after = [0] * (self.count + 1)
         self.into: list[list[Transition]] = [[] for _ in range(self.count + 1)]
         for index, run in enumerate(problem.runs):
@@ -135,10 +141,15 @@ class Chain:
     def transition_count(self) -> int:
         return sum(map(len, self.into))
 
+    @property
+    def room(self) -> int:
+        """The most that may be kept anywhere."""
+        return max(self.most_at(cut, k) for cut, limits in enumerate(self.forward) for k in range(len(limits)))
+
     def tracked_bytes(self, cut: int) -> int:
-        """Size of the storage tracked at `cut`."""
+        """What is counted of the storage tracked at `cut`."""
         kept = self.tracked[cut]
-        return kept.size_bytes if kept is not None else 0
+        return self._counted(kept) if kept is not None else 0
 
     def persists(self, a: int, b: int) -> bool:
         """Whether the storage tracked at cut `a` is still the one tracked at `b`."""
@@ -146,23 +157,38 @@ class Chain:
 
     def entry(self, transition: Transition, k: int) -> tuple[int, int, int]:
         """(k at the end of `transition`, bytes that it adds, bytes that may be kept before it), taken in state `k`."""
-        tracked_bytes = self.tracked_bytes(transition.a)
-        adds = transition.keeps_bytes + (tracked_bytes if transition.wants and not k else 0)
-        most = transition.most_bytes + (tracked_bytes if k and transition.counts else 0)
+        adds = transition.keeps_bytes + (self.tracked_bytes(transition.a) if transition.wants and not k else 0)
+        tracked = self.tracked[transition.a] if k and transition.counts else None
+        backward = transition.most_bytes + (tracked.size_bytes if tracked is not None else 0)
+        most = self._surrogate(backward, self.forward[transition.a][k])
         if self.persists(transition.a, transition.b):
             return int(bool(k or transition.wants)), adds, most
         return int(transition.passes_on), adds, most
 
     def most_at(self, cut: int, k: int) -> int:
         """What may be kept at `cut` in state `k`, whatever comes next."""
-        return self.most[cut] + (self.tracked_bytes(cut) if k else 0)
+        return self._surrogate(self.backward[cut][k], self.forward[cut][k])
 
-    def items(self, segment: int, b: int) -> tuple[Item, ...]:
-        """What a region that holds `segment` and ends at cut `b` may save there."""
-        b = min(b, self._settled[segment])
-        if (segment, b) not in self._items:
-            self._items[segment, b] = self._find_items(segment, b)
-        return self._items[segment, b]
+    def most_after_saves(self, cut: int, k: int) -> int:
+        """What may be kept at `cut` in state `k` where a region that saves ends there."""
+        return self._surrogate(self.most_after[cut], self.forward[cut][k])
+
+    def _surrogate(self, backward: int, forward: int) -> int:
+        """The limit of P + w H, if P + H is limited by `backward` and P by `forward`."""
+        mixed = self.held_percent * backward + (100 - self.held_percent) * forward
+        return min(backward, -(-mixed // 100))
+
+    def items(self, segment: int, b: int, never_again: frozenset[int] = frozenset()) -> tuple[Item, ...]:
+        """What a region that holds `segment`, ends at cut `b` and recomputes no node of `never_again` may save there.
+
+        Regions that end at one cut stop early at one node, but for those that open a context: they run to their end.
+        """
+        segment_of = self.problem.segment_of_node
+        excluded = frozenset(node for node in never_again if segment_of[node] == segment)
+        key = (segment, min(b, self._settled[segment]), excluded)
+        if key not in self._items:
+            self._items[key] = self._find_items(*key)
+        return self._items[key]
 
     @functools.cached_property
     def _settled(self) -> list[int]:
@@ -172,33 +198,23 @@ class Chain:
         for segment, nodes in enumerate(problem.saves_in):
             shared = (problem.kept[u] for node in nodes for u in problem.saved_by[node] if u in problem.kept)
             found[segment] = max([found[segment], *(kept.sites[-1] + 1 for kept in shared)])
-        for b, never in enumerate(self._never_again):
-            for segment in {int(problem.segment_of_node[node]) for node in never}:
-                found[segment] = max(found[segment], b + 1)
         return found
 
-    def _find_items(self, segment: int, b: int) -> tuple[Item, ...]:
+    def _find_items(self, segment: int, b: int, excluded: frozenset[int]) -> tuple[Item, ...]:
         problem, tracked = self.problem, self.tracked[b]
         found = []
         for node in problem.saves_in[segment]:
-            if node in self._never_again[b]:
+            if node in excluded:
                 continue
             shared = [problem.kept[u] for u in problem.saved_by[node] if u in problem.kept]
             if any(kept.storage in self.case.absent for kept in shared):
                 continue
             passes_on = tracked is not None and any(kept is tracked for kept in shared)
             late = (k for k in shared if k.storage not in self.case.pinned and (k is tracked or k.sites[-1] < b))
-            size = problem.save_bytes[node] + sum(kept.size_bytes for kept in late)
-            size -= self._held_bytes(problem.saved_by[node])
+            size = problem.save_bytes[node] - self._uncounted(u for u in problem.saved_by[node] if problem.is_own(u))
+            size += sum(map(self._counted, late))
             found.append(Item(node, size, problem.save_time_ns[node], passes_on))
         return tuple(sorted(found, key=lambda item: item.passes_on))
-
-    @functools.cached_property
-    def _never_again(self) -> list[frozenset[int]]:
-        """For every cut the nodes that no region ending there recomputes."""
-        runs = self.problem.runs
-        found = ([runs[transition.index].never_again for transition in into if transition.saves] for into in self.into)
-        return [frozenset.intersection(*regions) if regions else frozenset() for regions in found]
 
     def _add(self, index: int, run: Run) -> None:
         if self._wants_what_is_absent(run):
@@ -224,19 +240,19 @@ class Chain:
 
     def _covers(self, rival: Transition, transition: Transition) -> bool:
         """Whether `rival` fits wherever `transition` does."""
-        if transition.saves and not rival.saves:
+        if transition.saves and not (rival.saves and rival.never_again <= transition.never_again):
             return False
         if rival.wants != transition.wants or rival.passes_on != transition.passes_on:
             return False
-        if rival.saves and self.most_after[rival.b] < self.most[rival.b] + self.tracked_bytes(rival.b):
+        if rival.saves and self.most_after[rival.b] < max(self.backward[rival.b]):
             return False
-        ample = rival.most_bytes >= self.most[rival.a] + self.tracked_bytes(rival.a)
+        ample = rival.most_bytes >= max(self.backward[rival.a])
         return ample or (rival.most_bytes >= transition.most_bytes and rival.counts >= transition.counts)
 
     def _pinned_bytes(self, run: Run) -> int:
-        """What the case settles as kept of what `run` makes."""
+        """What is counted of what the case settles as kept and `run` makes."""
         kept = (self.problem.kept[u] for u in self.case.pinned)
-        return sum(k.size_bytes for k in kept if run.a <= k.segment < run.b)
+        return sum(self._counted(k) for k in kept if run.a <= k.segment < run.b)
 
     def _late(self, kept: Kept, run: Run) -> bool:
         """Whether `kept` is counted at its last site, and that is in `run`."""
@@ -245,8 +261,8 @@ class Chain:
     def _plain_transition(self, index: int, run: Run) -> Transition:
         problem, at, end = self.problem, self.tracked[run.a], self.tracked[run.b]
         (row,) = problem.first_rows(index) or [Row(index, 0, 0)]
-        keeps = problem.own_bytes[run.a] + self._pinned_bytes(run) - self._held_bytes(problem.own[run.a])
-        keeps += sum(k.size_bytes for k in problem.closing[run.a] if self._late(k, run) and k.wanted_by(run))
+        keeps = problem.own_bytes[run.a] - self._uncounted(problem.own[run.a]) + self._pinned_bytes(run)
+        keeps += sum(self._counted(k) for k in problem.closing[run.a] if self._late(k, run) and k.wanted_by(run))
         passes_on = end is not None and end is not at and run.a in end.packed
         earlier = (problem.kept[u] for u in row.alive & self.case.pinned)
         return Transition(
@@ -254,7 +270,7 @@ class Chain:
             run.a,
             run.b,
             0,
-            keeps + (end.size_bytes if passes_on and end is not None else 0),
+            keeps + (self._counted(end) if passes_on and end is not None else 0),
             problem.budget_bytes - row.bytes + sum(kept.size_bytes for kept in earlier if kept.segment < run.a),
             wants=at is not None and run.a in at.packed,
             counts=at is not None and at.storage in row.alive,
@@ -266,7 +282,7 @@ class Chain:
         assert run.region is not None
         taken = [kept for kept in self.open[run.a] if _is_taken(kept, run)]
         pinned = sum(kept.size_bytes for kept in taken if kept.storage in self.case.pinned)
-        late = sum(kept.size_bytes for kept in taken if self._late(kept, run))
+        late = [kept for kept in taken if self._late(kept, run)]
         local, saves = problem.local_bytes_at(run), not run.region.inner
         most = problem.budget_bytes - local
         counts = False
@@ -274,7 +290,7 @@ class Chain:
             counts = high.recomputing or high.op <= shape.kept_until
             most -= high.bytes - (high.spare_bytes if saves else 0) - (pinned if counts else 0)
         if saves and (start := shape.start) is not None:
-            inputs = late + pinned + (self.tracked_bytes(run.a) if at in taken else 0)
+            inputs = sum(kept.size_bytes for kept in taken if kept in late or kept is at) + pinned
             after = problem.budget_bytes - local - start.bytes + start.spare_bytes + start.made_bytes + inputs
             self.most_after[run.b] = max(self.most_after[run.b], after)
         return Transition(
@@ -282,28 +298,43 @@ class Chain:
             run.a,
             run.b,
             shape.time_ns,
-            late + self._pinned_bytes(run),
+            sum(map(self._counted, late)) + self._pinned_bytes(run),
             most,
             wants=at in taken,
             counts=counts and at in taken,
             saves=saves,
+            never_again=run.never_again if saves else frozenset(),
         )
 
-    def _forward_limit(self, cut: int) -> int:
-        """What segments before `cut` may keep while later ones run forward. What is local then counts once."""
-        problem, storages = self.problem, self.problem.graph.storages
-        most = problem.budget_bytes - problem.graph.fixed_total  # all that is kept is there when backward starts
+    def _forward_limits(self, cut: int) -> list[int]:
+        """For every k what segments before `cut` may keep while later ones run forward; what is local counts once."""
+        problem, storages, tracked = self.problem, self.problem.graph.storages, self.tracked[cut]
+        most = [problem.budget_bytes - problem.graph.fixed_total] * (1 if tracked is None else 2)
         if cut == self.count:
             return most
         first = problem.graph.nodes[problem.space.segments[cut].first].first
         for row in problem.forward_rows:
             if row.op >= first:
-                local = (storages.birth <= row.op) & (storages.death >= row.op)
-                twice = local & (self._made_in < cut) & self._may_count
-                if (tracked := self.tracked[cut]) is not None:
-                    twice[tracked.storage] = False
-                most = min(most, problem.budget_bytes - row.bytes + int(storages.size_bytes[twice].sum()))
+                twice = (storages.birth <= row.op) & (storages.death >= row.op) & (self._made_in < cut)
+                twice &= self._may_count & ~self._is_held
+                for k in reversed(range(len(most))):
+                    if tracked is not None and not k:
+                        twice[tracked.storage] = False
+                    most[k] = min(most[k], problem.budget_bytes - row.bytes + int(storages.size_bytes[twice].sum()))
         return most
+
+    def _backward_limits(self, cut: int) -> list[int]:
+        """For every k what segments before `cut` may keep in all: what the forward allows and all that is held, and no
+        more than there may be when backward starts."""
+        most = self.problem.budget_bytes - self.problem.graph.fixed_total
+        return [min(forward + self._held_before[cut], most) for forward in self.forward[cut]]
+
+    @functools.cached_property
+    def _held_before(self) -> list[int]:
+        """For every cut the bytes made before it that are held."""
+        held = self._is_held & self._may_count
+        sizes = np.bincount(self._made_in[held], self.problem.graph.storages.size_bytes[held], minlength=self.count + 1)
+        return [0, *np.cumsum(sizes).astype(np.int64).tolist()]
 
     @functools.cached_property
     def _made_in(self) -> np.ndarray:
@@ -317,12 +348,19 @@ class Chain:
         last = max((row.op for row in self.problem.forward_rows), default=0)
         return self.problem.graph.storages.death >= last
 
-    def _held_bytes(self, storages: Iterable[int]) -> int:
-        """Size of those that this chain does not count as kept."""
-        if self.count_held:
-            return 0
-        held = (u for u in storages if self._is_held[u] and self.problem.is_own(u))
-        return sum(int(self.problem.graph.storages.size_bytes[u]) for u in held)
+    @property
+    def holds_any(self) -> bool:
+        """Whether the share that is counted makes a difference."""
+        return self._held_before[-1] > 0
+
+    def _uncounted(self, storages: Iterable[int]) -> int:
+        """What this chain does not count of `storages` where they are kept."""
+        sizes = (int(self.problem.graph.storages.size_bytes[u]) for u in storages if self._is_held[u])
+        return sum(size - size * self.held_percent // 100 for size in sizes)
+
+    def _counted(self, kept: Kept) -> int:
+        """What this chain counts of `kept` where it is kept."""
+        return kept.size_bytes - self._uncounted([kept.storage])
 
     @functools.cached_property
     def _may_count(self) -> np.ndarray:
@@ -331,9 +369,6 @@ class Chain:
         found = problem.is_packed.copy()
         found[[u for saved in problem.saved_by.values() for u in saved]] = True
         found[list(self.case.pinned)] = True
-        if not self.count_held:
-            own = [u for u in np.flatnonzero(found & self._is_held).tolist() if problem.is_own(u)]
-            found[own] = False
         return found
 
 

@@ -28,6 +28,7 @@ import functools
 import math
 import time
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 from remat.keeping import NS
 from remat.plans import Region
@@ -54,6 +55,7 @@ FILTER_FROM = 4  # times as many levels: then it pays to drop runs first, ...
 FILTER_COST = 3  # ... which takes so many times as long as the table did
 FEWER = 0.9  # of the runs: where a filter leaves more, a table of the same grain would say the same
 NUMPY_LEVELS = 3_000  # that take as long as it takes to call numpy for any
+SHARES = 5  # of what is held, tried at the coarsest grain: all, nothing, and between where the limits trade places
 
 
 def solve(problem: Problem, limits: Limits) -> Solution:
@@ -84,6 +86,7 @@ class Branch:
     """A case that may hold a better plan, made of the runs in `useful` (None: any).
 
     fineness  index into LEVELS of its tables, or of those that are to come
+    held_percent  the share of what is held (`chain.py`) with the best bound so far; None before the first table
     tables    that say what `bound_ns` is
     """
 
@@ -91,6 +94,7 @@ class Branch:
     useful: set[int] | None = None
     bound_ns: float = 0.0
     fineness: int = 0
+    held_percent: int | None = None
     tables: tuple[Table, ...] = ()
 
     @property
@@ -261,18 +265,31 @@ class _Search:
 
     def _solve_branch(self, branch: Branch) -> Branch:
         """`branch` with a better bound, infinite if it holds no plan, and the tables that say so; plans are offered."""
-        started, bound_ns, tables = time.monotonic(), branch.bound_ns, list[Table]()
-        for count_held in (True, False):
-            chain = Chain(self.problem, branch.case, branch.useful, count_held=count_held)
-            table = Table(chain, _grain(chain, branch.fineness))
+        started, tables, bounds = time.monotonic(), list[Table](), dict[int, float]()
+        low, high, percent = 0, 100, 100 if branch.held_percent is None else branch.held_percent
+        while percent not in bounds:
+            table = self._table(branch, percent)
             tables.append(table)
-            self.cells += _cells(chain.transition_count, table.levels)
             of_table = table.least_time_ns()
-            bound_ns = max(bound_ns, math.inf if of_table is None else of_table)
-            if math.isinf(bound_ns) or not _offer_plan(table, self.found):
+            bounds[percent] = math.inf if of_table is None else of_table
+            overstepped = _offer_plan(table, self.found)
+            is_last = branch.held_percent is not None or not table.chain.holds_any or len(tables) == SHARES
+            if overstepped is None or is_last:
                 break
+            if overstepped == "forward":
+                high, percent = percent, (low + percent) // 2 if low in bounds else low
+            else:
+                low, percent = percent, (percent + high) // 2
         self.spent_s += time.monotonic() - started
-        return dataclasses.replace(branch, bound_ns=bound_ns, tables=tuple(tables))
+        best = max(bounds, key=lambda percent: bounds[percent])
+        bound_ns = max(branch.bound_ns, bounds[best])
+        return dataclasses.replace(branch, bound_ns=bound_ns, held_percent=best, tables=tuple(tables))
+
+    def _table(self, branch: Branch, held_percent: int) -> Table:
+        chain = Chain(self.problem, branch.case, branch.useful, held_percent=held_percent)
+        table = Table(chain, _grain(chain, branch.fineness))
+        self.cells += _cells(chain.transition_count, table.levels)
+        return table
 
     def _refined(self, branches: Sequence[Branch]) -> tuple[list[Branch], list[Branch]]:
         """(`branches` for the next tables, without the runs that need not be considered; those of which no table says
@@ -293,7 +310,7 @@ class _Search:
                 if not self._is_cheap(branch, fineness, PLANS_S / len(branches)):
                     exhausted.append(branch)
                     continue
-            refined.append(Branch(branch.case, useful, branch.bound_ns, fineness))
+            refined.append(Branch(branch.case, useful, branch.bound_ns, fineness, branch.held_percent))
         return refined, exhausted
 
     def _is_cheap(self, branch: Branch, fineness: int, most_s: float) -> bool:
@@ -312,13 +329,13 @@ def _grain(chain: Chain, fineness: int) -> int:
     return choose_grain(chain, LEVELS[fineness], may_lose=0.0 if fineness else FIRST_MAY_LOSE)
 
 
-def _offer_plan(table: Table, found: Found) -> bool:
+def _offer_plan(table: Table, found: Found) -> Literal["forward", "backward"] | None:
     """Offer the best plan of `table` or, as a table understates, the best of those that keep so much less.
 
-    Returns whether the first one oversteps the budget in forward.
+    Returns where the first one oversteps the budget most.
     """
     problem = table.chain.problem
-    forward_binds = False
+    overstepped: Literal["forward", "backward"] | None = None
     spare = 0
     for attempt in range(TRIES):
         legs = table.legs(spare)
@@ -333,8 +350,7 @@ def _offer_plan(table: Table, found: Found) -> bool:
         if excess <= 0:
             break
         if attempt == 0:
-            forward_binds = bool(
-                curve.op[curve.peak_at] < problem.graph.forward_end and curve.region[curve.peak_at] < 0
-            )
+            forward = curve.op[curve.peak_at] < problem.graph.forward_end and curve.region[curve.peak_at] < 0
+            overstepped = "forward" if forward else "backward"
         spare += max(excess, table.grain)
-    return forward_binds
+    return overstepped

@@ -45,8 +45,7 @@ def regions_of(problem: Problem, legs: Iterable[Leg]) -> tuple[Region, ...]:
     for leg in legs:
         run = problem.runs[leg.transition.index]
         if run.region is not None:
-            saved = sorted(item.node for item in leg.saved if item.node not in run.never_again)
-            found.append(dataclasses.replace(run.region, saved=tuple(saved)))
+            found.append(dataclasses.replace(run.region, saved=tuple(sorted(item.node for item in leg.saved))))
     return tuple(found)
 
 
@@ -59,9 +58,10 @@ def admits(chain: Chain, legs: Iterable[Leg], grain: int) -> bool:
         if level > most // grain:
             return False
         level += adds // grain + sum(item.bytes // grain for item in leg.saved)
-        if transition.saves and level > chain.most_after[transition.b] // grain:
+        k = int(k or leg.passes_on)
+        if transition.saves and level > chain.most_after_saves(transition.b, k) // grain:
             return False
-        if level > chain.most_at(transition.b, int(k or leg.passes_on)) // grain:
+        if level > chain.most_at(transition.b, k) // grain:
             return False
     return True
 
@@ -72,7 +72,7 @@ def choose_grain(chain: Chain, levels: tuple[int, int], *, may_lose: float = 0.0
 
     Sizes are often multiples of few numbers, so grains are tried among the parts of those that occur.
     """
-    room = max(max(chain.most), 1)
+    room = max(chain.room, 1)
     most = min(levels[1], MOST_CELLS // (2 * (chain.count + 1)))
     finest, coarsest = max(room // most, 1), max(3 * room // most, room // levels[0], 1)
     counted = collections.Counter(_sizes(chain))
@@ -103,8 +103,7 @@ class Table:
     def __init__(self, chain: Chain, grain: int):
         self.chain = chain
         self.grain = grain
-        tracked = (chain.tracked_bytes(cut) for cut in range(chain.count + 1))
-        self.levels = max((max(chain.most) + max(tracked)) // self.grain + 1, 1)
+        self.levels = max(chain.room // self.grain + 1, 1)
         states = [1 if kept is None else 2 for kept in chain.tracked]
         self.values = [[np.full(self.levels, np.inf) for _ in range(n)] for n in states]
         self.choice = [[np.full(self.levels, -1, dtype=np.int32) for _ in range(n)] for n in states]
@@ -126,31 +125,32 @@ class Table:
     def through_transitions_into(self, b: int) -> Iterator[tuple[Transition, int, np.ndarray]]:
         """Every transition that ends at `b`, with k at its start and R there if that transition is taken."""
         chain = self.chain
-        unsaved = self.values[b]
-        saved = self._after_saves(b)
-        at = b
+        folded: dict[frozenset[int], tuple[int, Values]] = {}  # by what is never recomputed: (down to where, R)
         for transition in chain.into[b]:
+            after = self.values[b]
             if transition.saves:
+                at, after = folded.get(transition.never_again) or (b, self._after_saves(b))
                 while at > transition.a:
                     at -= 1
-                    saved = self._fold(saved, at, b)
+                    after = self._fold(after, at, transition)
+                folded[transition.never_again] = at, after
             for k in range(len(self.values[transition.a])):
-                through = self._through(saved if transition.saves else unsaved, transition, k)
+                through = self._through(after, transition, k)
                 if through is not None:
                     yield transition, k, through
 
     def _after_saves(self, b: int) -> Values:
         """R[b] where a region ends: what is kept there must leave room for its recomputation to begin."""
         found = [values.copy() for values in self.values[b]]
-        for values in found:
-            self.cap(values, self.chain.most_after[b])
+        for k, values in enumerate(found):
+            self.cap(values, self.chain.most_after_saves(b, k))
         return found
 
-    def _fold(self, after: Values, segment: int, b: int) -> Values:
-        """`after` with the choice of what a region that ends at `b` saves in `segment`."""
-        for item in self.chain.items(segment, b):
+    def _fold(self, after: Values, segment: int, transition: Transition) -> Values:
+        """`after` with the choice of what regions that end as `transition` does save in `segment`."""
+        for item in self.chain.items(segment, transition.b, transition.never_again):
             after = self._fold_item(after, item)
-        return self._begun(after, segment, b)
+        return self._begun(after, segment, transition.b)
 
     def _fold_item(self, after: Values, item: Item) -> Values:
         """`after` with the choice of whether to save `item`."""
@@ -230,7 +230,7 @@ class Table:
         folds: list[tuple[Item, Values]] = []
         after = self._after_saves(transition.b)
         for segment in range(transition.b - 1, transition.a - 1, -1):
-            for item in self.chain.items(segment, transition.b):
+            for item in self.chain.items(segment, transition.b, transition.never_again):
                 folds.append((item, after))
                 after = self._fold_item(after, item)
             after = self._begun(after, segment, transition.b)

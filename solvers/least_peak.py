@@ -147,7 +147,8 @@ class _Extents:
         assert tracked is not None
         if not transition.a <= tracked.segment < transition.b:
             return []
-        return [item.bytes for item in self.chain.items(tracked.segment, transition.b) if item.passes_on]
+        items = self.chain.items(tracked.segment, transition.b, transition.never_again)
+        return [item.bytes for item in items if item.passes_on]
 
     @property
     def least_bytes(self) -> int:

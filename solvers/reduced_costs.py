@@ -1,10 +1,11 @@
 """Which runs a better plan may contain: those through which V and R together stay below the best known time.
 
 V[b][k][p] is the least time of the segments before cut b that keep p bytes, as R (`chain_table.py`) is that of those
-after it. It takes longer than R and may understate, in two ways:
+after it. It takes longer than R and may understate, in three ways:
 
 * A region's limit on what is kept before it is that of the loosest region with the same start.
 * A storage tracked at a region's end is free there if it was made more than RECENT segments before.
+* Every node more than RECENT segments before a region's end counts as recomputed, so that saving it may gain time.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class _Reached:
                     folded = self._with_saving(folded, item, free=chain.tracked_bytes(b) if item.passes_on else 0)
                 settled += 1
             values = [folded]
-            for item in (item for segment in range(settled, b) for item in chain.items(segment, b)):
+            segments = range(settled, b)
+            for item in (i for s in segments for i in chain.items(s, b, transition.never_again)):
                 if item.passes_on:
                     kept = self._shifted(values[0], item.bytes // self.table.grain) - item.time_ns
                     values = [values[0], kept]
@@ -83,7 +85,7 @@ class _Reached:
         for end_k, reached in ends:
             after = self._shifted(reached, shift) + transition.time_ns
             if transition.saves:
-                table.cap(after, table.chain.most_after[b])
+                table.cap(after, table.chain.most_after_saves(b, end_k))
             np.minimum(self.values[b][end_k], after, out=self.values[b][end_k])
 
     def _with_saving(self, values: np.ndarray, item: Item, free: int = 0) -> np.ndarray:
