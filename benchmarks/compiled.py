@@ -86,10 +86,10 @@ def _rows(workload: Workload, compilers: tuple[str, ...]) -> Iterator[dict[str, 
     budget = int(least + SHARE * (most - least))
     limit, limits = Budget(budget, budget), Limits(time_s=20)
     made_for_eager = plan_profile(profile, limit, step=fake, space=space, limits=limits)
-    eager = _measured(workload, None, profile.graph.fixed_total - profile.graph.number_bytes, lambda model: None)
+    eager = _measured(workload, None, profile.graph.fixed_total - profile.graph.unseen_bytes, lambda model: None)
     for compiler in compilers:
         untouched = _measured(
-            workload, compiler, profile.graph.fixed_total - profile.graph.number_bytes, lambda model: None
+            workload, compiler, profile.graph.fixed_total - profile.graph.unseen_bytes, lambda model: None
         )
         for made_for in ("eager", compiler):
             row: dict[str, Any] = {
@@ -121,7 +121,7 @@ def _beside(
 ) -> dict[str, Any]:
     """What is measured of `plan`, beside what it and its replay say; its recomputation as eager costs have it."""
     planned = _measured(
-        workload, compiler, profile.graph.fixed_total - profile.graph.number_bytes, lambda model: apply(model, plan)
+        workload, compiler, profile.graph.fixed_total - profile.graph.unseen_bytes, lambda model: apply(model, plan)
     )
     assert planned["regions"] == len(plan.regions), "the plan was lost"
     memory, regions = Memory(profile.graph), unplace(profile.graph, plan.regions)

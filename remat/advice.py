@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from remat.breakdown import HEAD, codes_of_storages
-from remat.costs import Costs, estimate
+from remat.costs import Costs, estimate, with_library_workspaces
 from remat.graph import OPTIMIZER_STATE, Graph
 from remat.loop import SHARDS, Loop
 from remat.optimizers import optimizer_named
@@ -79,7 +79,8 @@ def _changed(workload: Workload, place: Place, loop: Loop, whole: Graph) -> Iter
     """Each lever, and the graph of one rank with it."""
     for what, changed in _workloads(workload, whole):
         step = fake_step(changed, place, loop=loop)
-        yield what, shard(record(step, alignment_bytes=place.target.alignment_bytes), loop)
+        again = record(step, alignment_bytes=place.target.alignment_bytes)
+        yield what, shard(with_library_workspaces(again, place.target), loop)
     if loop.shard is None:
         ranks = RANKS if loop.ranks == 1 else loop.ranks
         for kind in SHARDS:

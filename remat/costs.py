@@ -13,6 +13,7 @@ import numpy as np
 
 from remat.graph import Graph, OpKind
 from remat.target import Target
+from remat.workspaces import cublas_bytes, with_libraries, without_formula, workspace_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +72,28 @@ def estimate(graph: Graph, target: Target) -> Costs:
         source="estimated",
         device=target.name,
         time_us=tuple(_roofline_us(kind, target) for kind in graph.kinds),
-        workspace_bytes=(0,) * len(graph.kinds),
+        workspace_bytes=tuple(workspace_bytes(kind, target) for kind in graph.kinds),
         about={"model": "roofline", "efficiency": target.efficiency},
     )
+
+
+def with_library_workspaces(graph: Graph, target: Target, costs: Costs | None = None) -> Graph:
+    """`graph` on `target`, with what its libraries keep: measured by `measure.py` for one thread, else by formula."""
+    if target.device != "cuda":
+        return graph
+    measured = costs is not None and costs.source == "measured"
+    return with_libraries(graph, costs.about["library_bytes"] if measured and costs else cublas_bytes(target))
+
+
+def assumptions(graph: Graph, target: Target) -> dict[str, Any]:
+    """What a prediction for a target by name rests on: versions, attention kernels, workspaces that are not counted."""
+    names = {kind.name.removeprefix("aten._scaled_dot_product_") for kind in graph.kinds}
+    attention = sorted(name.removesuffix("_attention.default") for name in names if name.endswith("_attention.default"))
+    return {
+        "assumes": target.assumes,
+        "attention": attention,
+        "workspaces_not_counted": list(without_formula(graph.kinds)) if target.device == "cuda" else [],
+    }
 
 
 def _roofline_us(kind: OpKind, target: Target) -> float:

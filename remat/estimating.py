@@ -112,7 +112,7 @@ def eager_peak(profile: Profile, step: FakeStep) -> int:
     )
     graph = profile.whole or profile.graph
     traced = Memory(graph, profile.costs.workspace_per_op(graph)).peak_without_checkpointing
-    more = int(alive.max()) + graph.number_bytes - traced
+    more = int(alive.max()) + graph.unseen_bytes - traced
     own = Memory(profile.graph, profile.costs.workspace_per_op(profile.graph)).peak_without_checkpointing
     return own + max(more, 0)
 

@@ -32,6 +32,7 @@ import numpy as np
 from remat.units import gib
 
 OPTIMIZER_STATE = "optimizer state"  # in `Graph.fixed_bytes`: what the first step lacks
+LIBRARY_WORKSPACES = "library workspaces"  # in `Graph.fixed_bytes`: what cuBLAS keeps, see `workspaces.py`
 OUTSIDE = -1  # Node.call of what the step computes outside the captured graphs
 CAST = "aten._to_copy.default"  # the operator kind that changes the dtype
 CALLED_MODULES = "called_modules"  # key of `Graph.about`: paths of the modules whose forward was called
@@ -203,9 +204,9 @@ class Graph:
         return sum(self.fixed_bytes.values())
 
     @property
-    def number_bytes(self) -> int:
-        """Of the fixed bytes those of Python numbers that autograd keeps as tensors: what no replay sees."""
-        return self.fixed_bytes.get("numbers", 0)
+    def unseen_bytes(self) -> int:
+        """Of the fixed bytes what no replay sees: Python numbers kept as tensors, libraries' workspaces."""
+        return self.fixed_bytes.get("numbers", 0) + self.fixed_bytes.get(LIBRARY_WORKSPACES, 0)
 
     @functools.cached_property
     def fingerprints(self) -> tuple[str, ...]:

@@ -6,7 +6,8 @@ import dataclasses
 
 import torch
 
-from remat.kernel_casts import LOW_PRECISION, Call, Device, Tensor, cast
+from remat.kernel_casts import LOW_PRECISION, Call, CudnnAttention, Device, Tensor, cast
+from remat.target import Target
 
 aten = torch.ops.aten
 
@@ -53,7 +54,7 @@ def attention(
     if device.autocast:
         query, key, value, attn_mask = cast((query, key, value, attn_mask), device.autocast)
     call = _Attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if device.cudnn_attention and _cudnn_takes(call):
+    if device.cudnn_attention is not None and _cudnn_takes(call, device.cudnn_attention):
         return _cudnn_attention(call)
     if _flash_takes(call):
         return _flash_attention(call)
@@ -103,14 +104,29 @@ def _efficient_takes(call: _Attention) -> bool:
     )
 
 
-def _cudnn_takes(call: _Attention) -> bool:
+def cudnn_attention_of(target: Target) -> CudnnAttention | None:
+    """What cuDNN's attention takes on `target`; None where it is not tried first.
+
+    sdp_utils.cpp: `check_cudnn_dropout` is there from torch 2.12 on, heads 256 wide from 2.14 on with a cuDNN after
+    9.22.0.
+    """
+    if not target.prefers_cudnn:
+        return None
+    return CudnnAttention(
+        any_dropout=target.torch_release < (2, 12),
+        wide_heads=target.torch_release >= (2, 14) and target.cudnn > (9, 22, 0) and target.capability != 107,
+    )
+
+
+def _cudnn_takes(call: _Attention, cudnn: CudnnAttention) -> bool:
     query, key, value = call.tensors
+    widths = query.shape[-1], value.shape[-1]
     return (
         _fused_takes(call, LOW_PRECISION, gqa=True, one_kv=False)
-        and max(query.shape[-1], value.shape[-1]) <= 128
+        and (max(widths) <= 128 or (cudnn.wide_heads and widths in ((192, 128), (256, 256))))
         and query.shape[-1] % 8 == 0 == value.shape[-1] % 8
         and key.shape[2] > 1
-        and (call.dropout_p * 16).is_integer()
+        and (cudnn.any_dropout or (call.dropout_p * 16).is_integer())
         and (call.dropout_p == 0 or query.shape[2] > 1)
         and (call.mask is None or (call.mask.dim() in (2, 4) and not call.mask.requires_grad))
     )

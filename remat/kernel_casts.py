@@ -17,11 +17,19 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)
+class CudnnAttention:
+    """What cuDNN's attention takes: any dropout, or multiples of 1/16; heads up to 128 wide, or 256 wide ones too."""
+
+    any_dropout: bool = False
+    wide_heads: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class Device:
-    """What a rule must know: the autocast dtype, and whether cuDNN's attention is tried first."""
+    """What a rule must know: the autocast dtype, and cuDNN's attention where it is tried first."""
 
     autocast: torch.dtype | None
-    cudnn_attention: bool = False
+    cudnn_attention: CudnnAttention | None = None
 
 
 class _WeightCasts:

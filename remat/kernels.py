@@ -42,18 +42,17 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from remat.errors import CaptureError
-from remat.kernel_casts import Call, Device, Tensor, dtype_of_region, enter_autocast, exit_autocast
+from remat.kernel_casts import Call, CudnnAttention, Device, Tensor, dtype_of_region, enter_autocast, exit_autocast
 from remat.kernel_rules import ALIKE, CASTS, PYTHON_METHODS, RULES, name_of
 
 
 def substitute(
-    graph_module: torch.fx.GraphModule, autocast: torch.dtype | None, *, cudnn_attention: bool = False
+    graph_module: torch.fx.GraphModule, autocast: torch.dtype | None, *, cudnn_attention: CudnnAttention | None = None
 ) -> None:
     """Replace, in place, what the nodes call by what CUDA calls; nodes keep number, order and names.
 
     autocast         dtype of the `torch.autocast` around the step, None without
-    cudnn_attention  whether the device prefers cuDNN's attention to flash attention, as compute capabilities
-                     9 and 10 do
+    cudnn_attention  what cuDNN's attention takes, where the device prefers it to flash attention
     """
     regions = [autocast]
     for node in graph_module.graph.nodes:
@@ -111,7 +110,7 @@ class _Inside(TorchFunctionMode):
 class Untraced(TorchFunctionMode):
     """Applies the table to an untraced forward, whose autocast is what `torch.autocast("cpu", ...)` says."""
 
-    def __init__(self, *, cudnn_attention: bool = False) -> None:
+    def __init__(self, *, cudnn_attention: CudnnAttention | None = None) -> None:
         super().__init__()
         self.cudnn_attention = cudnn_attention
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from remat.costs import estimate
+from remat.costs import estimate, with_library_workspaces
 from remat.errors import Infeasible
 from remat.loop import Loop
 from remat.memory import Memory
@@ -160,7 +160,7 @@ class MicroBatches:
             if scaled is None:
                 self._profiles[key], _ = self.recorded(micro_batch, SEVERAL if accumulates else 1)
             else:
-                graph = scaled.at(micro_batch)
+                graph = with_library_workspaces(scaled.at(micro_batch), self.place.target)
                 self._profiles[key] = Profile(graph, estimate(graph, self.place.target), self.place.target)
         return self._profiles[key]
 

@@ -208,7 +208,7 @@ def replay_peak(step: FakeStep, problem: Problem, regions: tuple[Region, ...], p
         alignment_bytes=profile.target.alignment_bytes,
         workspace_of=profile.workspace_of(),
     )
-    peak = int(alive.max()) + problem.graph.number_bytes
+    peak = int(alive.max()) + problem.graph.unseen_bytes
     if profile.whole is None:
         return peak
     whole = Memory(profile.whole, profile.costs.workspace_per_op(profile.whole)).curve(regions).peak_bytes

@@ -118,7 +118,7 @@ class _Search:
                 workspace_of=self.profile.workspace_of(),
                 device=self.step.device,
             )
-            self._peaks[regions] = int(alive.max()) + graph.number_bytes
+            self._peaks[regions] = int(alive.max()) + graph.unseen_bytes
         return self._peaks[regions]
 
     def run(self) -> tuple[Solution, int]:

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import torch
 
-from remat.costs import Costs, estimate
+from remat.costs import Costs, assumptions, estimate, with_library_workspaces
 from remat.errors import UsageError
 from remat.graph import Graph
 from remat.loop import Loop
 from remat.plans import read_json, write_atomically
 from remat.record import FakeStep, record
 from remat.sharding import shard
-from remat.target import TARGETS, Target
+from remat.target import TARGETS, Target, named
 from remat.workload import Workload
 
 FORMAT = "remat-profile"
@@ -100,9 +100,16 @@ def find_place(name: str) -> Place:
         )
     if name == "auto":
         name = DEFAULT_TARGET
-    if name not in TARGETS:
+    target = named(name, TARGETS, torch.__version__.partition("+")[0], installed_cudnn())
+    if target is None:
         raise UsageError(f"target {name!r} is not known; choose auto, cuda, cpu, {', '.join(TARGETS)}.")
-    return Place(TARGETS[name], None)
+    return Place(target, None)
+
+
+def installed_cudnn() -> tuple[int, ...] | None:
+    """Version of the cuDNN that this torch has, None where it is built without."""
+    found = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    return (found // 10000, found // 100 % 100, found % 100) if found else None  # 92000 is 9.20.0
 
 
 def fake_step(workload: Workload, place: Place, *, loop: Loop | None = None) -> FakeStep:
@@ -110,17 +117,19 @@ def fake_step(workload: Workload, place: Place, *, loop: Loop | None = None) -> 
     device = place.device or torch.device("cpu")
     if not place.substituted:
         return FakeStep(workload, device=device, loop=loop)
+    from remat.kernel_attention import cudnn_attention_of
     from remat.kernel_casts import weight_cast_cache
     from remat.kernels import Untraced, substitute
 
+    cudnn = cudnn_attention_of(place.target)
     return FakeStep(
         workload,
         device=device,
         loop=loop,
-        prepare=functools.partial(substitute, autocast=workload.autocast),
+        prepare=functools.partial(substitute, autocast=workload.autocast, cudnn_attention=cudnn),
         recompute_context=weight_cast_cache,
         kernels_of=place.target.device,
-        eager_context=Untraced,
+        eager_context=functools.partial(Untraced, cudnn_attention=cudnn),
     )
 
 
@@ -146,9 +155,13 @@ def profile_step(step: FakeStep, place: Place, *, on_progress: Callable[[int, in
     from remat.measure import measure
 
     whole = record(step, alignment_bytes=place.target.alignment_bytes)
-    graph = shard(whole, step.loop)
     if place.device is None:
+        whole = dataclasses.replace(whole, about={**whole.about, **assumptions(whole, place.target)})
+        whole = with_library_workspaces(whole, place.target)
+        graph = shard(whole, step.loop)
         costs = estimate(graph, place.target)
     else:
-        costs = measure(graph.kinds, place.device, on_progress=on_progress)
+        costs = measure(whole.kinds, place.device, on_progress=on_progress)
+        whole = with_library_workspaces(whole, place.target, costs)
+        graph = shard(whole, step.loop)
     return Profile(graph, costs, place.target, whole if graph is not whole else None)

@@ -108,9 +108,18 @@ def _kinds(low: Graph, high: Graph, line: Any) -> tuple[tuple[OpKind, ...], np.n
         kinds.append(
             dataclasses.replace(
                 one,
-                signature=["scaled", one.signature],
+                signature=_signature(one.signature, other.signature, line),
                 flops=int(line(one.flops, other.flops)),
                 moved_bytes=int(line(one.moved_bytes, other.moved_bytes)),
             )
         )
     return tuple(kinds), op_kind.reshape(-1)
+
+
+def _signature(low: Any, high: Any, line: Any) -> Any:
+    """A signature between or beyond two: sizes and strides on their line, all else as in the first."""
+    if isinstance(low, list) and isinstance(high, list) and len(low) == len(high):
+        return [_signature(a, b, line) for a, b in zip(low, high, strict=True)]
+    if isinstance(low, dict) and isinstance(high, dict) and low.keys() == high.keys():
+        return {name: _signature(low[name], high[name], line) for name in low}
+    return int(line(low, high)) if type(low) is type(high) is int and low != high else low

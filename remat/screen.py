@@ -80,7 +80,17 @@ def heading(about: dict[str, Any], target: str, costs: str) -> str:
     accumulated = f", accumulated over {about['accumulation']}" if about["accumulation"] > 1 else ""
     step = f"{sizes}{accumulated}, {weights}{autocast}, {about['optimizer'] or 'no optimizer'}"
     compiled = f" compiled by {about['compiler']}" if about.get("compiler") else ""
-    return f"{about['workload']}{compiled} on {target}, costs {costs}: {step}"
+    return f"{about['workload']}{compiled} on {target}, costs {costs}: {step}{_assumed(about)}"
+
+
+def _assumed(about: dict[str, Any]) -> str:
+    """A line for what a prediction for a target by name rests on."""
+    if not about.get("assumes"):
+        return ""
+    attention = f"; attention: {' and '.join(about['attention'])}" if about["attention"] else ""
+    missing = about["workspaces_not_counted"]
+    left = f"; workspaces are counted but for {' and '.join(missing)}, known only where measured" if missing else ""
+    return f"\nassumed there: {about['assumes']}{attention}{left}"
 
 
 def _eagerly(plan: Plan) -> str:

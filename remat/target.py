@@ -3,14 +3,24 @@
 A target is data: how much memory, how fast, and which kernels PyTorch would dispatch to on it. Numbers are the
 vendors' dense peaks; `efficiency` says which share of them a large kernel reaches in practice, so that an
 estimated step time is a plausible one. Nothing estimated is ever shown without that label.
+
+Which attention kernel runs, and what it keeps, is decided by the device, torch and cuDNN together. The machine that
+plans and the one that trains may differ in the latter two, so a target says which it assumes: by default the torch that
+plans, with the cuDNN of its wheels. `h100-80gb,torch=2.11,cudnn=9.10` names others, and is that target's name.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Mapping
 from typing import Literal
 
+from remat.errors import UsageError
 from remat.units import GIB
+
+# The cuDNN that torch's Linux wheels of each release ask for, as their metadata on PyPI say.
+_CUDNN_OF_WHEELS = {(2, 11): (9, 19), (2, 12): (9, 20), (2, 13): (9, 20), (2, 14): (9, 24), (2, 15): (9, 26)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +36,9 @@ class Target:
     efficiency       share of both peaks that a large kernel reaches
     alignment_bytes  allocations are rounded up to a multiple of this
     host_bytes_per_us  between the device and the host's memory, one way
+    capability       compute capability times ten: 90 for 9.0; 0 where there is none
+    processors       streaming multiprocessors
+    torch, cudnn     versions that are assumed to train there: "2.13.0", (9, 20); "" and () where nothing is assumed
     """
 
     name: str
@@ -37,6 +50,42 @@ class Target:
     efficiency: float = 0.75
     alignment_bytes: int = 512
     host_bytes_per_us: float = 50e3  # PCIe 5.0 x16, as measured by copies: of 64 GB/s about 50
+    capability: int = 0
+    processors: int = 0
+    torch: str = ""
+    cudnn: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cudnn", tuple(self.cudnn))  # JSON knows lists only
+
+    @property
+    def torch_release(self) -> tuple[int, int]:
+        """Major and minor version of the torch that is assumed."""
+        found = _version(self.torch)
+        return (found[0], found[1]) if len(found) > 1 else (0, 0)
+
+    @property
+    def prefers_cudnn(self) -> bool:
+        """Whether cuDNN's attention is tried before flash attention.
+
+        `check_prefer_cudnn_attention` of torch's sdp_utils.cpp, 2.11 to 2.15: compute capabilities 9 and 10 with a
+        cuDNN after 9.15.0; `TORCH_CUDNN_SDPA_DEPRIORITIZED=1` turns it off.
+        """
+        return self.capability // 10 in (9, 10) and self.cudnn > (9, 15, 0)
+
+    @property
+    def assumes(self) -> str:
+        """The versions that are assumed, for a person."""
+        named = {"torch": self.torch, "cuDNN": ".".join(map(str, self.cudnn))}
+        return ", ".join(f"{name} {version}" for name, version in named.items() if version)
+
+    def with_versions(self, torch: str, cudnn: tuple[int, ...] | None = None) -> Target:
+        """This target as `torch` trains on it, with the cuDNN that its wheels bring unless another is given."""
+        known = dataclasses.replace(self, torch=torch)
+        if cudnn is None:
+            release = min(known.torch_release, max(_CUDNN_OF_WHEELS))
+            cudnn = _CUDNN_OF_WHEELS.get(release, ())
+        return dataclasses.replace(known, cudnn=cudnn)
 
     def swap_us(self, size_bytes: int) -> float:
         """Time to move so much to the host's memory, or back."""
@@ -47,10 +96,35 @@ class Target:
         return max(self.swap_us(size_bytes) - behind_us, 0.0)
 
 
-def _gpu(name: str, memory_gib: float, tb_per_s: float, tf32: float, bf16: float) -> Target:
+def named(text: str, targets: Mapping[str, Target], torch: str, cudnn: tuple[int, ...] | None = None) -> Target | None:
+    """The target called `text`, with other versions than these where the text has some; None for an unknown name."""
+    name, *settings = text.split(",")
+    if name not in targets:
+        return None
+    given = dict(setting.partition("=")[::2] for setting in settings)
+    for key, value in given.items():
+        if key not in ("torch", "cudnn") or not _version(value):
+            raise UsageError(f"target {text!r}: {key}={value} is no version; write {name},torch=2.13,cudnn=9.20.")
+    if "torch" in given:
+        torch, cudnn = given["torch"], None
+    cudnn = _version(given["cudnn"]) if "cudnn" in given else cudnn
+    return dataclasses.replace(targets[name].with_versions(torch, cudnn), name=text)
+
+
+def _version(text: str) -> tuple[int, ...]:
+    """The numbers that a version begins with: (2, 13, 0) of 2.13.0+cu130."""
+    found = re.match(r"\d+(\.\d+)+", text)
+    return tuple(map(int, found[0].split("."))) if found else ()
+
+
+def _gpu(
+    name: str, memory_gib: float, tb_per_s: float, fp32: float, bf16: float, capability: int, processors: int
+) -> Target:
     """A GPU from its data sheet: terabytes and dense teraflops per second."""
-    rates = {"float32": tf32 * 1e6, "bfloat16": bf16 * 1e6, "float16": bf16 * 1e6}
-    return Target(name, "cuda", int(memory_gib * GIB), tb_per_s * 1e6, rates)
+    rates = {"float32": fp32 * 1e6, "bfloat16": bf16 * 1e6, "float16": bf16 * 1e6}
+    return Target(
+        name, "cuda", int(memory_gib * GIB), tb_per_s * 1e6, rates, capability=capability, processors=processors
+    )
 
 
 # float32 is the rate of full fp32 arithmetic: PyTorch's default does not use TF32 for matrix products. Sources:
@@ -59,16 +133,16 @@ def _gpu(name: str, memory_gib: float, tb_per_s: float, tf32: float, bf16: float
 TARGETS: dict[str, Target] = {
     target.name: target
     for target in (
-        _gpu("a100-40gb", 39.4, 1.555, 19.5, 312),
-        _gpu("a100-80gb", 79.2, 2.039, 19.5, 312),
-        _gpu("a100-80gb-pcie", 79.2, 1.935, 19.5, 312),
-        _gpu("h100-80gb", 79.1, 3.35, 66.9, 989),
-        _gpu("h100-pcie", 79.1, 2.0, 51.2, 756),
-        _gpu("h100-nvl", 93.1, 3.9, 60, 835),
-        _gpu("h200", 139.8, 4.8, 66.9, 989),
-        _gpu("h200-nvl", 139.8, 4.8, 60, 835),
-        _gpu("gh200", 94.5, 4.0, 66.9, 989),
-        _gpu("rtx4090", 23.5, 1.008, 82.6, 165),
+        _gpu("a100-40gb", 39.4, 1.555, 19.5, 312, 80, 108),
+        _gpu("a100-80gb", 79.2, 2.039, 19.5, 312, 80, 108),
+        _gpu("a100-80gb-pcie", 79.2, 1.935, 19.5, 312, 80, 108),
+        _gpu("h100-80gb", 79.1, 3.35, 66.9, 989, 90, 132),
+        _gpu("h100-pcie", 79.1, 2.0, 51.2, 756, 90, 114),
+        _gpu("h100-nvl", 93.1, 3.9, 60, 835, 90, 132),
+        _gpu("h200", 139.8, 4.8, 66.9, 989, 90, 132),
+        _gpu("h200-nvl", 139.8, 4.8, 60, 835, 90, 132),
+        _gpu("gh200", 94.5, 4.0, 66.9, 989, 90, 132),
+        _gpu("rtx4090", 23.5, 1.008, 82.6, 165, 89, 128),
     )
 }
 

@@ -263,7 +263,7 @@ def _predict(recorded: _Recorded, place: Place, on_progress: Progress | None) ->
     step_us = costs.step_time_us(graph)
     again_us = memory.recompute_time_us(recorded.regions, costs.per_op_us(graph))
     return _Prediction(
-        {"peak_bytes": int(alive.max()) + graph.number_bytes, "step_time_us": round(step_us + again_us)},
+        {"peak_bytes": int(alive.max()) + graph.unseen_bytes, "step_time_us": round(step_us + again_us)},
         {"peak_bytes": memory.peak_without_checkpointing, "step_time_us": round(step_us)},
         len(costs.about.get("not_measured", ())),
     )

@@ -29,11 +29,11 @@ from tests.command_line import Remat, line_of
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def stack(*arguments: str, budget: str = "8MiB") -> list[str]:
+def stack(*arguments: str, budget: str = "72MiB") -> list[str]:
     return ["plan", "--model", "model.py:stack", "--target", "h100-80gb", "--budget", budget, *arguments]
 
 
-def against(*arguments: str, budget: str = "8MiB") -> list[str]:
+def against(*arguments: str, budget: str = "72MiB") -> list[str]:
     return ["compare", "--model", "model.py:stack", "--target", "h100-80gb", "--budget", budget, *arguments]
 
 
@@ -54,13 +54,13 @@ def test_a_plan_is_one_document_on_stdout_and_a_file(remat: Remat) -> None:
     assert "noise from Python\n" in ran.stderr and "noise from C\n" in ran.stderr
     data, plan = ran.data, Plan.load("stack.plan.json")
     assert data["model"] == "stack"
-    assert data["budget_bytes"] == plan.budget_bytes == 8 << 20
+    assert data["budget_bytes"] == plan.budget_bytes == 72 << 20
     assert (data["target"], data["costs"]) == ("h100-80gb", "estimated")
     assert data["plan_path"] == "stack.plan.json"
     assert {"peak_bytes", "step_time_us", "recompute_time_us", "overhead", "breakdown"} <= set(data["predicted"])
     assert {"peak_bytes", "step_time_us"} <= set(data["without_checkpointing"])
     assert {"name", "status", "objective_us", "bound_us", "gap", "wall_s"} <= set(data["solver"])
-    assert data["predicted"]["peak_bytes"] <= 8 << 20 < data["without_checkpointing"]["peak_bytes"]
+    assert data["predicted"]["peak_bytes"] <= 72 << 20 < data["without_checkpointing"]["peak_bytes"]
     assert sum(data["predicted"]["breakdown"].values()) == data["predicted"]["peak_bytes"]
     assert data["predicted"] == plan.predicted and plan.regions
 
@@ -70,7 +70,7 @@ def test_a_person_is_told_the_budget_the_cost_and_what_is_next(remat: Remat) -> 
     assert ran.exit_code == 0
     lines = [re.sub(r"  +", "  ", line.strip()) for line in ran.stdout.splitlines()]
     assert lines[0] == "stack on h100-80gb, costs estimated: batch 4096, float32 weights, AdamW"
-    assert "budget  8.00 MiB" in lines
+    assert "budget  72.00 MiB" in lines
     for label in ("without checkpointing", "predicted peak", "overhead"):  # each shows a time
         assert next(line for line in lines if line.startswith(label)).endswith("(estimated)")
     assert lines[-2:] == ["wrote mine.json", "next: remat validate mine.json"]
@@ -88,10 +88,10 @@ def test_a_step_that_fits_is_a_plan_without_regions(remat: Remat) -> None:
 
 
 def test_headroom_is_subtracted_first(remat: Remat) -> None:
-    data = remat(*stack("--headroom", "1MiB", "--json", budget="9MiB")).data
-    assert (data["budget_bytes"], data["headroom_bytes"]) == (9 << 20, 1 << 20)
-    assert data["predicted"]["peak_bytes"] <= 8 << 20
-    assert "less 1.00 MiB of headroom: 8.00 MiB" in remat("show", "stack.plan.json").stdout
+    data = remat(*stack("--headroom", "1MiB", "--json", budget="73MiB")).data
+    assert (data["budget_bytes"], data["headroom_bytes"]) == (73 << 20, 1 << 20)
+    assert data["predicted"]["peak_bytes"] <= 72 << 20
+    assert "less 1.00 MiB of headroom: 72.00 MiB" in remat("show", "stack.plan.json").stdout
 
 
 def test_auto_is_the_memory_of_the_target_less_ten_percent(remat: Remat) -> None:
@@ -106,7 +106,7 @@ def test_a_budget_above_the_target_is_planned_with_a_warning(remat: Remat) -> No
 
 
 def test_the_least_budget_is_named_and_is_the_least(remat: Remat) -> None:
-    refused = remat(*stack("--json", budget="2MiB"))
+    refused = remat(*stack("--json", budget="66MiB"))
     least = refused.data["minimum_budget_bytes"]
     assert refused.exit_code == refused.data["exit_code"] == 3
     assert sum(refused.data["breakdown"].values()) == least
@@ -118,7 +118,7 @@ def test_the_least_budget_is_named_and_is_the_least(remat: Remat) -> None:
 
 
 def test_headroom_comes_on_top_of_the_least_budget(remat: Remat) -> None:
-    ran = remat(*stack("--headroom", "1MiB", budget="2MiB"))
+    ran = remat(*stack("--headroom", "1MiB", budget="66MiB"))
     assert ran.exit_code == 3
     assert ran.stderr.rstrip().endswith("The headroom of 1.00 MiB comes on top.")
 
@@ -220,7 +220,7 @@ def test_a_plan_short_of_the_proof_says_how_far() -> None:
         pytest.param(stack(budget="20"), "'20' is not a positive number with a unit", id="no-unit"),
         pytest.param(stack(budget="-5GiB"), "'-5GiB' is not a positive number with a unit", id="negative"),
         pytest.param(stack(budget="nanGiB"), "'nanGiB' is not a positive number", id="not-a-number"),
-        pytest.param(stack("--headroom", "9MiB"), "leaves nothing; raise the budget", id="headroom"),
+        pytest.param(stack("--headroom", "73MiB"), "leaves nothing; raise the budget", id="headroom"),
         pytest.param(stack("--batch-size", "0"), "Invalid value for '--batch-size'", id="batch-size"),
         pytest.param(stack("--time-limit", "nan"), "--time-limit nan is not a positive number", id="time-limit"),
         pytest.param(stack("--dtype", "int8"), "dtype 'int8' is not known; choose one of amp, fp32, bf16", id="dtype"),
@@ -337,14 +337,14 @@ def test_a_bug_is_one_line_and_a_traceback_on_request(remat: Remat, monkeypatch:
 
 
 def test_strategies_are_compared_and_their_plans_saved(remat: Remat) -> None:
-    data = remat(*against("--strategies", "none, sqrt-n,exact", "--save", "plans", "--json", budget="11MiB")).data
+    data = remat(*against("--strategies", "none, sqrt-n,exact", "--save", "plans", "--json", budget="75MiB")).data
     assert [row["strategy"] for row in data["rows"]] == ["exact", "sqrt-n", "none"]
     assert [row["fits"] for row in data["rows"]] == [True, True, False]
-    assert (data["model"], data["target"], data["budget_bytes"]) == ("stack", "h100-80gb", 11 << 20)
+    assert (data["model"], data["target"], data["budget_bytes"]) == ("stack", "h100-80gb", 75 << 20)
     assert data["plan_paths"] == {name: f"plans/stack.{name}.plan.json" for name in ("exact", "sqrt-n")}
     for row in data["rows"][:2]:
         plan = Plan.load(data["plan_paths"][row["strategy"]])
-        assert plan.predicted["peak_bytes"] == row["peak_bytes"] <= plan.budget_bytes == 11 << 20
+        assert plan.predicted["peak_bytes"] == row["peak_bytes"] <= plan.budget_bytes == 75 << 20
         assert plan.about["model_spec"] == {"model": "../model.py:stack"}
     assert remat("show", "plans/stack.sqrt-n.plan.json").exit_code == 0
 
@@ -354,7 +354,7 @@ def test_a_comparison_is_one_line_a_strategy_and_never_cut(
     remat: Remat, monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    ran = remat(*against("--strategies", "none,chen-greedy,exact", budget="11MiB"))
+    ran = remat(*against("--strategies", "none,chen-greedy,exact", budget="75MiB"))
     lines = ran.stdout.splitlines()
     begin = next(i for i, line in enumerate(lines) if line.startswith("strategy "))
     table = lines[begin - 1 : begin + 4]
@@ -366,12 +366,12 @@ def test_a_comparison_is_one_line_a_strategy_and_never_cut(
 
 
 def test_a_comparison_of_what_nothing_keeps_names_the_least_budget(remat: Remat) -> None:
-    refused = remat(*against("--json", budget="2MiB"))
+    refused = remat(*against("--json", budget="66MiB"))
     assert refused.exit_code == refused.data["exit_code"] == 3
-    assert refused.data["minimum_budget_bytes"] > 2 << 20
-    alone = remat(*against("--strategies", "none", budget="2MiB"))
+    assert refused.data["minimum_budget_bytes"] > 66 << 20
+    alone = remat(*against("--strategies", "none", budget="66MiB"))
     assert alone.exit_code == 0
-    assert "no plan fits; the nearest, of strategy none, needs 13.66 MiB" in alone.stdout
+    assert "no plan fits; the nearest, of strategy none, needs 77.66 MiB" in alone.stdout
 
 
 def test_what_is_measured_is_shown_beside(remat: Remat, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,7 +390,7 @@ def test_what_is_measured_is_shown_beside(remat: Remat, monkeypatch: pytest.Monk
     assert ran.exit_code == 4 and "error: none: the measurement contradicts the plan." in ran.stderr
 
 
-@pytest.mark.parametrize("command", [against(budget="20MiB"), over("--points", "3")], ids=["compare", "sweep"])
+@pytest.mark.parametrize("command", [against(budget="84MiB"), over("--points", "3")], ids=["compare", "sweep"])
 def test_regions_may_be_whole_modules_where_plans_are_compared(remat: Remat, command: list[str]) -> None:
     command = [*command, "--strategies", "every-block,exact"]
     ran = remat(*command, "--regions", "modules")
@@ -443,12 +443,12 @@ def test_a_profile_plans_as_its_model_does_and_remembers_it(remat: Remat) -> Non
     made = remat("profile", "--model", "model.py:stack", "--target", "h100-80gb", "--out", "p.json", "--json").data
     assert (made["model"], made["costs"], made["profile_path"]) == ("stack", "estimated", "p.json")
     from_model = remat(*stack("--json", "--out", "a.json")).data
-    from_profile = remat("plan", "--profile", "p.json", "--budget", "8MiB", "--json", "--out", "b.json").data
+    from_profile = remat("plan", "--profile", "p.json", "--budget", "72MiB", "--json", "--out", "b.json").data
     assert from_profile["without_checkpointing"] == from_model["without_checkpointing"] == made["without_checkpointing"]
     a, b = Plan.load("a.json"), Plan.load("b.json")
     assert (a.regions, a.fingerprints, a.about) == (b.regions, b.fingerprints, b.about)
     assert (a.predicted["judged_by"], b.predicted["judged_by"]) == ("replay", "evaluator")
-    text = remat("plan", "--profile", "p.json", "--budget", "8MiB").stdout
+    text = remat("plan", "--profile", "p.json", "--budget", "72MiB").stdout
     assert "judged by the evaluator alone: a profile has no model to replay the plan on" in text
 
 

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from remat.costs import with_library_workspaces
 from remat.errors import Infeasible, UsageError
 from remat.fitting import JOINT, Fit, fit, largest_batch, longest_sequence, samples_of_rank
 from remat.graph import Graph
@@ -37,7 +38,7 @@ LIMITS = Limits(time_s=20)
 def at(batch_size: int, model: str = "transformer", accumulation: int = 1) -> Graph:
     workload, place = {"transformer": WIDE, "convnet": CONVNET}[model].sized(batch_size), find_place(TARGET)
     step = fake_step(workload, place, loop=Loop(accumulation=accumulation))
-    return record(step, alignment_bytes=place.target.alignment_bytes)
+    return with_library_workspaces(record(step, alignment_bytes=place.target.alignment_bytes), place.target)
 
 
 def search(budget_bytes: int, workload: Workload = WIDE, loop: Loop | None = None) -> MicroBatches:

@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import kernel_casts, kernel_rules, kernels
 from remat.errors import CaptureError
+from remat.kernel_attention import cudnn_attention_of
+from remat.profiling import find_place
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 VIEWS_AND_QUERIES = ("prim.device", "aten.detach", "aten.view", "aten.t", "aten.expand", "aten._unsafe_view")
@@ -82,7 +84,7 @@ def on_cuda(
     function: str | Callable[..., Any],
     *args: Any,
     autocast: torch.dtype | None = None,
-    cudnn: bool = False,
+    cudnn: kernel_casts.CudnnAttention | None = None,
     **kw: Any,
 ) -> tuple[torch.Tensor, list[str], list[torch.Tensor], list[str]]:
     """Substitute a graph of one call; its output, operators, what it saves, operators of its backward."""
@@ -237,10 +239,25 @@ def test_unfused_attention_adds_its_mask_in_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dropout", "head", "kernel"), [(0.125, 8, CUDNN), (0.1, 8, FLASH), (0.0, 136, FLASH), (0.0, 8, CUDNN)]
+    ("target", "dropout", "head", "kernel"),
+    [
+        pytest.param("h100-80gb,torch=2.13.0", 0.125, 8, CUDNN, id="sixteenths"),
+        pytest.param("h100-80gb,torch=2.13.0", 0.1, 8, FLASH, id="other-dropout"),
+        pytest.param("h100-80gb,torch=2.11.0", 0.1, 8, CUDNN, id="any-dropout-until-2.11"),
+        pytest.param("h100-80gb,torch=2.12.0", 0.1, 8, FLASH, id="sixteenths-from-2.12"),
+        pytest.param("h200,torch=2.13.0", 0.0, 8, CUDNN, id="h200"),
+        pytest.param("h100-80gb,torch=2.13.0,cudnn=9.15.0", 0.0, 8, FLASH, id="cudnn-9.15.0"),
+        pytest.param("h100-80gb,torch=2.13.0,cudnn=9.15.1", 0.0, 8, CUDNN, id="cudnn-9.15.1"),
+        pytest.param("a100-80gb,torch=2.13.0", 0.0, 8, FLASH, id="capability-8.0"),
+        pytest.param("rtx4090,torch=2.13.0", 0.0, 8, FLASH, id="capability-8.9"),
+        pytest.param("h100-80gb,torch=2.13.0", 0.0, 256, FLASH, id="wide-heads"),
+        pytest.param("h100-80gb,torch=2.14.0", 0.0, 256, CUDNN, id="wide-heads-from-2.14"),
+        pytest.param("h100-80gb,torch=2.14.0", 0.0, 136, FLASH, id="heads-between"),
+    ],
 )
-def test_cudnn_attention_first_where_asked(dropout: float, head: int, kernel: str) -> None:
-    assert on_cuda(SDPA, *qkv(d=head), None, dropout, cudnn=True)[1] == [kernel]  # dropout in sixteenths only
+def test_the_target_decides_whether_attention_is_cudnns(target: str, dropout: float, head: int, kernel: str) -> None:
+    cudnn = cudnn_attention_of(find_place(target).target)
+    assert on_cuda(SDPA, *qkv(d=head), None, dropout, cudnn=cudnn)[1] == [kernel]
 
 
 def test_without_gradient_no_logsumexp_is_asked_for() -> None:

@@ -149,7 +149,7 @@ def assert_replay_agrees(workload: Workload, regions: tuple[Region, ...], accumu
     found = recorded(workload, accumulation)
     curve = Memory(found.graph).curve(regions)
     # Python numbers that autograd keeps as tensors are counted when recording; no tracker of tensors sees them.
-    predicted = curve.alive_bytes[curve.runs] - found.graph.number_bytes
+    predicted = curve.alive_bytes[curve.runs] - found.graph.unseen_bytes
     np.testing.assert_array_equal(replay(found.step, place(found.graph, regions)), predicted)
 
 

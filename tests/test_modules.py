@@ -338,7 +338,7 @@ def test_evaluator_and_untraced_replay_need_the_same_memory(name: str, target: s
     step = fake_step(models.TEST_SIZES[name]().sized(batch_size=2), where)
     graph = record(step, alignment_bytes=where.target.alignment_bytes)
     modules = find_module_space(graph).modules
-    numbers = graph.number_bytes
+    numbers = graph.unseen_bytes
     for choice, choose in CHOICES.items():
         regions = tuple(Region(first, end) for first, end, _ in choose(modules or ()))
         found = replay_modules(step, place(graph, regions, modules), alignment_bytes=where.target.alignment_bytes).max()

@@ -166,7 +166,7 @@ def test_adapters_train_bitwise_as_without_a_plan_and_the_rest_stays_frozen(
 def test_the_measured_peak_is_the_replayed_one(name: str, choice: str, recordings: Any) -> None:
     step, graph = recordings[name]
     plan = CHOICES[choice](graph)
-    replayed = int(judge_of(plan.regions_are)(step, plan.regions).max()) + graph.number_bytes
+    replayed = int(judge_of(plan.regions_are)(step, plan.regions).max()) + graph.unseen_bytes
     if plan.regions_are == "nodes":
         assert plan.predicted["peak_bytes"] == replayed
     training = Training(WORKLOADS[name], CPU, 0, Loop())

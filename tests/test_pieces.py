@@ -92,7 +92,7 @@ def assert_trains_alike(workload: Workload) -> None:
         assert counts.regions == STEPS * len(regions), choice
         assert counts.recomputed_nodes == STEPS * memory.recomputed_nodes(regions) > 0, choice
         alive = replay(fake, place(graph, regions))
-        assert alive.max() + graph.number_bytes == memory.curve(regions).peak_bytes, choice
+        assert alive.max() + graph.unseen_bytes == memory.curve(regions).peak_bytes, choice
 
 
 @pytest.mark.parametrize("name", [name for name in PIECES if name not in REFUSED])

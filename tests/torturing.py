@@ -116,7 +116,7 @@ class Subject:
 
     def _predicted(self, chosen: tuple[Region, ...]) -> tuple[int, list[str]]:
         """Peak by the replay, workspaces included; and where the evaluator differs from it."""
-        numbers = self.graph.number_bytes
+        numbers = self.graph.unseen_bytes
         placed = place(self.graph, chosen)
         evaluated = self.memory.curve(chosen).peak_bytes
         alive = replay(self.step, placed, workspace_of=self.workspace_of)

@@ -1,0 +1,202 @@
+"""Workspaces by formula: the arithmetic of the sources beside each, and where the bytes of libraries are counted."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from remat.breakdown import at_peak
+from remat.costs import estimate, with_library_workspaces
+from remat.errors import UsageError
+from remat.graph import LIBRARY_WORKSPACES, OpKind
+from remat.loop import Loop
+from remat.memory import Memory
+from remat.micro_batches import MicroBatches
+from remat.planning import Budget, plan_profile
+from remat.profiling import Profile, fake_step, find_place, profile_step
+from remat.solution import Limits
+from remat.target import TARGETS, Target
+from remat.units import GIB, KIB, MIB
+from remat.workspaces import FORMULAS, cublas_bytes, handles, without_formula, workspace_bytes
+from tests import toys
+
+H100 = TARGETS["h100-80gb"].with_versions("2.13.0")
+A100 = TARGETS["a100-80gb"].with_versions("2.13.0")
+
+
+def tensor(*shape: int, dtype: str = "bfloat16", stride: tuple[int, ...] | None = None) -> dict[str, object]:
+    made = [1]
+    for size in reversed(shape[1:]):
+        made.insert(0, made[0] * size)
+    return {"tensor": [list(shape), list(stride or made), dtype]}
+
+
+def by_token(b: int, h: int, s: int, d: int, dtype: str = "bfloat16") -> dict[str, object]:
+    """(batch, heads, length, size), laid out as (batch, length, heads, size)."""
+    return tensor(b, h, s, d, dtype=dtype, stride=(s * h * d, d, h * d, 1))
+
+
+def attention_backward(name: str, b: int, h: int, kv: int, s: int, d: int, dtype: str = "bfloat16") -> OpKind:
+    q, k = by_token(b, h, s, d, dtype), by_token(b, kv, s, d, dtype)
+    op = f"aten._scaled_dot_product_{name}_attention_backward.default"
+    return OpKind(op, [[q, q, k, k, q, tensor(b, h, s, dtype="float32")], {}], 0, 0, dtype)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        # GPT-2: dq_accum 16 x 1024 x 12 x 64 fp32 = 48 MiB, softmax_d 16 x 12 x 1024 fp32 = 0.75 MiB
+        pytest.param(attention_backward("flash", 16, 12, 12, 1024, 64), 48 * MIB + 768 * KIB, id="flash-gpt2"),
+        # llama-1b: dq_accum 4 x 2048 x 32 x 64 fp32 = 64, softmax_d 1, dk and dv of 32 heads in bf16 2 x 32 MiB
+        pytest.param(attention_backward("flash", 4, 32, 8, 2048, 64), 129 * MIB, id="flash-grouped-llama-1b"),
+        # 200 queries are padded to 256, heads of 80 to 96
+        pytest.param(attention_backward("flash", 1, 1, 1, 200, 80), 256 * (96 + 1) * 4, id="flash-padded"),
+        # dQ_accum 64 MiB, softmax_sum 1 MiB
+        pytest.param(attention_backward("cudnn", 4, 32, 8, 2048, 64), 65 * MIB, id="cudnn-llama-1b"),
+        # delta, and one block of 64 x 64 fp32 and 16 bytes for each 64 queries
+        pytest.param(
+            attention_backward("efficient", 2, 4, 4, 128, 64),
+            2 * 4 * (128 * 4 + 2 * (64 * 64 * 4 + 16)),
+            id="efficient-16-bit",
+        ),
+    ],
+)
+def test_attention_backward_allocates_what_its_source_says(kind: OpKind, expected: int) -> None:
+    assert workspace_bytes(kind, H100) == expected
+
+
+def test_flash_attention_backward_copies_a_gradient_that_is_not_by_token() -> None:
+    kind = attention_backward("flash", 2, 4, 4, 128, 64)
+    plain = workspace_bytes(kind, H100)
+    kind.signature[0][0] = tensor(2, 4, 128, 64)
+    assert workspace_bytes(kind, H100) - plain == 2 * 4 * 128 * 64 * 2
+
+
+def embedding_backward(tokens: int, width: int, rows: int, dtype: str = "float32") -> OpKind:
+    args = [tensor(tokens, width, dtype=dtype), tensor(tokens, dtype="int64"), rows, -1, False]
+    return OpKind("aten.embedding_dense_backward.default", [args, {}], 0, 0, dtype)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        pytest.param(embedding_backward(3072, 768, 50257), 0, id="few-indices"),
+        # 16384 segments, 16384/10 + 16384 = 18022 rows of 768; 3 x 16384 + 2 x 16384 + 18022 indices
+        pytest.param(embedding_backward(16384, 768, 50257), 18022 * 768 * 4 + (5 * 16384 + 18022) * 8, id="gpt2"),
+        pytest.param(
+            embedding_backward(16384, 768, 50257, "bfloat16"), 18022 * 768 * 4 + (5 * 16384 + 18022) * 8, id="in-fp32"
+        ),
+        # two rows: 2 segments, 1640 parts, added atomically into two fp32 rows
+        pytest.param(
+            embedding_backward(16384, 1024, 2, "bfloat16"),
+            (3 * 16384 + 2 * 2 + 2 * 1640) * 8 + 2 * 1024 * 4,
+            id="token-types",
+        ),
+    ],
+)
+def test_embedding_backward_keeps_a_row_for_each_part_of_a_segment(kind: OpKind, expected: int) -> None:
+    assert workspace_bytes(kind, H100) == expected
+
+
+def test_what_has_no_formula_is_named_and_counted_as_nothing() -> None:
+    convolution = OpKind("aten.convolution_backward.default", [[tensor(1, 1, 1, 1)], {}], 1, 1, "float32")
+    product = OpKind("aten.mm.default", [[tensor(1, 1), tensor(1, 1)], {}], 1, 1, "float32")
+    assert without_formula([convolution, product]) == ("convolution_backward",)
+    assert workspace_bytes(convolution, H100) == 0
+    assert all(name.endswith("backward.default") for name in FORMULAS)
+
+
+# Libraries
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        (H100, 32 * MIB),
+        (A100, 8 * MIB + 128 * KIB),
+        (TARGETS["rtx4090"], 8 * MIB + 128 * KIB),
+        (dataclasses.replace(H100, capability=120, torch="2.11.0"), 8 * MIB + 128 * KIB),
+        (dataclasses.replace(H100, capability=120, torch="2.12.0"), 32 * MIB),
+    ],
+)
+def test_cublas_gets_what_torch_gives_it(target: Target, expected: int) -> None:
+    assert cublas_bytes(target) == expected
+
+
+def profiled(target: str = "h100-80gb", loop: Loop | None = None) -> Profile:
+    place = find_place(target)
+    return profile_step(fake_step(toys.TRANSFORMER_BF16, place, loop=loop), place)
+
+
+def test_a_step_that_multiplies_forward_and_backward_keeps_two_handles() -> None:
+    profile = profiled()
+    assert handles(profile.graph) == 2
+    assert profile.graph.fixed_bytes[LIBRARY_WORKSPACES] == 64 * MIB
+    assert at_peak(Memory(profile.graph), ())[LIBRARY_WORKSPACES] == 64 * MIB
+    assert profiled("a100-80gb").graph.fixed_bytes[LIBRARY_WORKSPACES] == 16 * MIB + 256 * KIB
+
+
+def test_a_step_on_the_cpu_keeps_none() -> None:
+    graph = profiled().graph
+    bare = dataclasses.replace(graph, fixed_bytes={})
+    assert with_library_workspaces(bare, dataclasses.replace(H100, device="cpu")) is bare
+
+
+def test_where_costs_are_measured_so_are_libraries() -> None:
+    graph = dataclasses.replace(profiled().graph, fixed_bytes={})
+    costs = dataclasses.replace(estimate(graph, H100), source="measured", about={"library_bytes": 5 * MIB})
+    assert with_library_workspaces(graph, H100, costs).fixed_bytes == {LIBRARY_WORKSPACES: 10 * MIB}
+
+
+@pytest.mark.parametrize("loop", [Loop(), Loop(ranks=2, shard="zero3")], ids=["whole", "zero3"])
+def test_the_replay_counts_libraries_once(loop: Loop) -> None:
+    """The plan's peak is the evaluator's, the replay's, and within the budget."""
+    place = find_place("h100-80gb")
+    step = fake_step(toys.TRANSFORMER_BF16.sized(256), place, loop=loop)
+    profile = profile_step(step, place)
+    peak = Memory(profile.graph, profile.costs.workspace_per_op(profile.graph)).peak_without_checkpointing
+    limit = peak - (peak - profile.graph.fixed_total) // 4
+    plan = plan_profile(profile, Budget(limit, limit), step=step, limits=Limits(time_s=20))
+    assert plan.solver["status"] == "optimal"  # not tightened: evaluator and replay agree
+    assert plan.predicted["breakdown"][LIBRARY_WORKSPACES] == 64 * MIB
+
+
+def test_a_step_at_another_batch_size_has_its_workspaces() -> None:
+    place = find_place("h100-80gb")
+    sizes = MicroBatches(toys.TRANSFORMER_BF16, place, Budget(GIB, GIB), Loop(), Limits(), lambda what: None)
+    scaled = sizes.profile(48, False)
+    recorded, _ = sizes.recorded(48, 1)
+    assert scaled.graph.fixed_bytes[LIBRARY_WORKSPACES] == recorded.graph.fixed_bytes[LIBRARY_WORKSPACES]
+    found, expected = (p.costs.workspace_per_op(p.graph) for p in (scaled, recorded))
+    assert found.any() and found.tolist() == expected.tolist()
+    times, truth = (p.costs.per_op_us(p.graph) for p in (scaled, recorded))
+    assert times.tolist() == pytest.approx(truth.tolist(), rel=1e-3)
+
+
+# What a target assumes
+
+
+def test_a_target_assumes_the_torch_that_plans_and_the_cudnn_of_its_wheels() -> None:
+    assert TARGETS["h100-80gb"].with_versions("2.13.0").cudnn == (9, 20)
+    assert TARGETS["h100-80gb"].with_versions("2.99.0").cudnn == (9, 26)  # the newest known
+    assert find_place("h100-80gb,torch=2.11.0").target.cudnn == (9, 19)
+    assert find_place("h100-80gb,cudnn=9.10").target.cudnn == (9, 10)
+
+
+def test_a_target_with_versions_keeps_its_name_through_files() -> None:
+    target = find_place("h100-80gb,torch=2.11.0,cudnn=9.10").target
+    assert find_place(target.name).target == target
+    assert Target(**{**dataclasses.asdict(target), "cudnn": [9, 10]}) == target
+
+
+@pytest.mark.parametrize("text", ["h100-80gb,cudnn=new", "h100-80gb,cuda=13.0", "h100-80gb,cudnn"])
+def test_a_setting_that_is_no_version_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="is no version; write h100-80gb,torch"):
+        find_place(text)
+
+
+def test_a_prediction_names_what_it_rests_on() -> None:
+    found = {target: profiled(target).graph.about for target in ("h100-80gb,torch=2.11.0", "h100-80gb,torch=2.13.0")}
+    assert [about["assumes"] for about in found.values()] == ["torch 2.11.0, cuDNN 9.19", "torch 2.13.0, cuDNN 9.20"]
+    assert [about["attention"] for about in found.values()] == [["cudnn"], ["flash"]]  # a dropout of 0.2
