@@ -17,7 +17,6 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from remat.graph import CAST
 from remat.memory import Memory
 from remat.space import Segment
 
@@ -59,7 +58,6 @@ class _Signatures:
         self.low = np.searchsorted(graph.storages.birth, self.forward).tolist()
         self.rise = np.diff(local_bytes, prepend=local_bytes[0])
         self.dying = np.bincount(graph.storages.death, graph.storages.size_bytes, minlength=graph.op_count)
-        self.is_cast = np.array([kind.name == CAST for kind in graph.kinds])[graph.op_kind]
         self.taken = self._taken()
         self.packs = np.searchsorted(graph.packs.node, [s.first for s in segments] + [segments[-1].end]).tolist()
         self.afar = self._afar()
@@ -84,7 +82,7 @@ class _Signatures:
         return (
             self.op_time_ns[forward].tobytes(),
             self.memory.workspace_bytes[forward].tobytes(),
-            self.is_cast[forward].tobytes(),
+            self.graph.is_made_again[forward].tobytes(),
             self.rise[first:end].tobytes(),
             self.dying[first - 1 : end].tobytes(),
         )

@@ -35,6 +35,7 @@ OPTIMIZER_STATE = "optimizer state"  # in `Graph.fixed_bytes`: what the first st
 LIBRARY_WORKSPACES = "library workspaces"  # in `Graph.fixed_bytes`: what cuBLAS keeps, see `workspaces.py`
 OUTSIDE = -1  # Node.call of what the step computes outside the captured graphs
 CAST = "aten._to_copy.default"  # the operator kind that changes the dtype
+MADE_AGAIN = (CAST, "aten.lift_fresh.default")  # kinds whose result is never saved; the second brings in a constant
 CALLED_MODULES = "called_modules"  # key of `Graph.about`: paths of the modules whose forward was called
 
 
@@ -120,7 +121,8 @@ class OpKind:
 class Storages:
     """Columns over storages: size, first and last operator of their local life, producing node (-1 in backward).
 
-    cast   1 where the producing operator only changes the dtype: such a result is never saved, it is made again
+    cast   1 where the producing operator only changes the dtype, or brings in a constant: such a result is never saved,
+            it is made again
     """
 
     size_bytes: np.ndarray
@@ -202,6 +204,11 @@ class Graph:
     @property
     def fixed_total(self) -> int:
         return sum(self.fixed_bytes.values())
+
+    @functools.cached_property
+    def is_made_again(self) -> np.ndarray:
+        """For every operator whether its result is made again where its node is saved."""
+        return np.array([kind.name in MADE_AGAIN for kind in self.kinds], dtype=bool)[self.op_kind]
 
     @property
     def unseen_bytes(self) -> int:

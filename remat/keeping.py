@@ -13,7 +13,7 @@ import functools
 import numpy as np
 
 from remat.costs import Costs
-from remat.graph import CAST, Graph
+from remat.graph import Graph
 from remat.memory import Memory
 from remat.runs import Kept
 from remat.space import Space
@@ -46,16 +46,11 @@ class Keeping:
         times = {}
         for node in self.space.saveable:
             record = self.graph.nodes[node]
-            ops = [op for op in range(record.first, record.end) if not self._is_cast[op]]
+            ops = [op for op in range(record.first, record.end) if not self.graph.is_made_again[op]]
             time = int(self.op_time_ns[ops].sum())
             if time > 0:
                 times[node] = time
         return times
-
-    @functools.cached_property
-    def _is_cast(self) -> np.ndarray:
-        names = np.array([kind.name == CAST for kind in self.graph.kinds])
-        return names[self.graph.op_kind]
 
     @functools.cached_property
     def saved_by(self) -> dict[int, list[int]]:

@@ -11,6 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
+from remat.schemas import is_view
 from remat.tracker import UnseenMode
 
 MOST_DIFFERENCES = 5
@@ -40,7 +41,7 @@ class KernelLog(UnseenMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if self._paused or _is_view(func):
+        if self._paused or is_view(func):
             return out
         tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor)]
         if any(t.is_floating_point() or t.is_complex() for t in tensors) and not any(
@@ -49,11 +50,6 @@ class KernelLog(UnseenMode):
         ):
             self.found.append(_described(func, args, kwargs))
         return out
-
-
-def _is_view(func: Any) -> bool:
-    returns = func._schema.returns
-    return not func._schema.is_mutable and any(r.alias_info is not None for r in returns)
 
 
 def _described(func: Any, args: Any, kwargs: Any) -> str:

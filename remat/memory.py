@@ -17,9 +17,9 @@ Rule 5  While a region with inner ones is recomputed, an inner region runs as in
         is recomputed itself, when one of its own saves is asked for.
 Rule 6  Counters of a module are not advanced by a recomputation. Batch normalisation works there on copies of its
         running statistics, which autograd saves.
-Rule 7  A cast that belongs to a saved node (autocast's copies) is not saved; it is made again. So is one that autocast
-        remembered from before a region: in forward it lasts as long as autocast is on, in a recomputation as long as
-        that.
+Rule 7  A cast that belongs to a saved node (autocast's copies) is not saved; it is made again, and so is a constant
+        (`torch.tensor(2.0)`). So is a cast that autocast remembered from before a region: in forward it lasts as long
+        as autocast is on, in a recomputation as long as that.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from remat.graph import CAST, OPTIMIZER_STATE, Graph
+from remat.graph import OPTIMIZER_STATE, Graph
 from remat.plans import Region
 
 _Position = Callable[[np.ndarray], np.ndarray]
@@ -574,11 +574,8 @@ class Memory:
         for node in (*r.region.saved, *counters):
             begin, end = max(self.node_first[node], r.first), min(self.node_end[node], r.stop)
             for op in range(begin, end):
-                runs[r.positions(op)] = self._is_cast(op)
+                runs[r.positions(op)] = self.graph.is_made_again[op]
 
     @functools.cached_property
     def _counters(self) -> list[int]:
         return [i for i, node in enumerate(self.graph.nodes) if node.effect == "counter"]
-
-    def _is_cast(self, op: int) -> bool:
-        return self.graph.kinds[self.graph.op_kind[op]].name == CAST

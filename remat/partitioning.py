@@ -35,6 +35,7 @@ from torch.utils._ordered_set import OrderedSet
 
 from remat.compiling import RECOMPUTED, SAVED
 from remat.errors import RematError
+from remat.schemas import is_view
 
 _CASTS = ("_to_copy", "convert_element_type")
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
@@ -114,10 +115,7 @@ def _operator(node: fx.Node) -> str:
 def _is_view(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return isinstance(node.args[0], fx.Node) and _is_view(node.args[0])
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    schema = node.target._schema
-    return not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
+    return isinstance(node.target, torch._ops.OpOverload) and is_view(node.target)
 
 
 def order(backward: fx.GraphModule) -> None:

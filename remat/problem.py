@@ -319,7 +319,7 @@ class Problem(Keeping):
             waiting = [u for u in self.saved_by[node] if not recomputing or storages.birth[u] > op]
             size = int(sum(storages.size_bytes[u] for u in waiting if storages.death[u] < self.graph.forward_end))
             record = self.graph.nodes[node]
-            if recomputing and record.first <= op < record.end and not self._is_cast[op]:
+            if recomputing and record.first <= op < record.end and not self.graph.is_made_again[op]:
                 size -= int(self.memory.workspace_bytes[op])
             if size:
                 terms.append((node, size))

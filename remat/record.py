@@ -36,7 +36,8 @@ from remat.graph import CALLED_MODULES, CAST, OPTIMIZER_STATE, OUTSIDE, Graph, N
 from remat.loop import Loop
 from remat.optimizer_forms import forms_of
 from remat.rewrite import as_function, bracket_of, called, captured_nodes, replace_target
-from remat.tracker import FIXED, Tracker, draws_random_numbers
+from remat.schemas import draws_random_numbers
+from remat.tracker import FIXED, Tracker
 from remat.view_histories import ViewHistories
 from remat.workload import Workload, trainable
 

@@ -6,7 +6,7 @@ Rule 1  Nodes run in the captured order, and call what they called, so the same 
 Rule 2  A random node that is recomputed gets the generator state that it had in forward, and the generator is put
         back afterwards. So the stream of random numbers is the untouched one, whatever is saved around it.
 Rule 3  The output of a saved node is kept, below autograd: when the region is recomputed its operators are not run,
-        but autograd still sees them, and saves what they save.
+        but autograd still sees them, and saves what they save. (`saving.py`)
 Rule 4  What changes module state (running statistics, counters) changes it in forward only.
 Rule 5  An inner region records and replays in the recomputation of the outer one; in forward it only drops.
 
@@ -23,7 +23,7 @@ import dataclasses
 import operator
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import fx
@@ -31,11 +31,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from remat.errors import RematError
+from remat.saving import RanAgain, Replay, Result, Save
 from remat.sizes import is_size
-from remat.tracker import UnseenMode, detached, is_seeded
 
 _RUNNING = ("running_mean", "running_var")
-_CAST = torch.ops.aten._to_copy.default
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +55,7 @@ class CallRegion:
 
 @dataclasses.dataclass
 class Counts:
-    """What really happened in one step: regions entered, and nodes run again."""
+    """What really happened in one step: regions entered, and nodes run again. A saved node counts if it ran again."""
 
     regions: int = 0
     recomputed_nodes: int = 0
@@ -94,7 +93,7 @@ class RegionRun:
         self._drawn_on: torch.device | None = None  # whose generator is as the last random node left it
         self._states: dict[int, Any] = {}
         self._before: dict[torch.device, Any] = {}  # generators as they were when the recomputation began to draw
-        self._saved: dict[int, list[Any]] = {}
+        self._saved: dict[int, list[Result]] = {}
 
     @property
     def again(self) -> bool:
@@ -144,9 +143,9 @@ class RegionRun:
             if self._outer is not None and not self.again:  # Rule 5
                 self._drawn_on = None
                 return function(*args, **kwargs)
-            with _Save() as save:
+            with Save() as save:
                 value = function(*args, **kwargs)
-            self._saved[key] = save.outputs
+            self._saved[key] = save.results
             if save.drawn:
                 self._drawn_on = None
             return value
@@ -156,9 +155,15 @@ class RegionRun:
                 "a region that saves outputs was asked to recompute twice; call backward(retain_graph=True) for the "
                 "first backward, or plan without saved nodes."
             )
-        outputs = self._saved[key][::-1] if keep else self._saved.pop(key)[::-1]
-        with _Replay(outputs):
-            return function(*args, **kwargs)
+        replay = Replay(self._saved[key] if keep else self._saved.pop(key))
+        if not self.options.observe:
+            with replay:
+                return function(*args, **kwargs)
+        with (watch := RanAgain()), replay:
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.options.counts.recomputed_nodes += watch.found
 
 
 _NOTHING = contextlib.nullcontext()
@@ -181,73 +186,6 @@ class _Recomputation:
         self._run.replaying = False
         self._run.restore()
         self._context.__exit__(*error)
-
-
-class _LeanMode(UnseenMode):
-    """A dispatch mode entered for one node: what `TorchDispatchMode` notes for Dynamo at its borders is left out."""
-
-    def __init__(self) -> None:
-        pass
-
-    def __enter__(self) -> Self:
-        torch._C._push_on_torch_dispatch_stack(self)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        torch._C._pop_torch_dispatch_stack(None)
-
-
-class _Save(_LeanMode):
-    """Keeps what every operator allocates, casts aside.
-
-    drawn  whether one may have drawn random numbers
-    """
-
-    def __init__(self) -> None:
-        self.outputs: list[Any] = []
-        self.drawn = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **kwargs) if kwargs else func(*args)
-        if _allocates(func):
-            self.outputs.append(detached(out))
-        self.drawn = self.drawn or is_seeded(func)
-        return out
-
-
-class _Replay(_LeanMode):
-    """Gives back what `_Save` kept, in order; views and casts run. Writes to what was kept are skipped: it is final."""
-
-    def __init__(self, outputs: list[Any]):
-        self._outputs = outputs
-        self._made: set[int] = set()  # storages of casts, made anew
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.is_mutable and args[0].untyped_storage()._cdata not in self._made:
-            return args[0]
-        if _allocates(func):
-            return detached(self._outputs.pop())
-        out = func(*args, **kwargs) if kwargs else func(*args)
-        if func is _CAST:
-            self._made.add(out.untyped_storage()._cdata)
-        return out
-
-
-_ALLOCATES: dict[Any, bool] = {}
-
-
-def _allocates(func: Any) -> bool:
-    """Whether `func` makes new storage by its schema: no output aliases an input, and it is no cast."""
-    known = _ALLOCATES.get(func)
-    if known is None:
-        returns = func._schema.returns
-        known = _ALLOCATES[func] = (
-            func is not _CAST
-            and bool(returns)
-            and not func._schema.is_mutable
-            and all("Tensor" in str(r.type) and r.alias_info is None for r in returns)
-        )
-    return known
 
 
 def _device_of(args: Any, kwargs: Any) -> torch.device | None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import weakref
 from collections.abc import Iterator
@@ -22,15 +21,15 @@ import torch
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from remat.graph import OpKind
 
 FIXED = -1
 _NORMALISATIONS = {torch.ops.aten.native_layer_norm.default: 2, torch.ops.aten.native_batch_norm.default: 1}  # weight
-_CASTS = {torch.ops.aten._to_copy.default}
 _PRODUCTS = {"aten::mul_", "aten::_foreach_mul_"}
+_MADE_AGAIN = {torch.ops.aten._to_copy.default, torch.ops.aten.lift_fresh.default}  # graph.MADE_AGAIN
 
 # Layouts of results that CPU kernels choose otherwise than their fakes (torch 2.13): the position of the argument whose
 # memory format the first result gets, and operators whose result is laid out as the first argument, or plainly.
@@ -145,7 +144,7 @@ class Tracker(UnseenMode):
             return out  # a view: no kernel, no memory
         self.op_kinds.append(self._kind(func, args, kwargs, out))
         for tensor in born:
-            self._follow(tensor, op, cast=func in _CASTS)
+            self._follow(tensor, op, cast=func in _MADE_AGAIN)
         if self.scalar_answers and func._schema.name in _PRODUCTS:
             self._products.update(id(t.untyped_storage()) for t in tree_leaves(args[0]) if t.dim() == 0)
         self.dispatched(op, func, args, kwargs, out)
@@ -280,26 +279,3 @@ def _moved_bytes(args: Any, kwargs: Any, out: Any) -> int:
 def _arithmetic_dtype(args: Any, kwargs: Any, out: Any) -> str:
     floats = (t.dtype for t in _tensors(args, kwargs, out) if t.is_floating_point())
     return _name(next(floats, torch.float32))
-
-
-@functools.cache
-def is_seeded(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags
-
-
-def draws_random_numbers(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether this very call of `func` advances the generator; attention without dropout does not."""
-    if not is_seeded(func):
-        return False
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.name == "dropout_p":
-            value = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
-            return bool(value)
-    return True
-
-
-def detached(value: Any) -> Any:
-    """`value` with its tensors detached from autograd."""
-    if isinstance(value, torch.Tensor):
-        return value.detach()
-    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, value)

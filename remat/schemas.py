@@ -1,0 +1,70 @@
+"""What an operator's schema says of its results: new memory, a view of an argument, or what the operator wrote.
+
+Everyone who asks, asks here. "Is every return a tensor?" is the wrong question: flash and cuDNN attention return two
+integers beside their tensors. Where a schema can be wrong (`aten._unsafe_view` returns its argument's storage and does
+not say so), look at the tensors instead, as `saving.py` and `tracker.py` do.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+def _holds_tensor(returned: Any) -> bool:
+    return "Tensor" in str(returned.type)  # Tensor, Tensor?, Tensor[], Tensor?[]
+
+
+@functools.cache
+def makes_nothing(func: Any) -> bool:
+    """Whether `func` neither writes nor makes a tensor: its results are views of arguments, or numbers alone."""
+    schema = func._schema
+    tensors = [returned for returned in schema.returns if _holds_tensor(returned)]
+    return not schema.is_mutable and all(returned.alias_info is not None for returned in tensors)
+
+
+@functools.cache
+def is_view(func: Any) -> bool:
+    """Whether all that `func` returns are views of arguments, and it writes nothing."""
+    return makes_nothing(func) and any(map(_holds_tensor, func._schema.returns))
+
+
+@functools.cache
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    arguments = enumerate(func._schema.arguments)
+    return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+def written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """The arguments that `func` writes to: `self` of an in-place operator, `out`, tensors in lists."""
+    for position, name in _written_arguments(func):
+        value = args[position] if position < len(args) else (kwargs or {}).get(name)
+        yield from tensors_of((value,), {})
+
+
+def tensors_of(args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments of an operator, in order; schemas have no deeper lists than this."""
+    for value in (*args, *(kwargs or {}).values()):
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from (leaf for leaf in value if isinstance(leaf, torch.Tensor))
+
+
+@functools.cache
+def is_seeded(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def draws_random_numbers(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether this very call of `func` advances the generator; attention without dropout does not."""
+    if not is_seeded(func):
+        return False
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            value = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return bool(value)
+    return True
