@@ -53,10 +53,10 @@ format: $(DEV_STAMP) ## let ruff rewrite the files
 # The paths in mypy's messages are turned back into the files'.
 TYPED := .mypy_cache/layout
 .PHONY: types
-types: $(DEV_STAMP) ## mypy: the package and its tests
+types: $(DEV_STAMP) ## mypy: the package, its tests and what they import of the benchmarks
 	@rm -rf $(TYPED) && mkdir -p $(TYPED)/remat
 	@ln -s "$(CURDIR)"/remat/*.py "$(CURDIR)"/remat/{commands,integrations} "$(CURDIR)/solvers" "$(CURDIR)/models" $(TYPED)/remat
-	@ln -s "$(CURDIR)/tests" $(TYPED)/tests
+	@ln -s "$(CURDIR)/tests" "$(CURDIR)/benchmarks" $(TYPED)
 	@set -o pipefail; cd $(TYPED) && "$(CURDIR)/$(BIN)/mypy" --config-file "$(CURDIR)/pyproject.toml" --cache-dir "$(CURDIR)/.mypy_cache" \
 		remat tests | sed -E 's,^remat/(solvers|models)/,\1/,'
 

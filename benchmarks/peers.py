@@ -32,6 +32,7 @@ from remat.plotting import COLOUR, OTHERS
 from remat.problem import Problem
 from remat.profiling import fake_step, find_place, profile_step
 from remat.solution import Limits
+from remat.solvers import Solver
 from remat.solvers.least_peak import least_peak
 from remat.space import find_space
 from remat.training import Training
@@ -68,7 +69,7 @@ def main(backend: str = "inductor", repeats: int | str = 3, *ratios: str) -> Non
         note = f"{backend} cannot run here ({str(error).strip().splitlines()[0]}): {FALLBACK} took its place"
         backend = FALLBACK
         require_counted(backend, device)
-    peers = _Peers(_workload(device), device, int(repeats))
+    peers = Peers(_workload(device), device, int(repeats))
     peers.run(backend, tuple(map(float, ratios)) or RATIOS)
     path = report.stem("peers" if backend == "inductor" else f"peers_{backend}", device)
     about = {**report.provenance(device), **peers.about, "backend": backend, "repeats": int(repeats)}
@@ -98,11 +99,12 @@ def require_counted(backend: str, device: torch.device) -> None:
     assert peak >= 2 * matrix.nbytes, f"{backend}: {peak} bytes counted where at least {2 * matrix.nbytes} were live"
 
 
-class _Peers:
+class Peers:
     """The rows so far; the untouched step, which every other is timed against."""
 
-    def __init__(self, workload: Workload, device: torch.device, repeats: int):
-        self.workload, self.device, self.repeats = workload, device, repeats
+    def __init__(self, workload: Workload, device: torch.device, repeats: int, solver: Solver | None = None):
+        self.workload, self.device, self.repeats, self._solver = workload, device, repeats, solver
+        self.on_row: Callable[[], object] = lambda: None
         self.rows: list[dict[str, Any]] = []
         self.place = find_place(device.type)
         self.fake = fake_step(workload, self.place)
@@ -116,13 +118,32 @@ class _Peers:
         return f"autocast to {self.workload.autocast}" if self.workload.autocast else "fp32"
 
     def run(self, backend: str, ratios: tuple[float, ...]) -> None:
+        self._measure_eager()
+        for ratio in ratios:
+            self._measure_compiled(backend, ratio)
+        for budget in self._budgets():
+            self._plan_and_measure(budget)
+
+    def run_at_equal_peaks(self, backend: str, ratios: tuple[float, ...]) -> None:
+        """Every peer followed at once by a plan that may take what it took: what is cut off is comparable so far."""
+        self.space = find_space(self.profile.graph)
+        self._measure_eager()
+        self._plan_and_measure_at_last_peak()
+        for ratio in ratios:
+            self._measure_compiled(backend, ratio)
+            self._plan_and_measure_at_last_peak()
+
+    def _measure_eager(self) -> None:
         self.untouched = self._training(None).step
         self._measure(UNTOUCHED, "", contextlib.nullcontext)
         self._measure(HUGGING_FACE, "every block", contextlib.nullcontext, _checkpoint_blocks)
-        for ratio in ratios:
-            self._measure(COMPILED, f"{ratio:.1f}", lambda ratio=ratio: _memory_budget(ratio), _compile_with(backend))
-        for budget in self._budgets():
-            self._plan_and_measure(budget)
+
+    def _measure_compiled(self, backend: str, ratio: float) -> None:
+        self._measure(COMPILED, f"{ratio:.1f}", lambda: _memory_budget(ratio), _compile_with(backend))
+
+    def _plan_and_measure_at_last_peak(self) -> None:
+        if (peak := self.rows[-1].get("peak_bytes")) is not None:
+            self._plan_and_measure(peak)
 
     def _budgets(self) -> list[int]:
         """The peaks of torch that a plan can keep, and `BELOW` budgets below, falling."""
@@ -140,7 +161,12 @@ class _Peers:
     def _plan_and_measure(self, budget: int) -> None:
         def planned(model: nn.Module) -> None:
             plan = plan_profile(
-                self.profile, Budget(budget, budget), step=self.fake, space=self.space, limits=Limits(time_s=20)
+                self.profile,
+                Budget(budget, budget),
+                step=self.fake,
+                space=self.space,
+                limits=Limits(time_s=20),
+                solver=self._solver,
             )
             remat.apply(model, plan)
 
@@ -179,6 +205,7 @@ class _Peers:
         self.rows.append(row)
         if "peak_bytes" in row and "peak_bytes" in self.rows[0]:
             row["peak_ratio"] = round(row["peak_bytes"] / self.rows[0]["peak_bytes"], 4)
+        self.on_row()
         print({key: row[key] for key in COLUMNS if row.get(key, "") != ""}, flush=True)
 
     def _measured(self, prepare: Callable[[nn.Module], object] | None) -> dict[str, Any]:

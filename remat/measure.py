@@ -491,6 +491,7 @@ def device_target(device: torch.device, *, cache: Path | Literal["default"] | No
     else:
         name, memory = "cpu", physical_memory()
     rates = _rates(device, cache)
+    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return Target(
         name=name,
         device="cuda" if device.type == "cuda" else "cpu",
@@ -499,6 +500,9 @@ def device_target(device: torch.device, *, cache: Path | Literal["default"] | No
         flops_per_us=rates,
         efficiency=1.0,  # these are rates that kernels reached
         alignment_bytes=512 if device.type == "cuda" else 1,
+        capability=10 * properties.major + properties.minor if properties else 0,
+        processors=properties.multi_processor_count if properties else 0,
+        torch=torch.__version__.partition("+")[0] if properties else "",
     )
 
 

@@ -22,7 +22,6 @@ import numpy as np
 from remat.plans import Region
 from remat.problem import Problem
 from remat.solution import Limits
-from remat.solvers import cp_sat
 from remat.solvers.chain import Case, Chain, Transition, lasting_storages
 
 NOTHING = -(1 << 62)  # what may be kept where nothing goes on
@@ -74,9 +73,18 @@ def _better(best: LeastPeak, solved: list[_Extents]) -> LeastPeak:
 
 
 def _searched(problem: Problem, limits: Limits, best: LeastPeak, keep: set[int], started: float) -> LeastPeak:
-    """`best`, or what CP-SAT finds among the runs in `keep`, which are all that a lower peak could be made of."""
+    """`best`, or what CP-SAT finds among the runs in `keep`, which are all that a lower peak could be made of.
+
+    Without OR-tools it is `best`, and its bound is the chain's.
+    """
     if not keep:
         return dataclasses.replace(best, bound_bytes=best.peak_bytes)
+    try:
+        from remat.solvers import cp_sat
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "ortools":
+            raise
+        return best
     if limits.time_s is not None:
         limits = dataclasses.replace(limits, time_s=max(limits.time_s - (time.monotonic() - started), 0.0))
     tight, keep = problem.with_budget(best.peak_bytes), keep | problem.runs_of(best.regions)

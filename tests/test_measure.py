@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -343,10 +344,13 @@ def test_a_card_is_the_one_that_its_driver_names(driver_name: str, target: str |
 def test_a_card_without_a_data_sheet_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 2 << 30))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3 MIG 1g.10gb")
+    card = types.SimpleNamespace(major=9, minor=0, multi_processor_count=16)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setattr(measure_module, "_measured_rates", lambda device: {"bytes": 4e5, "float32": 1e7})
     monkeypatch.setattr(measure_module, "_ready", lambda device: contextlib.nullcontext())
     target = device_target(torch.device("cuda"), cache=tmp_path)
     assert (target.name, target.memory_bytes) == ("nvidia h100 80gb hbm3 mig 1g.10gb", 2 << 30)
+    assert (target.capability, target.processors) == (90, 16)
     assert (target.bytes_per_us, target.flops_per_us, target.efficiency) == (4e5, {"float32": 1e7}, 1.0)
 
 
