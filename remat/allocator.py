@@ -103,6 +103,16 @@ def _observe_cuda(function: Callable[[], object], device: torch.device) -> tuple
     return peak, requested, int(after.get("reserved_bytes.all.peak", 0))
 
 
+def context_bytes(device: torch.device) -> int:
+    """What is taken from a CUDA device beside what this process's allocator reserves: its context, and other processes.
+
+    Makes the context where there is none.
+    """
+    torch.zeros(1, device=device)
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
+
+
 def _rise(before: dict[str, Any], after: dict[str, Any], name: str) -> int:
     return int(after.get(f"{name}.all.peak", 0)) - int(before.get(f"{name}.all.current", 0))
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from remat import breakdown
+from remat.fragmentation import Footprint, assumed_settings, footprints
 from remat.graph import Graph
 from remat.loop import Loop
 from remat.memory import Curve, Memory
@@ -68,7 +69,11 @@ class Speed:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What one loop takes around one step."""
+    """What one loop takes around one step.
+
+    allocator  what the caching allocator makes of it, under the settings assumed and with expandable segments turned
+               on or off; empty where there is none, and of what is not traced
+    """
 
     about: dict[str, Any]
     target: str
@@ -76,6 +81,7 @@ class Estimate:
     memory_bytes: int
     peaks: Peaks
     speed: Speed
+    allocator: tuple[Footprint, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -86,12 +92,19 @@ class Estimate:
             "parameters": self.about["parameter_count"],
             "loop": Loop.of(self.about).to_json(),
             "peaks": dataclasses.asdict(self.peaks),
+            "allocator": [each.to_json() for each in self.allocator],
             "speed": dataclasses.asdict(self.speed),
         }
 
 
-def estimate(profile: Profile, regions: Sequence[Region] = (), step: FakeStep | None = None) -> Estimate:
-    """What the step of `profile` takes under `regions`; with `step` and no regions also as Python runs it."""
+def estimate(
+    profile: Profile, regions: Sequence[Region] = (), step: FakeStep | None = None, allocator: str | None = None
+) -> Estimate:
+    """What the step of `profile` takes under `regions`; with `step` and no regions also as Python runs it.
+
+    allocator  settings of PYTORCH_CUDA_ALLOC_CONF; those of the environment by default. Raises UsageError
+    """
+    settings = assumed_settings(profile.target, allocator)
     graph = profile.graph
     memory = Memory(graph, profile.costs.workspace_per_op(graph))
     eager_bytes = eager_peak(profile, step) if step is not None and not regions else None
@@ -102,6 +115,7 @@ def estimate(profile: Profile, regions: Sequence[Region] = (), step: FakeStep | 
         memory_bytes=profile.target.memory_bytes,
         peaks=dataclasses.replace(_peaks(memory, regions), eager_bytes=eager_bytes),
         speed=_speed(profile, memory, regions),
+        allocator=footprints(memory, regions, settings) if settings is not None else (),
     )
 
 

@@ -159,6 +159,7 @@ class Parameter:
 
     gradient_bytes  0 where it needs no gradient      state_bytes  of the optimizer, after its first step
     gradient        storage that is its gradient when backward ends; -1: none, or one from before the step
+    state_tensors   `state_bytes` tensor by tensor; empty in files from before it was recorded
     """
 
     name: str
@@ -166,6 +167,7 @@ class Parameter:
     gradient_bytes: int = 0
     state_bytes: int = 0
     gradient: int = -1
+    state_tensors: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -272,7 +274,7 @@ class Graph:
             fixed_bytes=data["fixed_bytes"],
             parameter_gradients=tuple(data["parameter_gradients"]),
             about=data["about"],
-            parameters=tuple(Parameter(*row) for row in data.get("parameters", ())),
+            parameters=tuple(_parameter_from_json(row) for row in data.get("parameters", ())),
             first_step_bytes=data.get("first_step_bytes", 0),
             gathered=tuple(data.get("gathered", ())),
         )
@@ -281,6 +283,11 @@ class Graph:
 def _node_from_json(row: list[Any]) -> Node:
     values: list[Any] = [tuple(value) if isinstance(value, list) else value for value in row]
     return Node(*values)
+
+
+def _parameter_from_json(row: list[Any]) -> Parameter:
+    parameter = Parameter(*row)
+    return dataclasses.replace(parameter, state_tensors=tuple(parameter.state_tensors))
 
 
 def _columns_to_json(table: Storages | Packs) -> dict[str, list[int]]:

@@ -11,8 +11,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from remat import check
+from remat.allocator import context_bytes
 from remat.breakdown import at_peak
 from remat.errors import Infeasible, NoPlanInTime, UsageError
+from remat.fragmentation import CONTEXT_BYTES, assumed_settings
 from remat.graph import CALLED_MODULES, Graph
 from remat.loop import Loop
 from remat.memory import Memory
@@ -20,8 +22,9 @@ from remat.module_replay import judge_of
 from remat.module_space import pose, space_of
 from remat.plans import Plan, Region, RegionKind, place
 from remat.problem import Problem
-from remat.profiling import Profile, fake_step, find_place, profile_step
+from remat.profiling import Place, Profile, fake_step, find_place, profile_step
 from remat.record import FakeStep
+from remat.reserved import reserving_at_most, with_footprints
 from remat.solution import Limits, Solution
 from remat.solvers import Solver, load
 from remat.space import DEPTH, Space
@@ -38,22 +41,31 @@ MODULES_PATIENCE_S = 15.0
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """limit_bytes is what plans must keep: the budget given, less the headroom."""
+    """limit_bytes is what plans must keep: the budget given, less the headroom.
+
+    reserved_bytes  what the caching allocator may reserve, simulated; None: whatever it does
+    """
 
     given_bytes: int
     limit_bytes: int
+    reserved_bytes: int | None = None
 
 
-def parse_budget(budget: str | int, headroom: str | int | None, memory_bytes: int) -> Budget:
+def parse_budget(
+    budget: str | int, headroom: str | int | None, memory_bytes: int, usable_bytes: int | None = None
+) -> Budget:
     """The budget meant by `budget`: bytes, text with a unit, `90%` or `auto` of the target's memory.
 
-    headroom  subtracted first: bytes, text with a unit or a percentage of the budget; None is 0, and 10 % for `auto`
+    headroom      subtracted first: bytes, text with a unit or a percentage of the budget; None is 0, and 10 % for an
+                  `auto` without `usable_bytes`
+    usable_bytes  of the memory what an allocator can reserve, where it can be simulated: then `auto` means that what it
+                  reserves fits
 
     Raises UsageError for text without a unit, and where nothing is left.
     """
     if budget == "auto":
-        given = memory_bytes
-        headroom = AUTO_HEADROOM if headroom is None else headroom
+        given = memory_bytes if usable_bytes is None else usable_bytes
+        headroom = AUTO_HEADROOM if headroom is None and usable_bytes is None else headroom
     elif isinstance(budget, int):
         given = budget
     else:
@@ -63,7 +75,14 @@ def parse_budget(budget: str | int, headroom: str | int | None, memory_bytes: in
         spare = parse_bytes(spare, what="headroom", whole_bytes=given)
     if given - spare <= 0:
         raise UsageError(f"a budget of {gib(given)} with a headroom of {gib(spare)} leaves nothing; raise the budget.")
-    return Budget(given, given - spare)
+    return Budget(given, given - spare, given - spare if budget == "auto" and usable_bytes is not None else None)
+
+
+def usable_bytes(place: Place) -> int | None:
+    """What the caching allocator of a CUDA card can reserve: its memory less the context; None without CUDA."""
+    if place.target.device != "cuda":
+        return None
+    return place.target.memory_bytes - (CONTEXT_BYTES if place.device is None else context_bytes(place.device))
 
 
 def plan(
@@ -78,6 +97,7 @@ def plan(
     regions: RegionKind = "nodes",
     depth: int = DEPTH,
     compiler: str | None = None,
+    allocator: str | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
     """The plan with the least recomputation whose peak over the whole step stays within `budget`.
@@ -88,12 +108,14 @@ def plan(
     regions           "modules" for regions that are whole modules, as sharding with FSDP2 needs them
     depth             how deep regions of nodes may nest: 1 for a plan that `torch.compile` can keep
     compiler          "inductor" or "aot_eager" for a plan whose peak is that of the step compiled so, on this machine
+    allocator         settings of PYTORCH_CUDA_ALLOC_CONF to predict for; those of the environment by default
     on_progress       called with (done, total) while costs are measured
 
     Raises Infeasible with the least budget that would do, NoPlanInTime, CaptureError, UsageError.
     """
     found = find_place(target)
-    limit = parse_budget(budget, headroom, found.target.memory_bytes)
+    simulated = usable_bytes(found) if budget == "auto" and compiler is None else None
+    limit = parse_budget(budget, headroom, found.target.memory_bytes, simulated)
     if compiler is not None:
         from remat.planning_compiled import plan_compiled, require_plannable
 
@@ -103,7 +125,7 @@ def plan(
     if compiler is not None:
         return plan_compiled(profile, limit, step, compiler=compiler, limits=limits, solver=solver)
     space = space_of(profile.graph, regions, depth)
-    return plan_profile(profile, limit, limits=limits, solver=solver, step=step, space=space)
+    return plan_profile(profile, limit, limits=limits, solver=solver, step=step, space=space, allocator=allocator)
 
 
 def plan_profile(
@@ -114,10 +136,35 @@ def plan_profile(
     solver: Solver | None = None,
     step: FakeStep | None = None,
     space: Space | None = None,
+    allocator: str | None = None,
 ) -> Plan:
-    """`plan` from a profile. With `step`, the plan is also replayed; without, the evaluator alone judges it."""
+    """`plan` from a profile. With `step`, the plan is also replayed; without, the evaluator alone judges it.
+
+    allocator  settings of PYTORCH_CUDA_ALLOC_CONF to predict for; those of the environment by default
+    """
+    settings = assumed_settings(profile.target, allocator)
+
+    def within(limit_bytes: int) -> Plan:
+        made = _plan_requested(profile, limit_bytes, limits, solver, step, space)
+        return made if settings is None else with_footprints(made, profile, settings)
+
+    made = within(budget.limit_bytes)
+    if settings is None or budget.reserved_bytes is None:
+        return made
+    return reserving_at_most(budget.reserved_bytes, made, within)
+
+
+def _plan_requested(
+    profile: Profile,
+    limit_bytes: int,
+    limits: Limits | None,
+    solver: Solver | None,
+    step: FakeStep | None,
+    space: Space | None,
+) -> Plan:
+    """The plan whose requested bytes stay within `limit_bytes`."""
     space = space or space_of(profile.graph, "nodes")
-    problem = pose(profile.graph, profile.costs, space, budget.limit_bytes)
+    problem = pose(profile.graph, profile.costs, space, limit_bytes)
     limits, solver = limits or Limits(), solver or load("exact")
     if space.kind == "modules":  # a proof may take long (see the decision note)
         limits = dataclasses.replace(limits, time_s=limits.time_s or MODULES_PATIENCE_S)

@@ -235,8 +235,8 @@ class FakeStep:
         for name, p in self.model.named_parameters():
             state = self.optimizer.state.get(p, {}) if self.optimizer else {}
             kept = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
-            size = tracker.bytes_of(p)
-            yield Parameter(name, size, size if p.requires_grad else 0, sum(map(tracker.bytes_of, kept)))
+            size, sizes = tracker.bytes_of(p), tuple(map(tracker.bytes_of, kept))
+            yield Parameter(name, size, size if p.requires_grad else 0, sum(sizes), state_tensors=sizes)
 
 
 def _line_of(error: BaseException) -> str:

@@ -13,7 +13,8 @@ from remat.units import gib, ms
 class Report:
     """What was found. Bytes and microseconds; `None` where nothing was run to measure it.
 
-    measured    peak_bytes, step_time_us, and reserved_bytes on CUDA     predicted  the same, without reserved_bytes
+    measured    peak_bytes (requested), step_time_us, and on CUDA allocated_bytes and reserved_bytes
+    predicted   the same; what CUDA's allocator makes of the request is simulated
     untouched   peak_bytes, step_time_us: measured if the step `fits`, else predicted
     limit       name and bytes of what the measured peak is held against (Rule 3)
     recomputed_nodes  planned and observed            kernel_differences  the first few
@@ -80,6 +81,7 @@ class Report:
             f"  measured  {_row(self.measured)}",
             f"  predicted {_row(self.predicted)}",
             f"  untouched {_row(self.untouched)}{fits}",
+            *_allocator_rows(self.measured, self.predicted),
             f"  {name:<10}{gib(limit_bytes):>12}{'kept' if self.within_budget else 'EXCEEDED':>12}",
             f"  loss       {_verdict(self.loss_equal)}",
             f"  gradients  {_verdict(self.gradients_equal)}, largest error {self.max_gradient_error:.3g}",
@@ -94,6 +96,15 @@ class Report:
 
 def _row(values: dict[str, Any]) -> str:
     return f"{gib(values['peak_bytes']):>12}{ms(values['step_time_us']):>12}"
+
+
+def _allocator_rows(measured: dict[str, int], predicted: dict[str, int]) -> list[str]:
+    """What CUDA's caching allocator made of the request, measured and simulated."""
+    return [
+        f"  {name:<10}{gib(measured[key]):>12} measured, {gib(predicted[key])} simulated"
+        for name in ("allocated", "reserved")
+        if (key := f"{name}_bytes") in measured and key in predicted
+    ]
 
 
 def _verdict(equal: bool) -> str:

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
@@ -105,7 +105,18 @@ def _promise(plan: Plan) -> list[tuple[str, ...]]:
         ("without checkpointing", gib(plain["peak_bytes"]), _labelled(f"{ms(plain['step_time_us'])} a step", plan)),
         ("budget", gib(plan.budget_bytes + headroom_bytes), left),
         ("predicted peak", gib(predicted["peak_bytes"]), _labelled(f"{ms(predicted['step_time_us'])} a step", plan)),
+        *reserved_rows(predicted.get("allocator", ())),
     ]
+
+
+def reserved_rows(found: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """What the caching allocator makes of a peak; `found` as `Footprint.to_json` says it."""
+    rows: list[tuple[str, ...]] = []
+    for each in found:
+        settings, allocated = each["settings"] or "PyTorch's default allocator", gib(each["allocated_bytes"])
+        what = f"simulated, {settings}; allocated {allocated}"
+        rows.append(("" if rows else "reserved", gib(each["reserved_bytes"]), what))
+    return rows
 
 
 def _decision(plan: Plan) -> list[tuple[str, ...]]:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from remat import breakdown
+from remat.fragmentation import Footprint, assumed_settings, footprints
 from remat.graph import Graph
 from remat.memory import Memory
 from remat.plans import Region
@@ -30,6 +31,7 @@ class Timeline:
 
     time_us      when each operator begins                       parts  category -> bytes at each moment
     phases       name -> (begin, end) in microseconds            peak_bytes, peak_us  the highest moment
+    allocator    what the caching allocator makes of it, as in `Estimate`
     recomputing  whether each moment is part of a recomputation  measured  (time_us, bytes) on the device at hand
     """
 
@@ -44,6 +46,7 @@ class Timeline:
     peak_us: float
     budget_bytes: int | None = None
     measured: tuple[np.ndarray, np.ndarray] | None = None
+    allocator: tuple[Footprint, ...] = ()
 
     @property
     def alive_bytes(self) -> np.ndarray:
@@ -61,6 +64,7 @@ class Timeline:
             "budget_bytes": self.budget_bytes,
             "peak_bytes": self.peak_bytes,
             "peak_us": self.peak_us,
+            "allocator": [each.to_json() for each in self.allocator],
             "phases": {name: list(span) for name, span in self.phases.items()},
             "time_us": self.time_us.round(3).tolist(),
             "parts": {name: sizes.tolist() for name, sizes in self.parts.items()},
@@ -68,10 +72,17 @@ class Timeline:
         }
 
 
-def timeline(profile: Profile, regions: Sequence[Region] = (), budget_bytes: int | None = None) -> Timeline:
-    """The step of `profile` under `regions`, over the time of its operators."""
+def timeline(
+    profile: Profile,
+    regions: Sequence[Region] = (),
+    budget_bytes: int | None = None,
+    allocator: str | None = None,
+) -> Timeline:
+    """The step of `profile` under `regions`, over the time of its operators; `allocator` as for `estimate`."""
     graph, costs = profile.graph, profile.costs
-    stack = breakdown.over_time(Memory(graph, costs.workspace_per_op(graph)), regions)
+    settings = assumed_settings(profile.target, allocator)
+    memory = Memory(graph, costs.workspace_per_op(graph))
+    stack = breakdown.over_time(memory, regions)
     curve = stack.curve
     took_us = np.where(curve.runs, costs.per_op_us(graph)[curve.op], 0.0)
     ends = np.cumsum(took_us)
@@ -95,6 +106,7 @@ def timeline(profile: Profile, regions: Sequence[Region] = (), budget_bytes: int
         peak_bytes=curve.peak_bytes,
         peak_us=float(begins[curve.peak_at]),
         budget_bytes=budget_bytes,
+        allocator=footprints(memory, regions, settings) if settings is not None else (),
     )
 
 

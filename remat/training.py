@@ -109,7 +109,7 @@ class Training:
         """Peak of the next optimizer step, with what exists before it."""
         before = self.bytes_before(alignment_bytes)
         release_memory(self.device)
-        return before + measure_peak(self.update, self.device)
+        return before + measure_peak(self.update, self.device, requested=True)
 
     def bytes_before(self, alignment_bytes: int) -> int:
         """What exists before a step: parameters, buffers, the batch, and what lasts from one step to the next."""
@@ -124,19 +124,24 @@ class Training:
         return Tracker(alignment_bytes).fix([t for t in tensors if t.device.type == self.device.type])
 
     def measure(self, alignment_bytes: int, repeats: int) -> tuple[Measured, int]:
-        """Memory and time of a step in the steady state, and the peak with what exists before it."""
+        """Memory and time of a step in the steady state, and the peak of requested bytes with what exists before it."""
         before = self.bytes_before(alignment_bytes)
         release_memory(self.device)
         measured = measure_step(self.step, self.device, warm_up=0, repeats=1)
         if measured.time_us < 1e6 * LONG_STEP_S:
             times = [measured.time_us, *(time_once_us(self.step, self.device) for _ in range(repeats - 1))]
             measured = dataclasses.replace(measured, time_us=statistics.median(times))
-        return measured, before + measured.peak_bytes
+        return measured, before + measured.requested_bytes
 
 
 def release_memory(device: torch.device) -> None:
+    """Collect garbage, and give the card back what is not in use.
+
+    cuBLAS lets go of its workspaces too: the next step takes them again, and they count as its own.
+    """
     gc.collect()
     if device.type == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
 
 

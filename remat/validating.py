@@ -7,8 +7,10 @@ within the budget. A claim that cannot be tested on this device is said to be so
 Rule 1  Steps are whole (forward, backward, optimizer, gradients let go), and begin from the same parameters, buffers
         and random state. Gradients are compared in the first step, before the optimizer's; memory is measured in a
         later one, when the optimizer's state exists.
-Rule 2  A peak is what the allocator saw above the level at the start of the step, plus what existed then: parameters,
-        buffers, batch, optimizer state, and gradients where they accumulate.
+Rule 2  A peak is what was requested of the allocator above the level at the start of the step, plus what existed then:
+        parameters, buffers, batch, optimizer state, and gradients where they accumulate. cuBLAS's workspaces are let
+        go before, so that they count as the step's. What CUDA's caching allocator makes of a request (allocated,
+        reserved) is measured too, beside its simulation under the settings of this process; nothing is judged by it.
 Rule 3  Where the plan was made for this device and this batch, the peak is held against the budget. Otherwise, and
         where the plan is for one of several ranks that share their states, the step is recorded here and predicted
         anew, with the workspaces of this device's kernels, and the peak is held against that prediction, without
@@ -31,9 +33,11 @@ from pathlib import Path
 
 import torch
 
+from remat.allocator_settings import AllocatorSettings
 from remat.applying import apply, planned_forward, remove
 from remat.costs import estimate
 from remat.errors import PlanMismatch, UsageError, ValidationFailed, is_out_of_memory
+from remat.fragmentation import footprint
 from remat.graph import Graph
 from remat.kernel_log import KernelLog, kernel_differences
 from remat.loop import Loop
@@ -247,6 +251,7 @@ class _Prediction:
     planned: dict[str, int]
     untouched: dict[str, int]
     unmeasured: int
+    allocator: dict[str, int]
 
 
 def _predict(recorded: _Recorded, place: Place, on_progress: Progress | None) -> _Prediction:
@@ -266,7 +271,17 @@ def _predict(recorded: _Recorded, place: Place, on_progress: Progress | None) ->
         {"peak_bytes": int(alive.max()) + graph.unseen_bytes, "step_time_us": round(step_us + again_us)},
         {"peak_bytes": memory.peak_without_checkpointing, "step_time_us": round(step_us)},
         len(costs.about.get("not_measured", ())),
+        _simulated(memory, recorded.regions, int(alive.max()) + graph.unseen_bytes, place),
     )
+
+
+def _simulated(memory: Memory, regions: Sequence[Region], peak_bytes: int, place: Place) -> dict[str, int]:
+    """What the caching allocator is predicted to make of the step, in this process; empty where there is none."""
+    if place.target.device != "cuda":
+        return {}
+    found = footprint(memory, regions, AllocatorSettings.from_environment())
+    found = found.with_more(max(peak_bytes - found.requested_bytes, 0))
+    return {"allocated_bytes": found.allocated_bytes, "reserved_bytes": found.reserved_bytes}
 
 
 # The first step (Rule 1)
@@ -382,7 +397,7 @@ class _Validation:
             batch_size=workload.batch_size,
             seq_len=workload.seq_len,
             measured=measured,
-            predicted=predicted,
+            predicted={**predicted, **prediction.allocator},
             untouched={**untouched, "fits": self.fits},
             limit=limit,
             loss_equal=comparison.loss_equal,
@@ -511,4 +526,7 @@ class _Validation:
             training.step()
         measured, peak = training.measure(self.alignment_bytes, self.repeats)
         found = {"peak_bytes": peak, "step_time_us": round(measured.time_us)}
-        return found if measured.reserved_bytes is None else {**found, "reserved_bytes": measured.reserved_bytes}
+        if measured.reserved_bytes is None:
+            return found
+        allocated = peak - measured.requested_bytes + measured.peak_bytes
+        return {**found, "allocated_bytes": allocated, "reserved_bytes": measured.reserved_bytes}

@@ -94,9 +94,16 @@ def test_headroom_is_subtracted_first(remat: Remat) -> None:
     assert "less 1.00 MiB of headroom: 72.00 MiB" in remat("show", "stack.plan.json").stdout
 
 
-def test_auto_is_the_memory_of_the_target_less_ten_percent(remat: Remat) -> None:
-    data = remat(*stack("--json", budget="auto")).data
-    assert data["headroom_bytes"] == data["budget_bytes"] // 10
+def test_auto_is_the_card_less_the_context_and_what_is_reserved_fits(remat: Remat) -> None:
+    """79.1 GiB less 600 MiB."""
+    ran = remat(*stack("--json", "--allocator", "expandable_segments:True", budget="auto"))
+    data = ran.data
+    assert (data["headroom_bytes"], data["budget_bytes"]) == (0, int(79.1 * 2**30) - (600 << 20))
+    assumed, other = data["predicted"]["allocator"]
+    assert (assumed["settings"], other["settings"]) == ("expandable_segments:True", "")
+    assert data["predicted"]["peak_bytes"] == assumed["requested_bytes"] <= assumed["reserved_bytes"]
+    assert assumed["reserved_bytes"] <= data["budget_bytes"]
+    assert "simulated, expandable_segments:True; allocated" in remat("show", "stack.plan.json").stdout
 
 
 def test_a_budget_above_the_target_is_planned_with_a_warning(remat: Remat) -> None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from remat.commands import Answer
-from remat.commands.options import Json, PlanInPlaceOfModel, SourceOptions
-from remat.commands.source import Source, opened_step, workload_of
+from remat.commands.options import Allocator, Json, PlanInPlaceOfModel, SourceOptions
+from remat.commands.source import Source, allocator_of, opened_step, workload_of
 from remat.errors import UsageError
 from remat.units import gib, ms, parse_count
 
@@ -36,6 +36,7 @@ def estimate(
         typer.Option(help="Only the states of so many parameters (8B, 1e9); no model is needed.", show_default=False),
     ] = None,
     advice: Annotated[bool, typer.Option("--advice", help="Also which lever frees how much; a minute or so.")] = False,
+    allocator: Allocator = None,
     as_json: Json = False,
 ) -> Answer:
     """Say where every byte of a training step goes, and how fast it can be. Nothing is solved."""
@@ -50,10 +51,11 @@ def estimate(
         from remat.plans import unplace
 
         regions = unplace(profile.graph, loaded.regions) if loaded is not None else ()
-        estimates = [estimate(profile, regions, step)]
+        allocator = allocator_of(loaded, allocator)
+        estimates = [estimate(profile, regions, step, allocator)]
         if step is not None and found.loop is not None:
             again = _other_loop(found.loop)
-            estimates.append(estimate(_recorded_again(step, found, again), regions))
+            estimates.append(estimate(_recorded_again(step, found, again), regions, allocator=allocator))
         levers = _advice(found, profile, step, regions, line) if advice else None
     return _answer(estimates, levers)
 
@@ -154,12 +156,13 @@ def _text(estimates: Sequence[Estimate], levers: list[Lever] | None) -> str:
 
 
 def _peaks_text(estimates: Sequence[Estimate]) -> str:
-    from remat.screen import aligned
+    from remat.screen import aligned, reserved_rows
 
     first = estimates[0]
     peaks = first.peaks
     rows: list[tuple[str, ...]] = [
         ("peak", gib(peaks.peak_bytes), f"of {gib(first.memory_bytes)} on {first.target}"),
+        *reserved_rows([each.to_json() for each in first.allocator]),
         *_eager_row(peaks),
         ("first step", gib(peaks.first_step_bytes), "the optimizer's state does not exist before it steps"),
         *((name, gib(size), "") for name, size in peaks.phases.items()),

@@ -62,6 +62,17 @@ Compiler = Annotated[
 ]
 
 
+Allocator = Annotated[
+    str | None,
+    _option(
+        "--allocator",
+        show_default="PYTORCH_CUDA_ALLOC_CONF here, or PyTorch's defaults",
+        help="Settings of PYTORCH_CUDA_ALLOC_CONF that training will run with (expandable_segments:True), for what the "
+        "caching allocator is predicted to reserve; '' for PyTorch's defaults.",
+    ),
+]
+
+
 def region_kind(text: str) -> RegionKind:
     """What `--regions` means."""
     from remat.plans import REGION_KINDS
@@ -170,15 +181,15 @@ class BudgetOptions:
     budget: Annotated[
         str,
         typer.Option(
-            help="Limit on the peak of the whole step: bytes with a unit (20GiB, 20GB, 21474836480B), or 90% or auto "
-            "of the target's memory."
+            help="Limit on the peak of the whole step: bytes with a unit (20GiB, 20GB, 21474836480B), or 90% of "
+            "the target's memory; auto is what does not run out of memory there."
         ),
     ]
     headroom: Annotated[
         str | None,
         typer.Option(
             help="Subtracted from the budget first: bytes with a unit, or a percentage of it.",
-            show_default="0, and 10% of --budget auto",
+            show_default="0; where --budget auto is not simulated, 10%",
         ),
     ] = None
 

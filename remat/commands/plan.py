@@ -11,10 +11,20 @@ import typer
 
 from remat.commands import Answer
 from remat.commands.files import about_with, file_name, require_writable
-from remat.commands.options import BudgetOptions, Compiler, Json, Regions, SearchOptions, SourceOptions, region_kind
+from remat.commands.options import (
+    Allocator,
+    BudgetOptions,
+    Compiler,
+    Json,
+    Regions,
+    SearchOptions,
+    SourceOptions,
+    region_kind,
+)
 from remat.commands.source import budget_for, headroom_on_top, levers_where_infeasible, opened
 
 if TYPE_CHECKING:
+    from remat.commands.source import Source
     from remat.plans import Plan
     from remat.screen import LiveLine
 
@@ -29,6 +39,7 @@ def plan(
     ] = None,
     depth: Annotated[int, typer.Option(min=1, max=2, help="How deep regions may nest; 1 for torch.compile.")] = 2,
     compiler: Compiler = None,
+    allocator: Allocator = None,
     as_json: Json = False,
 ) -> Answer:
     """Find the fastest plan within a memory budget, and write it to a file."""
@@ -38,7 +49,7 @@ def plan(
     require_writable(out or Path("new.plan.json"))
     with live_line() as line:
         found = opened(source, line)
-        limit = budget_for(budget, found.target)
+        limit = budget_for(budget, found.target, _usable(found) if compiler is None else None)
         if compiler is not None:
             from remat.planning_compiled import require_plannable
 
@@ -56,12 +67,21 @@ def plan(
                 from remat.planning import plan_profile
 
                 space = space_of(profile.graph, kind, depth)
-                made = plan_profile(profile, limit, limits=search.limits(line), step=step, space=space)
+                made = plan_profile(
+                    profile, limit, limits=search.limits(line), step=step, space=space, allocator=allocator
+                )
     path = out or Path(f"{file_name(made.about['workload'])}.plan.json")
     about = {**about_with(found.spec, made.about, path), "headroom_bytes": limit.given_bytes - limit.limit_bytes}
     made = dataclasses.replace(made, about=about)
     made.save(path)
     return _answer(made, path, replayed=step is not None)
+
+
+def _usable(found: Source) -> int | None:
+    from remat.planning import usable_bytes
+    from remat.profiling import Place
+
+    return usable_bytes(found.place or Place(found.target, None))
 
 
 def _replaying(line: LiveLine, compiler: str, number: int, most: int) -> None:

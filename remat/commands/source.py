@@ -75,6 +75,13 @@ def opened_step(options: SourceOptions, plan: Path | None, line: LiveLine) -> tu
     return _from_plan(plan, line)
 
 
+def allocator_of(plan: Plan | None, given: str | None) -> str | None:
+    """The allocator's settings to assume: those given, or else those that the plan assumes."""
+    if given is not None or plan is None or not plan.predicted.get("allocator"):
+        return given
+    return str(plan.predicted["allocator"][0]["settings"])
+
+
 def _from_profile(path: Path, line: LiveLine) -> Source:
     line.say(f"reading {path}")
     from remat.profiling import Profile
@@ -121,12 +128,15 @@ def workload_of(spec: ModelSpec) -> Workload:
 # Budgets
 
 
-def budget_for(options: BudgetOptions, target: Target) -> Budget:
-    """The budget that `options` mean on `target`, with a warning where it is more than the target has."""
+def budget_for(options: BudgetOptions, target: Target, usable_bytes: int | None = None) -> Budget:
+    """The budget that `options` mean on `target`, with a warning where it is more than the target has.
+
+    usable_bytes  as for `parse_budget`
+    """
     from remat.planning import parse_budget
     from remat.screen import tell
 
-    limit = parse_budget(options.budget, options.headroom, target.memory_bytes)
+    limit = parse_budget(options.budget, options.headroom, target.memory_bytes, usable_bytes)
     if limit.given_bytes > target.memory_bytes:
         tell(
             "warning",

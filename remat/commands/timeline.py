@@ -10,8 +10,8 @@ import typer
 
 from remat.commands import Answer
 from remat.commands.files import require_writable
-from remat.commands.options import Json, PlanInPlaceOfModel, SourceOptions
-from remat.commands.source import opened_step, workload_of
+from remat.commands.options import Allocator, Json, PlanInPlaceOfModel, SourceOptions
+from remat.commands.source import allocator_of, opened_step, workload_of
 from remat.errors import UsageError
 from remat.units import gib, ms, parse_bytes
 
@@ -39,6 +39,7 @@ def timeline(
     measure: Annotated[
         bool, typer.Option("--measure", help="Also run the step here, on the CPU, and draw what its allocator did.")
     ] = False,
+    allocator: Allocator = None,
     as_json: Json = False,
 ) -> Answer:
     """Show the bytes alive over the time of a step, by category."""
@@ -61,7 +62,7 @@ def timeline(
         limit = loaded.budget_bytes if loaded is not None else None
         if budget is not None:
             limit = parse_bytes(budget, what="budget", whole_bytes=profile.target.memory_bytes)
-        made = timeline(profile, regions, limit)
+        made = timeline(profile, regions, limit, allocator_of(loaded, allocator))
         if measure:
             made = _measured(made, found.spec, loaded, line)
         if plot is not None:
@@ -116,5 +117,7 @@ def _text(made: Timeline, files: list[str]) -> str:
         peak += f", budget {gib(made.budget_bytes)}"
     if made.measured is not None and len(made.measured[1]):
         peak += f", measured {gib(int(made.measured[1].max()))}"
+    for each in made.allocator:
+        peak += f"; reserved {gib(each.reserved_bytes)} ({each.settings or 'default allocator'}, simulated)"
     notes = [peak, *(f"wrote {path}" for path in files)]
     return "\n\n".join([*lines, "\n".join(notes)])
