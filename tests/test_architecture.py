@@ -29,9 +29,12 @@ TORCH_FREE = {
     f"remat.{name}"
     for name in (
         "alike",
+        "allocator_settings",
+        "caching_allocator",
         "check",
         "costs",
         "errors",
+        "fragmentation",
         "graph",
         "keeping",
         "loop",
@@ -45,6 +48,7 @@ TORCH_FREE = {
         "space",
         "target",
         "units",
+        "workspaces",
     )
 }
 KNOWN_TO_MODELS = {"remat.errors", "remat.units", "remat.workload"}
