@@ -25,14 +25,16 @@ from torch import fx, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils._pytree import tree_leaves
 
+from remat.answers import Answers, innermost
 from remat.capture import GraphCalls, SizesNotOpen, element_count, forget_traces, frames_traced
-from remat.compiling import Backend, CompiledCalls, innermost, name_of, require_kept
+from remat.compiling import Backend, CompiledCalls, name_of, require_kept
 from remat.errors import CaptureError, PlanMismatch, UsageError, is_out_of_memory
 from remat.graph import fingerprint
 from remat.plans import Plan
 from remat.record import module_path
 from remat.replay import RewrittenCalls, regions_by_call
 from remat.rewrite import Counts, called, captured_nodes
+from remat.settling import install_recording_hooks
 from remat.units import gib
 from remat.workload import trainable
 
@@ -179,8 +181,10 @@ class PlannedForward:
             return self.original(*args, **kwargs)
         if self._graphs is None:
             self._compare_model()
+            self._settle()
             # A forward that is one graph can be traced again as long as nothing of it has run.
-            self._graphs = GraphCalls(self.original, self._run_call, fits=self._fits if self._is_one_graph else None)
+            fits = self._fits if self._is_one_graph else None
+            self._graphs = GraphCalls(self.original, self._run_call, fits=fits, answers=self._answers())
         self._compare_autocast()
         self._compare_compiler(None)
         self._compare_batch(args, kwargs)
@@ -189,8 +193,16 @@ class PlannedForward:
         except (SizesNotOpen, CaptureError):
             if not self._graphs.opens_sizes or self._graphs.count:
                 raise
-        self._graphs = GraphCalls(self.original, self._run_call)
+        self._graphs = GraphCalls(self.original, self._run_call, answers=self._answers())
         return self._run(self._graphs, args, kwargs)
+
+    def _settle(self) -> None:
+        install_recording_hooks(self.model, self.plan.about.get("recording_models", ()))
+
+    def _answers(self) -> Answers | None:
+        """What code hears that asks whether it is being traced: the same as when the plan was made."""
+        traced = self.plan.about.get("traced_branches")
+        return None if traced is None else Answers(traced)
 
     @property
     def _is_one_graph(self) -> bool:
@@ -210,6 +222,7 @@ class PlannedForward:
             return self.original(*args, **kwargs)
         if id(inner) not in self._compiled:
             self._compare_model()
+            self._settle()
             for regions in regions_by_call(self.plan.regions).values():
                 require_kept(regions, inner)
 
@@ -220,7 +233,8 @@ class PlannedForward:
                 found = self.plan.fingerprints[call]
                 return CompiledCalls(self.plan, found, graph_module, example_inputs, inner, self.calls.counts)
 
-            self._compiled[id(inner)] = (inner, GraphCalls(self.original, compile_call=compile_call))
+            graphs = GraphCalls(self.original, compile_call=compile_call, answers=self._answers())
+            self._compiled[id(inner)] = (inner, graphs)
         self._compare_autocast()
         self._compare_compiler(name_of(inner))
         self._compare_batch(args, kwargs)

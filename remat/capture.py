@@ -25,7 +25,9 @@ import torch._dynamo
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
+from remat.answers import Answers, answering
 from remat.errors import CaptureError, RematError
+from remat.grouped_products import grouped_products
 from remat.opaque import open_nodes
 from remat.sizes import has_sizes, move_sizes_first
 
@@ -58,6 +60,7 @@ class GraphCalls:
 
     count     graph calls of the last call          elements  of the tensors that it was given
     fits      whether a graph with open sizes (`sizes.py`) will do; without it, every new shape is traced by itself
+    answers   what code hears that asks whether it is being traced; by default what Dynamo says
 
     Raises `CaptureError` where Dynamo cannot trace at all, `SizesNotOpen` where a graph with open sizes does not fit.
     """
@@ -68,7 +71,9 @@ class GraphCalls:
         run_call: RunCall | None = None,
         compile_call: CompileCall | None = None,
         fits: Callable[[fx.GraphModule], bool] | None = None,
+        answers: Answers | None = None,
     ):
+        self.answers = answers
         self._run_call = run_call
         self._compile_call = compile_call
         self._fits = fits
@@ -106,9 +111,17 @@ class GraphCalls:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.count = 0
         self.elements = element_count(args, kwargs)
-        with dynamo_settings(), eager_attention_masks(args, kwargs), warnings.catch_warnings():
+        with (
+            dynamo_settings(),
+            answering(),
+            grouped_products(),
+            eager_attention_masks(args, kwargs),
+            warnings.catch_warnings(),
+        ):
             # Dynamo looks at .grad of every tensor that crosses a graph break.
             warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
+            # It follows into the functions behind caches, as it must.
+            warnings.filterwarnings("ignore", message=r"Dynamo detected a call to a `functools\.lru_cache`-wrapped")
             try:
                 return self._compiled(*args, **kwargs)
             except torch._dynamo.exc.TorchDynamoException as error:

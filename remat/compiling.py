@@ -130,14 +130,6 @@ def found_backend(inner: str | Backend) -> Backend:
     return lookup_backend(inner)
 
 
-def innermost(callback: Any) -> Backend | None:
-    """The compiler behind a callback of Dynamo, as its frames run under; None where there is none."""
-    names = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable")  # of torch 2.13, and of older ones
-    while inside := next((getattr(callback, name) for name in names if hasattr(callback, name)), None):
-        callback = inside
-    return callback if callable(callback) else None
-
-
 def _aot_eager(graph_module: fx.GraphModule, inputs: list[Any]) -> Compiled:
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop

@@ -120,7 +120,7 @@ def plan(
         from remat.planning_compiled import plan_compiled, require_plannable
 
         require_plannable(compiler, found, loop, regions)
-    step = fake_step(workload, found, loop=loop)
+    step = fake_step(workload, found, loop=loop, compiled=compiler is not None)
     profile = profile_step(step, found, on_progress=on_progress)
     if compiler is not None:
         return plan_compiled(profile, limit, step, compiler=compiler, limits=limits, solver=solver)

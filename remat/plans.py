@@ -10,7 +10,7 @@ import dataclasses
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -143,8 +143,17 @@ class Plan:
                 f"  step time  {ms(predicted['step_time_us'])} ({self.costs}), "
                 f"+{100 * predicted['overhead']:.1f} % recomputation",
                 f"  solver     {self.solver['name']}: {self.solver['status']}, gap {100 * self.solver['gap']:.2f} %",
+                *(f"  traced     {sentence}" for sentence in traced_branches(self.about)),
             ]
         )
+
+
+def traced_branches(about: Mapping[str, Any]) -> list[str]:
+    """Of each branch of eager mode that could not be captured, a sentence."""
+    return [
+        f"{asker} asks {predicate}, and its eager branch cannot be traced: kernels and roundings may differ"
+        for asker, predicate in (about.get("traced_branches") or {}).items()
+    ]
 
 
 def place(

@@ -112,11 +112,11 @@ def installed_cudnn() -> tuple[int, ...] | None:
     return (found // 10000, found // 100 % 100, found % 100) if found else None  # 92000 is 9.20.0
 
 
-def fake_step(workload: Workload, place: Place, *, loop: Loop | None = None) -> FakeStep:
-    """The workload's step on fake tensors that pretend to be on `place`."""
+def fake_step(workload: Workload, place: Place, *, loop: Loop | None = None, compiled: bool = False) -> FakeStep:
+    """The workload's step on fake tensors that pretend to be on `place`; `compiled` where training will compile it."""
     device = place.device or torch.device("cpu")
     if not place.substituted:
-        return FakeStep(workload, device=device, loop=loop)
+        return FakeStep(workload, device=device, loop=loop, compiled=compiled)
     from remat.kernel_attention import cudnn_attention_of
     from remat.kernel_casts import weight_cast_cache
     from remat.kernels import Untraced, substitute
@@ -130,6 +130,7 @@ def fake_step(workload: Workload, place: Place, *, loop: Loop | None = None) -> 
         recompute_context=weight_cast_cache,
         kernels_of=place.target.device,
         eager_context=functools.partial(Untraced, cudnn_attention=cudnn),
+        compiled=compiled,
     )
 
 

@@ -30,13 +30,16 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from remat.answers import Answers
 from remat.capture import GraphCalls, eager_attention_masks, fake_model
 from remat.errors import CaptureError, RematError
 from remat.graph import CALLED_MODULES, CAST, OPTIMIZER_STATE, OUTSIDE, Graph, Node, Packs, Parameter, Storages
+from remat.grouped_products import grouped_products
 from remat.loop import Loop
 from remat.optimizer_forms import forms_of
 from remat.rewrite import as_function, bracket_of, called, captured_nodes, replace_target
 from remat.schemas import draws_random_numbers
+from remat.settling import recording_models, settle
 from remat.tracker import FIXED, Tracker
 from remat.view_histories import ViewHistories
 from remat.workload import Workload, trainable
@@ -87,6 +90,7 @@ class FakeStep:
                of weight casts
     kernels_of  the type of the device whose kernels run, where that is not the type of `device`
     eager_context  what the model's own, untraced forward runs under, for the same kernels as `prepare` gives
+    compiled       whether training will compile the step: code that asks whether it is being traced then hears so
     """
 
     def __init__(
@@ -99,6 +103,7 @@ class FakeStep:
         recompute_context: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
         kernels_of: str | None = None,
         eager_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        compiled: bool = False,
     ):
         self.workload = workload
         self.device = device
@@ -114,14 +119,25 @@ class FakeStep:
             self.batch = workload.batch(workload.batch_size, workload.seq_len)
         self.run_call: Any = _run_plainly
         self._forward = self.model.forward
-        self.calls = GraphCalls(self._forward, self._run_call)
-        self.model.forward = self.calls
+        self._settled = compiled
+        self.capture_anew(None if compiled else Answers())
         self._kernels_of = kernels_of or device.type
         self.finish = Finish(self.loop, self.model, self._make_optimizer())
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         return self.finish.optimizer
+
+    def capture_anew(self, answers: Answers | None) -> None:
+        """Forget what was captured, and capture with `answers` from now on."""
+        self.calls = GraphCalls(self._forward, self._run_call, answers=answers)
+        self.model.forward = self.calls
+
+    def _settle(self) -> None:
+        if not self._settled:
+            with self.mode, grouped_products():
+                settle(self)
+        self._settled = True
 
     def _make_optimizer(self) -> torch.optim.Optimizer | None:
         if self.workload.optimizer is None:
@@ -193,9 +209,10 @@ class FakeStep:
         Returns the most bytes alive after the first backward, above those that were there before it. What the forward
         made is not counted: nothing of it is left but what Dynamo notes in its graphs.
         """
+        self._settle()
         self.model.zero_grad(set_to_none=True)
         self.finish = Finish(self.loop, self.model, self._make_optimizer())
-        with self.mode, Tracker(alignment_bytes) as tracker:
+        with self.mode, grouped_products(), Tracker(alignment_bytes) as tracker:
             loss = self.forward()
             forward_end = tracker.op_count
             loss.backward()
@@ -207,7 +224,7 @@ class FakeStep:
 
     def run(self, tracker: Tracker, after_forward: Callable[[], None], after_backward: Callable[[], None]) -> None:
         """One whole step under `tracker`: forward, backward, optimizer."""
-        with self.mode, tracker:
+        with self.mode, grouped_products(), tracker:
             loss = self.forward()
             after_forward()
             loss.backward()
@@ -294,6 +311,8 @@ def _about(step: FakeStep) -> dict[str, Any]:
         "parameter_count": sum(p.numel() for p in step.model.parameters()),
         "trainable_count": sum(p.numel() for p in trainable(step.model)),
         "optimizer": type(step.optimizer).__name__ if step.optimizer else None,
+        "traced_branches": None if (answers := step.calls.answers) is None else answers.given_up,
+        "recording_models": recording_models(step.model),
         **step.loop.to_json(),
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -45,7 +45,7 @@ from remat.measure import device_name, device_target, measure, physical_memory
 from remat.memory import Memory
 from remat.module_replay import judge_of
 from remat.modules import ModuleCounts
-from remat.plans import PlacedRegion, Plan, Region, RegionKind, unplace
+from remat.plans import PlacedRegion, Plan, Region, RegionKind, traced_branches, unplace
 from remat.profiling import Place, Profile, fake_step
 from remat.record import FakeStep, record
 from remat.report import Report
@@ -380,6 +380,7 @@ class _Validation:
         return self.run is self.compared
 
     def report(self, sizes: _Sizes, on_progress: Progress | None) -> Report:
+        self.notes += [f"The planned step runs a traced branch: {text}." for text in traced_branches(self.plan.about)]
         prediction = _predict(self.run, self.place, on_progress)
         predicted, limit = self._promise(prediction)
         untouched, comparison, measured = self._steps(sizes)
