@@ -1,12 +1,17 @@
-"""Architectures: Hugging Face models beyond `models/`, at tiny sizes, planned, applied and compared bit by bit.
+"""Architectures: Hugging Face models beyond `models/`, at tiny sizes, planned, applied, validated, compared bit by bit.
 
-Causal and masked language models, encoder and decoder, mixtures of experts, state spaces, vision, speech, text with
-images; each built from a configuration with random weights, fp32 on the CPU, dropout on. The budget is tight: a
-tenth of the way from the least feasible peak to no checkpointing. Two steps with the plan and two without must agree
-in loss, gradients, buffers and random state; regions must have been entered, and as many nodes recomputed as planned.
-What cannot be planned stays in the table, with its reason.
+Causal and masked language models, encoder and decoder, mixtures of experts, state spaces and hybrids, vision,
+segmentation, speech, text with images; each built from a configuration with random weights, fp32 on the CPU, dropout
+on. Each is planned twice:
 
-Costs are estimates from a data sheet: nothing here depends on them but the choice among plans.
+- without regions: two steps with the plan and two without must agree in loss, gradients, buffers and random state, or
+  the plan must name the branch that could not be captured (`plain`);
+- under a tight budget, a tenth of the way from the least feasible peak to no checkpointing: steps must agree as above,
+  as many nodes must be recomputed as planned, also where the model is evaluated before the plan is applied and between
+  two steps (`equal`), and `remat.validate` must pass, its measured peak against the predicted one (`error_percent`).
+
+What cannot be planned stays in the table, with its reason. Workspaces of kernels are measured. Times are measured as
+quickly as may be: nothing here depends on them but the choice among plans.
 """
 
 from __future__ import annotations
@@ -25,51 +30,59 @@ from torch import nn
 
 from benchmarks import report
 from remat.applying import apply, counts_of
-from remat.costs import estimate
 from remat.errors import RematError
-from remat.memory import Memory
+from remat.measure import device_target, measure
 from remat.models.common import loss_of, token_ids, transformers
 from remat.planning import Budget, plan_profile
-from remat.plans import Plan
+from remat.plans import Plan, traced_branches
 from remat.problem import Problem
 from remat.profiling import Profile
 from remat.record import FakeStep, record
 from remat.solution import Limits
 from remat.solvers.least_peak import least_peak
 from remat.space import find_space
-from remat.target import TARGETS
 from remat.units import MIB
+from remat.validating import validate
 from remat.workload import Workload
 
 CPU = torch.device("cpu")
 SHARE = 0.1
 STEPS = 2
+PLENTY = 1 << 62
 VOCAB, WIDTH, LAYERS, HEADS, LENGTH, SAMPLES = 256, 64, 3, 4, 48, 4
 COLUMNS = [
     "architecture",
     "kind",
     "graphs",
     "nodes",
+    "plain",
     "without_mib",
     "budget_mib",
     "predicted_mib",
+    "measured_mib",
+    "error_percent",
     "overhead_percent",
     "regions",
     "recomputed",
     "equal",
+    "validated",
     "failure",
 ]
 
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """A class of transformers, what makes its configuration tiny, and what it is given."""
+    """A class of transformers, what makes its configuration tiny, and what it is given.
+
+    outputs  whose mean squares are the loss, where the model's own loss is matched on the host
+    """
 
     model: str
     config: str
     kind: str
     options: dict[str, Any]
     batch: Callable[[int], dict[str, torch.Tensor]]
+    outputs: tuple[str, ...] = ()
 
 
 def text(samples: int) -> dict[str, torch.Tensor]:
@@ -82,6 +95,14 @@ def images(samples: int) -> dict[str, torch.Tensor]:
 
 def pixels(samples: int) -> dict[str, torch.Tensor]:
     return {"pixel_values": torch.randn(samples, 3, 32, 32), "labels": torch.randint(0, 10, (samples, 8, 8))}
+
+
+def only_pixels(samples: int) -> dict[str, torch.Tensor]:
+    return {"pixel_values": torch.randn(samples, 3, 32, 32)}
+
+
+def points(samples: int) -> dict[str, torch.Tensor]:
+    return {"pixel_values": torch.randn(samples, 3, 64, 64), "input_points": 64 * torch.rand(samples, 1, 2, 2)}
 
 
 def sound(samples: int) -> dict[str, torch.Tensor]:
@@ -142,14 +163,88 @@ _SEGFORMER: dict[str, Any] = {
     "drop_path_rate": 0.1,
     "hidden_dropout_prob": 0.1,
 }
-# Left to itself, Mamba runs one algorithm in eager mode and another, with other roundings, where it is traced.
-_SCAN = {"state_size": 8, "use_associative_scan": False}
 _DROPPED = {"attention_dropout": 0.1}
 _EXPERTS = {
     "num_key_value_heads": 2,
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
-    "experts_implementation": "batched_mm",
+}
+_NARROW = {"head_dim": 16, "num_key_value_heads": 2}
+_SSM = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 16}
+_DEEPSEEK: dict[str, Any] = {
+    **_TEXT,
+    "moe_intermediate_size": 32,
+    "num_key_value_heads": HEADS,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+}
+_NEMOTRON: dict[str, Any] = {
+    **{name: value for name, value in _TEXT.items() if name != "num_hidden_layers"},
+    **_NARROW,
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"],
+    "ssm_state_size": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 32,
+    "n_groups": 1,
+    "chunk_size": 16,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
+    "hidden_dropout": 0.1,
+}
+_ZAMBA2: dict[str, Any] = {
+    **_TEXT,
+    "num_key_value_heads": HEADS,
+    "layers_block_type": ["linear_attention", "hybrid", "linear_attention"],
+    "mamba_d_state": 16,
+    "n_mamba_heads": 4,
+    "chunk_size": 16,
+    "adapter_rank": 8,
+}
+_MASKS: dict[str, Any] = {
+    "backbone_config": {
+        "model_type": "swin",
+        "image_size": 32,
+        "patch_size": 4,
+        "embed_dim": 16,
+        "depths": (1, 1, 1, 1),
+        "num_heads": (1, 2, 2, 4),
+        "window_size": 2,
+        "drop_path_rate": 0.1,
+        "out_features": ["stage1", "stage2", "stage3", "stage4"],
+    },
+    "feature_size": 32,
+    "mask_feature_size": 32,
+    "hidden_dim": 32,
+    "encoder_feedforward_dim": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "num_attention_heads": 2,
+    "dropout": 0.1,
+    "dim_feedforward": 64,
+    "num_queries": 8,
+}
+_SAM: dict[str, Any] = {
+    "vision_config": {
+        **_SIZES,
+        "output_channels": 32,
+        "image_size": 64,
+        "patch_size": 8,
+        "window_size": 4,
+        "global_attn_indexes": (1,),
+        "num_pos_feats": 16,
+        "attention_dropout": 0.1,
+    },
+    "prompt_encoder_config": {"hidden_size": 32, "image_size": 64, "patch_size": 8, "mask_input_channels": 4},
+    "mask_decoder_config": {"hidden_size": 32, "mlp_dim": 64, "num_attention_heads": 2, "iou_head_hidden_dim": 16},
 }
 
 ALL = (
@@ -176,7 +271,55 @@ ALL = (
     Architecture("GPTNeoXForCausalLM", "GPTNeoXConfig", "causal", {**_TEXT, **_DROPPED, "hidden_dropout": 0.1}, text),
     Architecture("BloomForCausalLM", "BloomConfig", "causal", {**_TEXT, "n_layer": LAYERS, "n_head": HEADS}, text),
     Architecture("MixtralForCausalLM", "MixtralConfig", "mixture of experts", {**_TEXT, **_DROPPED, **_EXPERTS}, text),
-    Architecture("MambaForCausalLM", "MambaConfig", "state space", {**_TEXT, **_SCAN}, text),
+    Architecture(
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        "mixture of experts",
+        {**_TEXT, **_DROPPED, **_NARROW, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        | {"output_router_logits": True},
+        text,
+    ),
+    Architecture(
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        "mixture of experts",
+        {**_TEXT, **_DROPPED, **_EXPERTS, **_NARROW, "sliding_window": 16},
+        text,
+    ),
+    Architecture(
+        "OlmoeForCausalLM",
+        "OlmoeConfig",
+        "mixture of experts",
+        {**_TEXT, **_ENDS, **_DROPPED, "num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True},
+        text,
+    ),
+    Architecture("DeepseekV3ForCausalLM", "DeepseekV3Config", "mixture of experts", _DEEPSEEK, text),
+    Architecture(
+        "BambaForCausalLM",
+        "BambaConfig",
+        "hybrid",
+        {**_TEXT, **_ENDS, **_DROPPED, **_SSM, "num_key_value_heads": 2, "attn_layer_indices": [1]},
+        text,
+    ),
+    Architecture(
+        "JambaForCausalLM",
+        "JambaConfig",
+        "hybrid",
+        {**_TEXT, **_ENDS, **_DROPPED, "num_key_value_heads": 2, "use_mamba_kernels": False, "num_experts": 2}
+        | {"attn_layer_period": 3, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
+        | {"mamba_d_state": 8},
+        text,
+    ),
+    Architecture("NemotronHForCausalLM", "NemotronHConfig", "hybrid", _NEMOTRON, text),
+    Architecture("Zamba2ForCausalLM", "Zamba2Config", "hybrid", {**_ZAMBA2, **_DROPPED}, text),
+    Architecture(
+        "Lfm2ForCausalLM",
+        "Lfm2Config",
+        "hybrid",
+        {**_TEXT, **_ENDS, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention", "conv"]},
+        text,
+    ),
+    Architecture("MambaForCausalLM", "MambaConfig", "state space", {**_TEXT, "state_size": 8}, text),
     Architecture("RwkvForCausalLM", "RwkvConfig", "recurrent", {**_TEXT, "context_length": LENGTH}, text),
     Architecture("AlbertForMaskedLM", "AlbertConfig", "masked", {**_ENCODER, "embedding_size": 32}, text),
     Architecture(
@@ -213,6 +356,15 @@ ALL = (
         images,
     ),
     Architecture("SegformerForSemanticSegmentation", "SegformerConfig", "vision", _SEGFORMER, pixels),
+    Architecture(
+        "Mask2FormerModel",
+        "Mask2FormerConfig",
+        "segmentation",
+        _MASKS,
+        only_pixels,
+        ("transformer_decoder_last_hidden_state", "pixel_decoder_last_hidden_state"),
+    ),
+    Architecture("SamModel", "SamConfig", "segmentation", _SAM, points, ("pred_masks", "iou_scores")),
     Architecture("CLIPModel", "CLIPConfig", "text and images", _CLIP, pairs),
 )
 
@@ -242,6 +394,9 @@ def workload_of(each: Architecture) -> Workload:
         return model.train()
 
     def step(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if each.outputs:
+            found = model(**batch)
+            return sum((found[name].square().mean() for name in each.outputs), torch.zeros(()))
         return model(**batch, return_loss=True).loss if each.batch is pairs else loss_of(model, batch)
 
     sgd = functools.partial(torch.optim.SGD, lr=0.1)  # next to Adam's state, activations this small would not matter
@@ -249,45 +404,54 @@ def workload_of(each: Architecture) -> Workload:
 
 
 @dataclasses.dataclass(frozen=True)
-class Planned:
-    """A plan, and the evaluator that knows its graph."""
+class Recorded:
+    """A workload's step on the CPU, recorded and costed."""
 
-    plan: Plan
-    memory: Memory
+    step: FakeStep
+    profile: Profile
+
+    def plan(self, budget_bytes: int) -> Plan:
+        budget = Budget(budget_bytes, budget_bytes)
+        return plan_profile(self.profile, budget, step=self.step, limits=Limits(time_s=20))
+
+    def tight(self, share: float) -> Plan:
+        """The plan `share` of the way from the least feasible peak to none."""
+        problem = Problem(self.profile.graph, self.profile.costs, find_space(self.profile.graph), PLENTY)
+        most = problem.memory.peak_without_checkpointing
+        least = least_peak(problem, Limits(time_s=20)).peak_bytes
+        return self.plan(int(least + share * (most - least)))
 
 
-def planned_at(workload: Workload, share: float) -> Planned:
-    """A plan for the CPU, with estimated costs, `share` of the way from the least feasible peak to none."""
+def recorded(workload: Workload) -> Recorded:
     step = FakeStep(workload, device=CPU)
     graph = record(step)
-    target = dataclasses.replace(TARGETS["h100-80gb"], name="cpu", device="cpu", alignment_bytes=1)
-    profile = Profile(graph, estimate(graph, TARGETS["h100-80gb"]), target)
-    space = find_space(graph)
-    problem = Problem(graph, profile.costs, space, 1 << 62)
-    most = problem.memory.peak_without_checkpointing
-    least = least_peak(problem, Limits(time_s=20)).peak_bytes
-    limit = int(least + share * (most - least))
-    plan = plan_profile(profile, Budget(limit, limit), step=step, space=space, limits=Limits(time_s=20))
-    return Planned(plan, problem.memory)
+    return Recorded(
+        step, Profile(graph, measure(graph.kinds, CPU, repeats=3, seconds_per_kind=0.0), device_target(CPU))
+    )
 
 
 def verdict(workload: Workload) -> dict[str, Any]:
-    """A row: what the plan is, and whether training under it is the untouched one."""
+    """A row: what the plans are, and whether training under them is the untouched one."""
     started = time.monotonic()
     row: dict[str, Any] = {}
     try:
-        found = planned_at(workload, SHARE)
-        plan = found.plan
-        row = {
-            "graphs": len(plan.fingerprints),
-            "nodes": len(found.memory.graph.nodes),
+        found = recorded(workload)
+        graph = found.profile.graph
+        row = {"graphs": len(graph.fingerprints), "nodes": len(graph.nodes)}
+        expected = trained(workload, built(workload))
+        row["plain"] = plain(workload, found.plan(PLENTY), expected)
+        plan = found.tight(SHARE)
+        row |= {
             "without_mib": round(plan.without_checkpointing["peak_bytes"] / MIB, 2),
             "budget_mib": round(plan.budget_bytes / MIB, 2),
             "predicted_mib": round(plan.predicted["peak_bytes"] / MIB, 2),
             "overhead_percent": round(100 * plan.predicted["overhead"], 1),
             "regions": len(plan.regions),
         }
-        row |= compared(workload, plan)
+        row |= compared(workload, plan, expected)
+        failure = row.pop("failure")
+        row |= validated(workload, plan)
+        row["failure"] = "; ".join(filter(None, (failure, row["failure"])))
     except (RematError, RuntimeError, ValueError, TypeError, AttributeError, ImportError) as error:
         row["failure"] = f"{type(error).__name__}: {str(error)[:400]}"
     finally:
@@ -295,24 +459,74 @@ def verdict(workload: Workload) -> dict[str, Any]:
     return {**row, "wall_s": round(time.monotonic() - started, 1)}
 
 
-def compared(workload: Workload, plan: Plan) -> dict[str, Any]:
+def built(workload: Workload) -> nn.Module:
     torch.manual_seed(0)
-    untouched = workload.build()
-    torch.manual_seed(0)
-    model = apply(workload.build(), plan, observe=True)
-    expected, found = trained(workload, untouched), trained(workload, model)
-    differs = [name for name in expected if name not in found or not torch.equal(expected[name], found[name])]
+    return workload.build()
+
+
+def differing(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> list[str]:
+    return [name for name in expected if name not in found or not torch.equal(expected[name], found[name])]
+
+
+def plain(workload: Workload, plan: Plan, expected: dict[str, torch.Tensor]) -> str:
+    """Whether training under a plan without regions is the untouched one; what the plan names, where it is not."""
+    assert not plan.regions
+    differs = differing(expected, trained(workload, apply(built(workload), plan)))
+    named = "; ".join(traced_branches(plan.about))
+    if not differs:
+        return "equal" + (f" (named: {named})" if named else "")
+    return f"{len(differs)} of {len(expected)} differ, " + (f"named: {named}" if named else "NOT NAMED")
+
+
+def compared(workload: Workload, plan: Plan, expected: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Training under `plan` against the untouched one: of a fresh model, and of one evaluated before and between."""
+    model = apply(built(workload), plan, observe=True)
+    failures = [f"{name} differs" for name in differing(expected, trained(workload, model))[:3]]
     counts, planned = counts_of(model), plan.predicted["recomputed_nodes"]
-    row = {"recomputed": f"{STEPS * planned}/{counts.recomputed_nodes}", "equal": not differs}
-    failures = [f"{name} differs" for name in differs[:3]]
     if not plan.regions:
         failures.append("no plan needs less than no checkpointing")
     if counts.regions != STEPS * len(plan.regions) or counts.recomputed_nodes != STEPS * planned:
         failures.append(f"{counts.regions} regions entered, {counts.recomputed_nodes} nodes recomputed")
+    evaluated = evaluate(workload, built(workload))
+    failures += [
+        f"{name} differs after an evaluation"
+        for name in differing(expected, trained(workload, apply(evaluated, plan), evaluate))[:3]
+    ]
+    row = {"recomputed": f"{STEPS * planned}/{counts.recomputed_nodes}", "equal": not failures}
     return {**row, "failure": "; ".join(failures)}
 
 
-def trained(workload: Workload, model: nn.Module) -> dict[str, torch.Tensor]:
+def validated(workload: Workload, plan: Plan) -> dict[str, Any]:
+    """What `remat.validate` says of `plan`."""
+    found = validate(workload, plan, device=CPU)
+    measured, predicted = found.measured["peak_bytes"], found.predicted["peak_bytes"]
+    failures = [f"validation: {text}" for text in found.kernel_differences[:2]]
+    if not found.within_budget:
+        failures.append(f"{measured} bytes measured, {plan.budget_bytes} allowed")
+    return {
+        "measured_mib": round(measured / MIB, 2),
+        "error_percent": round(100 * (predicted / measured - 1), 4),
+        "validated": found.passed,
+        "failure": "; ".join(failures),
+    }
+
+
+def evaluate(workload: Workload, model: nn.Module) -> nn.Module:
+    """`model`, after a forward in evaluation mode, back in training mode."""
+    torch.manual_seed(50)
+    with torch.no_grad():
+        workload.step(model.eval(), workload.batch(SAMPLES, None))
+    return model.train()
+
+
+def nothing(workload: Workload, model: nn.Module) -> nn.Module:
+    return model
+
+
+def trained(
+    workload: Workload, model: nn.Module, between: Callable[[Workload, nn.Module], nn.Module] = nothing
+) -> dict[str, torch.Tensor]:
+    """Losses, gradients, buffers and random states of a few steps, with `between` after each."""
     found: dict[str, torch.Tensor] = {}
     for number in range(STEPS):
         torch.manual_seed(100 + number)
@@ -326,4 +540,5 @@ def trained(workload: Workload, model: nn.Module) -> dict[str, torch.Tensor]:
         }
         found |= {f"{n} {number}": b.clone() for n, b in model.named_buffers()}
         model.zero_grad()
+        between(workload, model)
     return found

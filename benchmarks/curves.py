@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from benchmarks import report
-from benchmarks.architectures import planned_at
+from benchmarks.architectures import recorded
 from remat.applying import apply, counts_of
 from remat.models import gpt2
 from remat.plans import Plan
@@ -42,7 +42,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for share in (0.1, 0.5):
         started = time.monotonic()
-        plan = planned_at(workload, share).plan
+        plan = recorded(workload).tight(share)
         losses, model = trained(workload, plan)
         pairs = zip(model.parameters(), without.parameters(), strict=True)
         rows.append(
