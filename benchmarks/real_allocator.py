@@ -8,7 +8,8 @@ machine with a C++ compiler and CUDA's headers:
     python -m benchmarks.real_allocator site-packages/torch record                write what the tests hold it to
 
 Traces are random: sizes around those where a rule changes, most of them repeated, as in training; some on a card so
-small that requests are refused.
+small that requests are refused. And they are training steps at full size, as `fragmentation.py` feeds them, without
+checkpointing and under a plan for four fifths of its peak.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import random
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,15 @@ import torch
 
 from benchmarks import report
 from remat.allocator_settings import AllocatorSettings
-from remat.caching_allocator import Counts, Event, replayed
+from remat.caching_allocator import Block, CachingAllocator, Counts, Event, replayed
+from remat.fragmentation import footprint
+from remat.memory import Memory
+from remat.models import build
+from remat.planning import Budget, plan_profile
+from remat.plans import unplace
+from remat.profiling import fake_step, find_place, profile_step
+from remat.solution import Limits
+from remat.solvers import load
 from remat.units import GIB, MIB
 
 HERE = Path(__file__).parent
@@ -48,7 +58,30 @@ SETTINGS = (
 CARDS = (80 * GIB, 700 * MIB)
 EVENTS = 800
 SIZES = (100, 5000, 300_000, MIB, MIB + 1, 3 * MIB, 9 * MIB, 10 * MIB, 11 * MIB, 25 * MIB, 60 * MIB, 200 * MIB)
-COLUMNS = ["settings", "card_mib", "traces", "events", "refused", "different"]
+STEPS = ("gpt2", "resnet50", "llama-1b")
+COLUMNS = ["trace", "settings", "card_mib", "traces", "events", "refused", "different"]
+
+
+class Recording(CachingAllocator):
+    """A simulated allocator that keeps what happened to it, and what it answered."""
+
+    def __init__(self, settings: AllocatorSettings):
+        super().__init__(settings)
+        self.trace: list[Event] = []
+        self.answers: list[Counts | None] = []
+        self._number: dict[Block, int] = {}
+
+    def malloc(self, size_bytes: int) -> Block:
+        block = super().malloc(size_bytes)
+        self._number[block] = len(self.trace)
+        self.trace.append(("m", len(self.trace), size_bytes))
+        self.answers.append(self.counts)
+        return block
+
+    def free(self, block: Block) -> None:
+        super().free(block)
+        self.trace.append(("f", self._number.pop(block)))
+        self.answers.append(self.counts)
 
 
 class RealAllocator:
@@ -110,13 +143,14 @@ def main(torch_dir: str, count: str = "50") -> None:
         version = (Path(torch_dir) / "version.py").read_text().split("__version__ = ")[1].split()[0]
         about["allocator"] = f"libc10_cuda.so of torch {version}"
         rows = [_compared(real, text, card, int(count)) for text in SETTINGS for card in CARDS]
+        rows += [row for model in STEPS for row in _steps(real, model)]
         events, different = (sum(row[name] for row in rows) for name in ("events", "different"))
         report.write(path, {**about, "events": events, "different": different}, rows, COLUMNS)
 
 
 def _compared(real: RealAllocator, text: str, card_bytes: int, count: int) -> dict[str, Any]:
     settings = AllocatorSettings.parse(text)
-    row = {"settings": text or "defaults", "card_mib": card_bytes // MIB, "traces": count}
+    row = {"trace": "random", "settings": text or "defaults", "card_mib": card_bytes // MIB, "traces": count}
     row |= {"events": 0, "refused": 0, "different": 0}
     for seed in range(count):
         trace = random_trace(random.Random(seed), EVENTS)
@@ -126,6 +160,30 @@ def _compared(real: RealAllocator, text: str, card_bytes: int, count: int) -> di
         row["different"] += sum(a != b for a, b in zip(simulated, found, strict=True))
     print(row, file=sys.stderr, flush=True)
     return row
+
+
+def _steps(real: RealAllocator, model: str) -> Iterator[dict[str, Any]]:
+    """Training until it reserves nothing more, fed to both."""
+    place = find_place("h100-80gb")
+    profile = profile_step(fake_step(build(model), place), place)
+    memory = Memory(profile.graph, profile.costs.workspace_per_op(profile.graph))
+    budget = int(0.8 * memory.peak_without_checkpointing)
+    made = plan_profile(profile, Budget(budget, budget), limits=Limits(time_s=20), solver=load("chain-dp"))
+    for name, regions in (("untouched", ()), ("planned", unplace(profile.graph, made.regions))):
+        for text in SETTINGS[:2]:
+            simulated = Recording(AllocatorSettings.parse(text))
+            footprint(memory, regions, allocator=simulated)
+            found = real(simulated.trace, text, 1 << 42)
+            row = {
+                "trace": f"{model}, {name}",
+                "settings": text or "defaults",
+                "card_mib": (1 << 42) // MIB,
+                "traces": 1,
+            }
+            row |= {"events": len(found), "refused": sum(counts is None for counts in found)}
+            row["different"] = sum(a != b for a, b in zip(simulated.answers, found, strict=True))
+            print(row, file=sys.stderr, flush=True)
+            yield row
 
 
 def _record(real: RealAllocator) -> None:
