@@ -15,7 +15,7 @@ from torch import nn
 import remat.validating as validation
 from remat.errors import PlanMismatch, UsageError, ValidationFailed
 from remat.graph import Graph
-from remat.kernel_log import MOST_DIFFERENCES, kernel_differences
+from remat.kernel_log import MOST_DIFFERENCES, KernelLog, kernel_differences
 from remat.measure import measure
 from remat.memory import Memory
 from remat.plans import Plan
@@ -308,6 +308,20 @@ def test_a_model_that_runs_out_of_memory_while_it_is_built_says_so(
     monkeypatch.setattr(validation, "Training", no_room)
     with pytest.raises(UsageError, match=r"does not fit on cpu.* before its first step, in which .* KiB are there"):
         on_cpu(TRANSFORMER, plan)
+
+
+def test_what_only_allocates_is_no_kernel() -> None:
+    """torch 2.11's checkpoint makes two empty tensors for each region."""
+    x = torch.ones(2, 2)
+    with KernelLog() as log:
+        torch.empty(0)
+        torch.empty((0,), requires_grad=True)
+        torch.empty_like(x)
+        x.new_empty(3)
+        torch.empty_strided((2, 2), (1, 2))
+        torch.ones(2)
+        x * 2
+    assert [kernel.partition("(")[0] for kernel in log.found] == ["aten.ones.default", "aten.mul.Tensor"]
 
 
 def test_a_planned_step_that_runs_out_of_memory_fails(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
