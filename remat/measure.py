@@ -15,10 +15,9 @@ Rule 3  Data is harmless: probabilities where a kernel asserts that they are, in
         again.
 Rule 4  What cannot be made again or run costs nothing here, and is named in `Costs.about["not_measured"]`:
         an operator without a kernel on this device, an argument that JSON cannot say, a kind that does not
-        fit.
+        fit, a kind that ended the process in which it was last measured.
 
-Results are kept in the user's cache folder, one file for each device and torch version: a kind is measured
-once.
+Results are kept in the user's cache folder (`measure_cache.py`): a kind is measured once.
 """
 
 from __future__ import annotations
@@ -28,11 +27,7 @@ import dataclasses
 import datetime
 import functools
 import gc
-import hashlib
-import json
 import os
-import platform
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -43,15 +38,13 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from remat.allocator import measure_peak, synchronize
-from remat.costs import Costs, kind_key
+from remat.costs import Costs
 from remat.errors import UsageError
 from remat.graph import OpKind
-from remat.plans import write_atomically
+from remat.measure_cache import Cache, KindCost, NotMeasurable, default_cache, device_name
 from remat.target import Target, target_of
 from remat.units import GIB, gib
 
-_FORMAT = "remat-kernel-costs"
-_VERSION = 1
 _SAMPLE_US = 200.0  # a shorter call is timed in batches of about this
 _BATCH = 100
 _BATCH_IN_PLACE = 8  # 0.5 ** 8 is no denormal number, not even in float16 (Rule 3)
@@ -73,19 +66,6 @@ _ON_HOST = {
     "aten._efficient_attention_backward.default": ("philox_seed", "philox_offset"),
     "aten._scaled_dot_product_efficient_attention_backward.default": ("philox_seed", "philox_offset"),
 }
-
-
-class NotMeasurable(Exception):
-    """The kind cannot be made again or run; says why."""
-
-
-@dataclasses.dataclass(frozen=True)
-class KindCost:
-    """One row of `Costs`."""
-
-    time_us: float
-    spread: float
-    workspace_bytes: int
 
 
 def measure(
@@ -111,15 +91,16 @@ def measure(
     with _ready(device), known:
         before = _allocated(device)
         for index, kind in enumerate(kinds):
-            row = known.rows.get(_hash(kind))
+            row = known.row(kind)
             hits += row is not None
             if row is None:
                 try:
-                    row = known.rows[_hash(kind)] = measure_kind(kind, device, repeats, seconds_per_kind)
+                    with known.trying(kind):
+                        row = known.add(kind, measure_kind(kind, device, repeats, seconds_per_kind))
                 except NotMeasurable as error:
                     failed.append({"kind": index, "op": kind.name, "reason": str(error)})
             if row is None:
-                _forget_failure(device)  # outside `except`: the error holds what the operator was called with
+                _forget_failure(kind, device, known)  # outside `except`: the error holds what it was called with
                 row = KindCost(0.0, 0.0, 0)
             rows.append(row)
             if on_progress is not None:
@@ -176,10 +157,20 @@ def measure_kind(kind: OpKind, device: torch.device, repeats: int = 15, seconds_
     return KindCost(float(median), float((high - low) / 2 / median) if median else 0.0, workspace)
 
 
-def _forget_failure(device: torch.device) -> None:
+def _forget_failure(kind: OpKind, device: torch.device, known: Cache) -> None:
+    """Let go of what a kind left behind. Raises UsageError where that is a device on which nothing runs any more."""
     gc.collect()
-    if device.type == "cuda":
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
+    except RuntimeError as error:
+        known.note_fatal(kind)
+        raise UsageError(
+            f"{kind.name} made the device unusable for this process while it was measured ({_first_line(error)}). "
+            "Run the command again: what was measured is kept, and this kind is left out."
+        ) from error
 
 
 def _first_line(error: BaseException) -> str:
@@ -382,103 +373,7 @@ def _sample_cuda_us(call: _Call, batch: int) -> float:
     return float(begin.elapsed_time(end)) * 1e3 / batch
 
 
-# ---- cache -----------------------------------------------------------------------------------------------
-
-
-def default_cache() -> Path | None:
-    """`$XDG_CACHE_HOME/remat` or `~/.cache/remat`; None where there is no home."""
-    if root := os.environ.get("XDG_CACHE_HOME"):
-        return Path(root) / "remat"
-    try:
-        return Path.home() / ".cache" / "remat"
-    except RuntimeError:
-        return None
-
-
-class Cache:
-    """Rows measured earlier on one device with one torch version; a context that saves on the way out.
-
-    It is a convenience and never an error: a file that cannot be read is measured again, a folder that cannot
-    be written is left alone. Saving also happens on an interrupt, so that what was measured is not lost.
-    """
-
-    def __init__(self, path: Path | None):
-        self.path = path
-        self.rows: dict[str, KindCost] = {}
-        self.library_bytes = 0
-        self.rates: dict[str, float] = {}
-
-    @staticmethod
-    def open(folder: Path | None, device: torch.device) -> Cache:
-        if folder is None:
-            return Cache(None)
-        name = f"{device_name(device)} torch {torch.__version__}"
-        slug = re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
-        cache = Cache(folder / f"{slug}.json")
-        cache._load()
-        return cache
-
-    def _load(self) -> None:
-        """Add what the file has and this does not; a corrupt or foreign file has nothing."""
-        if self.path is None:
-            return
-        try:
-            data = json.loads(self.path.read_text())
-            if data["format"] != _FORMAT or data["version"] != _VERSION:
-                return
-            rows = {key: KindCost(float(t), float(s), int(w)) for key, (t, s, w) in data["rows"].items()}
-            rates = {name: float(rate) for name, rate in data["rates"].items()}
-            library_bytes = int(data["library_bytes"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return
-        self.rows = {**rows, **self.rows}
-        self.rates = {**rates, **self.rates}
-        self.library_bytes = max(self.library_bytes, library_bytes)
-
-    def save(self) -> None:
-        if self.path is None or not (self.rows or self.rates):
-            return
-        self._load()  # another process may have written meanwhile
-        data = {
-            "format": _FORMAT,
-            "version": _VERSION,
-            "library_bytes": self.library_bytes,
-            "rates": self.rates,
-            "rows": {key: dataclasses.astuple(row) for key, row in self.rows.items()},
-        }
-        with contextlib.suppress(OSError, UsageError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.path, json.dumps(data))
-
-    def __enter__(self) -> Cache:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.save()
-
-
-def _hash(kind: OpKind) -> str:
-    return hashlib.sha256(kind_key(kind).encode()).hexdigest()[:24]
-
-
 # ---- the device at hand ----------------------------------------------------------------------------------
-
-
-def device_name(device: torch.device) -> str:
-    """What results measured on `device` are filed under."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    threads = torch.get_num_threads()
-    return f"cpu {_cpu_model()}, {threads} thread{'s' if threads != 1 else ''}"
-
-
-@functools.cache
-def _cpu_model() -> str:
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def device_target(device: torch.device, *, cache: Path | Literal["default"] | None = "default") -> Target:

@@ -41,7 +41,8 @@ from remat.fragmentation import footprint
 from remat.graph import Graph
 from remat.kernel_log import KernelLog, kernel_differences
 from remat.loop import Loop
-from remat.measure import device_name, device_target, measure, physical_memory
+from remat.measure import device_target, measure, physical_memory
+from remat.measure_cache import device_name
 from remat.memory import Memory
 from remat.module_replay import judge_of
 from remat.modules import ModuleCounts

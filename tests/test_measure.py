@@ -17,17 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from remat import measure as measure_module
 from remat.allocator import allocation_curve, measure_peak, measure_step
 from remat.costs import Costs
+from remat.errors import UsageError
 from remat.graph import OpKind
-from remat.measure import (
-    Cache,
-    NotMeasurable,
-    arguments,
-    default_cache,
-    device_name,
-    device_target,
-    measure,
-    measure_kind,
-)
+from remat.measure import arguments, device_target, measure, measure_kind
+from remat.measure_cache import FATAL, Cache, NotMeasurable, default_cache, device_name
 from remat.target import target_of
 from remat.tracker import Tracker
 
@@ -273,6 +266,51 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         measure((ADD, CONVOLUTION), CPU, cache=tmp_path, on_progress=interrupted)
     assert quick(ADD, CONVOLUTION, cache=tmp_path).about["from_cache"] == 1
+
+
+def test_a_kind_that_ends_the_process_is_left_out_by_the_next(tmp_path: Path) -> None:
+    """And nothing that was measured before it is lost."""
+    program = f"""
+import os, signal, sys
+from pathlib import Path
+from remat import measure, measure_cache
+from tests.test_measure import ADD, CONVOLUTION, quick
+
+genuine = measure.measure_kind
+def deadly(kind, *rest):
+    return genuine(kind, *rest) if kind is ADD else os.kill(os.getpid(), signal.SIGSEGV)
+
+measure.measure_kind, measure_cache.SAVE_S = deadly, 0.0
+quick(ADD, CONVOLUTION, cache=Path({str(tmp_path)!r}))
+"""
+    ran = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parent.parent, check=False)
+    assert ran.returncode == -11
+    for _ in range(2):
+        found = quick(ADD, CONVOLUTION, cache=tmp_path)
+        assert found.about["from_cache"] == 1
+        assert found.about["not_measured"] == [{"kind": 1, "op": CONVOLUTION.name, "reason": FATAL}]
+    assert len(os.listdir(tmp_path)) == 1
+
+
+def test_a_kind_that_is_being_measured_elsewhere_is_not_called_deadly(tmp_path: Path) -> None:
+    cache = Cache.open(tmp_path, CPU)
+    with cache.trying(ADD):
+        assert len(os.listdir(tmp_path)) == 1
+        assert quick(ADD, cache=tmp_path).about["not_measured"] == []
+
+
+def test_an_operator_that_ruins_the_device_ends_the_measurement_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ruined(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    cache = Cache.open(tmp_path, CPU)
+    monkeypatch.setattr(torch.cuda, "synchronize", ruined)
+    with pytest.raises(UsageError, match=r"aten\.add\.Tensor made the device unusable .*illegal memory access"):
+        measure_module._forget_failure(ADD, torch.device("cuda"), cache)
+    with pytest.raises(NotMeasurable, match="ended the process"), Cache.open(tmp_path, CPU).trying(ADD):
+        pass
 
 
 def test_the_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,8 @@ from remat.applying import apply, planned_forward
 from remat.errors import RematError
 from remat.graph import Graph, OpKind
 from remat.loop import Loop
-from remat.measure import NotMeasurable, measure_kind
+from remat.measure import measure_kind
+from remat.measure_cache import NotMeasurable
 from remat.memory import Memory
 from remat.plans import Region, place
 from remat.record import FakeStep, autocast_context, record
