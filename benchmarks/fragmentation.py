@@ -8,6 +8,7 @@ micro-batches and scaled. `python -m benchmarks.fragmentation [target,target [mo
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 
 from benchmarks import report
 from remat.allocator_settings import AllocatorSettings
-from remat.errors import Infeasible, NoPlanInTime
+from remat.errors import Infeasible, NoPlanInTime, RematError
 from remat.fragmentation import CONTEXT_BYTES, footprints
 from remat.loop import Loop
 from remat.memory import Memory
@@ -25,6 +26,7 @@ from remat.models import REGISTRY, build
 from remat.planning import Budget, plan_profile
 from remat.plans import Plan
 from remat.profiling import Profile, find_place
+from remat.reserved import reserving_at_most
 from remat.solution import Limits
 from remat.solvers import load
 from remat.units import MIB
@@ -32,7 +34,7 @@ from remat.units import MIB
 TARGETS = "h100-80gb,rtx4090"
 SETTINGS = {"default": "", "expandable": "expandable_segments:True"}
 RULE = 0.9  # of the card
-PATIENCE = Limits(time_s=5)
+PATIENCE = Limits(time_s=3)
 COLUMNS = [
     "target",
     "model",
@@ -84,12 +86,11 @@ def _rows(model: str, target: str) -> list[dict[str, Any]]:
     larger = max(fits + 1, fits * 4 // 3)
     profile = sizes.profile(larger, False)
     named["micro_batch"] = larger
-    rows.append({**named, "plan": "requested", **_planned(profile, Budget(card, card), "", card)})
-    ruled = int(RULE * place.target.memory_bytes)
-    rows.append({**named, "plan": "90 %", **_planned(profile, Budget(ruled, ruled), "", card)})
-    for name, settings in SETTINGS.items():
-        found = _planned(profile, Budget(card, card, card), settings, card)
-        rows.append({**named, "plan": f"auto, {name}", **found})
+    first = _planned(profile, card)
+    ruled = _planned(profile, int(RULE * place.target.memory_bytes))
+    rows += [{**named, "plan": name, **_row(made, card)} for name, made in (("requested", first), ("90 %", ruled))]
+    for name in SETTINGS:
+        rows.append({**named, "plan": f"auto, {name}", **_row(_auto(profile, card, name, first), card)})
     return rows
 
 
@@ -97,18 +98,39 @@ def _memory(profile: Profile) -> Memory:
     return Memory(profile.graph, profile.costs.workspace_per_op(profile.graph))
 
 
-def _planned(profile: Profile, budget: Budget, settings: str, card: int) -> dict[str, Any]:
+def _planned(profile: Profile, limit_bytes: int, settings: str = "") -> Plan | RematError:
+    budget, solver = Budget(limit_bytes, limit_bytes), load("chain-dp")
     try:
-        made = plan_profile(profile, budget, limits=PATIENCE, solver=load("chain-dp"), allocator=settings)
+        return plan_profile(profile, budget, limits=PATIENCE, solver=solver, allocator=settings)
     except (Infeasible, NoPlanInTime) as error:
-        return {"runs_out": "no plan", "failure": f"{type(error).__name__}: {error}"}
-    return {"overhead_percent": round(100 * made.predicted["overhead"], 1), **_of_plan(made, settings, card)}
+        return error
 
 
-def _of_plan(made: Plan, settings: str, card: int) -> dict[str, Any]:
+def _auto(profile: Profile, card: int, name: str, first: Plan | RematError) -> Plan | RematError:
+    """What `--budget auto` gives, which begins with the plan for what is requested."""
+    if isinstance(first, RematError):
+        return first
+
+    def within(limit_bytes: int) -> Plan:
+        made = _planned(profile, limit_bytes, SETTINGS[name])
+        if isinstance(made, RematError):
+            raise made
+        return made
+
+    told = sorted(first.predicted["allocator"], key=lambda each: each["settings"] != SETTINGS[name])
+    begun = dataclasses.replace(first, predicted={**first.predicted, "allocator": told})
+    try:
+        return reserving_at_most(card, begun, within)
+    except NoPlanInTime as error:
+        return error
+
+
+def _row(made: Plan | RematError, card: int) -> dict[str, Any]:
+    if isinstance(made, RematError):
+        return {"runs_out": "no plan", "failure": f"{type(made).__name__}: {made}"}
     assumed, other = made.predicted["allocator"]
-    default, expandable = (other, assumed) if settings else (assumed, other)
-    found = _told(default, expandable, card)
+    default, expandable = (other, assumed) if assumed["settings"] else (assumed, other)
+    found = {"overhead_percent": round(100 * made.predicted["overhead"], 1), **_told(default, expandable, card)}
     return {**found, "runs_out": "yes" if assumed["reserved_bytes"] > card else "no"}
 
 

@@ -18,13 +18,13 @@ stalls that giving cached memory back means.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from remat.allocator_settings import AllocatorSettings
-from remat.caching_allocator import Block, CachingAllocator, Counts
+from remat.caching_allocator import Block, CachingAllocator
 from remat.graph import OPTIMIZER_STATE, Graph
 from remat.memory import Memory
 from remat.plans import Region
@@ -169,51 +169,3 @@ class _Step:
                 free(held.pop(who))
             else:
                 free(malloc(self._workspace[who]))
-
-
-# The real allocator's own record
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Trace:
-    """What the real allocator recorded, and what the simulation makes of it; one entry per request and release.
-
-    simulated  requested, allocated, reserved     reserved_bytes  as recorded: segments given less those given back
-    unknown    releases of what was requested before the record began: they are left out
-    """
-
-    simulated: list[Counts]
-    reserved_bytes: list[int]
-    unknown: int
-
-
-def retraced(
-    entries: Iterable[Mapping[str, Any]],
-    settings: AllocatorSettings | None = None,
-    before: Iterable[tuple[int, int]] = (),
-) -> Trace:
-    """Simulate what PyTorch recorded: `torch.cuda.memory._snapshot()["device_traces"][device]`.
-
-    before  (address, bytes) of what was allocated when the record began, in the order of allocation
-    """
-    allocator, held = CachingAllocator(settings), dict[int, Block]()
-    for address, size in before:
-        held[address] = allocator.malloc(size)
-    simulated, reserved = list[Counts](), list[int]()
-    given, unknown = allocator.reserved_bytes, 0
-    for entry in entries:
-        action, address, size = entry["action"], entry["addr"], entry["size"]
-        if action in ("segment_alloc", "segment_map"):
-            given += size
-        elif action in ("segment_free", "segment_unmap"):
-            given -= size
-        elif action == "alloc":
-            held[address] = allocator.malloc(size)
-        elif action == "free_completed" and address in held:
-            allocator.free(held.pop(address))
-        elif action == "free_completed":
-            unknown += 1
-        if action in ("alloc", "free_completed"):
-            simulated.append(allocator.counts)
-            reserved.append(given)
-    return Trace(simulated, reserved, unknown)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from remat.allocator_settings import AllocatorSettings
-from remat.caching_allocator import CachingAllocator, Event, replayed
+from remat.caching_allocator import CachingAllocator
 from remat.errors import Infeasible, NoPlanInTime, UsageError
 from remat.estimating import estimate
-from remat.fragmentation import CONTEXT_BYTES, Footprint, before_first_step, footprint, footprints, retraced, states
+from remat.fragmentation import CONTEXT_BYTES, Footprint, before_first_step, footprint, footprints, states
 from remat.graph import OPTIMIZER_STATE, Graph, Parameter
 from remat.loop import Loop
 from remat.memory import Memory
@@ -29,6 +26,7 @@ from remat.solution import Limits
 from remat.target import Target
 from remat.timeline import timeline
 from remat.units import GIB, MIB
+from remat.validating import _simulated
 
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
 H100 = find_place("h100-80gb")
@@ -133,40 +131,6 @@ def test_a_steady_state_reserves_nothing_more() -> None:
     assert 2 <= found.steps < 12
 
 
-# Recorded traces
-
-
-@given(st.lists(st.integers(1, 30 * MIB), min_size=1, max_size=40), st.randoms(use_true_random=False))
-def test_a_recorded_trace_is_simulated_entry_by_entry(sizes: list[int], rng: Any) -> None:
-    """A trace as `torch.cuda.memory._snapshot` has it, of what `replayed` says of the same events."""
-    events: list[Event] = []
-    entries: list[dict[str, Any]] = [{"action": "segment_alloc", "addr": 0, "size": 7, "stream": 0}]
-    live: list[int] = []
-    for number, size in enumerate(sizes):
-        events.append(("m", number, size))
-        entries.append({"action": "alloc", "addr": 1000 + number, "size": size})
-        live.append(number)
-        if rng.random() < 0.5:
-            gone = live.pop(rng.randrange(len(live)))
-            events.append(("f", gone))
-            entries += [
-                {"action": "free_requested", "addr": 1000 + gone, "size": sizes[gone]},
-                {"action": "free_completed", "addr": 1000 + gone, "size": sizes[gone]},
-            ]
-    found = retraced(entries)
-    assert found.simulated == replayed(events)
-    assert found.reserved_bytes == [7] * len(events) and found.unknown == 0
-
-
-def test_what_was_there_before_a_record_is_given_or_left_out() -> None:
-    entries = [{"action": "free_completed", "addr": 5, "size": 30 * MIB}, {"action": "alloc", "addr": 6, "size": MIB}]
-    assert retraced(entries).unknown == 1
-    known = retraced(entries, before=[(5, 30 * MIB)])
-    assert known.unknown == 0
-    assert [tuple(counts) for counts in known.simulated] == [(0, 0, 30 * MIB), (MIB, MIB, 32 * MIB)]
-    assert known.reserved_bytes == [30 * MIB] * 2
-
-
 # The product
 
 
@@ -204,6 +168,18 @@ def test_estimate_and_timeline_say_the_same() -> None:
     made = timeline(profile, allocator="expandable_segments:True")
     assert made.allocator == found
     assert made.to_json()["allocator"] == [each.to_json() for each in found]
+
+
+def test_validation_predicts_what_the_allocator_makes_of_the_replays_peak() -> None:
+    """The replay may need more than the evaluator says; then all three are as much larger."""
+    memory = memory_of(profile_of("gpt2"))
+    found = footprint(memory, (), AllocatorSettings.from_environment())
+    more = _simulated(memory, (), found.requested_bytes + 100, H100)
+    assert more == {
+        "allocated_bytes": found.allocated_bytes + 100,
+        "reserved_bytes": found.reserved_bytes + 100,
+    }
+    assert _simulated(memory, (), found.requested_bytes, find_place("cpu")) == {}
 
 
 def test_where_there_is_no_cuda_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
