@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runner = Runner(
         parts(plans, _target(device)), options.folder, lambda part: _command(part, options.folder, plans, device)
     )
-    runner.run(options.seconds)
+    runner.run(options.seconds, max(1.0, options.seconds / SECONDS))
     print((options.folder / "device.md").read_text())
     return 0
 
@@ -97,7 +97,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, nargs="?", default=Path("device-results"), help="where results go")
     parser.add_argument("--plans", type=Path, help="folder of plans made elsewhere (FOLDER/plans)")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="stop after so long; again goes on")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=SECONDS,
+        help="stop after so long; again goes on; more than 480 also gives each part more",
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), help="cpu: every part at a small size")
     parser.add_argument("--make-plans", type=Path, metavar="FOLDER", help="make the plans to carry, and stop")
     parser.add_argument("--torch", default="2.11", help="with --make-plans: the torch that trains on the GPU")

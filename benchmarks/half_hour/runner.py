@@ -49,14 +49,14 @@ class Runner:
     def __init__(self, parts: Sequence[Part], folder: Path, command: Callable[[Part], Sequence[str]]):
         self.parts, self.folder, self._command = parts, folder, command
 
-    def run(self, seconds: float) -> None:
-        """Begin part after part for `seconds`; write the summary after each."""
+    def run(self, seconds: float, patience: float = 1.0) -> None:
+        """Begin part after part for `seconds`; write the summary after each. A part gets `patience` times its own."""
         end = time.monotonic() + seconds
         for part in self._waiting():
             left = end - time.monotonic()
             if left < LEAST_S:
                 break
-            self._run(part, left)
+            self._run(dataclasses.replace(part, seconds=patience * part.seconds), left)
             self.summarize()
         self.summarize()
 
