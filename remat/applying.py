@@ -27,13 +27,14 @@ from torch.utils._pytree import tree_leaves
 
 from remat.answers import Answers, innermost
 from remat.capture import GraphCalls, SizesNotOpen, element_count, forget_traces, frames_traced
+from remat.circumstances import differences, given_to, hooked, state_of, versions
 from remat.compiling import Backend, CompiledCalls, name_of, require_kept
 from remat.errors import CaptureError, PlanMismatch, UsageError, is_out_of_memory
-from remat.graph import fingerprint
+from remat.identity import Fit
+from remat.placing import Placer
 from remat.plans import Plan
-from remat.record import module_path
-from remat.replay import RewrittenCalls, regions_by_call
-from remat.rewrite import Counts, called, captured_nodes
+from remat.replay import RewrittenCalls
+from remat.rewrite import Counts
 from remat.settling import install_recording_hooks
 from remat.units import gib
 from remat.workload import trainable
@@ -42,6 +43,7 @@ Model = TypeVar("Model", bound=nn.Module)
 OnLarger = Literal["warn", "refuse"]
 
 MANY_TRACES = 16
+SMALL_CHANGE = 0.001  # of the planned peak: what another spelling of the graph may take more and is only told of
 
 _COMPILES_ITSELF = (
     "a planned model compiles its own training forward, and cannot be a part of another's trace: leave fullgraph=True "
@@ -146,10 +148,13 @@ class PlannedForward:
         """Undo `install`."""
 
     def _prepare(self) -> None:
-        self.calls = RewrittenCalls(self.plan.regions, observe=self.observe)
+        self._placer = Placer(self.plan)
+        self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}  # of the forward that is running
+        self.calls = RewrittenCalls(self.plan.regions, observe=self.observe, find=self._placer.regions)
         self._fitting: dict[int, fx.GraphModule] = {}  # kept, so that an id stays its own
         self._warned: set[str] = set()
         self._mismatch: PlanMismatch | None = None
+        self._more: str = ""  # what a graph that fits takes beyond what was planned
         self._graphs: GraphCalls | None = None
         self._compiled: dict[int, tuple[Backend, GraphCalls]] = {}  # the compiler is kept, so that an id stays its own
 
@@ -183,7 +188,7 @@ class PlannedForward:
             self._compare_model()
             self._settle()
             # A forward that is one graph can be traced again as long as nothing of it has run.
-            fits = self._fits if self._is_one_graph else None
+            fits = self._placer.fits_some if self._is_one_graph else None
             self._graphs = GraphCalls(self.original, self._run_call, fits=fits, answers=self._answers())
         self._compare_autocast()
         self._compare_compiler(None)
@@ -208,9 +213,6 @@ class PlannedForward:
     def _is_one_graph(self) -> bool:
         return len(self.plan.fingerprints) == 1
 
-    def _fits(self, graph_module: fx.GraphModule) -> bool:
-        return fingerprint_of(graph_module) in self.plan.fingerprints
-
     def _learns(self, args: Any, kwargs: Any) -> bool:
         """Whether anything gets a gradient. With adapters turned off (`disable_adapter` of peft) nothing does."""
         given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
@@ -223,15 +225,14 @@ class PlannedForward:
         if id(inner) not in self._compiled:
             self._compare_model()
             self._settle()
-            for regions in regions_by_call(self.plan.regions).values():
-                require_kept(regions, inner)
+            require_kept(self.plan.regions, inner)
 
             def compile_call(call: int, graph_module: fx.GraphModule, example_inputs: list[Any]) -> CompiledCalls:
                 if (mismatch := self._graph_mismatch(call, graph_module)) is not None:
                     raise mismatch
                 self._fitting[id(graph_module)] = graph_module
-                found = self.plan.fingerprints[call]
-                return CompiledCalls(self.plan, found, graph_module, example_inputs, inner, self.calls.counts)
+                regions = self._placer.every(graph_module)
+                return CompiledCalls(regions, graph_module, example_inputs, inner, self.calls.counts)
 
             graphs = GraphCalls(self.original, compile_call=compile_call, answers=self._answers())
             self._compiled[id(inner)] = (inner, graphs)
@@ -242,6 +243,7 @@ class PlannedForward:
 
     def _run(self, graphs: GraphCalls, args: Any, kwargs: Any) -> Any:
         known, traced, self._mismatch = len(self._fitting), frames_traced(), None
+        self._arguments = args, kwargs
         try:
             result = graphs(*args, **kwargs)
         except Exception as error:
@@ -250,12 +252,16 @@ class PlannedForward:
             if self._mismatch is None or not is_out_of_memory(error):
                 raise
             raise self._mismatch from error
+        finally:
+            self._arguments = (), {}
         if self._mismatch is not None:
             raise self._mismatch
         self._compare_calls(graphs.count)
         if len(self._fitting) > known:
             self._compare_trainable()
             self._warn_of_traces()
+            if self._more:
+                self._not_as_planned("more", self._more)
         return result
 
     def watch(
@@ -268,7 +274,9 @@ class PlannedForward:
 
         observe  see `apply`        recompute_context  what recomputations run under
         """
-        self.calls = RewrittenCalls(self.plan.regions, observe=observe, recompute_context=recompute_context)
+        self.calls = RewrittenCalls(
+            self.plan.regions, observe=observe, recompute_context=recompute_context, find=self._placer.regions
+        )
         return self.calls.counts
 
     def _run_call(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
@@ -295,13 +303,31 @@ class PlannedForward:
             )
 
     def _graph_mismatch(self, call: int, graph_module: fx.GraphModule) -> PlanMismatch | None:
-        planned = self.plan.fingerprints
-        if call < len(planned) and fingerprint_of(graph_module) == planned[call]:
+        given = given_to(self.original, *self._arguments)
+        fit = self._placer.fit(call, graph_module, same_shapes=given == self.plan.about.get("batch"))
+        if isinstance(fit, Fit):
+            return self._larger_mismatch(fit)
+        return self._mismatch_of(f"whose graph differs from this model's {fit}", given)
+
+    def _mismatch_of(self, what: str, given: dict[str, str]) -> PlanMismatch:
+        """`what`, everything that is known to differ, and what to do about it."""
+        found = {"batch": given, "versions": versions(), **state_of(self.model)}
+        said = [f"the plan was made for {self.plan.about['workload']!r}, {what}", *differences(self.plan.about, found)]
+        return PlanMismatch(f"{'; '.join([*said, self._remedy()])}.")
+
+    def _larger_mismatch(self, fit: Fit) -> PlanMismatch | None:
+        """Refuse a graph that is spelled in another way and takes more than the budget has room for, or note it."""
+        peak_bytes = self.plan.predicted["peak_bytes"]
+        if peak_bytes + fit.more_bytes <= max(self.plan.budget_bytes, peak_bytes):
             return None
-        return PlanMismatch(
-            f"the plan was made for {self.plan.about['workload']!r}, whose graph differs from this model's "
-            f"(graph call {call}, {len(captured_nodes(graph_module))} nodes); {self._remedy()}."
+        text = (
+            f"the forward makes up to {gib(fit.more_bytes)} more than when planned ({fit.more_of}), and the plan has "
+            f"{gib(max(self.plan.budget_bytes - peak_bytes, 0))} to spare"
         )
+        if fit.more_bytes > SMALL_CHANGE * peak_bytes:
+            return self._mismatch_of(text, given_to(self.original, *self._arguments))
+        self._more = f"{text}; make a plan for this model."
+        return None
 
     def _remedy(self) -> str:
         """What to do about another graph, by what may have made it another."""
@@ -309,13 +335,9 @@ class PlannedForward:
             return grown
         if checkpoints_itself(self.model):
             return "turn gradient_checkpointing off in this model, the plan decides what is recomputed, or plan with it"
-        hooked = [name for name, module in self.model.named_modules() if name and _has_hooks(module)]
-        if hooked:
-            return f"make a plan for this model with its hooks (on {', '.join(hooked[:3])})"
-        return (
-            "make a plan for this model; if it is the one planned for, Dynamo breaks its graph elsewhere on fake "
-            "tensors, and it cannot be planned for"
-        )
+        if new := [path for path in hooked(self.model) if path not in self.plan.about.get("hooked", ())]:
+            return f"make a plan for this model with its hooks (on {', '.join(new[:3])})"
+        return "use the model as planned, or make a plan for it as it is"
 
     def _grown(self) -> str | None:
         """What to do where the model has other parameters than when it was planned; None where it has the same."""
@@ -441,15 +463,6 @@ def _compiled_forward(planned: PlannedForward, callback: Any, args: Any, kwargs:
     return planned.run_compiled(inner, args, kwargs)
 
 
-def fingerprint_of(graph_module: fx.GraphModule) -> str:
-    """Fingerprint of a captured graph, as `Graph.fingerprints` has it."""
-    nodes = captured_nodes(graph_module)
-    ordinal = {node: i for i, node in enumerate(nodes)}
-    return fingerprint(
-        (called(n), module_path(n), sorted({ordinal[i] for i in n.all_input_nodes if i in ordinal})) for n in nodes
-    )
-
-
 def dtypes_of(model: nn.Module) -> list[str]:
     return sorted({_name(p.dtype) for p in model.parameters()})
 
@@ -457,13 +470,6 @@ def dtypes_of(model: nn.Module) -> list[str]:
 def checkpoints_itself(model: nn.Module) -> bool:
     """Whether a transformers model's own checkpointing is on."""
     return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
-
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return any(getattr(module, name) for name in _HOOKS)
 
 
 def _name(dtype: torch.dtype) -> str:

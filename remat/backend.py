@@ -3,7 +3,7 @@
     torch.compile(model, backend="remat", options={"plan": "gpt2.plan.json", "inner": "inductor"})
 
 A backend sees graphs, one at a time, and neither the model nor where a forward begins. So a graph is matched by its
-fingerprint alone, all its calls must have the same regions, and what `apply` says of a larger batch is not said here.
+identity alone, all its calls must have the same regions, and what `apply` says of a larger batch is not said here.
 Where that is too little, or transformers builds an attention mask that the plan was not made with,
 `torch.compile(remat.apply(model, plan))` does more.
 """
@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from remat.applying import fingerprint_of
 from remat.capture import drop_dead_views
 from remat.compiling import AOT_EAGER, INDUCTOR, Backend, Compiled, compile_graph, found_backend
 from remat.errors import PlanMismatch, UsageError
+from remat.placing import Placer
 from remat.plans import Plan
-from remat.replay import regions_by_call
-from remat.rewrite import CallRegion, captured_nodes
+from remat.rewrite import CallRegion
 
 
 def remat(
@@ -72,14 +71,13 @@ def _compare_compiler(plan: Plan, inner: str) -> None:
 
 
 def _regions(plan: Plan, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[CallRegion, ...]:
-    """The regions of a graph, by its fingerprint."""
-    found = fingerprint_of(graph_module)
-    by_call = regions_by_call(plan.regions)
-    choices = {by_call.get(call, ()) for call, known in enumerate(plan.fingerprints) if known == found}
+    """The regions of a graph, by its identity."""
+    placer = Placer(plan)
+    choices = set(placer.every(graph_module).values())
     if not choices:
         raise PlanMismatch(
-            f"the plan was made for {plan.about['workload']!r}, which has no such graph "
-            f"({len(captured_nodes(graph_module))} nodes); make a plan for this model, or compile it as "
+            f"the plan was made for {plan.about['workload']!r}, which has no such graph {placer.fit(0, graph_module)}; "
+            "make a plan for this model, or compile it as "
             "torch.compile(remat.apply(model, plan)), which captures it as planning did."
         )
     if len(choices) > 1:

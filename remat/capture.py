@@ -73,6 +73,7 @@ class GraphCalls:
         fits: Callable[[fx.GraphModule], bool] | None = None,
         answers: Answers | None = None,
     ):
+        self.function = function
         self.answers = answers
         self._run_call = run_call
         self._compile_call = compile_call

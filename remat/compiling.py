@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -23,8 +23,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from remat.errors import PlanMismatch, UsageError
-from remat.plans import Plan
-from remat.replay import regions_by_call
+from remat.plans import PlacedRegion
 from remat.rewrite import CallRegion, Counts, captured_nodes
 
 INDUCTOR, AOT_EAGER = "inductor", "aot_eager"
@@ -41,22 +40,20 @@ Backend = Callable[..., Compiled]
 class CompiledCalls:
     """One captured graph, compiled for every call that a plan has of it; called with the number of the call.
 
+    regions  of every such call
+
     Raises PlanMismatch for a call that the plan does not know.
     """
 
     def __init__(
         self,
-        plan: Plan,
-        fingerprint: str,
+        regions: Mapping[int, tuple[CallRegion, ...]],
         graph_module: fx.GraphModule,
         example_inputs: Sequence[Any],
         inner: str | Backend,
         counts: Counts,
     ):
-        by_call = regions_by_call(plan.regions)
-        self.regions = {
-            call: by_call.get(call, ()) for call, found in enumerate(plan.fingerprints) if found == fingerprint
-        }
+        self.regions = regions
         self._counts = counts
         *others, last = dict.fromkeys(self.regions.values())
         graphs = {regions: copy.deepcopy(graph_module) for regions in others} | {last: graph_module}
@@ -95,7 +92,7 @@ def compile_graph(
         return found_backend(inner)(graph_module, inputs)
 
 
-def require_kept(regions: Sequence[CallRegion], inner: str | Backend) -> None:
+def require_kept(regions: Sequence[CallRegion] | Sequence[PlacedRegion], inner: str | Backend) -> None:
     """Raise UsageError where `inner` would not keep `regions`."""
     if name_of(inner) not in (INDUCTOR, AOT_EAGER):
         raise UsageError(f"a plan is kept by the compilers {INDUCTOR} and {AOT_EAGER}, not by {name_of(inner)!r}.")

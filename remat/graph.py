@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from remat.identity import Identity, NodeId, canonical
 from remat.units import gib
 
 OPTIMIZER_STATE = "optimizer state"  # in `Graph.fixed_bytes`: what the first step lacks
@@ -37,6 +38,8 @@ OUTSIDE = -1  # Node.call of what the step computes outside the captured graphs
 CAST = "aten._to_copy.default"  # the operator kind that changes the dtype
 MADE_AGAIN = (CAST, "aten.lift_fresh.default")  # kinds whose result is never saved; the second brings in a constant
 CALLED_MODULES = "called_modules"  # key of `Graph.about`: paths of the modules whose forward was called
+IDENTITY = ("anchor", "tensors", "draws", "made_bytes")  # fields of a Node that its `NodeId` has too
+UNKNOWN = -1  # Node.tensors in a record from before nodes had an identity
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +61,7 @@ class Node:
     takes_fixed  it takes a tensor that was there before the step: a parameter, a buffer, the batch
     reused   storages of casts that an older node made and that nobody hands to this one: autocast remembers those of
              weights                           reused_at  operators before which they would be made otherwise
+    anchor, tensors, draws, made_bytes  see `identity.NodeId`
     """
 
     name: str
@@ -77,6 +81,10 @@ class Node:
     takes_fixed: bool = False
     reused: tuple[int, ...] = ()
     reused_at: tuple[int, ...] = ()
+    anchor: bool = False
+    tensors: int = UNKNOWN
+    draws: bool = False
+    made_bytes: int = 0
 
 
 _BLOCK = re.compile(r"^(.*?\.)?\d+(?=\.|$)")
@@ -91,7 +99,8 @@ def block_of(module: str) -> str | None:
 def fingerprint(rows: Iterable[tuple[str, str, list[int]]]) -> str:
     """Hash of a captured graph: (what a node calls, its module, ordinals of its inputs) for every node in order.
 
-    Shapes, names and versions are left out: they may differ where a plan still applies.
+    Shapes, names and versions are left out. Only plans of file version 1 are known by nothing else: two versions of a
+    library spell one graph in two ways, see `identity.py`.
     """
     return hashlib.sha256(json.dumps(list(rows)).encode()).hexdigest()[:16]
 
@@ -218,15 +227,39 @@ class Graph:
         return self.fixed_bytes.get("numbers", 0) + self.fixed_bytes.get(LIBRARY_WORKSPACES, 0)
 
     @functools.cached_property
-    def fingerprints(self) -> tuple[str, ...]:
-        """`fingerprint` of every graph call, in order."""
+    def call_nodes(self) -> tuple[tuple[int, ...], ...]:
+        """The nodes of every graph call, in order."""
         calls: dict[int, list[int]] = {}
         for i, node in enumerate(self.nodes):
             calls.setdefault(node.call, []).append(i)
         calls.pop(OUTSIDE, None)
-        return tuple(self._fingerprint_of(calls[call]) for call in sorted(calls))
+        return tuple(tuple(calls[call]) for call in sorted(calls))
 
-    def _fingerprint_of(self, members: list[int]) -> str:
+    @functools.cached_property
+    def fingerprints(self) -> tuple[str, ...]:
+        """`fingerprint` of every graph call, in order."""
+        return tuple(map(self._fingerprint_of, self.call_nodes))
+
+    @functools.cached_property
+    def identities(self) -> tuple[Identity, ...]:
+        """What every graph call is known by; empty where the record is from before there was such a thing."""
+        if any(self.nodes[i].tensors == UNKNOWN for members in self.call_nodes for i in members):
+            return ()
+        return tuple(map(self._identity_of, self.call_nodes))
+
+    def _identity_of(self, members: tuple[int, ...]) -> Identity:
+        ordinal = {i: k for k, i in enumerate(members)}
+        return tuple(
+            NodeId(
+                canonical(node.op),
+                node.module,
+                tuple(ordinal[j] for j in node.wired),
+                **{name: getattr(node, name) for name in IDENTITY},
+            )
+            for node in (self.nodes[i] for i in members)
+        )
+
+    def _fingerprint_of(self, members: tuple[int, ...]) -> str:
         ordinal = {i: k for k, i in enumerate(members)}
         return fingerprint(
             (self.nodes[i].op, self.nodes[i].module, [ordinal[j] for j in self.nodes[i].wired]) for i in members

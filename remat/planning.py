@@ -329,4 +329,5 @@ def assemble(problem: Problem, solution: Solution, profile: Profile, *, replayed
         },
         space=problem.space.about(),
         regions_are=problem.space.kind,
+        identities=graph.identities,
     )

@@ -1,7 +1,10 @@
 """A Plan: which runs of nodes are regions, and what each region saves.
 
 Inside the planner nodes are numbers (`Graph.nodes`). In the plan file a node is a call and an ordinal within it, with
-the name and the module path beside it for a person to read and for `apply` to compare.
+the name and the module path beside it for a person to read. What stands at that ordinal is in the file too
+(`Plan.identities`), so that `apply` finds it again in a graph that is spelled in another way (`placing.py`).
+
+File version 1 has no identities; such a plan applies to a graph of the same names and wiring.
 """
 
 from __future__ import annotations
@@ -16,10 +19,11 @@ from typing import Any, Literal
 
 from remat.errors import UsageError
 from remat.graph import OUTSIDE, Graph
+from remat.identity import Identity, from_lines, to_lines
 from remat.units import gib, ms
 
 FORMAT = "remat-plan"
-VERSION = 1
+VERSION = 2
 RegionKind = Literal["nodes", "modules"]
 REGION_KINDS: tuple[RegionKind, ...] = ("nodes", "modules")
 
@@ -88,6 +92,7 @@ class Plan:
     solver        name, status, objective_us, bound_us, gap, wall_s
     space         what "optimal" ranges over: cuts, nesting depth, saves
     regions_are   what executes them: "nodes" of the captured graph, or the forward of whole "modules"
+    identities    what the nodes of each graph call are known by; empty in plans of file version 1
     """
 
     regions: tuple[PlacedRegion, ...]
@@ -101,6 +106,7 @@ class Plan:
     solver: dict[str, Any]
     space: dict[str, Any]
     regions_are: RegionKind = "nodes"
+    identities: tuple[Identity, ...] = dataclasses.field(default=(), repr=False)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan file atomically: a reader sees the old file or the new one."""
@@ -112,13 +118,15 @@ class Plan:
         return Plan.from_json(read_json(Path(path), FORMAT, VERSION, "plan"), str(path))
 
     def to_json(self) -> dict[str, Any]:
-        data = dataclasses.asdict(self)
-        return {"format": FORMAT, "version": VERSION, **data}
+        data = dataclasses.asdict(dataclasses.replace(self, identities=()))
+        return {"format": FORMAT, "version": VERSION, **data, "identities": _identities_to_json(self.identities)}
 
     @staticmethod
     def from_json(data: dict[str, Any], where: str = "plan") -> Plan:
         try:
-            fields = {field.name: data[field.name] for field in dataclasses.fields(Plan) if field.name != "regions_are"}
+            younger = ("regions_are", "identities")
+            fields = {field.name: data[field.name] for field in dataclasses.fields(Plan) if field.name not in younger}
+            fields["identities"] = () if data.get("version") == 1 else _identities_from_json(data["identities"])
             fields["regions_are"] = _kind_from_json(data)
             fields["regions"] = tuple(_region_from_json(row) for row in fields["regions"])
             fields["fingerprints"] = tuple(fields["fingerprints"])
@@ -218,6 +226,20 @@ def _region_from_json(row: dict[str, Any]) -> PlacedRegion:
         inner=tuple(_region_from_json(inner) for inner in row["inner"]),
         module=str(row.get("module", "")),
     )
+
+
+def _identities_to_json(identities: tuple[Identity, ...]) -> dict[str, Any]:
+    """Every graph once, and which of them each call is: a loop over layers calls one graph many times."""
+    different = list(dict.fromkeys(identities))
+    return {
+        "calls": [different.index(identity) for identity in identities],
+        "graphs": [to_lines(identity) for identity in different],
+    }
+
+
+def _identities_from_json(data: dict[str, Any]) -> tuple[Identity, ...]:
+    graphs = [from_lines(lines) for lines in data["graphs"]]
+    return tuple(graphs[i] for i in data["calls"])
 
 
 def _kind_from_json(data: dict[str, Any]) -> RegionKind:

@@ -16,7 +16,6 @@ import bisect
 import contextlib
 import dataclasses
 import platform
-import re
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -30,11 +29,25 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from remat.anchors import identity_of, module_path, module_paths, updates_statistics
 from remat.answers import Answers
 from remat.capture import GraphCalls, eager_attention_masks, fake_model
+from remat.circumstances import given_to, state_of, versions
 from remat.errors import CaptureError, RematError
-from remat.graph import CALLED_MODULES, CAST, OPTIMIZER_STATE, OUTSIDE, Graph, Node, Packs, Parameter, Storages
+from remat.graph import (
+    CALLED_MODULES,
+    CAST,
+    IDENTITY,
+    OPTIMIZER_STATE,
+    OUTSIDE,
+    Graph,
+    Node,
+    Packs,
+    Parameter,
+    Storages,
+)
 from remat.grouped_products import grouped_products
+from remat.identity import NodeId
 from remat.loop import Loop
 from remat.optimizer_forms import forms_of
 from remat.rewrite import as_function, bracket_of, called, captured_nodes, replace_target
@@ -44,8 +57,6 @@ from remat.tracker import FIXED, Tracker
 from remat.view_histories import ViewHistories
 from remat.workload import Workload, trainable
 
-_OWNER = re.compile(r"^L\['\w+'\](?:.*__self__)?\.?")  # how Dynamo calls the model, or what wraps its forward
-_CHILD = re.compile(r"\.__dict__\['_modules'\]\['([^']+)'\]")  # ... a child of a class with a __getattr__ of its own
 NUMBER_BYTES = 16  # eight in forward, eight more while it is recomputed
 LARGEST_NORM = 1.0  # of gradients that are clipped; any number takes the same memory
 EMA_DECAY = 0.999  # likewise
@@ -77,6 +88,16 @@ class Finish:
         if not self.averages:
             self.averages = [tensor.clone() for tensor in (*current, *self.model.buffers())]
         get_ema_multi_avg_fn(EMA_DECAY)(self.averages[: len(current)], current, 1)
+
+
+class _NotedCalls(GraphCalls):
+    """Also notes what the forward is given, see `circumstances.given_to`."""
+
+    given: dict[str, str]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.given = given_to(self.function, args, kwargs)
+        return super().__call__(*args, **kwargs)
 
 
 class FakeStep:
@@ -130,7 +151,7 @@ class FakeStep:
 
     def capture_anew(self, answers: Answers | None) -> None:
         """Forget what was captured, and capture with `answers` from now on."""
-        self.calls = GraphCalls(self._forward, self._run_call, answers=answers)
+        self.calls = _NotedCalls(self._forward, self._run_call, answers=answers)
         self.model.forward = self.calls
 
     def _settle(self) -> None:
@@ -153,8 +174,7 @@ class FakeStep:
 
     def _run_call(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
         if id(graph_module) not in self._prepared:
-            for node in captured_nodes(graph_module):
-                called(node)
+            identity_of(graph_module)  # before kernels are put in
             if self._prepare is not None:
                 self._prepare(graph_module)
             self._prepared[id(graph_module)] = graph_module
@@ -316,6 +336,9 @@ def _about(step: FakeStep) -> dict[str, Any]:
         **step.loop.to_json(),
         "torch": torch.__version__,
         "python": platform.python_version(),
+        "versions": versions(),
+        "batch": step.calls.given,
+        **state_of(step.model),
     }
 
 
@@ -357,6 +380,7 @@ class _Recorder(Tracker):
         effect: str = "other",
         wired: set[int] = frozenset(),  # type: ignore[assignment]
         given: set[int | None] = frozenset(),  # type: ignore[assignment]
+        known: NodeId | None = None,
     ) -> None:
         """A node starts; `wired` are the nodes of its graph that it takes values of, `given` those of others.
 
@@ -384,6 +408,7 @@ class _Recorder(Tracker):
                 "takes_fixed": None in given,
                 "reused": (),
                 "reused_at": (),
+                **({name: getattr(known, name) for name in IDENTITY} if known else {}),
             }
         )
 
@@ -627,7 +652,8 @@ def _instrumented(graph_module: fx.GraphModule, recorder: _Recorder, call: int) 
 
 
 def _recorded(node: fx.Node, function: Callable[..., Any], recorder: _Recorder, call: int) -> Callable[..., Any]:
-    bracket, effect, text, module = bracket_of(node), _effect(node), called(node), module_path(node)
+    effect = "batch_norm" if updates_statistics(node) else ""
+    bracket, text, module, known = bracket_of(node), called(node), module_path(node), node.meta["identity"]
     names = [argument.name for argument in node.all_input_nodes if argument.op not in ("placeholder", "get_attr")]
     wiring = tree_leaves((node.args, node.kwargs))
 
@@ -638,7 +664,7 @@ def _recorded(node: fx.Node, function: Callable[..., Any], recorder: _Recorder, 
             for argument, value in zip(wiring, tree_leaves((args, kwargs)), strict=False)
             if isinstance(argument, fx.Node) and argument.op == "placeholder" and isinstance(value, torch.Tensor)
         }
-        recorder.begin(call, node.name, text, module, effect, wired, given)
+        recorder.begin(call, node.name, text, module, effect, wired, given, known)
         try:
             value = function(*args, **kwargs)
         except RematError:
@@ -652,22 +678,3 @@ def _recorded(node: fx.Node, function: Callable[..., Any], recorder: _Recorder, 
         return value
 
     return recorded
-
-
-def module_path(node: fx.Node) -> str:
-    """Path of the module that `node` runs in, as `named_modules` gives it; "" for the model itself."""
-    return next(reversed(module_paths(node)), "")
-
-
-def module_paths(node: fx.Node) -> list[str]:
-    """Paths of the modules whose calls `node` runs in, from the outermost."""
-    stack = node.meta.get("nn_module_stack") or {}
-    return [_OWNER.sub("", _CHILD.sub(r".\1", str(path))) for path, *_ in stack.values()]
-
-
-def _effect(node: fx.Node) -> str:
-    if called(node) == "batch_norm":
-        names = ("input", "running_mean", "running_var", "weight", "bias", "training")
-        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-        return "batch_norm" if given.get("running_mean") is not None and given.get("training") else ""
-    return ""

@@ -39,7 +39,10 @@ def _call_region(region: PlacedRegion) -> CallRegion:
 
 
 class RewrittenCalls:
-    """Runs each graph call of a forward with its regions; rewritten graphs are made once."""
+    """Runs each graph call of a forward with its regions; rewritten graphs are made once.
+
+    find  where the regions of a call are in its graph; by default where `regions` say
+    """
 
     def __init__(
         self,
@@ -47,19 +50,21 @@ class RewrittenCalls:
         *,
         observe: bool = False,
         recompute_context: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
+        find: Callable[[int, fx.GraphModule], tuple[CallRegion, ...]] | None = None,
     ):
+        by_call = regions_by_call(regions)
         self.counts = Counts()
         self._options = RewriteOptions(self.counts, observe, recompute_context or contextlib.nullcontext)
-        self._regions = regions_by_call(regions)
+        self._calls = frozenset(by_call)
+        self._find = find or (lambda call, graph_module: by_call[call])
         self._rewritten: dict[tuple[int, int], fx.GraphModule] = {}
 
     def __call__(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
-        regions = self._regions.get(call)
-        if not regions:
+        if call not in self._calls:
             return graph_module(*args)
         key = (call, id(graph_module))
         if key not in self._rewritten:
-            self._rewritten[key] = rewrite(graph_module, regions, self._options)
+            self._rewritten[key] = rewrite(graph_module, self._find(call, graph_module), self._options)
         return self._rewritten[key](*args)
 
 

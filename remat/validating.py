@@ -46,7 +46,8 @@ from remat.measure_cache import device_name
 from remat.memory import Memory
 from remat.module_replay import judge_of
 from remat.modules import ModuleCounts
-from remat.plans import PlacedRegion, Plan, Region, RegionKind, traced_branches, unplace
+from remat.placing import require_regions_in
+from remat.plans import PlacedRegion, Plan, Region, RegionKind, place, traced_branches
 from remat.profiling import Place, Profile, fake_step
 from remat.record import FakeStep, record
 from remat.report import Report
@@ -140,10 +141,9 @@ class _Sizes:
             workload = self._workload.sized(batch_size)
             step = fake_step(workload, self._place, loop=Loop.of(self._plan.about))
             graph = record(step, alignment_bytes=self._place.target.alignment_bytes)
-            _require_match(self._plan, graph)
-            self._known[batch_size] = _Recorded(
-                workload, step, graph, self._plan.regions, unplace(graph, self._plan.regions), self._plan.regions_are
-            )
+            regions = _found(self._plan, graph)
+            placed = place(graph, regions, _modules(self._plan, regions))
+            self._known[batch_size] = _Recorded(workload, step, graph, placed, regions, self._plan.regions_are)
         return self._known[batch_size]
 
     def planned_load(self, recorded: _Recorded) -> tuple[float, str]:
@@ -200,8 +200,13 @@ class _Sizes:
             size = max(size, 1)
 
 
-def _require_match(plan: Plan, graph: Graph) -> None:
-    """Raise PlanMismatch where `plan` is for another dtype policy or model than the one recorded here."""
+def _modules(plan: Plan, regions: tuple[Region, ...]) -> list[tuple[int, int, str]]:
+    """Which module each region is, as `place` wants it."""
+    return [(here.first, here.end, there.module) for here, there in zip(regions, plan.regions, strict=True)]
+
+
+def _found(plan: Plan, graph: Graph) -> tuple[Region, ...]:
+    """The plan's regions in `graph`; raises PlanMismatch where that is of another dtype policy or model."""
     for field, name in (("parameter_dtypes", "parameters of"), ("autocast", "autocast to")):
         planned, found = plan.about.get(field), graph.about[field]
         if planned != found:
@@ -209,11 +214,7 @@ def _require_match(plan: Plan, graph: Graph) -> None:
                 f"the plan is for {name} {planned}, this workload has {name} {found}; "
                 "choose the dtype policy of the plan."
             )
-    if graph.fingerprints != plan.fingerprints:
-        raise PlanMismatch(
-            f"the plan was made for {plan.about.get('workload')!r}, whose graph differs from that of "
-            f"{graph.about['workload']!r} on this device; make a plan for this model."
-        )
+    return require_regions_in(plan, graph)
 
 
 def _free_bytes(place: Place) -> int:

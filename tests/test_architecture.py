@@ -36,6 +36,7 @@ TORCH_FREE = {
         "errors",
         "fragmentation",
         "graph",
+        "identity",
         "keeping",
         "loop",
         "memory",

@@ -303,7 +303,7 @@ def test_what_dynamo_breaks_elsewhere_on_real_tensors_is_refused_by_name() -> No
     """DoRA asks of what class a weight is."""
     dora = workload("gpt2", use_dora=True, layers_to_transform=[LAYERS - 1])
     model = apply(built(dora), CHOICES["half-saved"](recorded(dora)[1]))
-    with pytest.raises(PlanMismatch, match="Dynamo breaks its graph elsewhere on fake tensors"):
+    with pytest.raises(PlanMismatch, match=r"it ends where .* was planned"):
         trained(model)
 
 

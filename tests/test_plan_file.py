@@ -28,6 +28,7 @@ def a_plan(name: str = "residual", regions: tuple[Region, ...] = REGIONS) -> Pla
     return Plan(
         regions=place(graph, regions),
         fingerprints=graph.fingerprints,
+        identities=graph.identities,
         about=graph.about,
         target=TARGETS["a100-40gb"].name,
         costs="estimated",

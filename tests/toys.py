@@ -210,6 +210,7 @@ def plan_by_hand(graph: Graph, regions: Sequence[Region], costs: Costs | None = 
         without_checkpointing={"peak_bytes": memory.peak_without_checkpointing, "step_time_us": step_us},
         solver={"name": "by hand", "status": "feasible", "objective_us": again_us, "bound_us": 0.0, "gap": 1.0},
         space=find_space(graph).about(),
+        identities=graph.identities,
     )
     return dataclasses.replace(plan, **changes)  # type: ignore[arg-type]
 

@@ -48,9 +48,9 @@ def estimate(
         found, loaded = opened_step(source, plan, line)
         profile, step = found.record()
         from remat.estimating import estimate
-        from remat.plans import unplace
+        from remat.placing import require_regions_in
 
-        regions = unplace(profile.graph, loaded.regions) if loaded is not None else ()
+        regions = require_regions_in(loaded, profile.graph) if loaded is not None else ()
         allocator = allocator_of(loaded, allocator)
         estimates = [estimate(profile, regions, step, allocator)]
         if step is not None and found.loop is not None:

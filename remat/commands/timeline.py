@@ -55,10 +55,10 @@ def timeline(
     with live_line() as line:
         found, loaded = opened_step(source, plan, line)
         profile, _ = found.record()
-        from remat.plans import unplace
+        from remat.placing import require_regions_in
         from remat.timeline import save_snapshot, timeline
 
-        regions = unplace(profile.graph, loaded.regions) if loaded is not None else ()
+        regions = require_regions_in(loaded, profile.graph) if loaded is not None else ()
         limit = loaded.budget_bytes if loaded is not None else None
         if budget is not None:
             limit = parse_bytes(budget, what="budget", whole_bytes=profile.target.memory_bytes)
