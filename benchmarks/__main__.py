@@ -9,7 +9,8 @@ import importlib
 import sys
 
 NAMES = ("commands", "sweep", "main_job", "estimates", "torture", "architectures", "curves")
-LONG = ("default_solver", "strategies", "scale", "peers", "machinery", "compiled", "fits")  # only when named
+# Only when named:
+LONG = ("default_solver", "strategies", "scale", "peers", "machinery", "compiled", "fits", "published")
 
 
 def main(names: list[str]) -> None:

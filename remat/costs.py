@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from remat.graph import Graph, OpKind
+from remat.roofline import kernel_us
 from remat.target import Target
 from remat.workspaces import cublas_bytes, with_libraries, without_formula, workspace_bytes
 
@@ -66,14 +67,13 @@ def kind_key(kind: OpKind) -> str:
 
 
 def estimate(graph: Graph, target: Target) -> Costs:
-    """Roofline costs (Williams et al. 2009): a kernel takes as long as its arithmetic or its traffic, whichever is
-    longer, at the share of the target's peaks that large kernels reach; never less than a launch."""
+    """Costs of `graph` on a target that is not at hand: times by `roofline.py`, workspaces by `workspaces.py`."""
     return Costs(
         source="estimated",
         device=target.name,
-        time_us=tuple(_roofline_us(kind, target) for kind in graph.kinds),
+        time_us=tuple(kernel_us(kind, target) for kind in graph.kinds),
         workspace_bytes=tuple(workspace_bytes(kind, target) for kind in graph.kinds),
-        about={"model": "roofline", "efficiency": target.efficiency},
+        about={"model": "roofline"},
     )
 
 
@@ -94,10 +94,3 @@ def assumptions(graph: Graph, target: Target) -> dict[str, Any]:
         "attention": attention,
         "workspaces_not_counted": list(without_formula(graph.kinds)) if target.device == "cuda" else [],
     }
-
-
-def _roofline_us(kind: OpKind, target: Target) -> float:
-    rate = target.flops_per_us.get(kind.dtype, target.flops_per_us["float32"])
-    arithmetic = kind.flops / (rate * target.efficiency)
-    traffic = kind.moved_bytes / (target.bytes_per_us * target.efficiency)
-    return max(arithmetic, traffic, target.launch_us)

@@ -1,8 +1,8 @@
 """Targets: the devices that a plan can be made for without being there.
 
 A target is data: how much memory, how fast, and which kernels PyTorch would dispatch to on it. Numbers are the
-vendors' dense peaks; `efficiency` says which share of them a large kernel reaches in practice, so that an
-estimated step time is a plausible one. Nothing estimated is ever shown without that label.
+vendors' dense peaks; `roofline.py` knows which share of them kernels reach in practice. Nothing estimated is ever shown
+without that label.
 
 Which attention kernel runs, and what it keeps, is decided by the device, torch and cuDNN together. The machine that
 plans and the one that trains may differ in the latter two, so a target says which it assumes: by default the torch that
@@ -31,9 +31,10 @@ class Target:
     device           "cuda" or "cpu": whose kernels are dispatched
     memory_bytes     what an allocator can hand out
     bytes_per_us     memory bandwidth
-    flops_per_us     peak rate by dtype name ("float32", "bfloat16", ...)
+    flops_per_us     peak rate by dtype name ("float32", "bfloat16", ...), and "tf32" of float32 on tensor cores
     launch_us        least time of a kernel
-    efficiency       share of both peaks that a large kernel reaches
+    efficiency       share of both peaks that a large kernel reaches, where `roofline.py` has none for the capability;
+                     1 where the rates are such that kernels reached them
     alignment_bytes  allocations are rounded up to a multiple of this
     host_bytes_per_us  between the device and the host's memory, one way
     capability       compute capability times ten: 90 for 9.0; 0 where there is none
@@ -121,7 +122,7 @@ def _gpu(
     name: str, memory_gib: float, tb_per_s: float, fp32: float, bf16: float, capability: int, processors: int
 ) -> Target:
     """A GPU from its data sheet: terabytes and dense teraflops per second."""
-    rates = {"float32": fp32 * 1e6, "bfloat16": bf16 * 1e6, "float16": bf16 * 1e6}
+    rates = {"float32": fp32 * 1e6, "tf32": bf16 * 1e6 / 2, "bfloat16": bf16 * 1e6, "float16": bf16 * 1e6}
     return Target(
         name, "cuda", int(memory_gib * GIB), tb_per_s * 1e6, rates, capability=capability, processors=processors
     )

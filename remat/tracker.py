@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from remat.graph import OpKind
+from remat.traffic import moved_bytes
 
 FIXED = -1
 _NORMALISATIONS = {torch.ops.aten.native_layer_norm.default: 2, torch.ops.aten.native_batch_norm.default: 1}  # weight
@@ -188,7 +189,7 @@ class Tracker(UnseenMode):
                 name=str(func),
                 signature=signature,
                 flops=_flops(func, args, kwargs, out),
-                moved_bytes=_moved_bytes(args, kwargs, out),
+                moved_bytes=moved_bytes(func, args, kwargs, out),
                 dtype=_arithmetic_dtype(args, kwargs, out),
             )
         return index
@@ -269,11 +270,6 @@ def _tensors(*values: Any) -> list[torch.Tensor]:
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     count = flop_registry.get(func._overloadpacket)
     return int(count(*args, **kwargs, out_val=out)) if count else 0
-
-
-def _moved_bytes(args: Any, kwargs: Any, out: Any) -> int:
-    unique = {id(t): t for t in _tensors(args, kwargs, out)}
-    return sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in unique.values())
 
 
 def _arithmetic_dtype(args: Any, kwargs: Any, out: Any) -> str:

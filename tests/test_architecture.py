@@ -43,6 +43,7 @@ TORCH_FREE = {
         "module_space",
         "plans",
         "problem",
+        "roofline",
         "runs",
         "streams",
         "solution",

@@ -1,0 +1,105 @@
+"""Published training speeds against this project's estimates: `python -m benchmarks published[:NAME,...]`.
+
+What is estimated is one micro-batch of one rank, forward and backward by `remat.costs.estimate`, and the part of the
+optimizer's step that falls on it. See `published_runs.py` for the runs, their sources, and those of them by which
+parameters were chosen.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from benchmarks import report
+from benchmarks.published_runs import Run, runs
+from remat.costs import estimate
+from remat.graph import Graph
+from remat.memory import Memory
+from remat.plans import Region
+from remat.profiling import Place, fake_step
+from remat.record import record
+from remat.space import blocks
+
+WITHIN_PERCENT = 20
+COLUMNS = [
+    "run",
+    "split",
+    "published_ms",
+    "estimated_ms",
+    "error_percent",
+    "settings",
+    "source",
+    "differs",
+    "explained",
+]
+
+EXPLAINED = {
+    "mpt-1b-8k a100-80gb": "flash-attn 1.0.9, which llm-foundry took for bf16, is half as fast as torch's kernel",
+    "mpt-1b-8k h100-80gb": "flash-attn 1.0.9, which llm-foundry took for bf16, is half as fast as torch's kernel",
+    "bert-large-squad-tf32 h100-80gb": "TF32 products on an H100 reach less of their peak than 16-bit ones",
+}
+
+
+def main(*names: str) -> None:
+    path, about, rows = report.stem("published", torch.device("cpu")), report.provenance(torch.device("cpu")), []
+    for run in runs():
+        if names and run.name not in names:
+            continue
+        rows.append(row_of(run))
+        print(_line(rows[-1]), file=sys.stderr, flush=True)
+        torch._dynamo.reset()
+        report.write(path, {**about, "costs": "estimated", **summary(rows)}, rows, COLUMNS)
+    print("\n".join(map(_line, rows)))
+
+
+def row_of(run: Run) -> dict[str, Any]:
+    estimated_ms = estimated(run) / 1e3
+    return {
+        "run": run.name,
+        "split": run.split,
+        "published_ms": round(run.published_ms, 1),
+        "estimated_ms": round(estimated_ms, 1),
+        "error_percent": round(100 * (estimated_ms / run.published_ms - 1), 1),
+        "settings": run.settings,
+        "source": run.source,
+        "differs": run.differs,
+        "explained": EXPLAINED.get(run.name, ""),
+    }
+
+
+def estimated(run: Run) -> float:
+    """Microseconds of one micro-batch of one rank, with its share of the optimizer."""
+    graph = record(fake_step(run.workload, Place(run.target, None)), alignment_bytes=run.target.alignment_bytes)
+    times = estimate(graph, run.target).per_op_us(graph)
+    again_us = Memory(graph).recompute_time_us(selective(graph), times) if run.selective else 0.0
+    own_us, optimizer_us = float(times[: graph.backward_end].sum()), float(times[graph.backward_end :].sum())
+    return own_us + again_us + run.optimizer_share * optimizer_us
+
+
+def selective(graph: Graph) -> list[Region]:
+    """torchtitan's selective checkpointing: every layer a region that saves attention and every other product."""
+    found = []
+    for first, end in blocks(graph):
+        products = [i for i in range(first, end) if graph.nodes[i].op == "linear"]
+        attention = [i for i in range(first, end) if graph.nodes[i].op == "scaled_dot_product_attention"]
+        found.append(Region(first, end, saved=tuple(sorted(products[::2] + attention))))
+    return found
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """How many lie within `WITHIN_PERCENT`, of those that parameters were chosen by and of the others."""
+    found: dict[str, Any] = {}
+    for split in ("fit", "check"):
+        errors = [row["error_percent"] for row in rows if row["split"] == split]
+        inside = sum(abs(error) <= WITHIN_PERCENT for error in errors)
+        found[f"{split}: within {WITHIN_PERCENT} percent"] = f"{inside} of {len(errors)}"
+    return found
+
+
+def _line(row: dict[str, Any]) -> str:
+    return (
+        f"{row['run']:34s} {row['split']:5s} published {row['published_ms']:8.1f} ms"
+        f"  estimated {row['estimated_ms']:8.1f} ms  {row['error_percent']:+6.1f} %"
+    )

@@ -1,0 +1,189 @@
+"""What the roofline knows of kernels, one claim each, and the published speeds that it is held to."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from remat.graph import OpKind
+from remat.roofline import kernel_us
+from remat.target import TARGETS, Target
+from remat.tracker import Tracker
+
+published: Any = importlib.import_module("benchmarks.published")
+H100, A100 = TARGETS["h100-80gb"], TARGETS["a100-80gb"]
+BF16 = torch.bfloat16
+
+
+def kinds_of(function: Callable[[], Any]) -> dict[str, OpKind]:
+    """The kinds that `function` dispatches on fake tensors, by name."""
+    tracker = Tracker(512)
+    with FakeTensorMode(), tracker:
+        function()
+    return {kind.name.removeprefix("aten.").partition(".")[0]: kind for kind in tracker.kinds.values()}
+
+
+def only(function: Callable[[], Any], name: str) -> OpKind:
+    return kinds_of(function)[name]
+
+
+def product(rows: int, inner: int, columns: int, dtype: torch.dtype = BF16) -> OpKind:
+    def run() -> Tensor:
+        return torch.empty(rows, inner, dtype=dtype) @ torch.empty(inner, columns, dtype=dtype)
+
+    return only(run, "mm")
+
+
+# Traffic
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, requires_grad=True)
+
+
+def cross_entropy() -> None:
+    F.cross_entropy(leaf(100, 1000), torch.empty(100, dtype=torch.int64)).backward()
+
+
+def embedding() -> None:
+    F.embedding(torch.empty(100, dtype=torch.int64), leaf(5000, 8)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "expected"),
+    [
+        # reads one score and one label a row, writes the loss and the sum of weights
+        pytest.param(cross_entropy, "nll_loss_forward", 100 * (8 + 4) + 4 + 4, id="loss"),
+        # writes zeros and a number a row; reads labels and the sum of weights
+        pytest.param(cross_entropy, "nll_loss_backward", 100 * 1000 * 4 + 100 * 8 + 4, id="loss-backward"),
+        pytest.param(embedding, "embedding", 100 * 8 + 2 * 100 * 8 * 4, id="embedding"),
+        pytest.param(lambda: torch.empty(100).add_(torch.empty(100)), "add_", 3 * 400, id="in-place"),
+        pytest.param(lambda: torch.empty(100) + torch.empty(100), "add", 3 * 400, id="out-of-place"),
+        pytest.param(lambda: torch.empty(100).zero_(), "zero_", 400, id="zero"),
+        pytest.param(lambda: torch.empty(100).copy_(torch.empty(100, dtype=BF16)), "copy_", 600, id="copy"),
+        pytest.param(lambda: torch.empty(100), "empty", 0, id="empty"),
+        pytest.param(
+            lambda: torch._foreach_add_([torch.empty(100)] * 1, [torch.empty(100)]), "_foreach_add_", 1200, id="foreach"
+        ),
+        pytest.param(
+            lambda: torch.empty(1000, 8).gather(0, torch.empty(10, 8, dtype=torch.int64)),
+            "gather",
+            80 * 8 + 2 * 80 * 4,
+            id="gather",
+        ),
+        pytest.param(
+            lambda: torch.empty(1000, 8).index_add_(0, torch.empty(10, dtype=torch.int64), torch.empty(10, 8)),
+            "index_add_",
+            10 * 8 + 3 * 80 * 4,
+            id="scatter",
+        ),
+    ],
+)
+def test_an_operator_is_charged_for_what_it_reads_and_writes(
+    function: Callable[[], Any], name: str, expected: int
+) -> None:
+    assert only(function, name).moved_bytes == expected
+
+
+# Arithmetic
+
+
+def rate(kind: OpKind, target: Target) -> float:
+    return kind.flops / (kernel_us(kind, target) - target.launch_us)
+
+
+def test_a_padded_vocabulary_is_faster_than_an_odd_one() -> None:
+    odd, padded = (kernel_us(product(16384, 768, columns), A100) for columns in (50257, 50304))
+    assert padded < 0.7 * odd
+
+
+def test_no_product_is_faster_than_the_best_that_was_published() -> None:
+    for target, best in ((A100, 271.2e6), (H100, 794.5e6)):  # teraflops, ml-engineering's table
+        rates = [rate(product(n, n, n), target) for n in (1024, 4096, 16384)]
+        assert rates == sorted(rates) and rates[-1] < best
+
+
+def test_the_last_round_of_tiles_is_paid_in_full() -> None:
+    full, more = (product(256 * tiles, 4096, 128) for tiles in (108, 109))
+    assert kernel_us(more, A100) > 1.1 * kernel_us(full, A100)  # for 0.9 % more work
+
+
+def test_few_tiles_with_a_deep_inner_dimension_are_split() -> None:
+    whole = rate(product(4096, 16384, 4096), A100)
+    assert rate(product(768, 16384, 768), A100) > 0.5 * whole  # 18 tiles for 108 processors
+
+
+def convolution(groups: int = 1, dtype: torch.dtype = BF16, layout: Any = torch.channels_last) -> dict[str, OpKind]:
+    def run() -> None:
+        x = leaf(32, 256, 56, 56, dtype=dtype).to(memory_format=layout)
+        weight = leaf(256, 256 // groups, 3, 3, dtype=dtype)
+        F.conv2d(x, weight.to(memory_format=layout), padding=1, groups=groups).sum().backward()
+
+    return kinds_of(run)
+
+
+def test_float32_convolutions_use_tensor_cores_and_float32_products_do_not() -> None:
+    one = convolution(dtype=torch.float32)["convolution"]
+    same = product(32 * 56 * 56, 9 * 256, 256, torch.float32)
+    assert one.flops == same.flops
+    assert rate(one, A100) > 3 * A100.flops_per_us["float32"] > 3 * rate(same, A100)
+
+
+def test_channels_first_cost_their_way_to_the_tensor_cores_and_back() -> None:
+    layouts = torch.channels_last, torch.contiguous_format
+    last, first = (kernel_us(convolution(layout=layout)["convolution"], A100) for layout in layouts)
+    assert first > 1.1 * last
+
+
+def test_the_backward_of_a_grouped_convolution_has_no_more_work_than_twice_its_forward() -> None:
+    found = convolution(groups=256)
+    forward, backward = (kernel_us(found[name], A100) for name in ("convolution", "convolution_backward"))
+    assert forward < backward < 3 * forward
+
+
+def attention(name: str, length: int, *, causal: bool, backward: bool = False) -> OpKind:
+    shape = [4, 16, length, 128]
+    tensor = {"tensor": [shape, [16 * length * 128, length * 128, 128, 1], "bfloat16"]}
+    flops = (5 if backward else 2) * 2 * 4 * 16 * length**2 * 128
+    forward = {"flash": [tensor] * 3 + [0.0, causal], "cudnn": [tensor] * 3 + [None, True, 0.0, causal]}[name]
+    args = [tensor] * 6 + [None, None, length, length, 0.0, causal] if backward else forward
+    ending = "attention_backward" if backward else "attention"
+    return OpKind(f"aten._scaled_dot_product_{name}_{ending}.default", [args, {}], flops, 1, "bfloat16")
+
+
+def test_a_causal_mask_halves_the_work_of_long_sequences() -> None:
+    whole, half = (kernel_us(attention("flash", 16384, causal=causal), A100) for causal in (False, True))
+    assert 0.5 < half / whole < 0.55
+
+
+def test_attention_lies_where_its_papers_measured_it() -> None:
+    flash, cudnn = (rate(attention(name, 16384, causal=False), H100) for name in ("flash", "cudnn"))
+    assert (flash / 1e6, cudnn / 1e6) == (pytest.approx(370, rel=0.05), pytest.approx(600, rel=0.05))
+    backward = rate(attention("flash", 16384, causal=False, backward=True), A100)
+    assert backward / 1e6 == pytest.approx(196, rel=0.05)  # 63 % of 312
+
+
+def test_a_target_whose_rates_were_measured_is_taken_at_its_word() -> None:
+    measured = dataclasses.replace(A100, efficiency=1.0)
+    kind = product(4096, 4096, 4096)
+    assert kernel_us(kind, measured) == kind.flops / A100.flops_per_us["bfloat16"]
+
+
+def test_every_kernel_takes_a_launch() -> None:
+    kind = only(lambda: torch.empty(1) + 1, "add")
+    assert A100.launch_us <= kernel_us(kind, A100) < 1.01 * A100.launch_us
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["mpt-125m a100-80gb", "mpt-350m a100-80gb", "bert-base-squad h100-80gb"])
+def test_published_speeds_are_met(name: str) -> None:
+    row = published.row_of(next(run for run in published.runs() if run.name == name))
+    assert abs(row["error_percent"]) <= published.WITHIN_PERCENT
