@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from remat.graph import OpKind
+from remat.in_place import InPlace
 from remat.traffic import moved_bytes
 
 FIXED = -1
@@ -88,6 +89,8 @@ class Tracker(UnseenMode):
         self.scalar_answers = False
         self._products: set[int] = set()  # ids of storages of single numbers that were multiplied in place
         self._kind_index: dict[str, int] = {}
+        self._in_place = InPlace()
+        self._taken_over: TrackedStorage | None = None  # what the last operator would have written its result over
         self._ids: dict[int, int] = {}  # id of the Python storage -> index; entries die with their storage
         self._keep: dict[int, Any] = {}  # finalizers
 
@@ -144,6 +147,7 @@ class Tracker(UnseenMode):
         if not born and not func._schema.is_mutable:
             return out  # a view: no kernel, no memory
         self.op_kinds.append(self._kind(func, args, kwargs, out))
+        self._taken_over = self._overwritten(op, func, args, out)
         for tensor in born:
             self._follow(tensor, op, cast=func in _MADE_AGAIN)
         if self.scalar_answers and func._schema.name in _PRODUCTS:
@@ -168,8 +172,17 @@ class Tracker(UnseenMode):
         self.storages.append(tracked)
         weakref.finalize(storage, self._died, key, tracked).atexit = False
 
+    def _overwritten(self, op: int, func: Any, args: Any, out: Any) -> TrackedStorage | None:
+        """The storage of the first argument, if training would write the result over it; see `in_place.py`."""
+        first = args[0] if args else None
+        found = self.storage_of(first) if isinstance(first, torch.Tensor) and first.layout is torch.strided else FIXED
+        tracked = None if found == FIXED else self.storages[found]
+        birth = -1 if tracked is None else tracked.birth
+        return tracked if self._in_place.taken_over(op, func, args, birth, out) else None
+
     def _died(self, key: int, tracked: TrackedStorage) -> None:
-        tracked.death = max(self.op_count - 1, tracked.birth)
+        last = self.op_count - (2 if tracked is self._taken_over else 1)
+        tracked.death = max(last, tracked.birth)
         del self._ids[key]
 
     def bytes_of(self, tensor: torch.Tensor) -> int:

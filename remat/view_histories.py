@@ -12,13 +12,16 @@ next used. What is computed outside captured graphs is not looked at.
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from typing import Any, Self
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from remat import in_place
 
 
 class ViewHistories(TorchFunctionMode):
@@ -31,7 +34,17 @@ class ViewHistories(TorchFunctionMode):
         if getattr(func, "__name__", "") == "__get__":  # shape, dtype and the like
             return func(*args, **(kwargs or {}))
         args, kwargs = tree_map(self.renewed, (args, kwargs or {}))
-        return tree_map(self.renewed, func(*args, **kwargs))
+        attention = func is torch.nn.functional.scaled_dot_product_attention
+        with in_place.within("attention") if attention else contextlib.nullcontext():
+            return tree_map(self.renewed, func(*args, **kwargs))
+
+    def __enter__(self) -> Self:
+        in_place.count("model", 1)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        in_place.count("model", -1)
 
     def renewed(self, value: Any) -> Any:
         """`value`, or what stands for it if it is a view whose base has been written since it was first seen."""

@@ -1,0 +1,111 @@
+"""In place: where PyTorch writes to a tensor that nobody else holds in training, and makes a new one on fakes.
+
+Under a dispatch mode, and for tensors that dispatch to Python, composite kernels and the autograd engine take a branch
+without writes in place (`isTensorSubclassLike`, ATen/TensorSubclassLikeUtils.h). A training step takes the other one,
+and needs one tensor less while such an operator runs. As of torch 2.13 these places weigh something:
+
+Rule 1  The engine adds a second gradient of a value to the first, in place if nobody else holds the first and it is
+        dense (`accumulate`, torch/csrc/autograd/input_buffer.cpp).
+Rule 2  The backward of `gather`, `index`, `max`, `sort` and the like writes into zeros that it has just made
+        (`gather_backward`, ATen/native/TensorAdvancedIndexing.cpp; `index_backward` and
+        `value_selecting_reduction_backward`, torch/csrc/autograd/FunctionsManual.cpp).
+Rule 3  Unfused attention adds its mask to the scores (`_scaled_dot_product_attention_math`,
+        ATen/native/transformers/attention.cpp).
+
+Operators are not replaced. One that would be in place is taken to have its first argument's storage over: that ends
+when the operator begins, provided that it is let go before the next operator, which is so if nobody else holds it. A
+table of counts of references was rejected: what Python adds to them differs from version to version.
+
+Left out: gradients that arrive from Python's own `autograd.Function`s, within which nobody can tell an operator of
+theirs from the engine's; there, one gradient too many is predicted, as before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+
+aten = torch.ops.aten
+
+_WRITES_INTO_ZEROS = {
+    aten.scatter_add.default,
+    aten.scatter.src,
+    aten.scatter.value,
+    aten.index_add.default,
+    aten.index_put.default,
+    aten.masked_scatter.default,
+    aten.put.default,
+}
+
+_depth = {"model": 0, "attention": 0}  # backward may run in another thread than forward: not thread-local
+
+
+def count(what: str, change: int) -> None:
+    """Note that code of `what` ("model", "attention" in it) begins, with 1, or ends, with -1."""
+    _depth[what] += change
+
+
+@contextlib.contextmanager
+def within(what: str) -> Iterator[None]:
+    """While it lasts, operators are those of `what`."""
+    count(what, 1)
+    try:
+        yield
+    finally:
+        count(what, -1)
+
+
+class InPlace:
+    """Tells which operators a training step would run in place; asked for every one, in order."""
+
+    def __init__(self) -> None:
+        self._sequence = -1  # of the autograd node at work
+        self._first = 0  # its first operator
+
+    def taken_over(self, op: int, func: Any, args: Any, birth: int, out: Any) -> bool:
+        """Whether operator `op`, as far as can be seen from it, would write its result over its first argument.
+
+        birth  the operator that made the first argument's storage, negative where that was there before
+        """
+        node = torch._C._current_autograd_node()
+        sequence = -1 if node is None else node._sequence_nr()
+        if sequence != self._sequence:
+            self._sequence, self._first = sequence, op
+        if birth < 0 or not _could_be_in_place(func, args, out):
+            return False
+        if _depth["model"]:
+            return func is aten.add.Tensor and _depth["attention"] > 0  # Rule 3
+        if node is None or torch.is_grad_enabled() or isinstance(node, BackwardCFunction):
+            return False
+        if func is aten.add.Tensor:  # Rule 1
+            edges = [edge for edge in node.next_functions if edge[0] is not None]
+            return birth < self._first or len({*edges}) < len(edges)
+        return birth >= self._first  # Rule 2
+
+
+def _could_be_in_place(func: Any, args: Any, out: Any) -> bool:
+    if func is not aten.add.Tensor and func not in _WRITES_INTO_ZEROS:
+        return False
+    first = args[0]
+    storage = first.untyped_storage()
+    if func is aten.add.Tensor:
+        if not isinstance(args[1], torch.Tensor) or args[1].layout is not torch.strided:
+            return False
+        if args[1].untyped_storage()._cdata == storage._cdata:  # x + x: the other one holds it
+            return False
+    return storage.nbytes() == out.untyped_storage().nbytes() and _is_dense(first)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether no element of `tensor` lies upon another, and none between them is left out."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
