@@ -58,7 +58,7 @@ def compare(workload: Workload, place: Place, loop: Loop) -> dict[str, Any]:
     """Predicted and measured peaks of the first two optimizer steps, in MiB, and by how much they differ."""
     assert place.device is not None
     step = fake_step(workload, place, loop=loop)
-    peaks = estimate(profile_step(step, place), step=step).peaks
+    peaks = estimate(profile_step(step, place)).peaks
     assert peaks.eager_bytes is not None  # what runs below is not traced
     first_step_bytes = peaks.first_step_bytes + peaks.eager_bytes - peaks.peak_bytes
     with undisturbed(place.device):

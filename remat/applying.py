@@ -30,7 +30,9 @@ from remat.capture import GraphCalls, SizesNotOpen, element_count, forget_traces
 from remat.circumstances import differences, given_to, hooked, state_of, versions
 from remat.compiling import Backend, CompiledCalls, name_of, require_kept
 from remat.errors import CaptureError, PlanMismatch, UsageError, is_out_of_memory
+from remat.holding import LastOutputs
 from remat.identity import Fit
+from remat.loop import Loop
 from remat.placing import Placer
 from remat.plans import Plan
 from remat.replay import RewrittenCalls
@@ -43,7 +45,7 @@ Model = TypeVar("Model", bound=nn.Module)
 OnLarger = Literal["warn", "refuse"]
 
 MANY_TRACES = 16
-SMALL_CHANGE = 0.001  # of the planned peak: what another spelling of the graph may take more and is only told of
+SMALL_CHANGE = 0.001  # of the planned peak: what may be taken more and is at most told of
 
 _COMPILES_ITSELF = (
     "a planned model compiles its own training forward, and cannot be a part of another's trace: leave fullgraph=True "
@@ -153,6 +155,7 @@ class PlannedForward:
         self.calls = RewrittenCalls(self.plan.regions, observe=self.observe, find=self._placer.regions)
         self._fitting: dict[int, fx.GraphModule] = {}  # kept, so that an id stays its own
         self._warned: set[str] = set()
+        self._last_outputs = LastOutputs()
         self._mismatch: PlanMismatch | None = None
         self._more: str = ""  # what a graph that fits takes beyond what was planned
         self._graphs: GraphCalls | None = None
@@ -193,6 +196,7 @@ class PlannedForward:
         self._compare_autocast()
         self._compare_compiler(None)
         self._compare_batch(args, kwargs)
+        self._compare_held()
         try:
             return self._run(self._graphs, args, kwargs)
         except (SizesNotOpen, CaptureError):
@@ -239,6 +243,7 @@ class PlannedForward:
         self._compare_autocast()
         self._compare_compiler(name_of(inner))
         self._compare_batch(args, kwargs)
+        self._compare_held()
         return self._run(self._compiled[id(inner)][1], args, kwargs)
 
     def _run(self, graphs: GraphCalls, args: Any, kwargs: Any) -> Any:
@@ -262,6 +267,7 @@ class PlannedForward:
             self._warn_of_traces()
             if self._more:
                 self._not_as_planned("more", self._more)
+        self._note_outputs(result, args, kwargs)
         return result
 
     def watch(
@@ -399,6 +405,29 @@ class PlannedForward:
             f"{gib(self.plan.predicted['peak_bytes'])} and be about {gib(self._peak_of(found / planned))}; "
             "reduce the batch or make a plan for this one.",
         )
+
+    def _note_outputs(self, outputs: Any, args: Any, kwargs: Any) -> None:
+        if "held" not in self._warned:
+            self._last_outputs.note(outputs, (args, kwargs))
+
+    def _compare_held(self) -> None:
+        """Whether the outputs of the last forward are gone, or the plan knows that the loop holds them."""
+        declared = Loop.of(self.plan.about).holds_outputs
+        sizes = self._last_outputs.alive(self.model, but_last=declared)
+        held_bytes, peak = sum(sizes.values()), self.plan.predicted["peak_bytes"]
+        if held_bytes < SMALL_CHANGE * peak or peak + held_bytes <= self.plan.budget_bytes:
+            return
+        largest = sorted(sizes, key=lambda name: -sizes[name])
+        named = ", ".join(f"`{name}` {gib(sizes[name])}" for name in largest[:3]) + (", ..." if largest[3:] else "")
+        which = "forwards before the last" if declared else "the last forward"
+        remedy = "" if declared else ", or make a plan for a loop that holds them (--holds outputs)"
+        self._not_as_planned(
+            "held",
+            f"{gib(held_bytes)} of outputs of {which} are still held as the next begins ({named}): the peak may exceed "
+            f"the planned {gib(peak)} by as much, and with it the budget of {gib(self.plan.budget_bytes)}. "
+            f"Let go of them before the next forward (`del` the names that hold them){remedy}.",
+        )
+        self._last_outputs.forget()
 
     def _compare_trainable(self, frames: int = 7) -> None:
         planned = self.plan.about.get("trainable_count")

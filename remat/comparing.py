@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 from remat import check
 from remat.errors import ValidationFailed
 from remat.module_space import pose, space_of
-from remat.planning import Budget, assemble, infeasible, replay_peak
+from remat.planning import Budget, assemble, infeasible, replay_peak, without_regions
 from remat.plans import Plan, Region, RegionKind
 from remat.problem import Problem
 from remat.profiling import Profile
 from remat.record import FakeStep
 from remat.solution import Limits, Solution, Status
-from remat.solvers import EXACT, HEURISTICS, load
+from remat.solvers import EXACT, HEURISTICS, WITHOUT, load
 
 if TYPE_CHECKING:
     from remat.report import Report
@@ -189,13 +189,19 @@ def compare(
 
 def solve(problem: Problem, name: str, limits: Limits) -> Solution:
     """The solution of the strategy `name`; a plan that does not hold raises."""
-    if name in EXACT and problem.memory.peak_without_checkpointing <= problem.budget_bytes:
-        return Solution("none needed", "optimal")
+    if name in EXACT and (trivial := without_regions(problem)) is not None:
+        return trivial
     solution = load(name)(problem, limits)
     if has_plan(name, solution):
         keeps = solution.status in ("optimal", "feasible")
         check.require(problem if keeps else problem.with_budget(NO_LIMIT), solution)
     return solution
+
+
+def peak_of(problem: Problem, name: str, regions: tuple[Region, ...]) -> int:
+    """Peak by the evaluator of what `name` proposes."""
+    memory = problem.memory
+    return memory.peak_without_checkpointing if name == WITHOUT else memory.curve(regions).peak_bytes
 
 
 def has_plan(name: str, solution: Solution) -> bool:
@@ -240,29 +246,35 @@ def best_bound(solutions: dict[str, Solution]) -> float:
     return max((solution.bound_us for name, solution in solutions.items() if name in EXACT), default=0.0)
 
 
-PeakOf = Callable[[Problem, tuple[Region, ...]], int]
+ReplayedPeak = Callable[[Problem, tuple[Region, ...]], int]
 
 
 def rows_of(
-    problem: Problem, solutions: dict[str, Solution], profile: Profile, peak_of: PeakOf | None
+    problem: Problem, solutions: dict[str, Solution], profile: Profile, replayed: ReplayedPeak | None
 ) -> tuple[Row, ...]:
-    """The rows, best first; `peak_of` is what replayed the plans that fit, if anything did."""
+    """The rows, best first; `replayed` is what replayed the plans that fit, if anything did."""
     bound_us = best_bound(solutions)
-    rows = (_row(problem, name, solution, profile, bound_us, peak_of) for name, solution in solutions.items())
+    rows = (_row(problem, name, solution, profile, bound_us, replayed) for name, solution in solutions.items())
     return tuple(sorted(rows, key=lambda row: row.rank))
 
 
 def _row(
-    problem: Problem, name: str, solution: Solution, profile: Profile, best_bound_us: float, peak_of: PeakOf | None
+    problem: Problem,
+    name: str,
+    solution: Solution,
+    profile: Profile,
+    best_bound_us: float,
+    replayed: ReplayedPeak | None,
 ) -> Row:
     plan, exact, about = None, name in EXACT, profile.graph.about
+    plain_bytes = problem.memory.peak_without_checkpointing
     fits = solution.status in ("optimal", "feasible")
     if has_plan(name, solution):
         # In its file, a plan without a proof of its own gets the one that others made.
         proved = dataclasses.replace(solution, bound_us=min(best_bound_us, solution.objective_us))
-        plan = assemble(problem, proved, profile, replayed=peak_of is not None and fits)
-        if peak_of is not None and problem.space.kind == "modules":
-            peak_bytes = peak_of(problem, solution.regions)
+        plan = assemble(problem, proved, profile, replayed=replayed is not None and fits)
+        if replayed is not None and problem.space.kind == "modules":
+            peak_bytes = replayed(problem, solution.regions)
             plan = dataclasses.replace(plan, predicted={**plan.predicted, "peak_bytes": peak_bytes})
     predicted: dict[str, Any] = plan.predicted if plan is not None else {}
     step_us, again_us = predicted.get("step_time_us"), predicted.get("recompute_time_us")
@@ -274,7 +286,7 @@ def _row(
         strategy=name,
         status=solution.status,
         fits=fits,
-        peak_bytes=predicted.get("peak_bytes"),
+        peak_bytes=plain_bytes if name == WITHOUT else predicted.get("peak_bytes"),
         step_time_us=step_us,
         recompute_time_us=again_us,
         overhead=predicted.get("overhead"),
@@ -302,7 +314,7 @@ def measure(
     # The longest step first, which is the likeliest to need a smaller size than the others.
     fitting = [row for row in reversed(comparison.rows) if row.fits]
     reports, failures, interrupted = _validated(fitting, workload, on_strategy or (lambda name: None), on_progress)
-    measured = {name: {key: report.measured[key] for key in MEASURED} for name, report in reports.items()}
+    measured = {name: _measured_by(name, report) for name, report in reports.items()}
     where = [{name: getattr(report, name) for name in SIZE} for report in reports.values()]
     return dataclasses.replace(
         comparison,
@@ -311,6 +323,12 @@ def measure(
         failures=tuple(f"{name}: {what}" for name, what in failures.items()),
         interrupted=comparison.interrupted or interrupted,
     )
+
+
+def _measured_by(name: str, report: Report) -> dict[str, int]:
+    """Peak and time of the step under the strategy `name`: of the untouched one where that is what people run."""
+    found = report.untouched if name == WITHOUT and report.untouched["fits"] else report.measured
+    return {key: found[key] for key in MEASURED}
 
 
 def _validated(

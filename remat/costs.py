@@ -42,6 +42,10 @@ class Costs:
         """Workspace of every operator of `graph`, in bytes."""
         return np.array(self.workspace_bytes, dtype=np.int64)[graph.op_kind]
 
+    def workspace_of(self, graph: Graph) -> dict[tuple[str, str], int]:
+        """Kernels' own bytes by operator and signature, for a replay."""
+        return {kind.key: size for kind, size in zip(graph.kinds, self.workspace_bytes, strict=True)}
+
     def step_time_us(self, graph: Graph) -> float:
         """Time of the step without checkpointing: its operators one after the other."""
         return float(self.per_op_us(graph).sum())

@@ -19,11 +19,9 @@ from remat.fragmentation import Footprint, assumed_settings, footprints
 from remat.graph import Graph
 from remat.loop import Loop
 from remat.memory import Curve, Memory
-from remat.module_replay import replay_modules
 from remat.planning import where
 from remat.plans import Region
 from remat.profiling import Profile
-from remat.record import FakeStep
 
 PHASES = ("forward", "backward", "optimizer")
 
@@ -33,7 +31,7 @@ class Peaks:
     """The peak of the step and what it consists of; bytes throughout.
 
     eager       peak of a forward that is not traced: its local variables hold on to what the graph has let go. None
-                where it was not looked at: under a plan, which is traced, and out of a profile
+                under a plan, which is traced, and where it is not known
     first_step  peak of the very first step, which makes the optimizer's state     at  where the peak is, in words
     phases      highest in forward, backward and optimizer                         parts  at the peak, by category
     modules     of activations, logits and loss at the peak: what made them, all layers together
@@ -97,45 +95,30 @@ class Estimate:
         }
 
 
-def estimate(
-    profile: Profile, regions: Sequence[Region] = (), step: FakeStep | None = None, allocator: str | None = None
-) -> Estimate:
-    """What the step of `profile` takes under `regions`; with `step` and no regions also as Python runs it.
+def estimate(profile: Profile, regions: Sequence[Region] = (), allocator: str | None = None) -> Estimate:
+    """What the step of `profile` takes under `regions`; without regions also as Python runs it.
 
     allocator  settings of PYTORCH_CUDA_ALLOC_CONF; those of the environment by default. Raises UsageError
     """
     settings = assumed_settings(profile.target, allocator)
     graph = profile.graph
     memory = Memory(graph, profile.costs.workspace_per_op(graph))
-    eager_bytes = eager_peak(profile, step) if step is not None and not regions else None
     return Estimate(
         about=graph.about,
         target=profile.target.name,
         costs=profile.costs.source,
         memory_bytes=profile.target.memory_bytes,
-        peaks=dataclasses.replace(_peaks(memory, regions), eager_bytes=eager_bytes),
+        peaks=_peaks(memory, regions),
         speed=_speed(profile, memory, regions),
         allocator=footprints(memory, regions, settings) if settings is not None else (),
     )
-
-
-def eager_peak(profile: Profile, step: FakeStep) -> int:
-    """Peak of the step without a plan and without tracing, which has every state whole; of a share, the same more."""
-    alive = replay_modules(
-        step, (), alignment_bytes=profile.target.alignment_bytes, workspace_of=profile.workspace_of()
-    )
-    graph = profile.whole or profile.graph
-    traced = Memory(graph, profile.costs.workspace_per_op(graph)).peak_without_checkpointing
-    more = int(alive.max()) + graph.unseen_bytes - traced
-    own = Memory(profile.graph, profile.costs.workspace_per_op(profile.graph)).peak_without_checkpointing
-    return own + max(more, 0)
 
 
 def _peaks(memory: Memory, regions: Sequence[Region]) -> Peaks:
     curve, graph = memory.curve(regions), memory.graph
     return Peaks(
         peak_bytes=curve.peak_bytes,
-        eager_bytes=None,
+        eager_bytes=memory.peak_without_checkpointing if len(graph.untraced_bytes) and not regions else None,
         first_step_bytes=memory.first_step_peak(regions),
         at=where(graph, int(curve.op[curve.peak_at])),
         phases=_phases(graph, curve),

@@ -40,6 +40,7 @@ MADE_AGAIN = (CAST, "aten.lift_fresh.default")  # kinds whose result is never sa
 CALLED_MODULES = "called_modules"  # key of `Graph.about`: paths of the modules whose forward was called
 IDENTITY = ("anchor", "tensors", "draws", "made_bytes")  # fields of a Node that its `NodeId` has too
 UNKNOWN = -1  # Node.tensors in a record from before nodes had an identity
+NOT_UNTRACED = "not_untraced"  # ... why nothing is known of the step untraced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,6 +192,10 @@ class Graph:
     parameters         one by one, in the order of the model
     gathered           storages that sharding added: shards of other ranks, while they are needed
     first_step_bytes   most bytes alive while the optimizer runs for the first time, and makes its state; 0: not known
+    untraced_bytes     alive during every operator of the same step where nothing is traced (`untraced.py`): fixed bytes
+                       and kernels' own included; empty: not known
+    held               outputs of the step before that the loop still holds, as (bytes, operators before which they are
+                       there)
     """
 
     nodes: tuple[Node, ...]
@@ -207,6 +212,8 @@ class Graph:
     parameters: tuple[Parameter, ...] = ()
     first_step_bytes: int = 0
     gathered: tuple[int, ...] = ()
+    untraced_bytes: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    held: tuple[tuple[int, int], ...] = ()
 
     @property
     def op_count(self) -> int:
@@ -289,6 +296,8 @@ class Graph:
             "parameters": [dataclasses.astuple(parameter) for parameter in self.parameters],
             "first_step_bytes": self.first_step_bytes,
             "gathered": list(self.gathered),
+            "untraced_bytes": self.untraced_bytes.tolist(),
+            "held": [list(row) for row in self.held],
         }
 
     @staticmethod
@@ -310,6 +319,8 @@ class Graph:
             parameters=tuple(_parameter_from_json(row) for row in data.get("parameters", ())),
             first_step_bytes=data.get("first_step_bytes", 0),
             gathered=tuple(data.get("gathered", ())),
+            untraced_bytes=np.array(data.get("untraced_bytes", ()), dtype=np.int64),
+            held=tuple((size, until) for size, until in data.get("held", ())),
         )
 
 

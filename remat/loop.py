@@ -13,6 +13,8 @@ from remat.errors import UsageError
 
 Shard = Literal["zero1", "zero2", "zero3"]
 SHARDS: tuple[Shard, ...] = ("zero1", "zero2", "zero3")
+Holds = Literal["loss", "outputs"]
+HOLDS: tuple[Holds, ...] = ("loss", "outputs")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +26,8 @@ class Loop:
     ranks           devices that share the data, each with a micro-batch of its own
     shard           what ranks share of the states (Rajbhandari et al. 2020): zero1 the optimizer's, zero2 gradients
                     too, zero3 parameters too (FSDP); None: every rank has all
+    holds           what the loop keeps of a step until the next one's forward returns: no more than the loss, a scalar,
+                    or all outputs of the model, as `logits, loss = model(x, y)` in a loop does
 
     Raises UsageError where they contradict each other.
     """
@@ -34,11 +38,14 @@ class Loop:
     ddp: bool = False
     ranks: int = 1
     shard: Shard | None = None
+    holds: Holds = "loss"
 
     def __post_init__(self) -> None:
         for name in ("accumulation", "ranks"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}.")
+        if self.holds not in HOLDS:
+            raise UsageError(f"--holds is {' or '.join(HOLDS)}, not {self.holds!r}.")
         if self.shard is not None and self.shard not in SHARDS:
             raise UsageError(f"shard {self.shard!r} is not known; choose one of {', '.join(SHARDS)}.")
         if self.shard is not None and self.ranks == 1:
@@ -49,6 +56,10 @@ class Loop:
     @property
     def accumulates(self) -> bool:
         return self.accumulation > 1
+
+    @property
+    def holds_outputs(self) -> bool:
+        return self.holds == "outputs"
 
     def to_json(self) -> dict[str, Any]:
         """For `Graph.about`: what differs from the plain loop, and always the accumulation."""

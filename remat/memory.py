@@ -46,7 +46,7 @@ def _none() -> np.ndarray:
 class Curve:
     """A step under a plan, one entry per operator that runs.
 
-    alive_bytes  bytes alive during it, fixed bytes and workspaces included
+    alive_bytes  bytes alive during it, fixed bytes, workspaces and outputs held from the step before included
     op           the recorded operator: in a recomputation maybe a cast from before its region (Rule 7)
     region       index of the top-level region that it recomputes for, -1 in forward, backward and optimizer
     runs         False where a saved node's operator is only replayed from what was saved
@@ -199,13 +199,20 @@ class Memory:
         return self._input_arrays[key]
 
     @functools.cached_property
-    def peak_without_checkpointing(self) -> int:
+    def peak_without_regions(self) -> int:
+        """Peak of a plan of no regions, whose forward is traced all the same."""
         return self.curve(()).peak_bytes
+
+    @functools.cached_property
+    def peak_without_checkpointing(self) -> int:
+        """Peak of the step as it runs where there is no plan; where that is not known, of a plan of no regions."""
+        return max(self.peak_without_regions, int(self.graph.untraced_bytes.max(initial=0)))
 
     def first_step_peak(self, regions: Sequence[Region]) -> int:
         """Peak of the very first step, in which the optimizer makes its state."""
         graph, curve = self.graph, self.curve(regions)
-        before = curve.alive_bytes[curve.op < graph.backward_end].max()
+        alive = curve.alive_bytes - self.held_bytes(curve.op, curve.region)  # there is no step before
+        before = alive[curve.op < graph.backward_end].max()
         return max(int(before) - graph.fixed_bytes.get(OPTIMIZER_STATE, 0), graph.first_step_bytes)
 
     def packs_in(self, first: int, end: int) -> np.ndarray:
@@ -225,7 +232,15 @@ class Memory:
         np.subtract.at(change, lives.death + 1, lives.size_bytes)
         alive = np.cumsum(change[:-1]) + self.graph.fixed_total
         alive += np.where(lives.runs, self.workspace_bytes[lives.op], 0)
+        alive += self.held_bytes(lives.op, lives.region)
         return Curve(alive, lives.op, lives.region, lives.runs)
+
+    def held_bytes(self, op: np.ndarray, region: np.ndarray) -> np.ndarray:
+        """What the loop holds of the step before at positions of a timeline: it lets go of it within forward."""
+        sizes = np.zeros(len(op), dtype=np.int64)
+        for size, until in self.graph.held:
+            sizes[(op < until) & (region < 0)] += size
+        return sizes
 
     def lives(self, regions: Sequence[Region], plain: tuple[int, int] | None = None) -> Lives:
         """When every storage of the step is alive: the recorded ones first, then those made again, then copies."""

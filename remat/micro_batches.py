@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from remat.comparing import peak_of
 from remat.costs import estimate, with_library_workspaces
 from remat.errors import Infeasible
 from remat.loop import Loop
 from remat.memory import Memory
-from remat.planning import Budget, infeasible, plan_profile
+from remat.planning import Budget, infeasible, plan_profile, without_regions
 from remat.plans import Plan, Region
 from remat.problem import Problem
 from remat.profiling import Place, Profile, fake_step, profile_step
@@ -32,6 +33,7 @@ from remat.solution import Limits, Solution
 from remat.solvers import load
 from remat.space import find_space
 from remat.tracker import Tracker
+from remat.untraced import with_untraced
 from remat.workload import Workload
 
 RUNGS = ("as is", "accumulate", "checkpoint")  # of the classic ladder
@@ -174,8 +176,10 @@ class MicroBatches:
     def _to_scale(self, micro_batch: int, loop: Loop) -> Recorded:
         self.on_try(f"recording micro-batch {micro_batch}")
         step = fake_step(self.workload.sized(micro_batch), self.place, loop=loop)
-        graph = record(step)
-        alignment_bytes = self.place.target.alignment_bytes
+        graph, target = record(step), self.place.target
+        unrounded = dataclasses.replace(target, alignment_bytes=1)
+        graph = with_untraced(graph, step, estimate(graph, target), unrounded)
+        alignment_bytes = target.alignment_bytes
         fixed = step.fix_state(Tracker(alignment_bytes)) if alignment_bytes > 1 else graph.fixed_bytes
         tensors = [leaf for leaf in tree_leaves(step.batch) if isinstance(leaf, torch.Tensor)]
         shared = shard(dataclasses.replace(graph, fixed_bytes=fixed), loop)
@@ -225,7 +229,7 @@ class MicroBatches:
     def feasible(self, micro_batch: int, *, accumulates: bool) -> bool:
         """Whether some plan fits `micro_batch`."""
         window = _alike(micro_batch, accumulates)
-        if self.problem(window).memory.peak_without_checkpointing <= self.budget.limit_bytes:
+        if self.problem(window).memory.peak_without_regions <= self.budget.limit_bytes:
             return True
         self.on_try(f"is there a plan for micro-batch {micro_batch}")
         if self._solved(window, "every-block").status == "feasible":
@@ -252,10 +256,8 @@ class MicroBatches:
         key = (window.micro_batch, window.accumulation > 1, strategy)
         if key not in self._solutions:
             problem = self.problem(window)
-            if strategy == "exact" and problem.memory.peak_without_checkpointing <= problem.budget_bytes:
-                self._solutions[key] = Solution("none needed", "optimal")
-            else:
-                self._solutions[key] = load(strategy)(problem, self.limits)
+            trivial = without_regions(problem) if strategy == "exact" else None
+            self._solutions[key] = trivial or load(strategy)(problem, self.limits)
         return self._solutions[key]
 
     def _candidate(self, window: Window, strategy: str, solution: Solution) -> Candidate:
@@ -267,7 +269,7 @@ class MicroBatches:
             micro_batch=window.micro_batch,
             accumulation=window.accumulation,
             last=window.last,
-            peak_bytes=problem.memory.curve(regions).peak_bytes,
+            peak_bytes=peak_of(problem, strategy, regions),
             time_us=time_us if fits else None,
             overhead=time_us / plain_us - 1 if fits and plain_us else None,
             regions=regions,

@@ -15,7 +15,7 @@ import numpy as np
 from remat.modules import Context, ModuleRegions
 from remat.plans import PlacedRegion, RegionKind
 from remat.record import FakeStep
-from remat.replay import replay, with_workspaces
+from remat.replay import Tracked, replay, track
 from remat.tracker import Tracker
 
 
@@ -45,17 +45,24 @@ def replay_modules(
     workspace_of: Mapping[tuple[str, str], int] | None = None,
 ) -> np.ndarray:
     """As `replay.replay`, for regions that are modules."""
-    tracker = Tracker(alignment_bytes)
-    fixed = sum(step.fix_state(tracker).values())
+    return track_untraced(step, regions, alignment_bytes=alignment_bytes).alive(workspace_of)
+
+
+def track_untraced(step: FakeStep, regions: Sequence[PlacedRegion], *, alignment_bytes: int = 1) -> Tracked:
+    """An untraced step under `regions`."""
     traced, step.model.forward = step.model.forward, step.eager_forward
     installed = ModuleRegions(step.model, regions)
     installed.recompute_context = lambda: _both(step.recompute_context, step.eager_context)
+
+    def after_forward() -> None:
+        installed.require_all_entered()
+        installed.entered.clear()
+
     try:
-        step.run(tracker, installed.require_all_entered, lambda: None)
+        return track(step, Tracker(alignment_bytes), after_forward)
     finally:
         installed.remove()
         step.model.forward = traced
-    return with_workspaces(tracker, workspace_of) + fixed
 
 
 @contextlib.contextmanager

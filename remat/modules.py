@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from remat.applying import PlannedForward, checkpoints_itself, dtypes_of
 from remat.errors import PlanMismatch, UsageError
+from remat.holding import LastOutputs
 from remat.plans import PlacedRegion
 from remat.rewrite import Counts
 
@@ -282,6 +283,7 @@ class PlannedModules(PlannedForward):
 
     def _prepare(self) -> None:
         self._warned: set[str] = set()
+        self._last_outputs = LastOutputs()
         self._compared_dtypes = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -296,10 +298,12 @@ class PlannedModules(PlannedForward):
             self._compare_trainable(frames=6)
             self._warn_of_own_checkpointing()
         self._compare_batch(args, kwargs)
+        self._compare_held()
         self.calls.entered.clear()
         self.calls.compare = self._compare_region if first else None
         result = self.original(*args, **kwargs)
         self.calls.require_all_entered()
+        self._note_outputs(result, args, kwargs)
         return result
 
     def _warn_of_own_checkpointing(self) -> None:

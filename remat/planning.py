@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 AUTO_HEADROOM = "10%"
 MOST_TRIES = 5
 MODULES_PATIENCE_S = 15.0
+NONE_NEEDED, TRACING_ALONE = "none needed", "tracing alone"  # solvers of plans without regions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,9 +221,10 @@ def solve_within(
 
     Raises Infeasible or NoPlanInTime where there is none.
     """
-    if problem.memory.peak_without_checkpointing <= problem.budget_bytes:
-        return Solution("none needed", "optimal")
-    solution = solver(problem, limits)
+    trivial = without_regions(problem)
+    if trivial is not None and trivial.solver == NONE_NEEDED:
+        return trivial
+    solution = trivial or solver(problem, limits)
     if solution.status == "infeasible":
         raise infeasible(problem, limits)
     if solution.status == "unknown":
@@ -242,6 +244,19 @@ def solve_within(
         problem.with_budget(problem.budget_bytes - excess), limits, solver, step, profile, limit_bytes
     )
     return dataclasses.replace(tighter, status="feasible", bound_us=solution.bound_us)
+
+
+def without_regions(problem: Problem) -> Solution | None:
+    """The plan of no regions, where it keeps the budget, as a solution: nothing is recomputed, so nothing is better.
+
+    Where the step keeps the budget without a plan, none is needed. Where it does so only traced, as under a plan, the
+    plan must be applied; regions that are modules are not traced.
+    """
+    if problem.memory.peak_without_checkpointing <= problem.budget_bytes:
+        return Solution(NONE_NEEDED, "optimal")
+    if problem.space.kind == "nodes" and problem.memory.peak_without_regions <= problem.budget_bytes:
+        return Solution(TRACING_ALONE, "optimal")
+    return None
 
 
 def replay_peak(step: FakeStep, problem: Problem, regions: tuple[Region, ...], profile: Profile) -> int:

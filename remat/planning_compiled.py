@@ -126,7 +126,7 @@ class _Search:
         limit, memory = self.problem.budget_bytes, self.problem.memory
         if (plain := self.peak_of(())) <= limit:
             return Solution("none needed", "feasible"), plain
-        low, high = least_peak(self.problem, self.limits).peak_bytes, memory.peak_without_checkpointing - 1
+        low, high = least_peak(self.problem, self.limits).peak_bytes, memory.peak_without_regions - 1
         best: tuple[Solution, int] | None = None
         asked, tried = min(max(limit, low), high), set[int]()
         while asked not in tried and len(self._peaks) < MOST_REPLAYS:

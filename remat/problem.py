@@ -55,7 +55,7 @@ class Problem(Keeping):
 
     @property
     def without_checkpointing(self) -> dict[str, Any]:
-        """Peak and time of the step as it is, for all that is compared with it."""
+        """Peak and time of the step as it runs without a plan, for all that is compared with it."""
         return {"peak_bytes": self.memory.peak_without_checkpointing, "step_time_us": self.step_time_us}
 
     def __str__(self) -> str:

@@ -22,10 +22,11 @@ from remat.plans import read_json, write_atomically
 from remat.record import FakeStep, record
 from remat.sharding import shard
 from remat.target import TARGETS, Target, named
+from remat.untraced import with_untraced
 from remat.workload import Workload
 
 FORMAT = "remat-profile"
-VERSION = 1
+VERSION = 2  # 2: what the loop holds, which an older remat would not count
 DEFAULT_TARGET = "h100-80gb"
 
 
@@ -43,8 +44,7 @@ class Profile:
 
     def workspace_of(self) -> dict[tuple[str, str], int]:
         """Kernels' own bytes by operator and signature, for a replay."""
-        rows = zip(self.graph.kinds, self.costs.workspace_bytes, strict=True)
-        return {kind.key: size for kind, size in rows if size}
+        return self.costs.workspace_of(self.graph)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the profile file atomically."""
@@ -158,11 +158,10 @@ def profile_step(step: FakeStep, place: Place, *, on_progress: Callable[[int, in
     whole = record(step, alignment_bytes=place.target.alignment_bytes)
     if place.device is None:
         whole = dataclasses.replace(whole, about={**whole.about, **assumptions(whole, place.target)})
-        whole = with_library_workspaces(whole, place.target)
-        graph = shard(whole, step.loop)
-        costs = estimate(graph, place.target)
+        costs = estimate(whole, place.target)
     else:
         costs = measure(whole.kinds, place.device, on_progress=on_progress)
-        whole = with_library_workspaces(whole, place.target, costs)
-        graph = shard(whole, step.loop)
+    whole = with_untraced(whole, step, costs, place.target, place.device)
+    whole = with_library_workspaces(whole, place.target, costs)
+    graph = shard(whole, step.loop)
     return Profile(graph, costs, place.target, whole if graph is not whole else None)

@@ -47,6 +47,7 @@ from remat.graph import (
     Storages,
 )
 from remat.grouped_products import grouped_products
+from remat.holding import Held
 from remat.identity import NodeId
 from remat.loop import Loop
 from remat.optimizer_forms import forms_of
@@ -144,6 +145,7 @@ class FakeStep:
         self.capture_anew(None if compiled else Answers())
         self._kernels_of = kernels_of or device.type
         self.finish = Finish(self.loop, self.model, self._make_optimizer())
+        self.held = Held()
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -201,7 +203,7 @@ class FakeStep:
     def forward(self) -> torch.Tensor:
         """The loss of one forward; raises CaptureError if `step` fails or returns something else."""
         try:
-            with self._forward_context():
+            with self._forward_context(), self._holding():
                 loss = self.workload.step(self.model, self.batch)
         except RematError:
             raise
@@ -218,18 +220,23 @@ class FakeStep:
             raise CaptureError(f"`step` of {self.workload.name!r} must return a scalar loss that requires grad.")
         return loss
 
+    def _holding(self) -> contextlib.AbstractContextManager[None]:
+        return self.held.catching(self.model) if self.loop.holds_outputs else contextlib.nullcontext()
+
     def eager_forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, untraced."""
         with self.eager_context(), self._views, eager_attention_masks(args, kwargs):
             return self._forward(*args, **kwargs)
 
-    def warm_up(self, alignment_bytes: int = 1) -> int:
+    def warm_up(self, alignment_bytes: int = 1) -> tuple[int, Tracker]:
         """Capture, and bring the optimizer and the gradients to their steady state.
 
-        Returns the most bytes alive after the first backward, above those that were there before it. What the forward
-        made is not counted: nothing of it is left but what Dynamo notes in its graphs.
+        Returns the most bytes alive after the first backward, above those that were there before it, and the tracker of
+        the first step. What the forward made is not counted: nothing of it is left but what Dynamo notes in its graphs,
+        and what the loop holds.
         """
         self._settle()
+        self.held.let_go()
         self.model.zero_grad(set_to_none=True)
         self.finish = Finish(self.loop, self.model, self._make_optimizer())
         with self.mode, grouped_products(), Tracker(alignment_bytes) as tracker:
@@ -240,7 +247,7 @@ class FakeStep:
             backward_end = tracker.op_count
             with self._after_backward(tracker):
                 self.finish()
-        return int(tracker.alive(since=forward_end)[backward_end:].max(initial=0))
+        return int(tracker.alive(since=forward_end)[backward_end:].max(initial=0)), tracker
 
     def run(self, tracker: Tracker, after_forward: Callable[[], None], after_backward: Callable[[], None]) -> None:
         """One whole step under `tracker`: forward, backward, optimizer."""
@@ -298,15 +305,23 @@ def _run_plainly(call: int, graph_module: fx.GraphModule, args: tuple[Any, ...])
 
 def record(step: FakeStep, *, alignment_bytes: int = 1) -> Graph:
     """The Graph of `step`. Raises `CaptureError` for a model that cannot be captured, naming the operator."""
-    first_step_rise = step.warm_up(alignment_bytes)
+    first_step_rise, first = step.warm_up(alignment_bytes)
     recorder = _Recorder(alignment_bytes, step.model.buffers())
     fixed = step.fix_state(recorder)
     made = ("gradients", OPTIMIZER_STATE, "running average")  # by the first step itself
     before = sum(size for name, size in fixed.items() if name not in made)
     step.run_call = recorder.run_call
+    held: list[tuple[int, int]] = []
+
+    def note(replace: Callable[[], None]) -> None:
+        before_bytes = first.alive_now
+        replace()
+        held.append((before_bytes - first.alive_now, recorder.op_count))
+
+    step.held.replacing = note
     with torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack):
         step.run(recorder, recorder.after_forward, lambda: recorder.after_backward(step.model))
-    step.run_call = _run_plainly
+    step.run_call, step.held.replacing = _run_plainly, None
     if recorder.numbers and step.device.type == "cpu" and alignment_bytes == 1:  # elsewhere they are not on the device
         fixed["numbers"] = NUMBER_BYTES * recorder.numbers
     paths = {path for path, _ in step.model.named_modules()}  # others, kept in a list say, have no path to be found by
@@ -314,7 +329,10 @@ def record(step: FakeStep, *, alignment_bytes: int = 1) -> Graph:
         fixed, {**_about(step), CALLED_MODULES: [path for path in recorder.modules if path in paths]}
     )
     return dataclasses.replace(
-        graph, parameters=tuple(recorder.parameters_of(step)), first_step_bytes=before + first_step_rise
+        graph,
+        parameters=tuple(recorder.parameters_of(step)),
+        first_step_bytes=before + first_step_rise + sum(size for size, _ in held),
+        held=tuple(held),
     )
 
 

@@ -7,12 +7,15 @@ The executor itself is the judge here: the same rewrite that training uses, the 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import fx
 
+from remat.measure import measure
 from remat.plans import PlacedRegion
 from remat.record import FakeStep
 from remat.rewrite import CallRegion, Counts, RewriteOptions, rewrite
@@ -79,14 +82,34 @@ def replay(
 
     workspace_of  kernel's own bytes by operator and signature, see `Profile.workspace_of`
     """
-    tracker = Tracker(alignment_bytes)
-    fixed = sum(step.fix_state(tracker).values())
     run_call, step.run_call = step.run_call, RewrittenCalls(regions, recompute_context=step.recompute_context)
     try:
-        step.run(tracker, _nothing, _nothing)
+        return track(step, Tracker(alignment_bytes)).alive(workspace_of)
     finally:
         step.run_call = run_call
-    return with_workspaces(tracker, workspace_of) + fixed
+
+
+@dataclasses.dataclass(frozen=True)
+class Tracked:
+    """A step in its steady state: what ran and was allocated from operator `first` on, and what was there before."""
+
+    tracker: Tracker
+    fixed_bytes: int
+    first: int
+
+    def alive(self, workspace_of: Mapping[tuple[str, str], int] | None) -> np.ndarray:
+        """Bytes alive at every operator of the step, fixed bytes included."""
+        return with_workspaces(self.tracker, workspace_of)[self.first :] + self.fixed_bytes
+
+
+def track(step: FakeStep, tracker: Tracker, after_forward: Callable[[], None] | None = None) -> Tracked:
+    """Run `step` under `tracker`; where the loop holds outputs, after a step whose outputs it holds."""
+    fixed = sum(step.fix_state(tracker).values())
+    if step.loop.holds_outputs:
+        step.run(tracker, after_forward or _nothing, _nothing)
+    first = tracker.op_count
+    step.run(tracker, after_forward or _nothing, _nothing)
+    return Tracked(tracker, fixed, first)
 
 
 def with_workspaces(tracker: Tracker, workspace_of: Mapping[tuple[str, str], int] | None) -> np.ndarray:
@@ -96,6 +119,16 @@ def with_workspaces(tracker: Tracker, workspace_of: Mapping[tuple[str, str], int
         per_kind = np.array([workspace_of.get(kind.key, 0) for kind in tracker.kinds.values()], dtype=np.int64)
         alive = alive + per_kind[np.array(tracker.op_kinds, dtype=np.int64)]
     return alive
+
+
+def measured_workspaces(
+    tracker: Tracker, known: Mapping[tuple[str, str], int], device: torch.device
+) -> dict[tuple[str, str], int]:
+    """The kernels' own bytes of what `tracker` has seen and `known` has not, measured."""
+    found = {kind.key: kind for kind in tracker.kinds.values()}
+    missing = {key: kind for key, kind in found.items() if key not in known and "empty" not in kind.name}
+    costs = measure(tuple(missing.values()), device)
+    return dict(zip(missing, costs.workspace_bytes, strict=True))
 
 
 def _nothing() -> None:

@@ -20,10 +20,9 @@ from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 
 from remat.compiling import AOT_EAGER, INDUCTOR, Compiled, compile_graph
 from remat.generated_code import Loaded, without_kernels
-from remat.measure import measure
 from remat.plans import PlacedRegion
 from remat.record import FakeStep
-from remat.replay import regions_by_call, with_workspaces
+from remat.replay import measured_workspaces, regions_by_call, track
 from remat.rewrite import CallRegion
 from remat.tracker import Tracker
 
@@ -53,25 +52,13 @@ def replay_compiled(
         run_call, step.run_call = step.run_call, _Calls(regions, compiler, loaded)
         try:
             _run(step, _CompiledTracker(alignment_bytes))  # compiles
-            tracker = _CompiledTracker(alignment_bytes)
-            fixed = sum(step.fix_state(tracker).values())
-            _run(step, tracker)
+            tracked = track(step, _CompiledTracker(alignment_bytes))
         finally:
             step.run_call = run_call
     known = dict(workspace_of or {})
     if device is not None:
-        known |= _measured_workspaces(tracker, known, device)
-    return with_workspaces(tracker, known) + fixed
-
-
-def _measured_workspaces(
-    tracker: Tracker, known: Mapping[tuple[str, str], int], device: torch.device
-) -> dict[tuple[str, str], int]:
-    """The kernels' own bytes of what `tracker` has seen and `known` has not, measured."""
-    found = {kind.key: kind for kind in tracker.kinds.values()}
-    missing = {key: kind for key, kind in found.items() if key not in known and "empty" not in kind.name}
-    costs = measure(tuple(missing.values()), device)
-    return dict(zip(missing, costs.workspace_bytes, strict=True))
+        known |= measured_workspaces(tracked.tracker, known, device)
+    return tracked.alive(known)
 
 
 def _run(step: FakeStep, tracker: Tracker) -> None:

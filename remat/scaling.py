@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from remat.graph import Graph, OpKind, Packs, Storages
+from remat.memory import Memory
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,22 +51,33 @@ class Family:
             return np.maximum(a + -(-grown // (end - begin)), 0)
 
         kinds, op_kind = _kinds(low, high, line)
-        sizes = self._rounded(line(low.storages.size_bytes, high.storages.size_bytes))
-        batch = self._rounded(line(self.low.batch_bytes, self.high.batch_bytes))
-        return dataclasses.replace(
+        sizes = line(low.storages.size_bytes, high.storages.size_bytes)
+        batch = line(self.low.batch_bytes, self.high.batch_bytes)
+        bare = dataclasses.replace(
             low,
             kinds=kinds,
             op_kind=op_kind,
             storages=dataclasses.replace(low.storages, size_bytes=sizes),
-            packs=dataclasses.replace(low.packs, copy_bytes=self._rounded(low.packs.copy_bytes)),
-            fixed_bytes={**self.low.fixed_bytes, "batch": int(batch.sum())},
+            fixed_bytes={**low.fixed_bytes, "batch": int(batch.sum())},
             first_step_bytes=int(line(low.first_step_bytes, high.first_step_bytes)),
+            held=tuple((int(line(a, b)), until) for (a, until), (b, _) in zip(low.held, high.held, strict=True)),
             about={
                 **low.about,
                 "batch_size": batch_size,
                 "batch_elements": int(line(low.about["batch_elements"], high.about["batch_elements"])),
             },
         )
+        rounded = dataclasses.replace(
+            bare,
+            storages=dataclasses.replace(low.storages, size_bytes=self._rounded(sizes)),
+            packs=dataclasses.replace(low.packs, copy_bytes=self._rounded(low.packs.copy_bytes)),
+            fixed_bytes={**self.low.fixed_bytes, "batch": int(self._rounded(batch).sum())},
+            held=tuple((int(self._rounded(np.asarray(size))), until) for size, until in bare.held),
+        )
+        # Storages of the untraced step are not known one by one: rounding takes there what it does at the traced peak.
+        more = Memory(rounded).peak_without_regions - Memory(bare).peak_without_regions
+        untraced_bytes = line(low.untraced_bytes, high.untraced_bytes) + more
+        return dataclasses.replace(rounded, untraced_bytes=untraced_bytes)
 
     def _rounded(self, sizes: np.ndarray) -> np.ndarray:
         return -(-sizes // self.alignment_bytes) * self.alignment_bytes
@@ -91,6 +103,8 @@ def _structure(graph: Graph) -> tuple[Any, ...]:
         graph.parameter_gradients,
         graph.gathered,
         tuple(graph.fixed_bytes),
+        len(graph.untraced_bytes),
+        tuple(until for _, until in graph.held),
     )
 
 

@@ -18,6 +18,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from remat.graph import NOT_UNTRACED
 from remat.units import gib, ms
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def plan_text(plan: Plan) -> str:
         [
             heading(plan.about, plan.target, plan.costs),
             aligned([*_promise(plan), *(_decision(plan) if plan.regions else ())]),
-            *([] if plan.regions else ["no checkpointing needed: the whole step fits as it is"]),
+            *([] if plan.regions else [_without_regions(plan)]),
             f"at the peak{_eagerly(plan)}, {plan.predicted['peak_at']}\n{breakdown_text(plan.predicted['breakdown'])}",
         ]
     )
@@ -98,11 +99,15 @@ def _eagerly(plan: Plan) -> str:
     return f" of its eager execution, {gib(plan.predicted['eager_peak_bytes'])}" if plan.about.get("compiler") else ""
 
 
+_TRACED = "traced: it does not run otherwise on tensors without data, and may need more"
+
+
 def _promise(plan: Plan) -> list[tuple[str, ...]]:
     plain, predicted, headroom_bytes = plan.without_checkpointing, plan.predicted, plan.about.get("headroom_bytes", 0)
     left = f"less {gib(headroom_bytes)} of headroom: {gib(plan.budget_bytes)}" if headroom_bytes else ""
     return [
         ("without checkpointing", gib(plain["peak_bytes"]), _labelled(f"{ms(plain['step_time_us'])} a step", plan)),
+        *([("", "", _TRACED)] if NOT_UNTRACED in plan.about else []),
         ("budget", gib(plan.budget_bytes + headroom_bytes), left),
         ("predicted peak", gib(predicted["peak_bytes"]), _labelled(f"{ms(predicted['step_time_us'])} a step", plan)),
         *reserved_rows(predicted.get("allocator", ())),
@@ -117,6 +122,17 @@ def reserved_rows(found: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
         what = f"simulated, {settings}; allocated {allocated}"
         rows.append(("" if rows else "reserved", gib(each["reserved_bytes"]), what))
     return rows
+
+
+def _without_regions(plan: Plan) -> str:
+    """Whether a plan that recomputes nothing has to be applied."""
+    plain_bytes = plan.without_checkpointing["peak_bytes"]
+    if plain_bytes <= plan.budget_bytes:
+        return "no checkpointing needed: the whole step fits as it is"
+    return (
+        f"nothing is recomputed, but apply this plan: the step fits because its forward is then traced. Without the "
+        f"plan, local variables of the model's code hold what a trace lets go, and it needs {gib(plain_bytes)}"
+    )
 
 
 def _decision(plan: Plan) -> list[tuple[str, ...]]:

@@ -32,6 +32,7 @@ import numpy as np
 
 from remat.graph import OPTIMIZER_STATE, Graph, Parameter, Storages, block_of
 from remat.loop import Loop
+from remat.memory import Memory
 
 ROOT = None  # the unit outside layers
 
@@ -55,12 +56,15 @@ def shard(graph: Graph, loop: Loop) -> Graph:
     if loop.shard is None:
         return graph
     sharded = _Sharding(graph, loop)
-    return dataclasses.replace(
+    share_of_it = dataclasses.replace(
         sharded.graph_with(list(sharded.added())),
         fixed_bytes=sharded.fixed_bytes(),
         first_step_bytes=sharded.first_step_bytes(),
         about={**graph.about, "ranks": loop.ranks, "shard": loop.shard},
     )
+    # What local variables hold is no state: untraced, the share takes as much more as the whole does.
+    less = Memory(graph).peak_without_regions - Memory(share_of_it).peak_without_regions
+    return dataclasses.replace(share_of_it, untraced_bytes=graph.untraced_bytes - less)
 
 
 def share(size_bytes: int, ranks: int) -> int:

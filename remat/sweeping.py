@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from remat.comparing import Heading, solve
+from remat.comparing import Heading, peak_of, solve
 from remat.errors import RematError
 from remat.keeping import NS
 from remat.module_space import pose, space_of
@@ -134,7 +134,7 @@ class _Trace:
     def __init__(self, profile: Profile, space: Space, limits: Limits, on_point: Callable[[str, int, int], None]):
         self.limits, self.on_point = limits, on_point
         self.problem = pose(profile.graph, profile.costs, space, 0)
-        self.most_bytes = self.problem.memory.peak_without_checkpointing
+        self.most_bytes = self.problem.memory.peak_without_regions
         self.curve: list[_Solved] = []
         self.others: list[_Solved] = []
 
@@ -173,15 +173,16 @@ class _Trace:
 
     def find_others(self, name: str) -> None:
         """The distinct plans of a strategy under the budgets of the curve. (Rule 3)"""
-        peak, at = self.most_bytes + 1, len(self.others)
-        budgets = [solved.budget_bytes for solved in self.curve]
+        as_it_is = self.problem.memory.peak_without_checkpointing
+        peak, at = as_it_is + 1, len(self.others)
+        budgets = sorted({*(solved.budget_bytes for solved in self.curve), as_it_is})
         for number, budget in enumerate(reversed(budgets), start=1):
             if budget >= peak:
                 continue
             self.on_point(name, number, len(budgets))
             found = solve(self.problem.with_budget(budget), name, self.limits)
             if found.status in ("optimal", "feasible"):
-                peak = self._peak(found.regions)
+                peak = peak_of(self.problem, name, found.regions)
                 self.others.insert(at, _Solved(name, budget, found, peak))
             if found.interrupted:
                 raise KeyboardInterrupt

@@ -207,6 +207,11 @@ class Tracker(UnseenMode):
             )
         return index
 
+    @property
+    def alive_now(self) -> int:
+        """Bytes of the storages that are still there, now."""
+        return sum(storage.size_bytes for storage in self.storages if storage.death is None)
+
     def alive(self, since: int = 0) -> np.ndarray:
         """Bytes alive during each operator, of storages made by operator `since` or later."""
         change = np.zeros(self.op_count + 1, dtype=np.int64)

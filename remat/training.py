@@ -12,7 +12,7 @@ import dataclasses
 import gc
 import random
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from remat.allocator import Measured, allocation_events, measure_peak, measure_step, time_once_us
 from remat.applying import apply
+from remat.holding import Held
 from remat.loop import Loop
 from remat.plans import Plan
 from remat.record import Finish, autocast_context
@@ -62,7 +63,7 @@ class Training:
         with torch.device(device):
             self.model = workload.build().to(device).train()
         self._state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._tensors()}
-        self.finish = Finish(loop, self.model, None)
+        self.finish, self.held = Finish(loop, self.model, None), Held()
         self.set_batch(workload.batch_size, seed + 1)
 
     def set_batch(self, batch_size: int, seed: int) -> None:
@@ -79,6 +80,7 @@ class Training:
     def begin_again(self) -> None:
         """Parameters, buffers and random state as at the start; a new optimizer."""
         self.finish = Finish(self.loop, self.model, None)
+        self.held.let_go()
         self.model.zero_grad(set_to_none=True)
         with torch.no_grad():
             for name, tensor in self._tensors():
@@ -89,7 +91,8 @@ class Training:
         seed_all(self._seed_of_steps)
 
     def forward_and_backward(self) -> torch.Tensor:
-        with autocast_context(self.device, self.workload.autocast):
+        holding = self.held.catching(self.model) if self.loop.holds_outputs else contextlib.nullcontext()
+        with autocast_context(self.device, self.workload.autocast), holding:
             loss = self.workload.step(self.model, self.batch)
         loss.backward()
         return loss.detach()
@@ -107,9 +110,19 @@ class Training:
 
     def peak_of_update(self, alignment_bytes: int) -> int:
         """Peak of the next optimizer step, with what exists before it."""
+        self.held.let_go()
         before = self.bytes_before(alignment_bytes)
         release_memory(self.device)
-        return before + measure_peak(self.update, self.device, requested=True)
+        return before + measure_peak(self.from_nothing_held(self.update), self.device, requested=True)
+
+    def from_nothing_held(self, step: Callable[[], None]) -> Callable[[], None]:
+        """`step`, after one whose outputs it holds: what is let go of is seen only where it was seen to be made."""
+
+        def twice() -> None:
+            step()
+            step()
+
+        return twice if self.loop.holds_outputs else step
 
     def bytes_before(self, alignment_bytes: int) -> int:
         """What exists before a step: parameters, buffers, the batch, and what lasts from one step to the next."""
@@ -125,12 +138,14 @@ class Training:
 
     def measure(self, alignment_bytes: int, repeats: int) -> tuple[Measured, int]:
         """Memory and time of a step in the steady state, and the peak of requested bytes with what exists before it."""
+        self.held.let_go()
         before = self.bytes_before(alignment_bytes)
         release_memory(self.device)
-        measured = measure_step(self.step, self.device, warm_up=0, repeats=1)
-        if measured.time_us < 1e6 * LONG_STEP_S:
-            times = [measured.time_us, *(time_once_us(self.step, self.device) for _ in range(repeats - 1))]
-            measured = dataclasses.replace(measured, time_us=statistics.median(times))
+        measured = measure_step(self.from_nothing_held(self.step), self.device, warm_up=0, repeats=0)
+        times = [time_once_us(self.step, self.device)]
+        if times[0] < 1e6 * LONG_STEP_S:
+            times += [time_once_us(self.step, self.device) for _ in range(repeats - 1)]
+        measured = dataclasses.replace(measured, time_us=statistics.median(times))
         return measured, before + measured.requested_bytes
 
 
@@ -158,6 +173,10 @@ def alive_over_step(
         training.step()
         before = training.bytes_before(1)
         release_memory(device)
-        events = allocation_events(training.step)
+        training.held.let_go()
+        alone = len(allocation_events(training.step)) if training.loop.holds_outputs else 0
+        training.held.let_go()
+        events = allocation_events(training.from_nothing_held(training.step))
     times, sizes = np.array([e[0] for e in events]), np.array([e[1] for e in events], dtype=np.int64)
-    return (times - times[:1]) / 1000, before + np.cumsum(sizes)
+    times, alive = times[alone:], before + np.cumsum(sizes)[alone:]
+    return (times - times[:1]) / 1000, alive

@@ -48,12 +48,13 @@ from remat.module_replay import judge_of
 from remat.modules import ModuleCounts
 from remat.placing import require_regions_in
 from remat.plans import PlacedRegion, Plan, Region, RegionKind, place, traced_branches
-from remat.profiling import Place, Profile, fake_step
+from remat.profiling import Place, fake_step
 from remat.record import FakeStep, record
 from remat.report import Report
 from remat.rewrite import Counts
 from remat.training import Training, undisturbed
 from remat.units import gib
+from remat.untraced import with_untraced
 from remat.workload import Workload, trainable
 
 BEARABLE_S = 10.0  # estimated time of one step on a CPU
@@ -158,8 +159,9 @@ class _Sizes:
         return load, why
 
     def untouched_load(self, recorded: _Recorded) -> tuple[float, str]:
-        peak = Memory(recorded.graph).peak_without_checkpointing
-        return self._memory_load(recorded.graph, peak, "the untouched step")
+        graph, target = recorded.graph, self._place.target
+        graph = with_untraced(graph, recorded.step, estimate(graph, target), target)
+        return self._memory_load(graph, Memory(graph).peak_without_checkpointing, "the untouched step")
 
     def _memory_load(self, graph: Graph, peak_bytes: int, what: str) -> tuple[float, str]:
         fixed = min(graph.fixed_total, peak_bytes)
@@ -260,12 +262,13 @@ def _predict(recorded: _Recorded, place: Place, on_progress: Progress | None) ->
     assert place.device is not None
     graph = recorded.graph
     costs = measure(graph.kinds, place.device, on_progress=on_progress)
+    graph = with_untraced(graph, recorded.step, costs, place.target, place.device)
     memory = Memory(graph, costs.workspace_per_op(graph))
     alive = judge_of(recorded.kind)(
         recorded.step,
         recorded.placed,
         alignment_bytes=place.target.alignment_bytes,
-        workspace_of=Profile(graph, costs, place.target).workspace_of(),
+        workspace_of=costs.workspace_of(graph),
     )
     step_us = costs.step_time_us(graph)
     again_us = memory.recompute_time_us(recorded.regions, costs.per_op_us(graph))

@@ -191,4 +191,5 @@ def with_libraries(graph: Graph, bytes_per_handle: int) -> Graph:
         return graph
     fixed: dict[str, Any] = {**graph.fixed_bytes, LIBRARY_WORKSPACES: size}
     first = graph.first_step_bytes and graph.first_step_bytes + size
-    return dataclasses.replace(graph, fixed_bytes=fixed, first_step_bytes=first)
+    untraced = graph.untraced_bytes + size
+    return dataclasses.replace(graph, fixed_bytes=fixed, first_step_bytes=first, untraced_bytes=untraced)

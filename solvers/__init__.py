@@ -29,6 +29,7 @@ HEURISTICS = (
     "save-matmuls",
     "greedy",
 )
+WITHOUT = "none"  # the one that is never applied: the step as it is
 EXACT = ("exact", "chain-dp", "cp-sat", "milp")  # those that prove a bound
 STRATEGIES = (*HEURISTICS, *EXACT)
 

@@ -43,7 +43,7 @@ class LeastPeak:
 def least_peak(problem: Problem, limits: Limits) -> LeastPeak:
     """The plan of the problem's space with the least peak that is found in time, whatever the problem's budget."""
     started = time.monotonic()
-    highest = problem.with_budget(problem.memory.peak_without_checkpointing)
+    highest = problem.with_budget(problem.memory.peak_without_regions)
     best = LeastPeak(highest.budget_bytes, (), problem.optimizer_peak_bytes)
     solved = [_Extents(highest, Case())]
     best = _better(best, solved)

@@ -216,7 +216,7 @@ def least_peak(
     started = time.monotonic()
     program = Program(problem, least_peak=True, keep=keep)
     backend = make(program)
-    best, bound = problem.memory.peak_without_checkpointing, float(problem.optimizer_peak_bytes)
+    best, bound = problem.memory.peak_without_regions, float(problem.optimizer_peak_bytes)
     regions: tuple[Region, ...] = ()
     for _ in range(MOST_ROUNDS):
         left = _left(limits, started)

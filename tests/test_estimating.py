@@ -101,12 +101,13 @@ def test_local_variables_of_untraced_code_are_in_the_eager_peak() -> None:
 
     place = find_place("h100-80gb")
     step = fake_step(dataclasses.replace(WIDE, build=lambda: Hoarding(layers=3, width=64)), place)
-    peaks = estimate(profile_step(step, place), step=step).peaks
+    profile = profile_step(step, place)
+    peaks = estimate(profile).peaks
     assert peaks.eager_bytes is not None
     assert (
         0 < peaks.eager_bytes - peaks.peak_bytes <= 64 * 32 * 64 * 4
     )  # until the forward ends: backward may need more
-    assert estimate(profiled()).peaks.eager_bytes is None
+    assert estimate(profile, every_block(profile.graph)).peaks.eager_bytes is None
 
 
 # Timelines

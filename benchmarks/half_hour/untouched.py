@@ -17,6 +17,7 @@ from remat.profiling import Place, Profile, fake_step, find_place
 from remat.record import record
 from remat.target import TARGETS
 from remat.training import Training, release_memory
+from remat.untraced import with_untraced
 from remat.workload import Workload
 
 STEPS, FEW_STEPS = 20, 3
@@ -93,8 +94,9 @@ def _predicted(work: Work, workload: Workload) -> dict[str, Any]:
 def _prediction(work: Work, workload: Workload, place: Place) -> dict[str, Any]:
     step = fake_step(workload, place)
     graph = with_library_workspaces(record(step, alignment_bytes=place.target.alignment_bytes), place.target)
-    profile = Profile(graph, estimated_costs(graph, place.target), place.target)
-    found = estimate(profile, (), step)
+    costs = estimated_costs(graph, place.target)
+    profile = Profile(with_untraced(graph, step, costs, place.target), costs, place.target)
+    found = estimate(profile)
     peaks = found.peaks
     work.findings.say(
         f"predicted peak {mib(peaks.peak_bytes)} MiB traced, {mib(peaks.eager_bytes or 0)} untraced, first step "

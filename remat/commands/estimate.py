@@ -52,7 +52,7 @@ def estimate(
 
         regions = require_regions_in(loaded, profile.graph) if loaded is not None else ()
         allocator = allocator_of(loaded, allocator)
-        estimates = [estimate(profile, regions, step, allocator)]
+        estimates = [estimate(profile, regions, allocator)]
         if step is not None and found.loop is not None:
             again = _other_loop(found.loop)
             estimates.append(estimate(_recorded_again(step, found, again), regions, allocator=allocator))

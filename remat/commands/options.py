@@ -159,6 +159,16 @@ class StepOptions(ModelOptions):
         ),
     ] = None
 
+    holds: Annotated[
+        str | None,
+        _option(
+            panel=LOOP,
+            show_default="loss",
+            help="What the loop keeps until the next forward returns: no more than the loss, or all outputs of the "
+            "model, as `logits, loss = model(x, y)` in a loop does.",
+        ),
+    ] = None
+
     def loop(self) -> Loop:
         """What training does around the step; UsageError where it contradicts itself."""
         from remat.loop import Loop

@@ -1,0 +1,142 @@
+"""Holding: what a training loop keeps of a model's outputs from one step into the next.
+
+In `logits, loss = model(x, y)` the names go on holding the last outputs while the next forward runs, until it returns.
+So the logits are there twice when a forward ends, and once through backward and while the optimizer runs. A workload's
+`step` is a function, whose names go when it returns; a loop written out is not.
+
+`Held` does what such a loop does, for records, replays and measurements of a loop that says so (`Loop.holds`).
+`LastOutputs` looks whether a loop does it that has not said so. It holds weak references only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+SMALLEST_BYTES = 4096  # a storage below that is no output that matters: a loss, a count
+DEEPEST = 4  # containers within one another that are looked into
+
+
+class Held:
+    """The outputs of each call of a model in a step, until the same call of the next step has returned.
+
+    replacing  called with what lets go of the old outputs, in place of letting go of them
+    """
+
+    def __init__(self) -> None:
+        self._outputs: list[Any] = []
+        self._calls = 0
+        self.replacing: Callable[[Callable[[], None]], None] | None = None
+
+    @contextlib.contextmanager
+    def catching(self, model: nn.Module) -> Iterator[None]:
+        """While it lasts, a step runs: what `model` returns is held from then on."""
+        self._calls = 0
+        handle = model.register_forward_hook(self._returned)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def let_go(self) -> None:
+        self._outputs.clear()
+
+    def _returned(self, model: nn.Module, args: Any, outputs: Any) -> None:
+        call, self._calls = self._calls, self._calls + 1
+        if call == len(self._outputs):
+            self._outputs.append(outputs)
+            return
+
+        def replace() -> None:
+            self._outputs[call] = outputs
+
+        if self.replacing is None:
+            replace()
+        else:
+            self.replacing(replace)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Output:
+    """One storage of an output: where it stands, its size, and a reference that does not keep it."""
+
+    name: str
+    size_bytes: int
+    storage: StorageWeakRef
+
+
+class LastOutputs:
+    """The outputs of a model's last forwards, as far as somebody keeps them."""
+
+    def __init__(self) -> None:
+        self._forwards: list[list[_Output]] = []
+
+    def note(self, outputs: Any, given: Any) -> None:
+        """A forward has returned `outputs`; what it was `given` and hands back is its caller's anyway."""
+        known = set(_addresses(tree_leaves(given)))
+        found = []
+        for name, tensor in _named(outputs):
+            storage = _storage_of(tensor)
+            if storage is not None and storage.nbytes() >= SMALLEST_BYTES and storage._cdata not in known:
+                known.add(storage._cdata)
+                found.append(_Output(name, storage.nbytes(), StorageWeakRef(storage)))
+        self._forwards.append(found)
+
+    def alive(self, model: nn.Module, *, but_last: bool = False) -> dict[str, int]:
+        """Bytes by name of outputs that are kept, parameters and buffers of `model` left out.
+
+        but_last  leave those of the last forward out too
+        """
+        kept = [[output for output in found if not output.storage.expired()] for found in self._forwards]
+        late = [output for found in kept[: -1 if but_last else None] for output in found]
+        self._forwards = [found for found in kept[:-1] if found] + kept[-1:]
+        if not late:
+            return {}
+        own = set(_addresses((*model.parameters(), *model.buffers())))
+        sizes: dict[str, int] = {}
+        for output in late:
+            if output.storage.cdata not in own:
+                sizes[output.name] = sizes.get(output.name, 0) + output.size_bytes
+        return sizes
+
+    def forget(self) -> None:
+        self._forwards.clear()
+
+
+def _storage_of(value: Any) -> torch.UntypedStorage | None:
+    """The storage of a tensor; None for what has none of its own (sparse tensors, wrappers such as DTensor)."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    return None if is_traceable_wrapper_subclass(value) else value.untyped_storage()
+
+
+def _addresses(values: Iterable[Any]) -> Iterator[int]:
+    """What tells the storages of tensors apart."""
+    return (storage._cdata for value in values if (storage := _storage_of(value)) is not None)
+
+
+def _named(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in what a forward returns, with the key, field or position that each has."""
+    if isinstance(value, torch.Tensor):
+        yield name or "the output", value
+    elif depth < DEEPEST:
+        for part, inner in _parts(value):
+            yield from _named(inner, f"{name}{part}" if name else part.strip("."), depth + 1)
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        yield from ((f".{key}", inner) for key, inner in value.items())
+    elif isinstance(value, (tuple, list)):
+        fields = getattr(value, "_fields", None)
+        yield from ((f".{fields[i]}" if fields else f"[{i}]", inner) for i, inner in enumerate(value))
+    elif hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)):  # dataclasses, caches
+        yield from ((f".{field}", inner) for field, inner in vars(value).items())

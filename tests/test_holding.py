@@ -1,0 +1,445 @@
+"""Loops that hold the outputs of their model: what they take is planned where they say so, and noticed where not.
+
+`Pair` returns (logits, loss), as nanoGPT's model does; `loop_of_nanogpt` trains it as nanoGPT's script does.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import gc
+import pickle
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from remat import breakdown
+from remat.allocator import measure_peak
+from remat.applying import apply
+from remat.errors import PlanMismatch, UsageError
+from remat.graph import Graph
+from remat.loop import Holds, Loop
+from remat.memory import Memory
+from remat.micro_batches import MicroBatches
+from remat.module_space import space_of
+from remat.planning import Budget, plan_profile
+from remat.plans import Plan, RegionKind, place
+from remat.profiling import Profile, fake_step, find_place, profile_step
+from remat.record import FakeStep
+from remat.replay import replay
+from remat.replay_compiled import replay_compiled
+from remat.solution import Limits
+from remat.timeline import save_snapshot
+from remat.tracker import Tracker
+from remat.training import Training, undisturbed
+from remat.units import gib
+from remat.validating import validate
+from tests.command_line import Remat
+from tests.toys import CHOICES, CPU, TRANSFORMER, VOCAB, Choose, Transformer
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
+
+SAMPLES, LENGTH = 16, 64
+LOGITS = SAMPLES * LENGTH * VOCAB * 4  # bytes
+BATCH = 2 * SAMPLES * LENGTH * 8
+
+
+class Pair(Transformer):
+    """Token ids and labels to logits and loss; `wrap` makes of the two what the forward returns."""
+
+    wrap: Callable[[torch.Tensor, torch.Tensor], Any] = staticmethod(lambda logits, loss: (logits, loss))
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x)
+        loss = F.cross_entropy(logits.flatten(0, 1), ids.flatten() if labels is None else labels.flatten())
+        return self.wrap(logits, loss)
+
+
+PAIR = dataclasses.replace(
+    TRANSFORMER,
+    name="pair",
+    build=functools.partial(Pair, layers=3),
+    step=lambda model, batch: model(*batch)[1],
+    batch_size=SAMPLES,
+    seq_len=LENGTH,
+)
+
+
+@functools.cache
+def profiled(holds: Holds, accumulation: int = 1, clip: bool = False) -> tuple[Profile, FakeStep]:
+    place, loop = find_place("cpu"), Loop(accumulation=accumulation, clip_grad_norm=clip, holds=holds)
+    step = fake_step(PAIR, place, loop=loop)
+    return profile_step(step, place), step
+
+
+def graph_of(holds: Holds, accumulation: int = 1) -> Graph:
+    return profiled(holds, accumulation)[0].graph
+
+
+@functools.cache
+def planned(holds: Holds, accumulation: int = 1, clip: bool = False, regions: RegionKind = "nodes") -> Plan:
+    """At four fifths of what the loop takes that holds nothing, and room for the batch that is fetched ahead."""
+    graph, (profile, step) = graph_of("loss", accumulation), profiled(holds, accumulation, clip)
+    budget = 4 * Memory(graph).peak_without_checkpointing // 5
+    space = space_of(profile.graph, regions)
+    return plan_profile(profile, Budget(budget + BATCH, budget), step=step, space=space)
+
+
+def built() -> Any:
+    torch.manual_seed(0)
+    return PAIR.build()
+
+
+def batches(seed: int = 0) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def get_batch() -> tuple[torch.Tensor, torch.Tensor]:
+        taken = torch.randint(VOCAB, (SAMPLES, LENGTH + 1), generator=generator)
+        return taken[:, :-1].contiguous(), taken[:, 1:].contiguous()
+
+    return get_batch
+
+
+# nanoGPT's loop
+
+
+def loop_of_nanogpt(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, micro_steps: int) -> None:
+    get_batch = batches()
+    X, Y = get_batch()
+    for _ in range(steps):
+        for _ in range(micro_steps):
+            _logits, loss = model(X, Y)  # which the name goes on holding
+            loss = loss / micro_steps
+            X, Y = get_batch()  # the next one, while this one is not yet done with
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def peak_of_nanogpt(plan: Plan, micro_steps: int, steps: int = 3) -> int:
+    """Most bytes alive in that loop, from its second optimizer step on; the first one makes the optimizer's state."""
+    model = apply(built(), plan)
+    optimizer = torch.optim.AdamW(model.parameters())
+    loop_of_nanogpt(model, optimizer, 1, micro_steps)
+    there = Tracker().fix(list(model.parameters()), list(model.buffers()), dict(optimizer.state))
+    gc.collect()
+    return there + measure_peak(lambda: loop_of_nanogpt(model, optimizer, steps, micro_steps), CPU)
+
+
+@pytest.mark.parametrize("micro_steps", [1, 4])
+def test_nanogpts_loop_keeps_the_budget_where_it_says_that_it_holds_outputs(micro_steps: int) -> None:
+    plan = planned("outputs", micro_steps, clip=True)
+    assert plan.regions
+    peak = peak_of_nanogpt(plan, micro_steps)
+    assert peak <= plan.predicted["peak_bytes"] + BATCH <= plan.budget_bytes + BATCH
+    assert peak >= 0.999 * plan.predicted["peak_bytes"]
+
+
+@pytest.mark.parametrize("micro_steps", [1, 4])
+def test_where_it_does_not_it_is_told_so_at_its_second_forward(micro_steps: int) -> None:
+    plan = planned("loss", micro_steps, clip=True)
+    model = apply(built(), plan)
+    forwards = 0
+
+    def count(*_: Any) -> None:
+        nonlocal forwards
+        forwards += 1
+
+    model.register_forward_hook(count)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning) as caught:
+            loop_of_nanogpt(model, optimizer, 3, micro_steps)
+    assert forwards == 1
+    text = str(caught.value)
+    assert f"{gib(LOGITS)} of outputs of the last forward are still held" in text and "`[0]`" in text
+    assert "--holds outputs" in text and gib(plan.budget_bytes) in text
+    with pytest.warns(UserWarning, match="still held") as seen:
+        over = peak_of_nanogpt(plan, micro_steps)
+    assert len(seen) == 1 and seen[0].filename == __file__
+    assert over > plan.budget_bytes + BATCH  # the promise that it would have broken in silence
+
+
+# Records, replays and measurements
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("choose", CHOICES.values(), ids=CHOICES)
+def test_the_evaluator_equals_the_replay(choose: Choose, accumulation: int) -> None:
+    profile, step = profiled("outputs", accumulation)
+    graph, regions = profile.graph, choose(profile.graph)
+    memory = Memory(graph)
+    curve = memory.curve(regions)
+    alive = replay(step, place(graph, tuple(regions))) + graph.unseen_bytes
+    assert alive.tolist() == curve.alive_bytes[curve.runs].tolist()
+    assert sum(size for size, _ in graph.held) == LOGITS + 4  # and the loss
+    assert sum(breakdown.at(memory, regions, 3).values()) == curve.alive_bytes[3]
+    stack = breakdown.over_time(memory, regions)
+    assert sum(stack.parts.values()).tolist() == curve.alive_bytes.tolist()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_the_loop_without_a_plan_takes_what_is_predicted(accumulation: int) -> None:
+    profile, _ = profiled("outputs", accumulation)
+    with undisturbed(CPU):
+        training = Training(PAIR, CPU, 0, Loop(accumulation=accumulation, holds="outputs"))
+        training.begin_again()
+        training.step()
+        _, measured = training.measure(1, 1)
+        training.begin_again()
+        training.update()
+        updated = training.peak_of_update(1)
+    predicted = Memory(profile.graph, profile.costs.workspace_per_op(profile.graph)).peak_without_checkpointing
+    assert updated <= measured <= predicted <= 1.001 * measured
+
+
+@pytest.mark.parametrize("regions", ["nodes", "modules"])
+def test_a_plan_for_it_validates(regions: RegionKind) -> None:
+    plan = planned("outputs", regions=regions)
+    assert plan.regions and plan.about["holds"] == "outputs"
+    report = validate(PAIR, plan, device="cpu")
+    assert report.passed and 0 <= plan.predicted["peak_bytes"] - report.measured["peak_bytes"] <= 1024
+
+
+def test_compiled_it_holds_them_too() -> None:
+    peaks = [int(replay_compiled(profiled(holds)[1], ()).max()) for holds in ("loss", "outputs")]
+    assert LOGITS <= peaks[1] - peaks[0] <= 2 * LOGITS + 8
+
+
+def test_files_and_pictures_tell_of_it(tmp_path: Path) -> None:
+    profile, _ = profiled("outputs")
+    profile.save(tmp_path / "pair.json")
+    assert Profile.load(tmp_path / "pair.json").graph.held == profile.graph.held
+    save_snapshot(profile, (), tmp_path / "pair.pickle")
+    level = peak = 0
+    for event in pickle.loads((tmp_path / "pair.pickle").read_bytes())["device_traces"][0]:
+        level += event["size"] if event["action"] == "alloc" else -event["size"]
+        peak = max(peak, level)
+    assert peak == Memory(profile.graph).curve(()).peak_bytes
+
+
+def test_at_any_batch_size_it_is_what_a_record_finds() -> None:
+    place = find_place("h100-80gb")
+    sizes = MicroBatches(PAIR, place, Budget(1, 1), Loop(holds="outputs"), Limits(), lambda what: None)
+    found = sizes.profile(8, False).graph.held
+    assert found == sizes.recorded(8, 1)[0].graph.held and found[0][0] >= LOGITS // 2
+
+
+def test_what_loops_hold_is_loss_or_outputs(remat: Remat) -> None:
+    with pytest.raises(UsageError, match="--holds is loss or outputs, not 'all'"):
+        Loop(holds="all")  # type: ignore[arg-type]
+    common = ("--model", "model.py:stack", "--target", "h100-80gb", "--json")
+    peaks = [remat("estimate", *common, "--holds", holds).data["peaks"]["peak_bytes"] for holds in ("loss", "outputs")]
+    assert peaks[0] <= peaks[1]
+    made = remat("plan", *common, "--budget", "90%", "--holds", "outputs", "--out", "held.json")
+    assert made.exit_code == 0 and Plan.load("held.json").about["holds"] == "outputs"
+    assert remat("plan", *common, "--budget", "90%", "--holds", "none").exit_code == 2
+
+
+# What a forward returns, and who keeps it
+
+Named = collections.namedtuple("Named", ["logits", "loss"])
+
+
+@dataclasses.dataclass
+class Fields:
+    logits: torch.Tensor
+    loss: torch.Tensor
+
+
+def of_transformers(logits: torch.Tensor, loss: torch.Tensor) -> Any:
+    from transformers.modeling_outputs import CausalLMOutput
+
+    return CausalLMOutput(loss=loss, logits=logits)
+
+
+WRAPS: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], Any], str]] = {
+    "tuple": (lambda logits, loss: (logits, loss), "`[0]`"),
+    "namedtuple": (Named, "`logits`"),
+    "dict": (lambda logits, loss: {"logits": logits, "loss": loss}, "`logits`"),
+    "dataclass": (Fields, "`logits`"),
+    "transformers": (of_transformers, "`logits`"),
+    "nested": (lambda logits, loss: {"all": [loss, {"scores": logits}]}, "`all[1].scores`"),
+}
+
+
+def wrapped(wrap: Callable[[torch.Tensor, torch.Tensor], Any]) -> Any:
+    model = built()
+    model.wrap = wrap
+    return apply(model, planned("loss"))
+
+
+def forward(model: Any, seed: int = 0) -> Any:
+    return model(*batches(seed)())
+
+
+def loss_of(outputs: Any) -> torch.Tensor:
+    found = [leaf for _, leaf in _leaves(outputs) if leaf.dim() == 0]
+    return found[0]
+
+
+def _leaves(outputs: Any) -> list[tuple[str, torch.Tensor]]:
+    from remat.holding import _named
+
+    return list(_named(outputs))
+
+
+@pytest.mark.parametrize("name", WRAPS)
+def test_held_outputs_are_named(name: str) -> None:
+    wrap, said = WRAPS[name]
+    model = wrapped(wrap)
+    outputs = forward(model)
+    loss_of(outputs).backward()
+    with pytest.warns(UserWarning, match=r"still held") as seen:
+        outputs = forward(model)
+    assert said in str(seen[0].message) and gib(LOGITS) in str(seen[0].message)
+    forward(model)  # once is enough: warnings are errors here
+
+
+def test_a_part_of_an_output_keeps_all_of_it() -> None:
+    model = wrapped(lambda logits, loss: (logits, loss))
+    outputs = forward(model)
+    outputs[1].backward()
+    first = outputs[0][:1].detach()
+    del outputs
+    with pytest.warns(UserWarning, match="still held"):
+        forward(model)
+    assert len(first) == 1
+
+
+def nothing_held(model: Any) -> None:
+    for seed in range(3):
+        loss_of(forward(model, seed)).backward()
+
+
+def the_loss_is_held(model: Any) -> None:
+    losses = []
+    for seed in range(3):
+        losses.append(loss_of(forward(model, seed)))
+        losses[-1].backward()
+
+
+def let_go_before_the_next(model: Any) -> None:
+    for seed in range(3):
+        outputs = forward(model, seed)
+        loss_of(outputs).backward()
+        del outputs
+
+
+def an_evaluation_in_between(model: Any) -> None:
+    for seed in range(3):
+        loss_of(forward(model, seed)).backward()
+        with torch.no_grad():
+            kept = forward(model, seed)
+        model.eval()
+        kept = forward(model, seed)
+        model.train()
+        del kept
+
+
+@pytest.mark.parametrize("trains", [nothing_held, the_loss_is_held, let_go_before_the_next, an_evaluation_in_between])
+def test_nobody_is_warned_who_holds_nothing_that_matters(trains: Callable[[Any], None]) -> None:
+    trains(wrapped(lambda logits, loss: (logits, loss)))
+
+
+def test_an_evaluation_between_two_steps_hides_nothing() -> None:
+    model = wrapped(lambda logits, loss: (logits, loss))
+    outputs = forward(model)
+    outputs[1].backward()
+    with torch.no_grad():
+        forward(model)
+    with pytest.warns(UserWarning, match="still held"):
+        forward(model)
+
+
+def test_inputs_parameters_and_buffers_that_come_back_are_not_the_models_outputs() -> None:
+    large = torch.zeros(1 << 20)
+
+    class Handing(Pair):
+        def __init__(self, layers: int):
+            super().__init__(layers)
+            self.register_buffer("table", large.clone())
+
+        def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+            return {
+                "loss": super().forward(ids, labels)[1],
+                "ids": ids,
+                "weight": self.embed.weight,
+                "table": self.table,
+            }
+
+    workload = dataclasses.replace(PAIR, build=functools.partial(Handing, 3), step=lambda m, batch: m(*batch)["loss"])
+    place = find_place("h100-80gb")
+    profile = profile_step(fake_step(workload, place), place)
+    plan = plan_profile(profile, Budget(1 << 40, 1 << 40))
+    tight = dataclasses.replace(plan, budget_bytes=plan.predicted["peak_bytes"])
+    model = apply(Handing(3), tight)
+    given = batches()()
+    for _ in range(2):
+        outputs = model(*given)
+        outputs["loss"].backward()
+
+
+def test_a_loop_that_says_so_may_hold_the_last_outputs_and_no_older_ones() -> None:
+    model = apply(built(), planned("outputs"))
+    for seed in range(3):
+        outputs = forward(model, seed)
+        outputs[1].backward()
+    older = [outputs]
+    outputs = forward(model)
+    outputs[1].backward()
+    with pytest.warns(UserWarning, match="outputs of forwards before the last are still held") as seen:
+        outputs = forward(model)
+    assert older and "--holds" not in str(seen[0].message)
+
+
+def test_it_is_refused_where_more_than_planned_is_refused() -> None:
+    model = apply(built(), planned("loss"), on_larger="refuse")
+    outputs = forward(model)
+    outputs[1].backward()
+    with pytest.raises(PlanMismatch, match="still held"):
+        forward(model)
+    del outputs
+    forward(model)
+
+
+def test_a_budget_that_has_room_for_them_is_not_spoken_of() -> None:
+    plan = planned("loss")
+    roomy = dataclasses.replace(plan, budget_bytes=plan.predicted["peak_bytes"] + LOGITS)
+    model = apply(built(), roomy)
+    outputs = forward(model)
+    outputs[1].backward()
+    outputs = forward(model)
+
+
+def test_plans_of_modules_look_too() -> None:
+    plan = planned("loss", regions="modules")
+    model = apply(built(), dataclasses.replace(plan, budget_bytes=plan.predicted["peak_bytes"]))
+    outputs = forward(model)
+    outputs[1].backward()
+    with pytest.warns(UserWarning, match="still held"):
+        outputs = forward(model)
+
+
+def test_watching_keeps_nothing_alive() -> None:
+    model = apply(built(), planned("loss"))
+    for _ in range(2):
+        outputs = forward(model)
+        logits = StorageWeakRef(outputs[0].untyped_storage())
+        outputs[1].backward()
+        assert not logits.expired()
+        del outputs
+        assert logits.expired()
