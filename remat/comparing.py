@@ -271,11 +271,13 @@ def _row(
     fits = solution.status in ("optimal", "feasible")
     if has_plan(name, solution):
         # In its file, a plan without a proof of its own gets the one that others made.
-        proved = dataclasses.replace(solution, bound_us=min(best_bound_us, solution.objective_us))
-        plan = assemble(problem, proved, profile, replayed=replayed is not None and fits)
-        if replayed is not None and problem.space.kind == "modules":
-            peak_bytes = replayed(problem, solution.regions)
-            plan = dataclasses.replace(plan, predicted={**plan.predicted, "peak_bytes": peak_bytes})
+        judged = replayed is not None and (fits or problem.space.kind == "modules")
+        proved = dataclasses.replace(
+            solution,
+            bound_us=min(best_bound_us, solution.objective_us),
+            replayed_bytes=replayed(problem, solution.regions) if replayed is not None and judged else None,
+        )
+        plan = assemble(problem, proved, profile, replayed=judged and fits)
     predicted: dict[str, Any] = plan.predicted if plan is not None else {}
     step_us, again_us = predicted.get("step_time_us"), predicted.get("recompute_time_us")
     samples_per_s = None

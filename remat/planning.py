@@ -198,9 +198,9 @@ def _plan_modules(problem: Problem, limits: Limits, solver: Solver, step: FakeSt
         peak = replay_peak(step, problem, solution.regions, profile)
         if peak <= problem.budget_bytes:
             status = solution.status if solution is first else "feasible"
-            judged = dataclasses.replace(solution, status=status, bound_us=min(first.bound_us, solution.objective_us))
-            plan = assemble(problem, judged, profile, replayed=True)
-            return dataclasses.replace(plan, predicted={**plan.predicted, "peak_bytes": peak})
+            bound_us = min(first.bound_us, solution.objective_us)
+            judged = dataclasses.replace(solution, status=status, bound_us=bound_us, replayed_bytes=peak)
+            return assemble(problem, judged, profile, replayed=True)
         more = peak - problem.memory.curve(solution.regions).peak_bytes
         excess = peak - problem.budget_bytes
         asked = problem.with_budget(min(problem.budget_bytes - more, asked.budget_bytes - excess))
@@ -235,9 +235,10 @@ def solve_within(
     if step is None:
         return solution
     limit_bytes = problem.budget_bytes if limit_bytes is None else limit_bytes
-    excess = replay_peak(step, problem, solution.regions, profile) - limit_bytes
+    peak = replay_peak(step, problem, solution.regions, profile)
+    excess = peak - limit_bytes
     if excess <= 0:
-        return solution
+        return dataclasses.replace(solution, replayed_bytes=peak)
     # The evaluator was wrong by a few bytes (Rule 6 of memory.py): ask for that much less. The bound of the
     # original problem still holds, because the plans of the smaller budget are among those of the original one.
     tighter = solve_within(
@@ -311,12 +312,16 @@ def where(graph: Graph, op: int) -> str:
 
 
 def assemble(problem: Problem, solution: Solution, profile: Profile, *, replayed: bool) -> Plan:
-    """The Plan of a solution, with its predictions and its proof."""
+    """The Plan of a solution, with its predictions and its proof.
+
+    Where it has been replayed, its peak is the replay's. They should be equal; where the evaluator says otherwise of a
+    plan whose nodes it knows, `predicted["evaluator_peak_bytes"]` says what.
+    """
     graph, memory = problem.graph, problem.memory
     recompute_us = memory.recompute_time_us(solution.regions, profile.costs.per_op_us(graph))
     curve = memory.curve(solution.regions)
     predicted: dict[str, Any] = {
-        "peak_bytes": curve.peak_bytes,
+        "peak_bytes": curve.peak_bytes if solution.replayed_bytes is None else solution.replayed_bytes,
         "peak_at": where(graph, int(curve.op[curve.peak_at])),
         "step_time_us": problem.step_time_us + recompute_us,
         "recompute_time_us": recompute_us,
@@ -325,6 +330,8 @@ def assemble(problem: Problem, solution: Solution, profile: Profile, *, replayed
         "breakdown": at_peak(memory, solution.regions),
         "judged_by": "replay" if replayed else "evaluator",
     }
+    if predicted["peak_bytes"] != curve.peak_bytes and problem.space.kind == "nodes":
+        predicted["evaluator_peak_bytes"] = curve.peak_bytes
     return Plan(
         regions=place(graph, solution.regions, problem.space.modules),
         fingerprints=graph.fingerprints,

@@ -110,8 +110,17 @@ def _promise(plan: Plan) -> list[tuple[str, ...]]:
         *([("", "", _TRACED)] if NOT_UNTRACED in plan.about else []),
         ("budget", gib(plan.budget_bytes + headroom_bytes), left),
         ("predicted peak", gib(predicted["peak_bytes"]), _labelled(f"{ms(predicted['step_time_us'])} a step", plan)),
+        *_evaluator_row(predicted),
         *reserved_rows(predicted.get("allocator", ())),
     ]
+
+
+def _evaluator_row(predicted: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """A line where the model of memory is wrong about a plan that was replayed."""
+    evaluated = predicted.get("evaluator_peak_bytes", predicted["peak_bytes"])
+    if (apart := evaluated - predicted["peak_bytes"]) == 0:
+        return []
+    return [("", f"{apart:+,} B", "by the evaluator, which is wrong here; the peak is the replay's")]
 
 
 def reserved_rows(found: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:

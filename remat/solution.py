@@ -36,6 +36,7 @@ class Solution:
     status       "infeasible" is proved; "unknown" means that no plan within the budget was found, in time or at all;
                  a heuristic's `regions` are then the plan of its kind that comes nearest
     interrupted  somebody pressed Ctrl-C
+    replayed_bytes  the peak of its plan by the replay, None where nobody replayed it
     """
 
     solver: str
@@ -46,6 +47,7 @@ class Solution:
     wall_s: float = 0.0
     rounds: int = 1
     interrupted: bool = False
+    replayed_bytes: int | None = None
 
     @property
     def gap(self) -> float:
