@@ -37,7 +37,7 @@ from remat.placing import Placer
 from remat.plans import Plan
 from remat.replay import RewrittenCalls
 from remat.rewrite import Counts
-from remat.settling import install_recording_hooks
+from remat.settling import Before, Unsettled, complete, install_recording_hooks
 from remat.units import gib
 from remat.workload import trainable
 
@@ -158,6 +158,7 @@ class PlannedForward:
         self._last_outputs = LastOutputs()
         self._mismatch: PlanMismatch | None = None
         self._more: str = ""  # what a graph that fits takes beyond what was planned
+        self._settled = False  # whether a forward ran as planned since the last that was none of training
         self._graphs: GraphCalls | None = None
         self._compiled: dict[int, tuple[Backend, GraphCalls]] = {}  # the compiler is kept, so that an id stays its own
 
@@ -182,6 +183,7 @@ class PlannedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (torch.is_grad_enabled() and self.model.training):
+            self._settled = False  # some models change themselves for evaluation, and back in the next forward
             return self.original(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
             return _leave_trace(self, args, kwargs)
@@ -208,6 +210,11 @@ class PlannedForward:
     def _settle(self) -> None:
         install_recording_hooks(self.model, self.plan.about.get("recording_models", ()))
 
+    def _settled_or_leave(self) -> None:
+        """Leave the first forward of training whose graph is another than planned: the model may change in it."""
+        if not self._settled:
+            raise Unsettled("the model may not be complete before its first forward.")
+
     def _answers(self) -> Answers | None:
         """What code hears that asks whether it is being traced: the same as when the plan was made."""
         traced = self.plan.about.get("traced_branches")
@@ -233,6 +240,7 @@ class PlannedForward:
 
             def compile_call(call: int, graph_module: fx.GraphModule, example_inputs: list[Any]) -> CompiledCalls:
                 if (mismatch := self._graph_mismatch(call, graph_module)) is not None:
+                    self._settled_or_leave()
                     raise mismatch
                 self._fitting[id(graph_module)] = graph_module
                 regions = self._placer.every(graph_module)
@@ -248,9 +256,12 @@ class PlannedForward:
 
     def _run(self, graphs: GraphCalls, args: Any, kwargs: Any) -> Any:
         known, traced, self._mismatch = len(self._fitting), frames_traced(), None
+        before = None if self._settled else Before(self.model)
         self._arguments = args, kwargs
         try:
             result = graphs(*args, **kwargs)
+        except Unsettled:
+            self._settled = True
         except Exception as error:
             if frames_traced() > traced:
                 forget_traces()
@@ -259,9 +270,12 @@ class PlannedForward:
             raise self._mismatch from error
         finally:
             self._arguments = (), {}
+        if before is not None and self._settled:
+            return self._run_completed(before, graphs, args, kwargs)
         if self._mismatch is not None:
             raise self._mismatch
         self._compare_calls(graphs.count)
+        self._settled = True
         if len(self._fitting) > known:
             self._compare_trainable()
             self._warn_of_traces()
@@ -269,6 +283,13 @@ class PlannedForward:
                 self._not_as_planned("more", self._more)
         self._note_outputs(result, args, kwargs)
         return result
+
+    def _run_completed(self, before: Before, graphs: GraphCalls, args: Any, kwargs: Any) -> Any:
+        """`_run`, after the model's own forward may have completed the model."""
+        complete(before, self.original, args, kwargs)
+        if not self._fitting:  # later, its guards tell what has changed
+            forget_traces()
+        return self._run(graphs, args, kwargs)
 
     def watch(
         self,
@@ -290,6 +311,7 @@ class PlannedForward:
             # A forward that is about to raise has another graph: its own error counts, so this one waits for the end.
             self._mismatch = self._mismatch or self._graph_mismatch(call, graph_module)
             if self._mismatch is not None:
+                self._settled_or_leave()
                 return graph_module(*args)
             self._fitting[id(graph_module)] = graph_module
         return self.calls(call, graph_module, args)

@@ -5,8 +5,12 @@ The first forward of a model is not its steady state: transformers installs the 
 forward that asks for one. A graph captured meanwhile is another than every later one. So planning runs the forward
 until the model stays as it is, and captures it then. The plan says which models have hooks by then, and applying it
 lets transformers install them before the first capture: the same graph then comes wherever in a run a plan is applied.
-A first forward that is run and thrown away was rejected for real models: it draws random numbers, updates statistics,
-and may not fit.
+
+Other models complete themselves in their first forward in ways that nobody can do for them (a table made when it is
+first needed). Where the first forward after applying has another graph than planned, it is left before that graph runs,
+the model's own forward is run once without gradients, random states and buffers are put back, and the forward is
+captured again before the plan is judged. Python's own state is not put back: a counter in a module counts one more.
+Doing so always, instead of letting transformers install its hooks, was rejected for that.
 
 Settling also finds the branches of eager mode that cannot be traced (see `answers.py`). A branch is suspected where
 tracing broke in it. It is given up where tracing gets further with the traced one.
@@ -14,22 +18,30 @@ tracing broke in it. It is given up where tracing gets further with the traced o
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import random
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch._dynamo
 from torch import nn
 
 from remat.answers import Answers
 from remat.capture import frames_traced
-from remat.errors import CaptureError
+from remat.errors import CaptureError, RematError
 
 if TYPE_CHECKING:
     from remat.record import FakeStep
+
+
+class Unsettled(RematError):
+    """The first forward has another graph than planned: it may be because the model is not complete yet."""
+
 
 MOST_FORWARDS = 4  # until a model stays as it is
 _RECORDING = "transformers.utils.output_capturing"
@@ -123,3 +135,38 @@ def install_recording_hooks(model: nn.Module, paths: Iterable[str]) -> None:
         )
     for module in missing:
         install(module)
+
+
+class Before:
+    """What a forward changes beside Python's own state, as it was: random states, and buffers, on the host."""
+
+    def __init__(self, model: nn.Module):
+        self._buffers = [(buffer, buffer.detach().to("cpu", copy=True)) for buffer in model.buffers()]
+        devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
+        self._random = (torch.get_rng_state(), random.getstate(), np.random.get_state())
+        self._on_cuda = [(device, torch.cuda.get_rng_state(device)) for device in devices]
+
+    def put_back(self) -> None:
+        torch.set_rng_state(self._random[0])
+        random.setstate(self._random[1])
+        np.random.set_state(self._random[2])
+        for device, state in self._on_cuda:
+            torch.cuda.set_rng_state(state, device)
+        with torch.no_grad():
+            for buffer, was in self._buffers:
+                buffer.copy_(was)
+
+
+def complete(before: Before, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Let a model complete itself in a forward without gradients, from and back to how things were `before`."""
+    with _put_back(before), torch.no_grad():
+        forward(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _put_back(before: Before) -> Iterator[None]:
+    before.put_back()
+    try:
+        yield
+    finally:
+        before.put_back()

@@ -11,10 +11,12 @@ from torch import nn
 
 import remat.validating as validation
 from remat.answers import Answers
-from remat.applying import apply
+from remat.applying import apply, counts_of
 from remat.capture import GraphCalls
-from remat.errors import CaptureError
+from remat.errors import CaptureError, PlanMismatch
+from remat.graph import Graph
 from remat.grouped_products import grouped_products
+from remat.plans import Region
 from remat.settling import install_recording_hooks, recording_models
 from remat.workload import Workload
 from tests.toys import CPU, every_block, plan_by_hand, recorded, step
@@ -191,6 +193,67 @@ def test_grouped_products_are_faked_in_every_type_that_their_kernels_take_and_on
         assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
     with FakeTensorMode(), pytest.raises(RuntimeError, match="BF16"):
         product(torch.float32, count=7)  # the shapes of calls are cached
+
+
+# models that their first forward completes
+
+
+class Lazy(nn.Module):
+    """Makes its table when it is first needed, after a dropout and a normalisation that keeps statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head, self.norm = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.table: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        x = self.norm(torch.nn.functional.dropout(self.inner(x), 0.5, self.training))
+        if self.table is None:
+            self.table = torch.arange(WIDTH, dtype=x.dtype, device=x.device).cos().square()
+        return (self.head(torch.tanh(x * self.table)) * scale).square().sum()
+
+
+@pytest.mark.parametrize("breaks", [False, True], ids=["one graph", "a second graph differs"])
+def test_a_model_that_completes_itself_runs_its_first_forward_under_the_plan(breaks: bool) -> None:
+    class Model(Lazy):
+        def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            if breaks:
+                x = torch.nn.functional.dropout(x, 0.5, self.training)
+                torch._dynamo.graph_break()
+            return super().forward(x, scale)
+
+    workload = workload_of(Model)
+    graph = recorded(workload)[1]
+    assert "arange" not in {node.op for node in graph.nodes}
+    found = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        model = workload.build()
+        if planned:
+            apply(model, plan_by_hand(graph, [region_of(graph)]))
+        torch.manual_seed(1)
+        batch = workload.batch(4, None)
+        losses = []
+        for _ in range(2):
+            losses.append(workload.step(model, batch))
+            losses[-1].backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        found.append([*losses, *gradients, *model.buffers(), torch.get_rng_state()])
+    assert all(map(torch.equal, *found))
+    assert counts_of(model).regions == 2
+
+
+def region_of(graph: Graph) -> Region:
+    """A region of the last graph call's nodes between its linear layers."""
+    linear = [v for v, node in enumerate(graph.nodes) if node.op == "linear"]
+    return Region(linear[0], linear[-1])
+
+
+def test_a_model_that_is_another_is_refused_after_one_more_look() -> None:
+    plan = plan_by_hand(recorded(workload_of(Lazy))[1], ())
+    model = apply(Branches(is_torchdynamo_compiling), plan)
+    with pytest.raises(PlanMismatch, match="graph differs"):
+        step(model, (torch.randn(4, WIDTH), torch.ones(4, WIDTH)))
 
 
 # transformers
