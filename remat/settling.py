@@ -30,6 +30,7 @@ import numpy as np
 import torch
 import torch._dynamo
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from remat.answers import Answers
 from remat.capture import frames_traced
@@ -138,10 +139,14 @@ def install_recording_hooks(model: nn.Module, paths: Iterable[str]) -> None:
 
 
 class Before:
-    """What a forward changes beside Python's own state, as it was: random states, and buffers, on the host."""
+    """What a forward changes beside Python's own state, as it was: random states, and buffers, on the host.
+
+    Nobody who watches operators sees the copies.
+    """
 
     def __init__(self, model: nn.Module):
-        self._buffers = [(buffer, buffer.detach().to("cpu", copy=True)) for buffer in model.buffers()]
+        with _disable_current_modes():
+            self._buffers = [(buffer, buffer.detach().to("cpu", copy=True)) for buffer in model.buffers()]
         devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
         self._random = (torch.get_rng_state(), random.getstate(), np.random.get_state())
         self._on_cuda = [(device, torch.cuda.get_rng_state(device)) for device in devices]
@@ -152,7 +157,7 @@ class Before:
         np.random.set_state(self._random[2])
         for device, state in self._on_cuda:
             torch.cuda.set_rng_state(state, device)
-        with torch.no_grad():
+        with torch.no_grad(), _disable_current_modes():
             for buffer, was in self._buffers:
                 buffer.copy_(was)
 
