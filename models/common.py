@@ -5,8 +5,8 @@ functions below. The rules that hold for all of them:
 
 1. `transformers` is imported when a workload is made, never when this package is: importing it takes seconds.
 2. No device is named. Tensors are made on the default device, which is `meta` or fake while planning.
-3. A batch has ids or pixels and labels, and nothing else: an attention mask or position ids would rule out
-   the flash kernel.
+3. A batch has ids or pixels and labels, and nothing else: a mask with padding or packed position ids would rule out
+   the flash kernel. `padded` gives a batch such a mask.
 4. `build` makes a fresh configuration each time, because a model writes into the one it is given.
 5. To build without memory use the `meta` device, not `FakeTensorMode`: ViT's initialisation and ConvNeXt V2's
    drop-path rates read values off a tensor, which a fake tensor does not have.
@@ -14,6 +14,7 @@ functions below. The rules that hold for all of them:
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ from remat.errors import UsageError
 from remat.workload import Workload
 
 Batch = dict[str, torch.Tensor]
+NO_LABEL = -100  # what the library's losses leave out
 
 # Options of every language model's configuration: fused attention, and no key-value cache while training.
 TRAINING_TEXT: dict[str, Any] = {"attn_implementation": "sdpa", "use_cache": False}
@@ -79,6 +81,23 @@ def text_workload(
         }
 
     return Workload(name, build, batch, loss_of, batch_size, seq_len, autocast=torch.bfloat16)
+
+
+def padded(workload: Workload) -> Workload:
+    """The same text workload on batches whose last sample is half padding, without labels there."""
+
+    def batch(samples: int, length: int | None) -> Batch:
+        made = workload.batch(samples, length)
+        if "input_ids" not in made:
+            raise UsageError(f"padding was asked for, but model {workload.name} takes no text. Leave --padded out.")
+        ids, labels = made["input_ids"], made["labels"]
+        mask = torch.ones_like(ids)
+        mask[-1, ids.shape[1] // 2 :] = 0
+        if labels.shape == ids.shape:
+            labels[-1, ids.shape[1] // 2 :] = NO_LABEL
+        return {**made, "attention_mask": mask}
+
+    return dataclasses.replace(workload, batch=batch)
 
 
 def image_workload(

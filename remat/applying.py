@@ -26,7 +26,16 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils._pytree import tree_leaves
 
 from remat.answers import Answers, innermost
-from remat.capture import GraphCalls, SizesNotOpen, element_count, forget_traces, frames_traced
+from remat.attention_masks import PADDING, Masks, takes_mask
+from remat.capture import (
+    GraphCalls,
+    SizesNotOpen,
+    element_counts,
+    forget_traces,
+    frames_traced,
+    named_tensors,
+    without_cache,
+)
 from remat.circumstances import differences, given_to, hooked, state_of, versions
 from remat.compiling import Backend, CompiledCalls, name_of, require_kept
 from remat.errors import CaptureError, PlanMismatch, UsageError, is_out_of_memory
@@ -160,6 +169,7 @@ class PlannedForward:
         self._more: str = ""  # what a graph that fits takes beyond what was planned
         self._settled = False  # whether a forward ran as planned since the last that was none of training
         self._graphs: GraphCalls | None = None
+        self._running: GraphCalls | None = None  # the one whose forward is on
         self._compiled: dict[int, tuple[Backend, GraphCalls]] = {}  # the compiler is kept, so that an id stays its own
 
     @property
@@ -194,7 +204,7 @@ class PlannedForward:
             self._settle()
             # A forward that is one graph can be traced again as long as nothing of it has run.
             fits = self._placer.fits_some if self._is_one_graph else None
-            self._graphs = GraphCalls(self.original, self._run_call, fits=fits, answers=self._answers())
+            self._graphs = self._traced(run_call=self._run_call, fits=fits)
         self._compare_autocast()
         self._compare_compiler(None)
         self._compare_batch(args, kwargs)
@@ -204,7 +214,7 @@ class PlannedForward:
         except (SizesNotOpen, CaptureError):
             if not self._graphs.opens_sizes or self._graphs.count:
                 raise
-        self._graphs = GraphCalls(self.original, self._run_call, answers=self._answers())
+        self._graphs = self._traced(run_call=self._run_call)
         return self._run(self._graphs, args, kwargs)
 
     def _settle(self) -> None:
@@ -215,10 +225,16 @@ class PlannedForward:
         if not self._settled:
             raise Unsettled("the model may not be complete before its first forward.")
 
-    def _answers(self) -> Answers | None:
-        """What code hears that asks whether it is being traced: the same as when the plan was made."""
+    def _traced(self, **given: Any) -> GraphCalls:
+        """The forward, traced under the answers and for the masks that the plan was made with."""
         traced = self.plan.about.get("traced_branches")
-        return None if traced is None else Answers(traced)
+        answers = None if traced is None else Answers(traced)
+        return GraphCalls(self.original, answers=answers, planned=self._planned_masks, **given)
+
+    @property
+    def _planned_masks(self) -> Masks:
+        """What batches were planned for; plans from before there was a choice were for explicit masks, if any."""
+        return Masks(**self.plan.about.get("masks", {"padded": True, "packed": True}))
 
     @property
     def _is_one_graph(self) -> bool:
@@ -246,7 +262,7 @@ class PlannedForward:
                 regions = self._placer.every(graph_module)
                 return CompiledCalls(regions, graph_module, example_inputs, inner, self.calls.counts)
 
-            graphs = GraphCalls(self.original, compile_call=compile_call, answers=self._answers())
+            graphs = self._traced(compile_call=compile_call)
             self._compiled[id(inner)] = (inner, graphs)
         self._compare_autocast()
         self._compare_compiler(name_of(inner))
@@ -255,11 +271,12 @@ class PlannedForward:
         return self._run(self._compiled[id(inner)][1], args, kwargs)
 
     def _run(self, graphs: GraphCalls, args: Any, kwargs: Any) -> Any:
-        known, traced, self._mismatch = len(self._fitting), frames_traced(), None
+        known, traced, self._mismatch, self._running = len(self._fitting), frames_traced(), None, graphs
         before = None if self._settled else Before(self.model)
         self._arguments = args, kwargs
         try:
-            result = graphs(*args, **kwargs)
+            with without_cache(self.model):
+                result = graphs(*args, **kwargs)
         except Unsettled:
             self._settled = True
         except Exception as error:
@@ -334,16 +351,16 @@ class PlannedForward:
         given = given_to(self.original, *self._arguments)
         fit = self._placer.fit(call, graph_module, same_shapes=given == self.plan.about.get("batch"))
         if isinstance(fit, Fit):
-            return self._larger_mismatch(fit)
-        return self._mismatch_of(f"whose graph differs from this model's {fit}", given)
+            return self._larger_mismatch(fit, graph_module)
+        return self._mismatch_of(f"whose graph differs from this model's {fit}", given, graph_module)
 
-    def _mismatch_of(self, what: str, given: dict[str, str]) -> PlanMismatch:
+    def _mismatch_of(self, what: str, given: dict[str, str], graph_module: fx.GraphModule) -> PlanMismatch:
         """`what`, everything that is known to differ, and what to do about it."""
         found = {"batch": given, "versions": versions(), **state_of(self.model)}
         said = [f"the plan was made for {self.plan.about['workload']!r}, {what}", *differences(self.plan.about, found)]
-        return PlanMismatch(f"{'; '.join([*said, self._remedy()])}.")
+        return PlanMismatch(f"{'; '.join([*said, self._remedy(graph_module)])}.")
 
-    def _larger_mismatch(self, fit: Fit) -> PlanMismatch | None:
+    def _larger_mismatch(self, fit: Fit, graph_module: fx.GraphModule) -> PlanMismatch | None:
         """Refuse a graph that is spelled in another way and takes more than the budget has room for, or note it."""
         peak_bytes = self.plan.predicted["peak_bytes"]
         if peak_bytes + fit.more_bytes <= max(self.plan.budget_bytes, peak_bytes):
@@ -353,14 +370,16 @@ class PlannedForward:
             f"{gib(max(self.plan.budget_bytes - peak_bytes, 0))} to spare"
         )
         if fit.more_bytes > SMALL_CHANGE * peak_bytes:
-            return self._mismatch_of(text, given_to(self.original, *self._arguments))
+            return self._mismatch_of(text, given_to(self.original, *self._arguments), graph_module)
         self._more = f"{text}; make a plan for this model."
         return None
 
-    def _remedy(self) -> str:
+    def _remedy(self, graph_module: fx.GraphModule) -> str:
         """What to do about another graph, by what may have made it another."""
         if (grown := self._grown()) is not None:
             return grown
+        if (masked := self._masked(graph_module)) is not None:
+            return masked
         if checkpoints_itself(self.model):
             return "turn gradient_checkpointing off in this model, the plan decides what is recomputed, or plan with it"
         if new := [path for path in hooked(self.model) if path not in self.plan.about.get("hooked", ())]:
@@ -376,6 +395,25 @@ class PlannedForward:
             f"it has {found} parameters, and had {planned} when planned: make a plan with a workload whose `build` "
             "returns the model as it is trained, adapters (LoRA) included"
         )
+
+    def _masked(self, graph_module: fx.GraphModule) -> str | None:
+        """What to do where batches ask for another attention mask than planned; None where they do not."""
+        assert self._running is not None
+        seen, planned = self._running.seen, self._planned_masks
+        if seen.packed and not planned.packed:
+            return (
+                "the position ids of this batch do not count up (several sequences are packed in a row), and so "
+                "attention takes an explicit mask, which needs another kernel and other bytes: plan with a workload "
+                "whose batch has them"
+            )
+        if seen.padded and not planned.padded:
+            return PADDING
+        if seen.ones and not (planned.ones or planned.padded) and takes_mask(graph_module):
+            return (
+                "this batch has an attention mask, and the plan is for batches without; this model uses it, though it "
+                "is of ones only. Leave it out, or plan with --padded"
+            )
+        return None
 
     def _compare_calls(self, count: int) -> None:
         if count != len(self.plan.fingerprints):
@@ -416,8 +454,12 @@ class PlannedForward:
         )
 
     def _compare_batch(self, args: Any, kwargs: Any) -> None:
-        planned = self.plan.about.get("batch_elements")
-        found = element_count(args, kwargs)
+        elements = element_counts(named_tensors(self.original, args, kwargs))
+        inputs = self.plan.about.get("batch_inputs", {})
+        if names := inputs.keys() & elements.keys():  # what else comes, such as a mask, is not what makes it large
+            planned, found = (sum(of[name] for name in names) for of in (inputs, elements))
+        else:
+            planned, found = self.plan.about.get("batch_elements"), sum(elements.values())
         if not planned or found <= planned:
             return
         self._not_as_planned(

@@ -15,17 +15,26 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import sys
+import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
 import torch._dynamo
 from torch import fx, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import MappingKey, tree_leaves_with_path
 
 from remat.answers import Answers, answering
+from remat.attention_masks import (
+    IsOnes,
+    Masks,
+    all_ones,
+    eager_attention_masks,
+    foreign_mask,
+    given_masks,
+    masks_of,
+)
 from remat.errors import CaptureError, RematError
 from remat.grouped_products import grouped_products
 from remat.opaque import open_nodes
@@ -36,11 +45,17 @@ RECOMPILE_LIMIT = 1 << 16
 _ISOLATED: dict[str, Any] = (
     {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
 )
+# Methods of loggers; transformers adds some that log once.
+_LOGS = ("debug", "info", "warning", "error", "info_once", "warning_once", "warning_advice")
 _VIEWS = {"expand", "expand_as", "permute", "reshape", "squeeze", "transpose", "unsqueeze", "view"}
 
 
 class SizesNotOpen(RematError):
     """A graph for batches of every size is not the one that is wanted: trace each size by itself."""
+
+
+class ForeignMask(RematError):
+    """The model makes an attention mask of its own, whose data is not known before the trace."""
 
 
 class RunCall(Protocol):
@@ -58,9 +73,12 @@ class CompileCall(Protocol):
 class GraphCalls:
     """A function traced by Dynamo whose graph calls are executed by `run_call`, or by what `compile_call` gave.
 
-    count     graph calls of the last call          elements  of the tensors that it was given
+    count     graph calls of the last call          elements  of the tensors that it was given, by name
+    seen      what the data of the last call said about attention
+    masks     what it was traced for; `planned`: what a plan's was
     fits      whether a graph with open sizes (`sizes.py`) will do; without it, every new shape is traced by itself
     answers   what code hears that asks whether it is being traced; by default what Dynamo says
+    is_ones   looks into an attention mask
 
     Raises `CaptureError` where Dynamo cannot trace at all, `SizesNotOpen` where a graph with open sizes does not fit.
     """
@@ -72,18 +90,33 @@ class GraphCalls:
         compile_call: CompileCall | None = None,
         fits: Callable[[fx.GraphModule], bool] | None = None,
         answers: Answers | None = None,
+        planned: Masks | None = None,
+        is_ones: IsOnes = all_ones,
     ):
         self.function = function
         self.answers = answers
         self._run_call = run_call
         self._compile_call = compile_call
         self._fits = fits
-        dynamic = False if fits is None else None
-        self._compiled = torch.compile(function, backend=self._backend, dynamic=dynamic, **_ISOLATED)
+        self._planned = planned or Masks()
+        self._is_ones = is_ones
+        self._compiled: dict[Masks, Callable[..., Any]] = {}
+        self._given: list[torch.Tensor] = []
         self.count = 0
-        self.elements = 0
+        self.elements: dict[str, int] = {}
+        self.seen = self.masks = Masks()
 
-    def _backend(self, graph_module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+    def _traced_for(self, masks: Masks) -> Callable[..., Any]:
+        """The function, traced for batches of these `masks` alone: Dynamo shares traces of equal backends."""
+        if masks not in self._compiled:
+            dynamic, backend = False if self._fits is None else None, _Backend(self).compile
+            self._compiled[masks] = torch.compile(self.function, backend=backend, dynamic=dynamic, **_ISOLATED)
+        return self._compiled[masks]
+
+    def compile(self, graph_module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        """What runs a graph that Dynamo has traced."""
+        if foreign_mask(graph_module, example_inputs, self._given):
+            raise ForeignMask("the model makes an attention mask of its own, beside that of ones that it is given.")
         open_nodes(graph_module)
         drop_dead_views(graph_module)
         if self._fits is not None and has_sizes(graph_module) and not self._will_do(graph_module):
@@ -110,13 +143,34 @@ class GraphCalls:
         return move_sizes_first(graph_module) and self._fits(graph_module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.look(args, kwargs)
+        try:
+            return self._call(args, kwargs)
+        except ForeignMask as error:
+            if self.count:
+                raise CaptureError(f"{error} Leave that out of the batch, or plan with it.") from error
+        finally:
+            self._given = []
+        self._planned = self._planned.with_explicit_masks()
+        self.masks = self.seen.as_planned(self._planned)
+        forget_traces()
+        return self._call(args, kwargs)
+
+    def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Masks:
+        """What a batch is, before it is run: sets `elements`, `seen` and `masks`."""
+        given = named_tensors(self.function, args, kwargs)
+        self._given, self.elements = given_masks(given), element_counts(given)
+        self.seen = masks_of(given, self._is_ones)
+        self.masks = self.seen.as_planned(self._planned)
+        return self.masks
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.count = 0
-        self.elements = element_count(args, kwargs)
         with (
             dynamo_settings(),
             answering(),
             grouped_products(),
-            eager_attention_masks(args, kwargs),
+            eager_attention_masks(self.masks),
             warnings.catch_warnings(),
         ):
             # Dynamo looks at .grad of every tensor that crosses a graph break.
@@ -124,11 +178,25 @@ class GraphCalls:
             # It follows into the functions behind caches, as it must.
             warnings.filterwarnings("ignore", message=r"Dynamo detected a call to a `functools\.lru_cache`-wrapped")
             try:
-                return self._compiled(*args, **kwargs)
+                return self._traced_for(self.masks)(*args, **kwargs)
             except torch._dynamo.exc.TorchDynamoException as error:
                 if isinstance(reason := getattr(error, "inner_exception", None), RematError):
                     raise reason from error
                 raise CaptureError(f"the model cannot be captured: {_first_line(error)}") from error
+
+
+class _Backend:
+    """One backend for Dynamo, equal to no other of the same `GraphCalls`."""
+
+    def __init__(self, calls: GraphCalls):
+        self._calls = calls
+
+    @property
+    def answers(self) -> Answers | None:
+        return self._calls.answers
+
+    def compile(self, graph_module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        return self._calls.compile(graph_module, example_inputs)
 
 
 def _interpreted(run_call: RunCall, graph_module: fx.GraphModule) -> Callable[..., Any]:
@@ -160,9 +228,29 @@ def drop_dead_views(graph_module: fx.GraphModule) -> None:
     graph_module.recompile()
 
 
-def element_count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Elements of all tensors that a forward is given: how large its batch is."""
-    return sum(leaf.numel() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+def named_tensors(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[tuple[str, torch.Tensor]]:
+    """All tensors that a forward is given, with the names of the arguments or keys under which it finds them."""
+    given: dict[str, Any] = kwargs
+    if args:
+        try:
+            given = inspect.signature(function).bind_partial(*args, **kwargs).arguments
+        except (TypeError, ValueError):  # the call will fail, or is of something that has no signature
+            given = {"": args, **kwargs}
+    found = []
+    for path, leaf in tree_leaves_with_path(given):
+        if isinstance(leaf, torch.Tensor):
+            found.append((next((str(k.key) for k in reversed(path) if isinstance(k, MappingKey)), ""), leaf))
+    return found
+
+
+def element_counts(given: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
+    """Elements of the tensors that a forward is given, by name: how large its batch is."""
+    counts: dict[str, int] = {}
+    for name, tensor in given:
+        counts[name] = counts.get(name, 0) + tensor.numel()
+    return counts
 
 
 @contextlib.contextmanager
@@ -170,9 +258,11 @@ def dynamo_settings() -> Iterator[None]:
     """Fail loudly instead of falling back to eager, and allow as many batch shapes as training may bring.
 
     Inside DistributedDataParallel Dynamo would cut every graph at the borders of gradient buckets: no plan would fit.
-    Recurrent layers are followed into, and hooks that come or go between two steps are seen.
+    Recurrent layers are followed into, and hooks that come or go between two steps are seen. What a model says through
+    `logging` in its first forward is lost: there Dynamo would break the graph, and only there.
     """
     with torch._dynamo.config.patch(
+        ignore_logger_methods={getattr(logging.Logger, name) for name in _LOGS if hasattr(logging.Logger, name)},
         recompile_limit=RECOMPILE_LIMIT,
         accumulated_recompile_limit=RECOMPILE_LIMIT,
         fail_on_recompile_limit_hit=True,
@@ -198,39 +288,26 @@ def _first_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def eager_attention_masks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-    """Let transformers choose its attention mask as it does in eager mode.
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """A transformers model that builds no key-value cache, as its configuration may say that it does.
 
-    In eager mode transformers looks at the data, sees that nothing is padded or packed, and passes no mask, which
-    is what lets attention use its flash kernel. While traced, and on fake tensors, it cannot look, and builds an
-    explicit mask. Where the caller gave neither a mask nor position ids there is nothing to look at, so the eager
-    answer is known.
+    No training step reads the cache, and it would keep the keys and values of every layer until the forward ends,
+    whatever a plan recomputes. The library's own gradient checkpointing turns it off too.
     """
-    masking = sys.modules.get("transformers.masking_utils")
-    if masking is None or any(kwargs.get(key) is not None for key in ("attention_mask", "position_ids")):
-        yield
-        return
-    answers: dict[str, Callable[..., Any]] = {
-        "find_packed_sequence_indices": _nothing_packed,
-        "is_torchdynamo_exporting": _not_exporting,
-        "is_tracing": _not_exporting,
-    }
-    originals = {name: getattr(masking, name) for name in answers if hasattr(masking, name)}
-    for name in originals:
-        setattr(masking, name, answers[name])
+    configs = cache_builders(model)
+    for config in configs:
+        config.use_cache = False
     try:
         yield
     finally:
-        for name, original in originals.items():
-            setattr(masking, name, original)
+        for config in configs:
+            config.use_cache = True
 
 
-def _nothing_packed(position_ids: Any) -> None:
-    return None
-
-
-def _not_exporting(tensor: Any = None) -> bool:
-    return False
+def cache_builders(model: nn.Module) -> list[Any]:
+    """The configurations in `model` that ask for a key-value cache."""
+    configs = (module.__dict__.get("config") for module in model.modules())
+    return list({id(config): config for config in configs if getattr(config, "use_cache", None) is True}.values())
 
 
 def fake_model(build: Callable[[], nn.Module], mode: Any, device: torch.device) -> nn.Module:

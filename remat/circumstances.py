@@ -20,7 +20,8 @@ PACKAGES = ("transformers", "numpy", "peft", "accelerate", "ortools")  # beside 
 MOST_LISTED = 5  # of one kind of difference
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_NAMES = ("architectures", "name_or_path", "transformers_version")  # in configurations: of the file, not of the model
+# In configurations: of the file, not of the model; and what makes no difference (`capture.without_cache`).
+_NAMES = ("architectures", "name_or_path", "transformers_version", "use_cache")
 
 
 def versions() -> dict[str, str]:

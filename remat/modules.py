@@ -26,6 +26,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from remat.applying import PlannedForward, checkpoints_itself, dtypes_of
+from remat.attention_masks import PADDING, all_ones, masks_of
+from remat.capture import named_tensors, without_cache
 from remat.errors import PlanMismatch, UsageError
 from remat.holding import LastOutputs
 from remat.plans import PlacedRegion
@@ -299,12 +301,20 @@ class PlannedModules(PlannedForward):
             self._warn_of_own_checkpointing()
         self._compare_batch(args, kwargs)
         self._compare_held()
+        self._compare_masks(args, kwargs)
         self.calls.entered.clear()
         self.calls.compare = self._compare_region if first else None
-        result = self.original(*args, **kwargs)
+        with without_cache(self.model):
+            result = self.original(*args, **kwargs)
         self.calls.require_all_entered()
         self._note_outputs(result, args, kwargs)
         return result
+
+    def _compare_masks(self, args: Any, kwargs: Any) -> None:
+        """Untraced, the model looks at its masks by itself; what they cost was planned for or not."""
+        if self._planned_masks.padded or not masks_of(named_tensors(self.original, args, kwargs), all_ones).padded:
+            return
+        self._not_as_planned("padding", f"{PADDING}.")
 
     def _warn_of_own_checkpointing(self) -> None:
         if checkpoints_itself(self.model):

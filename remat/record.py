@@ -31,7 +31,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from remat.anchors import identity_of, module_path, module_paths, updates_statistics
 from remat.answers import Answers
-from remat.capture import GraphCalls, eager_attention_masks, fake_model
+from remat.attention_masks import OnesSeen, eager_attention_masks
+from remat.capture import GraphCalls, fake_model, without_cache
 from remat.circumstances import given_to, state_of, versions
 from remat.errors import CaptureError, RematError
 from remat.graph import (
@@ -137,10 +138,11 @@ class FakeStep:
         self._views = ViewHistories()
         self.eager_context = eager_context
         self.model = fake_model(workload.build, self.mode, device)
-        with self.mode, torch.device(device):
+        with self.mode, torch.device(device), (seen := OnesSeen()):
             self.batch = workload.batch(workload.batch_size, workload.seq_len)
         self.run_call: Any = _run_plainly
         self._forward = self.model.forward
+        self._ones = seen
         self._settled = compiled
         self.capture_anew(None if compiled else Answers())
         self._kernels_of = kernels_of or device.type
@@ -153,8 +155,8 @@ class FakeStep:
 
     def capture_anew(self, answers: Answers | None) -> None:
         """Forget what was captured, and capture with `answers` from now on."""
-        self.calls = _NotedCalls(self._forward, self._run_call, answers=answers)
-        self.model.forward = self.calls
+        self.calls = _NotedCalls(self._forward, self._run_call, answers=answers, is_ones=self._ones.hold)
+        self.model.forward = self._traced_forward
 
     def _settle(self) -> None:
         if not self._settled:
@@ -223,9 +225,14 @@ class FakeStep:
     def _holding(self) -> contextlib.AbstractContextManager[None]:
         return self.held.catching(self.model) if self.loop.holds_outputs else contextlib.nullcontext()
 
+    def _traced_forward(self, *args: Any, **kwargs: Any) -> Any:
+        with without_cache(self.model):
+            return self.calls(*args, **kwargs)
+
     def eager_forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, untraced."""
-        with self.eager_context(), self._views, eager_attention_masks(args, kwargs):
+        masks = self.calls.look(args, kwargs)
+        with self.eager_context(), self._views, eager_attention_masks(masks), without_cache(self.model):
             return self._forward(*args, **kwargs)
 
     def warm_up(self, alignment_bytes: int = 1) -> tuple[int, Tracker]:
@@ -343,7 +350,9 @@ def _about(step: FakeStep) -> dict[str, Any]:
         "workload": workload.name,
         "batch_size": workload.batch_size,
         "seq_len": workload.seq_len,
-        "batch_elements": step.calls.elements,
+        "batch_elements": sum(step.calls.elements.values()),
+        "batch_inputs": step.calls.elements,
+        "masks": dataclasses.asdict(step.calls.masks),
         "autocast": str(workload.autocast).removeprefix("torch.") if workload.autocast else None,
         "parameter_dtypes": dtypes,
         "parameter_count": sum(p.numel() for p in step.model.parameters()),

@@ -65,6 +65,10 @@ class Family:
                 **low.about,
                 "batch_size": batch_size,
                 "batch_elements": int(line(low.about["batch_elements"], high.about["batch_elements"])),
+                "batch_inputs": {
+                    name: int(line(elements, high.about["batch_inputs"][name]))
+                    for name, elements in low.about["batch_inputs"].items()
+                },
             },
         )
         rounded = dataclasses.replace(

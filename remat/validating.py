@@ -35,6 +35,7 @@ import torch
 
 from remat.allocator_settings import AllocatorSettings
 from remat.applying import apply, planned_forward, remove
+from remat.capture import cache_builders
 from remat.costs import estimate
 from remat.errors import PlanMismatch, UsageError, ValidationFailed, is_out_of_memory
 from remat.fragmentation import footprint
@@ -446,6 +447,10 @@ class _Validation:
     def _steps(self, sizes: _Sizes) -> tuple[dict[str, int] | None, _Comparison, dict[str, int]]:
         """(untouched step as measured, None where it does not fit; comparison; planned step as measured)"""
         training = self._built()
+        if configs := cache_builders(training.model):
+            self.notes.append("The untouched step was run with use_cache=False: a planned forward builds no cache.")
+        for config in configs:
+            config.use_cache = False
         while True:
             try:
                 training.set_batch(self.compared.workload.batch_size, self.seed + 1)
@@ -489,7 +494,7 @@ class _Validation:
 
     def _compare(self, training: Training, expected: _FirstStep) -> _Comparison:
         training.begin_again()
-        about = {name: value for name, value in self.plan.about.items() if name != "batch_elements"}
+        about = {name: value for name, value in self.plan.about.items() if not name.startswith("batch_")}
         apply(training.model, dataclasses.replace(self.plan, about=about))  # a larger batch was chosen on purpose
         kernels = KernelLog()
         counts = planned_forward(training.model).watch(observe=True, recompute_context=kernels.paused)

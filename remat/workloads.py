@@ -2,7 +2,8 @@
 
 1. a ready-made one, by its name (`remat.models`)
 2. `path/to/file.py:function`: a function without arguments that returns a `remat.Workload`
-3. an existing folder with the `config.json` of a Hugging Face causal language model; no network is used
+3. an existing folder with the `config.json` of a Hugging Face language model, causal or for masked tokens; no network
+   is used
 4. the id of one on the Hugging Face hub; its configuration is fetched, its weights never
 
 A `ModelSpec` holds what was asked for, so that a plan or profile file can say how to make the workload again. Paths
@@ -36,7 +37,7 @@ from torch import nn
 
 from remat import models
 from remat.errors import RematError, UsageError, is_out_of_memory
-from remat.models.common import text_workload, transformers
+from remat.models.common import padded, text_workload, transformers
 from remat.optimizers import optimizer_named
 from remat.record import describe
 from remat.workload import DTypePolicy, Workload
@@ -59,6 +60,7 @@ class ModelSpec:
     image_size: int | None = None
     dtype: str | None = None
     optimizer: str | None = None
+    padded: bool | None = None
 
     def workload(self) -> Workload:
         """The workload asked for. Raises UsageError where there is none, or it does not take an option."""
@@ -68,6 +70,13 @@ class ModelSpec:
                 f"sequence length {self.seq_len} was given, but model {workload.name} has none. Leave it out."
             )
         workload = workload.sized(self.batch_size, self.seq_len)
+        if self.padded:
+            if path is not None:
+                raise UsageError(
+                    f"--padded is for models by name; let the `batch` of {workload.name} return an attention mask with "
+                    "zeros."
+                )
+            workload = padded(workload)
         if self.optimizer is not None:
             workload = dataclasses.replace(workload, optimizer=optimizer_named(self.optimizer))
         if self.dtype is not None:
@@ -202,18 +211,18 @@ def _a(value: Any) -> str:
 
 
 def from_folder(folder: Path) -> Workload:
-    """The causal language model whose `config.json` lies in `folder`."""
+    """The language model whose `config.json` lies in `folder`."""
     if not (folder / "config.json").is_file():
         raise UsageError(f"the folder {folder} has no config.json, so it is not a Hugging Face model.")
     try:
         config = _library().AutoConfig.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # the library raises OSError, ValueError, KeyError, and its dependencies' own
         raise UsageError(f"{folder / 'config.json'} cannot be used: {describe(error)}") from error
-    return causal_workload(folder.resolve().name, config)
+    return text_workload_of(folder.resolve().name, config)
 
 
 def from_hub(model: str) -> Workload:
-    """The causal language model with id `model` on the Hugging Face hub, or in its cache on this machine."""
+    """The language model with id `model` on the Hugging Face hub, or in its cache on this machine."""
     close = difflib.get_close_matches(model, models.names())
     meant = f" (did you mean {' or '.join(close)}?)" if close else ""
     unknown = f"model {model!r} is not known: it is no ready-made model{meant}, no file.py:function, no folder"
@@ -226,7 +235,7 @@ def from_hub(model: str) -> Workload:
     except Exception as error:  # as above
         why = describe(error) if reachable else "the hub cannot be reached, and the model is not in its local cache"
         raise UsageError(f"{unknown}, and not to be had from the Hugging Face hub: {why}.") from error
-    return causal_workload(model.rpartition("/")[2], config)
+    return text_workload_of(model.rpartition("/")[2], config)
 
 
 def hub_answers() -> bool:
@@ -241,23 +250,21 @@ def hub_answers() -> bool:
     return True
 
 
-def causal_workload(name: str, config: Any) -> Workload:
-    """Training of the causal language model of `config`, with random weights in fp32 under bf16 autocast."""
-    library = _library()
-    if type(config) not in library.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UsageError(
-            f"{name} is a configuration of type {config.model_type!r}, which is no causal language model. Write a "
-            "function that returns a remat.Workload, and give it as file.py:function."
-        )
+def text_workload_of(name: str, config: Any) -> Workload:
+    """Training of the language model of `config`, with random weights in fp32 under bf16 autocast.
+
+    It is the causal one, unless the configuration names one for masked tokens (BERT) as its architecture.
+    """
+    make, loss_type = _language_model(name, config)
 
     def build() -> nn.Module:
         own = copy.deepcopy(config)  # a model writes into its configuration
         own.use_cache = False
         if hasattr(own, "num_experts_per_tok"):
             own._experts_implementation = "batched_mm"  # as in models/qwen3_moe.py
-        model = library.AutoModelForCausalLM.from_config(own, dtype=torch.float32)
+        model = make.from_config(own, dtype=torch.float32)
         if getattr(model, "loss_type", None) is None:
-            model.loss_type = "ForCausalLM"  # as in models/gpt2.py
+            model.loss_type = loss_type  # as in models/gpt2.py
         return cast(nn.Module, model.train())
 
     text = config.get_text_config()
@@ -269,6 +276,20 @@ def causal_workload(name: str, config: Any) -> Workload:
         positions=positions,
         batch_size=CAUSAL_BATCH_SIZE,
         seq_len=min(CAUSAL_SEQ_LEN, positions or CAUSAL_SEQ_LEN),
+    )
+
+
+def _language_model(name: str, config: Any) -> tuple[Any, str]:
+    """What makes the language model of `config`, and the loss that the library has for it."""
+    library = _library()
+    masked = library.MODEL_FOR_MASKED_LM_MAPPING
+    if type(config) in masked and masked[type(config)].__name__ in (config.architectures or ()):
+        return library.AutoModelForMaskedLM, "ForMaskedLM"
+    if type(config) in library.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return library.AutoModelForCausalLM, "ForCausalLM"
+    raise UsageError(
+        f"{name} is a configuration of type {config.model_type!r}, which is no causal language model, nor one for "
+        "masked tokens. Write a function that returns a remat.Workload, and give it as file.py:function."
     )
 
 

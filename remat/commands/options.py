@@ -90,7 +90,7 @@ class ModelOptions:
         str | None,
         _option(
             help="A ready-made model (see `remat models`), path/to/file.py:function that returns a remat.Workload, a "
-            "folder with a config.json, or the id of a causal language model on the Hugging Face hub. The first that "
+            "folder with a config.json, or the id of a language model on the Hugging Face hub. The first that "
             "fits."
         ),
     ] = None
@@ -109,6 +109,15 @@ class ModelOptions:
         _option(
             help="A class of torch.optim in any case (adamw, sgd, ...), with its form if that matters (adamw:fused, "
             "adamw:foreach, adamw:single); adamw8bit and its like of bitsandbytes; or none."
+        ),
+    ] = None
+
+    padded: Annotated[
+        bool | None,
+        _option(
+            "--padded",
+            help="Batches of text have padding: an attention mask with zeros, so other kernels and bytes than without. "
+            "Batches that happen to have none train with such a plan too.",
         ),
     ] = None
 

@@ -1,0 +1,195 @@
+"""Attention masks: let transformers choose, while traced, the mask that it chooses in eager mode.
+
+In eager mode transformers looks at the data: where nothing is padded or packed it passes no mask, which is what lets
+attention use its flash kernel. While traced, and on fake tensors, it cannot look, and builds an explicit mask: another
+kernel, and other bytes. So remat looks before the trace, at the batch that the forward is given, and answers in its
+place. On a GPU that waits for the device once per forward, as transformers does in eager mode.
+
+Rule 1  What is known of a batch is part of what a trace was made for: the graph of a batch without padding would be
+        wrong for one with it, and no guard of Dynamo's sees the difference. `GraphCalls` keeps one for each `Masks`.
+Rule 2  Only a mask that the forward was given is answered for. One that the model makes by itself is marked in the
+        graph (`_known_ones`) and found there by `foreign_mask`: its data is not known.
+Rule 3  On fake tensors there is nothing to look at. While planning, `OnesSeen` watches the workload make its batch: a
+        mask that `torch.ones` made, and that nobody wrote into, is one of ones. Any other counts as padded.
+
+Rejected: leaving a mask of ones out of the call. Some models use it for more than attention (the load balancing loss
+of mixtures of experts, positions counted from it), and would run other kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+IsOnes = Callable[[torch.Tensor], bool]
+
+PADDING = (
+    "this batch has padding, and the plan is for batches without: attention takes an explicit mask, which needs "
+    "another kernel and other bytes. Plan with --padded, or with a workload whose batch has an attention mask with "
+    "zeros"
+)
+_MAKE_ONES = {"ones", "ones_like", "new_ones"}
+_MAKE_FULL = {"full", "full_like", "new_full"}
+_PASS_ON = {"_to_copy", "clone", "detach", "alias", "view", "expand", "unsqueeze"}
+_SAME_DATA = {"to", "view", "bool", "contiguous"}  # methods after which a mask of ones is one still
+
+
+@dataclasses.dataclass(frozen=True)
+class Masks:
+    """What the data of a batch means for attention.
+
+    ones    attention masks were given, and all are known to be of ones only
+    padded  one was given that is not             packed  position ids were, and are not known to count up by one
+    """
+
+    ones: bool = False
+    padded: bool = False
+    packed: bool = False
+
+    def as_planned(self, planned: Masks) -> Masks:
+        """With an explicit mask where the plan has one: it is right for a batch without padding too."""
+        padded = self.padded or (self.ones and planned.padded)
+        return Masks(self.ones and not padded, padded, self.packed or planned.packed)
+
+    def with_explicit_masks(self) -> Masks:
+        return dataclasses.replace(self, padded=True)
+
+
+def given_masks(given: Iterable[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
+    """The attention masks among the tensors that a forward is given."""
+    return [tensor for name, tensor in given if name.endswith("attention_mask")]
+
+
+def masks_of(given: Sequence[tuple[str, torch.Tensor]], is_ones: IsOnes) -> Masks:
+    """What the tensors that a forward is given, by their names, say; `is_ones` looks into a mask."""
+    masks = given_masks(given)
+    ones = all(mask.ndim == 2 and is_ones(mask) for mask in masks)
+    positions = [tensor for name, tensor in given if name == "position_ids"]
+    return Masks(bool(masks) and ones, not ones, not all(p.ndim == 2 and _counts_up(p) for p in positions))
+
+
+def all_ones(mask: torch.Tensor) -> bool:
+    """Whether a mask with data is of ones only."""
+    return not _without_data(mask) and bool((mask == 1).all())
+
+
+def _counts_up(positions: torch.Tensor) -> bool:
+    return not _without_data(positions) and bool((positions.diff(dim=-1) == 1).all())
+
+
+def _without_data(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, FakeTensor) or tensor.is_meta
+
+
+class OnesSeen(TorchDispatchMode):
+    """Watches tensors being made, and says afterwards which hold ones only. (Rule 3)"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ones: dict[int, torch.UntypedStorage] = {}  # kept, so that an id stays its own
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name = func._schema.name.removeprefix("aten::")
+        if func._schema.is_mutable:
+            for tensor in tree_leaves((args, kwargs)):
+                if isinstance(tensor, torch.Tensor):
+                    self._ones.pop(id(tensor.untyped_storage()), None)
+        elif isinstance(out, torch.Tensor) and (
+            name in _MAKE_ONES
+            or (name in _MAKE_FULL and args[1] == 1)
+            or (name in _PASS_ON and isinstance(args[0], torch.Tensor) and self.hold(args[0]))
+        ):
+            self._ones[id(out.untyped_storage())] = out.untyped_storage()
+        return out
+
+    def hold(self, tensor: torch.Tensor) -> bool:
+        return id(tensor.untyped_storage()) in self._ones
+
+
+# While traced
+
+
+@contextlib.contextmanager
+def eager_attention_masks(masks: Masks) -> Iterator[None]:
+    """Let transformers choose its attention masks as in eager mode for a batch of which `masks` is known."""
+    masking = sys.modules.get("transformers.masking_utils")
+    if masking is None:
+        yield
+        return
+    answers: dict[str, Callable[..., Any]] = {"is_torchdynamo_exporting": _not_exporting}
+    if not masks.packed:
+        answers["find_packed_sequence_indices"] = _nothing_packed
+    if masks.ones:
+        for name in ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"):
+            if (original := getattr(masking, name, None)) is not None:
+                answers[name] = _for_a_mask_of_ones(original)
+    originals = {name: getattr(masking, name) for name in answers if hasattr(masking, name)}
+    for name in originals:
+        setattr(masking, name, answers[name])
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(masking, name, original)
+
+
+def _for_a_mask_of_ones(original: Callable[..., bool]) -> Callable[..., bool]:
+    """`original`, which says whether no mask is needed, told that a mask of ones is none."""
+
+    def ignore(padding_mask: Any, *args: Any, **kwargs: Any) -> bool:
+        if padding_mask is None:
+            return original(None, *args, **kwargs)
+        if ignored := original(None, *args, **kwargs):
+            _known_ones(padding_mask)
+        return ignored
+
+    return ignore
+
+
+@torch._dynamo.allow_in_graph
+def _known_ones(mask: torch.Tensor) -> torch.Tensor:
+    """In a traced graph: `mask` was taken for one of ones. (Rule 2)"""
+    return mask
+
+
+def foreign_mask(graph_module: fx.GraphModule, example_inputs: Sequence[Any], given: Sequence[torch.Tensor]) -> bool:
+    """Whether another mask than the `given` ones was taken for one of ones; the marks are taken out. (Rule 2)"""
+    graph = graph_module.graph
+    inputs = dict(zip(graph.find_nodes(op="placeholder"), example_inputs, strict=True))
+    found = False
+    for node in graph.find_nodes(op="call_function", target=_known_ones):
+        mask = node.args[0]
+        while mask.op == "call_method" and mask.target in _SAME_DATA and len(mask.all_input_nodes) == 1:
+            mask = mask.all_input_nodes[0]
+        found = found or not any(inputs.get(mask) is tensor for tensor in given)
+        unused: fx.Node | None = node
+        while unused is not None and unused.op != "placeholder" and not unused.users:
+            before = unused.all_input_nodes
+            graph.erase_node(unused)
+            unused = before[0] if len(before) == 1 and before[0].target in _SAME_DATA else None
+    graph_module.recompile()
+    return found
+
+
+def takes_mask(graph_module: fx.GraphModule) -> bool:
+    """Whether an attention mask goes into anything that the graph computes."""
+    return any("attention_mask" in node.name and node.users for node in graph_module.graph.find_nodes(op="placeholder"))
+
+
+def _nothing_packed(position_ids: Any) -> None:
+    return None
+
+
+def _not_exporting() -> bool:
+    return False
