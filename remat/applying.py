@@ -167,7 +167,8 @@ class PlannedForward:
         self._last_outputs = LastOutputs()
         self._mismatch: PlanMismatch | None = None
         self._more: str = ""  # what a graph that fits takes beyond what was planned
-        self._settled = False  # whether a forward ran as planned since the last that was none of training
+        self._settled = False  # whether a forward of training ran since the last that was none
+        self._before: Before | None = None  # the forward that is running
         self._graphs: GraphCalls | None = None
         self._running: GraphCalls | None = None  # the one whose forward is on
         self._compiled: dict[int, tuple[Backend, GraphCalls]] = {}  # the compiler is kept, so that an id stays its own
@@ -220,10 +221,12 @@ class PlannedForward:
     def _settle(self) -> None:
         install_recording_hooks(self.model, self.plan.about.get("recording_models", ()))
 
-    def _settled_or_leave(self) -> None:
+    def _judge_or_leave(self, call: int) -> None:
         """Leave the first forward of training whose graph is another than planned: the model may change in it."""
-        if not self._settled:
-            raise Unsettled("the model may not be complete before its first forward.")
+        if self._settled or (call and self._before is None):
+            return
+        self._before = self._before or Before(self.model)
+        raise Unsettled("the model may not be complete before its first forward.")
 
     def _traced(self, **given: Any) -> GraphCalls:
         """The forward, traced under the answers and for the masks that the plan was made with."""
@@ -256,7 +259,7 @@ class PlannedForward:
 
             def compile_call(call: int, graph_module: fx.GraphModule, example_inputs: list[Any]) -> CompiledCalls:
                 if (mismatch := self._graph_mismatch(call, graph_module)) is not None:
-                    self._settled_or_leave()
+                    self._judge_or_leave(call)
                     raise mismatch
                 self._fitting[id(graph_module)] = graph_module
                 regions = self._placer.every(graph_module)
@@ -271,14 +274,15 @@ class PlannedForward:
         return self._run(self._compiled[id(inner)][1], args, kwargs)
 
     def _run(self, graphs: GraphCalls, args: Any, kwargs: Any) -> Any:
-        known, traced, self._mismatch, self._running = len(self._fitting), frames_traced(), None, graphs
-        before = None if self._settled else Before(self.model)
+        known, traced, leave, self._mismatch = len(self._fitting), frames_traced(), False, None
+        self._running = graphs
+        self._before = None if self._settled or self._fitting else Before(self.model)
         self._arguments = args, kwargs
         try:
             with without_cache(self.model):
                 result = graphs(*args, **kwargs)
         except Unsettled:
-            self._settled = True
+            leave = True
         except Exception as error:
             if frames_traced() > traced:
                 forget_traces()
@@ -287,12 +291,12 @@ class PlannedForward:
             raise self._mismatch from error
         finally:
             self._arguments = (), {}
-        if before is not None and self._settled:
-            return self._run_completed(before, graphs, args, kwargs)
+        self._settled = True
+        if leave:
+            return self._run_completed(graphs, args, kwargs)
         if self._mismatch is not None:
             raise self._mismatch
         self._compare_calls(graphs.count)
-        self._settled = True
         if len(self._fitting) > known:
             self._compare_trainable()
             self._warn_of_traces()
@@ -301,9 +305,10 @@ class PlannedForward:
         self._note_outputs(result, args, kwargs)
         return result
 
-    def _run_completed(self, before: Before, graphs: GraphCalls, args: Any, kwargs: Any) -> Any:
+    def _run_completed(self, graphs: GraphCalls, args: Any, kwargs: Any) -> Any:
         """`_run`, after the model's own forward may have completed the model."""
-        complete(before, self.original, args, kwargs)
+        assert self._before is not None
+        complete(self._before, self.original, args, kwargs)
         if not self._fitting:  # later, its guards tell what has changed
             forget_traces()
         return self._run(graphs, args, kwargs)
@@ -328,7 +333,7 @@ class PlannedForward:
             # A forward that is about to raise has another graph: its own error counts, so this one waits for the end.
             self._mismatch = self._mismatch or self._graph_mismatch(call, graph_module)
             if self._mismatch is not None:
-                self._settled_or_leave()
+                self._judge_or_leave(call)
                 return graph_module(*args)
             self._fitting[id(graph_module)] = graph_module
         return self.calls(call, graph_module, args)

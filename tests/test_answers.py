@@ -243,6 +243,46 @@ def test_a_model_that_completes_itself_runs_its_first_forward_under_the_plan(bre
     assert counts_of(model).regions == 2
 
 
+class Rescaled(nn.Module):
+    """Changes itself for evaluation, and back in the first forward of training after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.rescaled = False
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        if self.rescaled == self.training:
+            with torch.no_grad():
+                for layer in (self.inner, self.head):
+                    layer.weight.mul_(2.0 if self.training else 0.5)
+            self.rescaled = not self.training
+        return (self.head(torch.tanh(self.inner(x))) * scale).square().sum()
+
+
+def test_a_model_that_evaluations_change_runs_every_later_step_under_the_plan() -> None:
+    workload = workload_of(Rescaled)
+    graph = recorded(workload)[1]
+    plan = plan_by_hand(graph, [region_of(graph)])
+    found = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        model = workload.build()
+        if planned:
+            apply(model, plan)
+        torch.manual_seed(1)
+        batch = workload.batch(4, None)
+        losses = []
+        for _ in range(3):
+            losses.append(workload.step(model.train(), batch))
+            losses[-1].backward()
+            with torch.no_grad():
+                losses.append(workload.step(model.eval(), batch))
+        found.append([*losses, *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert all(map(torch.equal, *found))
+    assert counts_of(model).regions == 3
+
+
 def region_of(graph: Graph) -> Region:
     """A region of the last graph call's nodes between its linear layers."""
     linear = [v for v, node in enumerate(graph.nodes) if node.op == "linear"]
