@@ -4,7 +4,7 @@
     plan.save("gpt2.plan.json")
     remat.apply(model, "gpt2.plan.json")             # in the training script, before the optimizer is built
 
-Names are loaded when they are first used: applying a plan needs torch and numpy only, planning also ortools.
+Names are loaded when they are first used: all need torch and numpy only. Planning proves more with OR-tools.
 """
 
 from __future__ import annotations

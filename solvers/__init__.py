@@ -5,11 +5,12 @@ about memory that `remat.check` has not seen.
 
 `STRATEGIES` lists them by the names that people type: the strategy `every-block` is the file `every_block.py`. The
 other files here are parts that several share. Importing this package loads none of them; OR-tools comes with those
-that need it.
+that need it (`cp-sat`, `milp`), and with `exact` where the chain does not prove its plan. Without it all others work.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 
@@ -31,12 +32,25 @@ HEURISTICS = (
 )
 WITHOUT = "none"  # the one that is never applied: the step as it is
 EXACT = ("exact", "chain-dp", "cp-sat", "milp")  # those that prove a bound
+NEED_ORTOOLS = ("cp-sat", "milp")
 STRATEGIES = (*HEURISTICS, *EXACT)
 
 
 def load(name: str) -> Solver:
-    """The strategy called `name`; UsageError where there is none."""
+    """The strategy called `name`; UsageError where there is none, or OR-tools is missing that it needs."""
     if name not in STRATEGIES:
         raise UsageError(f"there is no strategy {name!r}; there are {', '.join(STRATEGIES)}.")
+    if name in NEED_ORTOOLS and not has_ortools():
+        raise UsageError(f"the strategy {name} needs OR-tools: `pip install ortools`, or choose exact or chain-dp.")
     solve: Solver = importlib.import_module(f"remat.solvers.{name.replace('-', '_')}").solve
     return solve
+
+
+@functools.cache
+def has_ortools() -> bool:
+    """Whether OR-tools can be imported; it takes a second, where it can."""
+    try:
+        importlib.import_module("ortools.sat.python.cp_model")
+    except ImportError:
+        return False
+    return True

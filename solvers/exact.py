@@ -7,6 +7,8 @@ proves its own plan in a second. Where its bound and its plan do not meet, becau
 and that bound. Few runs are SCIP's, whose relaxation is
 strong there; many are CP-SAT's, which improves plans and tells of it. (HiGHS is faster still on few, but cannot be
 interrupted.) A search that is interrupted or runs out of time gives its best plan.
+
+Those searches need OR-tools. Where it is not installed, the best plan is the answer, with the chain's bound.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import time
 from remat.keeping import NS
 from remat.problem import Problem
 from remat.solution import Limits, Solution
-from remat.solvers import chain_dp, chen_greedy, cp_sat, every_block, first_k, greedy, milp, save_matmuls
+from remat.solvers import chain_dp, chen_greedy, every_block, first_k, greedy, has_ortools, save_matmuls
 from remat.solvers.chain_dp import SMALL_GAP
 from remat.solvers.heuristic import Proposal, excess_bytes, fewest_that_fit, recompute_ns
 from remat.solvers.least_peak import least_peak
@@ -95,7 +97,9 @@ def _with_plan(problem: Problem, limits: Limits, solution: Solution, regions: Pr
 
 
 def _searched(problem: Problem, limits: Limits, found: chain_dp.Found, start: Solution, started: float) -> Solution:
-    """`start`, or what the program makes of it where that is worth the time."""
+    """`start`, or what the program makes of it where that is worth the time, and OR-tools is there to solve it."""
+    if not has_ortools():
+        return start
     small = start.status == "feasible" and start.gap <= SMALL_GAP
     if small and found.transition_count() > MANY_TRANSITIONS:
         return start
@@ -107,6 +111,8 @@ def _searched(problem: Problem, limits: Limits, found: chain_dp.Found, start: So
     search = _left(limits, started)
     if start.status == "feasible" and limits.time_s is None:
         search = dataclasses.replace(limits, time_s=SEARCH_S)
+    from remat.solvers import cp_sat, milp
+
     if useful is not None and len(useful) <= MANY_RUNS:
         return milp.solve(problem, search, start=start, keep=useful, engine="scip")
     return cp_sat.solve(problem, search, start=start, keep=useful)

@@ -22,6 +22,7 @@ import numpy as np
 from remat.plans import Region
 from remat.problem import Problem
 from remat.solution import Limits
+from remat.solvers import has_ortools
 from remat.solvers.chain import Case, Chain, Transition, lasting_storages
 
 NOTHING = -(1 << 62)  # what may be kept where nothing goes on
@@ -79,12 +80,10 @@ def _searched(problem: Problem, limits: Limits, best: LeastPeak, keep: set[int],
     """
     if not keep:
         return dataclasses.replace(best, bound_bytes=best.peak_bytes)
-    try:
-        from remat.solvers import cp_sat
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "ortools":
-            raise
+    if not has_ortools():
         return best
+    from remat.solvers import cp_sat
+
     if limits.time_s is not None:
         limits = dataclasses.replace(limits, time_s=max(limits.time_s - (time.monotonic() - started), 0.0))
     tight, keep = problem.with_budget(best.peak_bytes), keep | problem.runs_of(best.regions)
