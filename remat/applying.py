@@ -323,6 +323,7 @@ class PlannedForward:
 
         observe  see `apply`        recompute_context  what recomputations run under
         """
+        self._placer = Placer(self.plan)
         self.calls = RewrittenCalls(
             self.plan.regions, observe=observe, recompute_context=recompute_context, find=self._placer.regions
         )

@@ -384,9 +384,9 @@ def test_a_comparison_of_what_nothing_keeps_names_the_least_budget(remat: Remat)
 def test_what_is_measured_is_shown_beside(remat: Remat, monkeypatch: pytest.MonkeyPatch) -> None:
     def validate(workload: Workload, plan: Plan, **options: Any) -> Any:
         passed = bool(plan.regions)
-        return dataclasses.make_dataclass("Report", ["batch_size", "seq_len", "device", "measured", "passed"])(
-            64, None, "cpu", {"peak_bytes": 3 << 20, "step_time_us": 5000}, passed
-        )
+        names = ["batch_size", "seq_len", "device", "measured", "untouched", "passed"]
+        found = {"peak_bytes": 3 << 20, "step_time_us": 5000}
+        return dataclasses.make_dataclass("Report", names)(64, None, "cpu", found, {"fits": False}, passed)
 
     monkeypatch.setattr("remat.validating.validate", validate)
     data = remat(*against("--strategies", "exact", "--measure", "--json")).data
@@ -473,7 +473,7 @@ def test_show_prints_every_region_or_the_file(remat: Remat) -> None:
     ("damage", "message"),
     [
         pytest.param(lambda text: text[: len(text) // 2], "is not a plan file", id="truncated"),
-        pytest.param(lambda text: text.replace('"version": 1', '"version": 2'), "has plan version 2", id="newer"),
+        pytest.param(lambda text: text.replace('"version": 2', '"version": 99'), "has plan version 99", id="newer"),
         pytest.param(lambda text: text.replace('"target"', '"tarket"'), "is not a complete plan file", id="key"),
         pytest.param(lambda text: text.replace('"peak_at"', '"peek"'), "is not a complete plan file", id="inner-key"),
     ],

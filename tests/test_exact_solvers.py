@@ -404,7 +404,7 @@ def test_a_leftover_is_searched_from_the_best_heuristic_in_the_time_that_is_left
     monkeypatch.setattr(exact, "_by_chain", unproved)
     monkeypatch.setattr(exact, "HEURISTICS", (lambda problem, limits: better,))
     for name in ("milp", "cp_sat"):
-        monkeypatch.setattr(getattr(exact, name), "solve", searched)
+        monkeypatch.setattr(f"remat.solvers.{name}.solve", searched)
     exact.solve(by_hand(24), dataclasses.replace(EXACT, time_s=20.0))
     ((start, time_s),) = seen
     assert start is not None and start.objective_us == 1.0
