@@ -239,7 +239,7 @@ def solve_within(
     excess = peak - limit_bytes
     if excess <= 0:
         return dataclasses.replace(solution, replayed_bytes=peak)
-    # The evaluator was wrong by a few bytes (Rule 6 of memory.py): ask for that much less. The bound of the
+    # The evaluator is wrong about this plan, which is a bug: ask for that much less. The bound of the
     # original problem still holds, because the plans of the smaller budget are among those of the original one.
     tighter = solve_within(
         problem.with_budget(problem.budget_bytes - excess), limits, solver, step, profile, limit_bytes
