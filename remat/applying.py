@@ -308,9 +308,11 @@ class PlannedForward:
     def _run_completed(self, graphs: GraphCalls, args: Any, kwargs: Any) -> Any:
         """`_run`, after the model's own forward may have completed the model."""
         assert self._before is not None
-        complete(self._before, self.original, args, kwargs)
-        if not self._fitting:  # later, its guards tell what has changed
-            forget_traces()
+        try:
+            complete(self._before, self.original, args, kwargs)
+        finally:
+            if not self._fitting:  # later, its guards tell what has changed
+                forget_traces()
         return self._run(graphs, args, kwargs)
 
     def watch(

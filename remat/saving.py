@@ -198,9 +198,11 @@ class Replay(_LeanMode):
 
     def __init__(self, results: list[Result]):
         self._results = results[::-1]
+        self._kept: list[_Kept] = []
         self._final: set[int] = set()  # storages of what is kept
         for result in results:
             for kept in _kept_in(result.value):
+                self._kept.append(kept)
                 self._final.add(_storage(kept.tensor))
                 if kept.tensor._version != kept.version:
                     raise RematError(
@@ -220,6 +222,12 @@ class Replay(_LeanMode):
         if func._schema.is_mutable and any(_storage(t) not in self._final for t in written(func, args, kwargs)):
             func(*args, **(kwargs or {}))
         return _decoded(value, list(tensors_of(args, kwargs)))
+
+    def __exit__(self, *error: Any) -> None:
+        """Writes that were left out have advanced versions all the same, and the graph may be asked again."""
+        super().__exit__(*error)
+        for kept in self._kept:
+            kept.version = kept.tensor._version
 
     def _next(self, func: Any) -> Any:
         """What `func` returned in forward."""
