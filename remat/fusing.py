@@ -37,9 +37,10 @@ def fused(profile: Profile) -> Profile:
         result = int(made[op - 1])
         if _fuses(before) and _fuses(graph.kinds[kind]) and result in _tensor_bytes(graph.kinds[kind].signature):
             op_kind[op] = rows.setdefault((kind, result), len(rows))
-    left = [_left(graph.kinds[kind], spared) for kind, spared in rows]
+    moved = [(graph.kinds[kind].moved_bytes, spared) for kind, spared in rows]
+    left = [max(all_of_it - spared, 0) / all_of_it if spared and all_of_it else 1.0 for all_of_it, spared in moved]
     kinds = tuple(
-        dataclasses.replace(graph.kinds[kind], moved_bytes=graph.kinds[kind].moved_bytes - spared)
+        dataclasses.replace(graph.kinds[kind], moved_bytes=max(graph.kinds[kind].moved_bytes - spared, 0))
         for kind, spared in rows
     )
     return dataclasses.replace(
@@ -53,10 +54,6 @@ def fused(profile: Profile) -> Profile:
             about={**costs.about, "fused": True},
         ),
     )
-
-
-def _left(kind: OpKind, spared_bytes: int) -> float:
-    return (kind.moved_bytes - spared_bytes) / kind.moved_bytes if spared_bytes else 1.0
 
 
 def _fuses(kind: OpKind) -> bool:

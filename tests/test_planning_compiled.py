@@ -58,7 +58,7 @@ def planned(step: FakeStep, profile: Profile, compiler: str, share: float) -> Pl
 
 @pytest.fixture(scope="module")
 def plan(larger: tuple[FakeStep, Profile]) -> Plan:
-    return planned(*larger, "aot_eager", 0.6)
+    return planned(*larger, "aot_eager", 0.75)
 
 
 def test_a_plan_for_a_compiler_keeps_the_budget_there_and_promises_what_is_replayed(
