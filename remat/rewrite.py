@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from remat.errors import RematError
-from remat.saving import RanAgain, Replay, Result, Save
+from remat.saving import RanAgain, Replay, Result, Save, note_versions
 from remat.sizes import is_size
 
 _RUNNING = ("running_mean", "running_var")
@@ -155,7 +155,13 @@ class RegionRun:
                 "a region that saves outputs was asked to recompute twice; call backward(retain_graph=True) for the "
                 "first backward, or plan without saved nodes."
             )
-        replay = Replay(self._saved[key] if keep else self._saved.pop(key))
+        try:
+            return self._replayed(Replay(self._saved[key] if keep else self._saved.pop(key)), function, args, kwargs)
+        finally:  # an early stop is an exception
+            if keep:
+                note_versions(self._saved[key])
+
+    def _replayed(self, replay: Replay, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not self.options.observe:
             with replay:
                 return function(*args, **kwargs)

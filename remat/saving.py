@@ -76,6 +76,13 @@ class Result:
     value: Any
 
 
+def note_versions(results: list[Result]) -> None:
+    """From now on, whoever writes to what is kept changes it. A replay's own writes, left out, advance versions too."""
+    for result in results:
+        for kept in _kept_in(result.value):
+            kept.version = kept.tensor._version
+
+
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` without a history; whoever writes to either advances the version of both."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
@@ -103,8 +110,7 @@ class Save(_LeanMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        for kept in self._kept():
-            kept.version = kept.tensor._version
+        note_versions(self.results)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **kwargs) if kwargs else func(*args)
@@ -198,11 +204,9 @@ class Replay(_LeanMode):
 
     def __init__(self, results: list[Result]):
         self._results = results[::-1]
-        self._kept: list[_Kept] = []
         self._final: set[int] = set()  # storages of what is kept
         for result in results:
             for kept in _kept_in(result.value):
-                self._kept.append(kept)
                 self._final.add(_storage(kept.tensor))
                 if kept.tensor._version != kept.version:
                     raise RematError(
@@ -222,12 +226,6 @@ class Replay(_LeanMode):
         if func._schema.is_mutable and any(_storage(t) not in self._final for t in written(func, args, kwargs)):
             func(*args, **(kwargs or {}))
         return _decoded(value, list(tensors_of(args, kwargs)))
-
-    def __exit__(self, *error: Any) -> None:
-        """Writes that were left out have advanced versions all the same, and the graph may be asked again."""
-        super().__exit__(*error)
-        for kept in self._kept:
-            kept.version = kept.tensor._version
 
     def _next(self, func: Any) -> Any:
         """What `func` returned in forward."""

@@ -1,0 +1,292 @@
+"""Every command and snippet of the README is run as it is written, with GPT-2 at a small size under its name.
+
+`20GiB` becomes a budget that bites at that size, "cuda" the device at hand. A snippet uses names that it does not
+define (`model`, `loader`): here they are toys. What cannot be run here is listed in NOT_RUN, with the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from remat import cli, models
+from remat.applying import counts_of, planned_forward
+from remat.models import gpt2
+from remat.plans import Plan
+
+pytest.importorskip("transformers")
+pytest.importorskip("matplotlib")
+pytest.importorskip("plotly")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread", "fresh_dynamo"),
+    pytest.mark.filterwarnings(
+        "ignore:.*isinstance.treespec, LeafSpec.*",
+        "ignore:.*does not have many workers.*",
+        "ignore:The number of training batches",
+        "ignore:.*torch.jit.*:DeprecationWarning",
+    ),
+]
+
+README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+INLINE = [" ".join(code.split()) for code in re.findall(r"`(remat[ .][^`]*)`", README)]
+
+VOCAB, LENGTH, SAMPLES = 512, 64, 24
+BUDGET = "88MiB"  # 64 of them workspaces of cuBLAS; without checkpointing a step needs 97
+ON_CPU = "24MiB"  # where one needs 33
+
+NOT_RUN = {
+    "make demo": "makes a virtual environment; then the first `remat plan` of those below",
+    "make test": "runs this test",
+    "remat plan --model gpt2 --budget 20GiB --target cuda --compiler inductor": "needs a GPU; see test_compiling.py",
+}
+
+
+def small() -> Any:
+    return gpt2.workload("gpt2", width=64, layers=4, heads=4, batch_size=SAMPLES, positions=LENGTH, vocab=VOCAB)
+
+
+def commands() -> list[str]:
+    """The command lines of the README, without comments, those in sentences too."""
+    in_blocks = [line for kind, text in BLOCKS if kind == "sh" for line in text.splitlines()]
+    lines = [line.split("  #")[0].strip() for line in in_blocks]
+    return [line for line in lines if line] + [code for code in INLINE if code.startswith("remat plan --model")]
+
+
+def snippets() -> list[str]:
+    return [text for kind, text in BLOCKS if kind == "python"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder for all of it: later commands read what earlier ones wrote."""
+    folder = tmp_path_factory.mktemp("readme")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        patch.setattr(sys, "path", list(sys.path))
+        patch.setitem(models.REGISTRY, "gpt2", models.without_images("gpt2", small))
+        yield folder
+
+
+def run(command: str, budget: str = BUDGET) -> None:
+    words = command.replace("20GiB", budget).split()
+    assert words[0] == "remat"
+    assert cli.main(words[1:]) == 0
+
+
+@contextlib.contextmanager
+def planned(*options: str) -> Iterator[Plan]:
+    """`gpt2.plan.json`, made by the README's first command, with `options` where what uses it says so."""
+    run(" ".join(("remat plan --model gpt2 --budget 20GiB --target cpu", *options)), ON_CPU)
+    plan = Plan.load("gpt2.plan.json")
+    assert plan.regions
+    yield plan
+
+
+def test_what_is_not_run_is_in_the_readme() -> None:
+    assert set(NOT_RUN) <= set(commands())
+
+
+@pytest.mark.parametrize("command", [command for command in commands() if command not in NOT_RUN])
+def test_a_command_runs_as_written(command: str, here: Path) -> None:
+    if "mine.py" in command:
+        write_mine(here)
+    before = {path.name for path in here.iterdir()}
+    run(command)
+    for option in ("--out", "--plot", "--snapshot"):
+        if option in (words := command.split()):
+            written = here / words[words.index(option) + 1]
+            assert written.stat().st_size > 0
+    if command.startswith("remat plan"):
+        assert {path.name for path in here.iterdir()} - before <= {"gpt2.plan.json", "mine.plan.json", "cache"}
+
+
+# Snippets
+
+
+def build_model() -> nn.Module:
+    torch.manual_seed(0)
+    return small().build()
+
+
+def rows(count: int) -> list[dict[str, torch.Tensor]]:
+    torch.manual_seed(1)
+    made = small().batch(count, LENGTH)
+    return [{name: tensor[i] for name, tensor in made.items()} for i in range(count)]
+
+
+def loader() -> Any:
+    return torch.utils.data.DataLoader(rows(2 * SAMPLES), SAMPLES)  # type: ignore[arg-type]
+
+
+def execute(snippet: str, **names: Any) -> dict[str, Any]:
+    """Run `snippet` with these names; returns all that it defined."""
+    import remat
+
+    names = {"remat": remat, "torch": torch, "__name__": "snippet", **names}
+    exec(snippet.replace('"cuda"', repr("cuda" if torch.cuda.is_available() else "cpu")), names)
+    return names
+
+
+def entered(model: nn.Module, plan: Plan, steps: int) -> None:
+    """Every step entered every region of the plan."""
+    assert planned_forward(model).plan == plan
+    assert counts_of(model).regions == steps * len(plan.regions)
+
+
+def plain_loop(snippet: str, here: Path) -> None:
+    with planned() as plan:
+        model = execute(snippet, build_model=build_model, loader=loader())["model"]
+        entered(model, plan, steps=2)
+
+
+def compiled(snippet: str, here: Path) -> None:
+    lines = snippet.strip().splitlines()
+    assert len(lines) == 2  # two ways, of which one takes one
+    with planned("--depth 1") as plan:
+        for line in lines:
+            torch._dynamo.reset()
+            model = build_model()
+            trained = execute(line, model=model)["model"]
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = trained(**next(iter(loader()))).loss
+            loss.backward()
+            assert all(p.grad is not None for p in model.parameters())
+            if "remat.apply" in line:
+                entered(model, plan, steps=1)
+
+
+def trainer(snippet: str, here: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        str(here / "trainer"),
+        bf16=True,
+        per_device_train_batch_size=SAMPLES,
+        max_steps=2,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=not torch.cuda.is_available(),
+        dataloader_pin_memory=False,
+    )
+    with planned() as plan:
+        model = build_model()
+        made = execute(snippet, Trainer=Trainer, model=model, arguments=arguments, data=rows(2 * SAMPLES))["trainer"]
+        made.train()
+        entered(made.model, plan, steps=2)
+
+
+def accelerated(snippet: str, here: Path) -> None:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    with planned() as plan:
+        model = build_model()
+        optimizer = torch.optim.AdamW(model.parameters())
+        names = execute(
+            snippet,
+            accelerator=Accelerator(cpu=not torch.cuda.is_available(), mixed_precision="bf16"),
+            model=model,
+            optimizer=optimizer,
+            loader=loader(),
+        )
+        for batch in names["loader"]:
+            names["accelerator"].backward(names["model"](**batch).loss)
+            names["optimizer"].step()
+            names["optimizer"].zero_grad()
+        entered(names["model"], plan, steps=2)
+    AcceleratorState._reset_state(True)
+
+
+def lightning(snippet: str, here: Path) -> None:
+    lightning = pytest.importorskip("lightning")
+
+    class Module(lightning.LightningModule):  # type: ignore[name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = build_model()
+
+        def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            loss: torch.Tensor = self.net(**batch).loss
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters())
+
+    with planned() as plan:
+        plan.save("net.plan.json")
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        settings = {"precision": "bf16-mixed", "max_epochs": 1, "enable_model_summary": False, **quiet}
+
+        class Settled(lightning.Trainer):  # type: ignore[name-defined]
+            """The snippet gives the callback alone."""
+
+            def __init__(self, **options: Any) -> None:
+                super().__init__(accelerator="auto", devices=1, **settings, **options)
+
+        standing_in = type("lightning", (), {"Trainer": Settled})
+        made = execute(snippet, lightning=standing_in)["trainer"]
+        module = Module()
+        made.fit(module, loader())
+        entered(module.net, plan, steps=2)
+
+
+MY_MODEL = """
+
+class MyModel(torch.nn.Sequential):
+    def __init__(self):
+        super().__init__(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 10))
+"""
+
+
+def write_mine(here: Path) -> None:
+    """The README's `mine.py`, and the model that it leaves out."""
+    (snippet,) = [text for text in snippets() if "# mine.py" in text]
+    (here / "mine.py").write_text(snippet + MY_MODEL)
+
+
+def own_model(snippet: str, here: Path) -> None:
+    write_mine(here)
+    names = execute(snippet + MY_MODEL)
+    calls = [code for code in INLINE if code.startswith("remat.plan(workload()")]
+    assert calls
+    for call in calls:
+        plan = eval(call, names)
+        assert plan.about["workload"] == "mine" and plan.about["autocast"] == "bfloat16"
+
+
+HANDLERS: dict[str, Callable[[str, Path], None]] = {  # by what stands in the snippet
+    "for batch in loader:": plain_loop,
+    'backend="remat"': compiled,
+    "remat.integrations.transformers": trainer,
+    "remat.integrations.accelerate": accelerated,
+    "remat.integrations.lightning": lightning,
+    "# mine.py": own_model,
+}
+
+
+SLOW = {'backend="remat"': "compiles C++, twice"}
+
+
+@pytest.mark.parametrize(
+    "key", [pytest.param(key, marks=pytest.mark.exhaustive if key in SLOW else ()) for key in HANDLERS]
+)
+def test_a_snippet_runs_as_written(key: str, here: Path) -> None:
+    (snippet,) = [text for text in snippets() if key in text]
+    HANDLERS[key](snippet, here)
+
+
+def test_no_snippet_is_left_out() -> None:
+    assert {kind for kind, _ in BLOCKS} <= {"sh", "python", ""}
+    for text in snippets():
+        assert sum(key in text for key in HANDLERS) == 1, text
