@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -73,11 +74,15 @@ class _Output:
     storage: StorageWeakRef
 
 
+COLLECTIONS = 3  # of cyclic garbage, at most
+
+
 class LastOutputs:
     """The outputs of a model's last forwards, as far as somebody keeps them."""
 
     def __init__(self) -> None:
         self._forwards: list[list[_Output]] = []
+        self._collections = COLLECTIONS
 
     def note(self, outputs: Any, given: Any) -> None:
         """A forward has returned `outputs`; what it was `given` and hands back is its caller's anyway."""
@@ -93,8 +98,18 @@ class LastOutputs:
     def alive(self, model: nn.Module, *, but_last: bool = False) -> dict[str, int]:
         """Bytes by name of outputs that are kept, parameters and buffers of `model` left out.
 
+        What seems kept may be a cycle that waits for Python's collector: a few times it is called first.
+
         but_last  leave those of the last forward out too
         """
+        sizes = self._sizes(model, but_last)
+        if sizes and self._collections:
+            self._collections -= 1
+            gc.collect()
+            sizes = self._sizes(model, but_last)
+        return sizes
+
+    def _sizes(self, model: nn.Module, but_last: bool) -> dict[str, int]:
         kept = [[output for output in found if not output.storage.expired()] for found in self._forwards]
         late = [output for found in kept[: -1 if but_last else None] for output in found]
         self._forwards = [found for found in kept[:-1] if found] + kept[-1:]
