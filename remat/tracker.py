@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import json
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -287,7 +287,26 @@ def _tensors(*values: Any) -> list[torch.Tensor]:
 
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     count = flop_registry.get(func._overloadpacket)
-    return int(count(*args, **kwargs, out_val=out)) if count else 0
+    if count is None:
+        return 0
+    if "scaled_dot_product" in func.__name__:
+        args = _as_many_heads(args)
+    return int(count(*args, **kwargs, out_val=out))
+
+
+def _as_many_heads(args: Sequence[Any]) -> list[Any]:
+    """Arguments of an attention for torch's count of its operations, keys and values with as many heads as queries.
+
+    They share them in the kernel, which multiplies as often. Up to torch 2.11 the count asserts that they have as many.
+    """
+    tensors = [value for value in args[:4] if isinstance(value, torch.Tensor) and value.dim() == 4]
+    heads = max((tensor.shape[1] for tensor in tensors), default=0)
+
+    def shape(value: Any) -> Any:
+        known = isinstance(value, torch.Tensor) and value.dim() == 4
+        return torch.Size((value.shape[0], heads, *value.shape[2:])) if known else value
+
+    return [*map(shape, args[:4]), *args[4:]]
 
 
 def _arithmetic_dtype(args: Any, kwargs: Any, out: Any) -> str:
