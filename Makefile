@@ -68,9 +68,13 @@ bench: $(DEV_STAMP) ## measure what README claims, on this machine, and write it
 bench-peers: $(DEV_STAMP) ## torch.compile's memory budget and Hugging Face's checkpointing beside plans (minutes)
 	$(BIN)/python -m benchmarks peers
 
+.PHONY: matrix
+matrix: $(DEV_STAMP) ## plans made under one version of torch and transformers, validated under the others (GBs, an hour)
+	$(BIN)/python -m benchmarks matrix
+
 .PHONY: clean
 clean: ## remove the virtual environment and all that tools leave behind
-	rm -rf $(VENV) build remat.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .matrix build remat.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(USER_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) -e ".[models,plots]"

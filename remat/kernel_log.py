@@ -15,7 +15,7 @@ from remat.schemas import is_view
 from remat.tracker import UnseenMode
 
 MOST_DIFFERENCES = 5
-
+_CASTS = {torch.ops.aten._to_copy.default, torch.ops.aten.to.dtype}
 
 _ALLOCATING = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
 
@@ -46,7 +46,7 @@ class KernelLog(UnseenMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if self._paused or is_view(func) or func._schema.name in _ALLOCATING:
+        if self._paused or is_view(func) or func._schema.name in _ALLOCATING or _keeps_books(func, args, kwargs, out):
             return out
         tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor)]
         if any(t.is_floating_point() or t.is_complex() for t in tensors) and not any(
@@ -55,6 +55,14 @@ class KernelLog(UnseenMode):
         ):
             self.found.append(_described(func, args, kwargs))
         return out
+
+
+def _keeps_books(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
+    """Whether an operator makes constants of nothing, or only casts to a type without fractions."""
+    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    if not given:
+        return torch.Tag.nondeterministic_seeded not in func.tags
+    return func in _CASTS and not (out.is_floating_point() or out.is_complex())
 
 
 def _described(func: Any, args: Any, kwargs: Any) -> str:

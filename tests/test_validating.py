@@ -321,7 +321,18 @@ def test_what_only_allocates_is_no_kernel() -> None:
         torch.empty_strided((2, 2), (1, 2))
         torch.ones(2)
         x * 2
-    assert [kernel.partition("(")[0] for kernel in log.found] == ["aten.ones.default", "aten.mul.Tensor"]
+    assert [kernel.partition("(")[0] for kernel in log.found] == ["aten.mul.Tensor"]
+
+
+def test_a_mask_that_the_model_makes_itself_is_no_kernel_and_random_numbers_are() -> None:
+    with KernelLog() as log:
+        mask = torch.ones(2, 2).to(torch.bool)  # which eager mode looks at, and drops
+        x = torch.rand(2, 2)
+        torch.nn.functional.dropout(x, 0.5)
+        x.to(torch.bfloat16)[mask].sum()
+    found = [kernel.partition("(")[0] for kernel in log.found]
+    assert found[0] == "aten.rand.default" and "aten.ones.default" not in found
+    assert any("bernoulli" in kernel for kernel in found) and found[-3] == "aten._to_copy.default"
 
 
 def test_a_planned_step_that_runs_out_of_memory_fails(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
