@@ -15,6 +15,9 @@ Rule 2  A predicate that is handed a tensor asks whether its data can be read. W
 Rule 3  A forward without an attention mask asks whether to make one of ones, in order to look at it and drop it.
 Rule 4  Some modules of transformers only keep books: context variables, caches, checks of arguments, warnings.
 
+Rule 5  Whether a CUDA graph is being recorded: no. Dynamo would ask CUDA, and give up where a torch built for CUDA
+        finds no driver; eager code catches that error.
+
 And some branches of eager mode cannot be traced. Recording finds them (`Answers.suspects`), takes the traced branch,
 and the plan names them: `Answers.traced` holds who hears Dynamo's answer.
 """
@@ -32,7 +35,7 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch._utils
-from torch._dynamo.variables import TensorVariable, TorchInGraphFunctionVariable
+from torch._dynamo.variables import ConstantVariable, TensorVariable, TorchInGraphFunctionVariable
 
 from remat.errors import CaptureError
 
@@ -155,6 +158,7 @@ def answering() -> Iterator[None]:
         if _captures == 0:
             _originals.update({predicate: handlers[predicate] for predicate in _PREDICATES if predicate in handlers})
             handlers.update({predicate: _answered(predicate, _originals[predicate]) for predicate in _originals})
+            handlers.setdefault(torch.cuda.is_current_stream_capturing, _not_recording)
         _captures += 1
     try:
         yield
@@ -164,6 +168,8 @@ def answering() -> Iterator[None]:
             if _captures == 0:
                 handlers.update(_originals)
                 _originals.clear()
+                if handlers.get(torch.cuda.is_current_stream_capturing) is _not_recording:
+                    del handlers[torch.cuda.is_current_stream_capturing]
 
 
 def _handlers() -> dict[Any, Any]:
@@ -180,12 +186,21 @@ def _handlers() -> dict[Any, Any]:
 
 def _answered(predicate: Callable[[], bool], original: Callable[..., Any]) -> Callable[..., Any]:
     def handler(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        said = original(variable, tx, *args, **kwargs)
-        compiler = innermost(tx.output.compiler_fn)
-        compiler = getattr(compiler, "compiler_fn", compiler)  # what `torch.compile` wraps a function in
-        answers = getattr(getattr(compiler, "__self__", None), "answers", None)
-        if not isinstance(answers, Answers) or not said.as_python_constant() or not answers.eager(tx, predicate):
+        said, answers = original(variable, tx, *args, **kwargs), _answers_of(tx)
+        if answers is None or not said.as_python_constant() or not answers.eager(tx, predicate):
             return said
         return type(said)(False)
 
     return handler
+
+
+def _not_recording(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:  # Rule 5
+    return ConstantVariable(False) if _answers_of(tx) is not None else None
+
+
+def _answers_of(tx: Any) -> Answers | None:
+    """The answers of the capture that `tx` traces for; None where somebody else compiles."""
+    compiler = innermost(tx.output.compiler_fn)
+    compiler = getattr(compiler, "compiler_fn", compiler)  # what `torch.compile` wraps a function in
+    answers = getattr(getattr(compiler, "__self__", None), "answers", None)
+    return answers if isinstance(answers, Answers) else None

@@ -109,6 +109,23 @@ def test_the_eager_branch_is_captured(asks: Callable[[], bool]) -> None:
     assert torch.equal(untouched, planned) and plan.about["traced_branches"] == {}
 
 
+def test_nobody_asks_a_driver_that_is_not_there_whether_a_cuda_graph_is_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_driver() -> bool:
+        raise RuntimeError("CUDA driver version is insufficient for CUDA runtime version")
+
+    def recording() -> bool:  # as libraries ask
+        try:
+            return torch.cuda.is_current_stream_capturing()
+        except Exception:
+            return False
+
+    monkeypatch.setattr("torch.cuda.graphs._cuda_isCurrentStreamCapturing", no_driver)
+    (untouched, planned), plan = losses(workload_of(lambda: Branches(recording)))
+    assert torch.equal(untouched, planned) and len(plan.fingerprints) == 1
+
+
 def test_a_step_that_will_be_compiled_takes_the_traced_branch() -> None:
     from remat.record import FakeStep, record
 
