@@ -253,6 +253,30 @@ def element_counts(given: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
     return counts
 
 
+class _Functions(str):
+    """Functions for a setting of Dynamo, in whose logs they read as text.
+
+    torch 2.11 can neither sort nor print a set of functions there, and tells the user so at every trace.
+    """
+
+    def __new__(cls, functions: Iterable[Callable[..., Any]]) -> _Functions:
+        functions = frozenset(functions)
+        self = super().__new__(cls, ", ".join(sorted(function.__name__ for function in functions)))
+        self.functions = functions
+        return self
+
+    functions: frozenset[Callable[..., Any]]
+
+    def __contains__(self, function: object) -> bool:
+        return function in self.functions
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.functions)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Functions:
+        return self
+
+
 @contextlib.contextmanager
 def dynamo_settings() -> Iterator[None]:
     """Fail loudly instead of falling back to eager, and allow as many batch shapes as training may bring.
@@ -262,7 +286,9 @@ def dynamo_settings() -> Iterator[None]:
     `logging` in its first forward is lost: there Dynamo would break the graph, and only there.
     """
     with torch._dynamo.config.patch(
-        ignore_logger_methods={getattr(logging.Logger, name) for name in _LOGS if hasattr(logging.Logger, name)},
+        ignore_logger_methods=_Functions(
+            getattr(logging.Logger, name) for name in _LOGS if hasattr(logging.Logger, name)
+        ),
         recompile_limit=RECOMPILE_LIMIT,
         accumulated_recompile_limit=RECOMPILE_LIMIT,
         fail_on_recompile_limit_hit=True,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import nn
 import remat.validating as validation
 from remat.answers import Answers
 from remat.applying import apply, counts_of
-from remat.capture import GraphCalls
+from remat.capture import GraphCalls, dynamo_settings
 from remat.errors import CaptureError, PlanMismatch
 from remat.graph import Graph
 from remat.grouped_products import grouped_products
@@ -124,6 +126,19 @@ def test_nobody_asks_a_driver_that_is_not_there_whether_a_cuda_graph_is_recorded
     monkeypatch.setattr("torch.cuda.graphs._cuda_isCurrentStreamCapturing", no_driver)
     (untouched, planned), plan = losses(workload_of(lambda: Branches(recording)))
     assert torch.equal(untouched, planned) and len(plan.fingerprints) == 1
+
+
+def test_a_model_that_logs_is_one_graph_and_dynamo_can_write_its_settings_to_its_own_log() -> None:
+    logger = logging.getLogger(__name__)
+
+    def asks() -> bool:
+        logger.warning("a training forward")
+        return False
+
+    assert len(recorded(workload_of(lambda: Branches(asks)))[1].fingerprints) == 1
+    with dynamo_settings():
+        found = torch._dynamo.config.get_config_copy()["ignore_logging_functions"]
+    assert "warning" in json.loads(json.dumps(found)) and not isinstance(found, set)  # which torch 2.11 sorts
 
 
 def test_a_step_that_will_be_compiled_takes_the_traced_branch() -> None:
