@@ -53,12 +53,12 @@ format: $(DEV_STAMP) ## let ruff rewrite the files
 # The paths in mypy's messages are turned back into the files'.
 TYPED := .mypy_cache/layout
 .PHONY: types
-types: $(DEV_STAMP) ## mypy: the package, its tests and what they import of the benchmarks
+types: $(DEV_STAMP) ## mypy: the package, its tests, benchmarks and examples
 	@rm -rf $(TYPED) && mkdir -p $(TYPED)/remat
-	@ln -s "$(CURDIR)"/remat/*.py "$(CURDIR)"/remat/{commands,integrations} "$(CURDIR)/solvers" "$(CURDIR)/models" $(TYPED)/remat
-	@ln -s "$(CURDIR)/tests" "$(CURDIR)/benchmarks" $(TYPED)
+	@ln -s "$(CURDIR)"/remat/[!_]* "$(CURDIR)"/remat/_*.py "$(CURDIR)/solvers" "$(CURDIR)/models" $(TYPED)/remat
+	@ln -s "$(CURDIR)/tests" "$(CURDIR)/benchmarks" "$(CURDIR)/examples" "$(CURDIR)/examples/common.py" $(TYPED)
 	@set -o pipefail; cd $(TYPED) && "$(CURDIR)/$(BIN)/mypy" --config-file "$(CURDIR)/pyproject.toml" --cache-dir "$(CURDIR)/.mypy_cache" \
-		remat tests | sed -E 's,^remat/(solvers|models)/,\1/,'
+		remat tests benchmarks examples | sed -E 's,^remat/(solvers|models)/,\1/,'
 
 .PHONY: bench
 bench: $(DEV_STAMP) ## measure what README claims, on this machine, and write it to results/ (minutes)

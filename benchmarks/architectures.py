@@ -29,21 +29,23 @@ import torch
 from torch import nn
 
 from benchmarks import report
-from remat.applying import apply, counts_of
+from remat.costing.operator_timing import device_target, measure
+from remat.costing.profile import Profile
 from remat.errors import RematError
-from remat.measure import device_target, measure
+from remat.evaluation.plan import Plan, traced_branches
+from remat.execution.apply import apply, counts_of
+from remat.formulation.problem import Problem
+from remat.formulation.search_space import find_space
+from remat.formulation.solution import Limits
 from remat.models.common import loss_of, token_ids, transformers
-from remat.planning import Budget, plan_profile
-from remat.plans import Plan, traced_branches
-from remat.problem import Problem
-from remat.profiling import Profile
-from remat.record import FakeStep, record
-from remat.solution import Limits
+from remat.planning.budget import Budget
+from remat.planning.planner import plan_profile
+from remat.recording.fake_step import FakeStep
+from remat.recording.recorder import record
 from remat.solvers.least_peak import least_peak
-from remat.space import find_space
 from remat.units import MIB
-from remat.validating import validate
-from remat.workload import Workload
+from remat.validation.validating import validate
+from remat.workload.workload import Workload
 
 CPU = torch.device("cpu")
 SHARE = 0.1

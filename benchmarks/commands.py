@@ -40,7 +40,7 @@ def run(command: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         started = time.monotonic()
         process = subprocess.Popen(
-            [sys.executable, "-m", "remat.cli", *command.split(), "--json"],
+            [sys.executable, "-m", "remat.cli.main", *command.split(), "--json"],
             cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

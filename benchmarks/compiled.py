@@ -24,23 +24,25 @@ from torch import nn
 from torch._inductor import config as inductor_config
 
 from benchmarks import report
-from remat.allocator import measure_peak
-from remat.applying import apply, counts_of
-from remat.compiling import AOT_EAGER, INDUCTOR
-from remat.memory import Memory
+from remat.costing.device_allocator import measure_peak
+from remat.costing.planning_device import find_planning_device
+from remat.costing.profile import Profile
+from remat.evaluation.evaluator import Memory
+from remat.evaluation.plan import Plan, unplace
+from remat.execution.apply import apply, counts_of
+from remat.execution.compiled.compiling import AOT_EAGER, INDUCTOR
+from remat.execution.compiled.replay import replay_compiled
+from remat.formulation.problem import Problem
+from remat.formulation.search_space import find_space
+from remat.formulation.solution import Limits
 from remat.models import TEST_SIZES
-from remat.planning import Budget, plan_profile
-from remat.planning_compiled import plan_compiled
-from remat.plans import Plan, unplace
-from remat.problem import Problem
-from remat.profiling import Profile, fake_step, find_place, profile_step
-from remat.record import autocast_context
-from remat.replay_compiled import replay_compiled
-from remat.solution import Limits
+from remat.planning.budget import Budget
+from remat.planning.planner import plan_profile
+from remat.planning.profiling import fake_step, profile_step
+from remat.recording.fake_step import autocast_context
 from remat.solvers.least_peak import least_peak
-from remat.space import find_space
 from remat.units import MIB
-from remat.workload import Workload
+from remat.workload.workload import Workload
 
 CPU = torch.device("cpu")
 SHARE = 1 / 3
@@ -76,7 +78,7 @@ def main(*arguments: str) -> None:
 
 
 def _rows(workload: Workload, compilers: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    place = find_place("cpu")
+    place = find_planning_device("cpu")
     fake = fake_step(workload, place)
     profile = profile_step(fake, place)
     space = find_space(profile.graph, depth=1)
@@ -105,7 +107,7 @@ def _rows(workload: Workload, compilers: tuple[str, ...]) -> Iterator[dict[str, 
                 with inductor_config.patch(fallback_random=True):  # as measured
                     plan = made_for_eager
                     if made_for != "eager":
-                        plan = plan_compiled(profile, limit, fake, compiler=compiler, limits=limits)
+                        plan = plan_profile(profile, limit, step=fake, execution=compiler, limits=limits)
                     workspaces = profile.workspace_of()
                     alive = replay_compiled(fake, plan.regions, compiler=compiler, workspace_of=workspaces, device=CPU)
                     replayed = int(alive.max())

@@ -14,10 +14,10 @@ from torch import nn
 
 from benchmarks import report
 from benchmarks.architectures import recorded
-from remat.applying import apply, counts_of
+from remat.evaluation.plan import Plan
+from remat.execution.apply import apply, counts_of
 from remat.models import gpt2
-from remat.plans import Plan
-from remat.workload import Workload
+from remat.workload.workload import Workload
 
 STEPS = 200
 CPU = torch.device("cpu")

@@ -19,14 +19,14 @@ import numpy as np
 import torch
 
 from benchmarks import report
-from remat.check import require
+from remat.formulation.check import require
+from remat.formulation.problem import Problem
+from remat.formulation.search_space import find_space
+from remat.formulation.solution import Limits, Solution
 from remat.models import TEST_SIZES, build
-from remat.problem import Problem
-from remat.profiling import profile
-from remat.solution import Limits, Solution
+from remat.planning.profiling import profile
 from remat.solvers import chain_dp, cp_sat, milp
 from remat.solvers.least_peak import least_peak
-from remat.space import find_space
 from remat.units import GIB
 
 COLUMNS = ["model", "budget_gib", "solver", "runs", "status", "objective_us", "bound_us", "gap", "wall_s", "cpu_s"]

@@ -28,7 +28,7 @@ from benchmarks.bare import make_importable
 make_importable()
 
 from benchmarks.half_hour.runner import Part, Runner  # noqa: E402
-from remat.target import target_of  # noqa: E402
+from remat.workload.target import target_of  # noqa: E402
 
 SECONDS = 480.0
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}

@@ -13,14 +13,15 @@ from typing import Any
 import torch
 
 from benchmarks import report
-from remat.estimating import estimate
-from remat.loop import Loop
+from remat.costing.planning_device import PlanningDevice, find_planning_device
 from remat.models import TEST_SIZES, build
-from remat.optimizers import optimizer_named
-from remat.profiling import Place, fake_step, find_place, profile_step
-from remat.training import Training, release_memory, undisturbed
+from remat.planning.estimate import estimate
+from remat.planning.profiling import fake_step, profile_step
 from remat.units import MIB
-from remat.workload import Workload
+from remat.validation.training import Training, release_memory, undisturbed
+from remat.workload.optimizers import optimizer_named
+from remat.workload.training_loop import Loop
+from remat.workload.workload import Workload
 
 OPTIMIZERS = ("adamw", "adamw:fused", "sgd", "adafactor")
 ACCUMULATIONS = (1, 4)
@@ -48,13 +49,15 @@ def main(*models: str) -> None:
             workload = dataclasses.replace(workload, optimizer=optimizer_named(optimizer))
             for accumulation in ACCUMULATIONS:
                 row = {"model": model, "optimizer": optimizer, "accumulation": accumulation}
-                rows.append({**row, **compare(workload, find_place(device.type), Loop(accumulation=accumulation))})
+                rows.append(
+                    {**row, **compare(workload, find_planning_device(device.type), Loop(accumulation=accumulation))}
+                )
                 print(rows[-1], file=sys.stderr, flush=True)
                 report.write(path, {**about, **summary(rows)}, rows, COLUMNS)
         torch._dynamo.reset()
 
 
-def compare(workload: Workload, place: Place, loop: Loop) -> dict[str, Any]:
+def compare(workload: Workload, place: PlanningDevice, loop: Loop) -> dict[str, Any]:
     """Predicted and measured peaks of the first two optimizer steps, in MiB, and by how much they differ."""
     assert place.device is not None
     step = fake_step(workload, place, loop=loop)

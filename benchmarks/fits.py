@@ -14,20 +14,21 @@ from typing import Any
 import torch
 
 from benchmarks import report
-from remat.applying import apply
-from remat.fitting import largest_batch
-from remat.loop import Loop
-from remat.memory import Memory
-from remat.micro_batches import MicroBatches, Window
+from remat.costing.planning_device import find_planning_device
+from remat.evaluation.evaluator import Memory
+from remat.evaluation.plan import Plan
+from remat.execution.apply import apply
+from remat.formulation.solution import Limits, Solution
 from remat.models import TEST_SIZES
-from remat.planning import Budget, assemble
-from remat.plans import Plan
-from remat.profiling import find_place
-from remat.solution import Limits, Solution
+from remat.planning.assemble import assemble
+from remat.planning.budget import Budget
+from remat.planning.fit import largest_batch
+from remat.planning.micro_batches import MicroBatches, Window
 from remat.solvers.least_peak import least_peak
-from remat.training import Training, undisturbed
 from remat.units import MIB
-from remat.workload import Workload
+from remat.validation.training import Training, undisturbed
+from remat.workload.training_loop import Loop
+from remat.workload.workload import Workload
 
 MODELS = ("gpt2", "resnet50", "bert-large")
 COLUMNS = ["model", "budget_mib", "micro_batch", "predicted_mib", "measured_mib", "kept", "next", "next_least_mib"]
@@ -46,7 +47,7 @@ def main(*models: str) -> None:
 
 
 def measure(model: str) -> dict[str, Any]:
-    workload, place, limits = TEST_SIZES[model](), find_place("cpu"), Limits(time_s=20)
+    workload, place, limits = TEST_SIZES[model](), find_planning_device("cpu"), Limits(time_s=20)
     sizes = MicroBatches(workload, place, Budget(1 << 60, 1 << 60), Loop(), limits, lambda what: None)
     half = sizes.profile(max(workload.batch_size // 2, 1), False)
     limit = Memory(half.graph, half.costs.workspace_per_op(half.graph)).peak_without_checkpointing
@@ -56,7 +57,7 @@ def measure(model: str) -> dict[str, Any]:
     problem = sizes.problem(Window(found + 1, found + 1)).with_budget(limit)
     least = least_peak(problem, limits)
     solution = Solution("least-peak", "feasible", least.regions, problem.objective_ns(least.regions) / 1000)
-    over = assemble(problem, solution, sizes.profile(found + 1, False), replayed=False)
+    over = assemble(problem, solution, sizes.profile(found + 1, False), sizes.how, None)
     over = dataclasses.replace(over, budget_bytes=least.peak_bytes)
     next_measured = run(workload.sized(found + 1), over)
     return {

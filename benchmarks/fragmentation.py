@@ -16,20 +16,22 @@ from typing import Any
 import torch
 
 from benchmarks import report
-from remat.allocator_settings import AllocatorSettings
+from remat.costing.planning_device import find_planning_device
+from remat.costing.profile import Profile
 from remat.errors import Infeasible, NoPlanInTime, RematError
-from remat.fragmentation import CONTEXT_BYTES, footprints
-from remat.loop import Loop
-from remat.memory import Memory
-from remat.micro_batches import MicroBatches, largest
+from remat.evaluation.evaluator import Memory
+from remat.evaluation.plan import Plan
+from remat.formulation.solution import Limits
 from remat.models import REGISTRY, build
-from remat.planning import Budget, plan_profile
-from remat.plans import Plan
-from remat.profiling import Profile, find_place
-from remat.reserved import reserving_at_most
-from remat.solution import Limits
+from remat.planning.budget import Budget
+from remat.planning.card import reserving_at_most
+from remat.planning.micro_batches import MicroBatches, largest
+from remat.planning.planner import plan_profile
+from remat.reservation.allocator_settings import AllocatorSettings
+from remat.reservation.fragmentation import CONTEXT_BYTES, footprints
 from remat.solvers import load
 from remat.units import MIB
+from remat.workload.training_loop import Loop
 
 TARGETS = "h100-80gb,rtx4090"
 SETTINGS = {"default": "", "expandable": "expandable_segments:True"}
@@ -68,7 +70,7 @@ def main(targets: str = TARGETS, *models: str) -> None:
 
 
 def _rows(model: str, target: str) -> list[dict[str, Any]]:
-    place = find_place(target)
+    place = find_planning_device(target)
     card = place.target.memory_bytes - CONTEXT_BYTES
     sizes = MicroBatches(build(model), place, Budget(card, card), Loop(), PATIENCE, lambda what: None)
     named = {"target": target, "model": model, "card_mib": card // MIB}
@@ -149,7 +151,7 @@ def _told(default: dict[str, Any], expandable: dict[str, Any], card: int) -> dic
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """How often what is reserved exceeds the card, by how the plan was made."""
-    found = {}
+    found: dict[str, Any] = {}
     for plan in ("untouched", "requested", "90 %", "auto, default", "auto, expandable"):
         ends = [row["runs_out"] for row in rows if row["plan"] == plan]
         found[f"{plan}: runs out, of steps"] = f"{ends.count('yes')} of {len(ends) - ends.count('no plan')}"

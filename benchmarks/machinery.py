@@ -24,7 +24,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from benchmarks import report
-from remat.rewrite import CallRegion, Counts, RewriteOptions, captured_nodes, rewrite
+from remat.capture.nodes import captured_nodes
+from remat.execution.eager.rewrite import CallRegion, Counts, RewriteOptions, rewrite
 
 SHORT, LONG = 8, 40
 ROUNDS, CALLS = 200, 3
@@ -59,7 +60,7 @@ class Ways:
 def measured(name: str) -> list[dict[str, Any]]:
     """A row for each way but the plain one."""
     extra = {nodes: above_plain(ways(name, nodes)) for nodes in (SHORT, LONG)}
-    rows = []
+    rows: list[dict[str, Any]] = []
     for way in ("remat", "checkpoint", "selective"):
         short, long = extra[SHORT][way], extra[LONG][way]
         node = (long - short) / (LONG - SHORT)

@@ -14,17 +14,19 @@ from typing import Any
 import torch
 
 from benchmarks import report
+from remat.costing.planning_device import find_planning_device
 from remat.errors import Infeasible, RematError
+from remat.formulation.problem import Problem
+from remat.formulation.search_space import find_space
+from remat.formulation.solution import Limits
 from remat.models import TEST_SIZES, build
-from remat.planning import Budget, plan_profile
-from remat.problem import Problem
-from remat.profiling import fake_step, find_place, profile_step
-from remat.solution import Limits
+from remat.planning.budget import Budget
+from remat.planning.planner import plan_profile
+from remat.planning.profiling import fake_step, profile_step
 from remat.solvers.least_peak import least_peak
-from remat.space import find_space
 from remat.units import MIB
-from remat.validating import validate
-from remat.workload import DTypePolicy, Workload
+from remat.validation.validating import validate
+from remat.workload.workload import DTypePolicy, Workload
 
 COLUMNS = [
     "workload",
@@ -61,7 +63,7 @@ def main(*families: str) -> None:
 
 
 def _rows(name: str, workload: Workload, dtype: DTypePolicy, target: str) -> Iterator[dict[str, Any]]:
-    place = find_place(target)
+    place = find_planning_device(target)
     step = fake_step(workload, place)
     profile = profile_step(step, place)
     space = find_space(profile.graph)

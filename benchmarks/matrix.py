@@ -32,8 +32,8 @@ if __name__ == "__main__":
     make_importable()
 
 if TYPE_CHECKING:
-    from remat.plans import Plan
-    from remat.workload import Workload
+    from remat.evaluation.plan import Plan
+    from remat.workload.workload import Workload
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".matrix"
@@ -155,13 +155,15 @@ def plan(folder: Path, models: list[str]) -> None:
 
 
 def planned(workload: Workload) -> Plan:
-    from remat.advice import least_peak_of
-    from remat.memory import Memory
-    from remat.planning import Budget, plan_profile
-    from remat.profiling import fake_step, find_place, profile_step
-    from remat.solution import Limits
+    from remat.costing.planning_device import find_planning_device
+    from remat.evaluation.evaluator import Memory
+    from remat.formulation.solution import Limits
+    from remat.planning.advice import least_peak_of
+    from remat.planning.budget import Budget
+    from remat.planning.planner import plan_profile
+    from remat.planning.profiling import fake_step, profile_step
 
-    place = find_place("cpu")
+    place = find_planning_device("cpu")
     step = fake_step(workload, place)
     profile = profile_step(step, place)
     most = Memory(profile.graph, profile.costs.workspace_per_op(profile.graph)).peak_without_checkpointing

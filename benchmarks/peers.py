@@ -2,8 +2,8 @@
 
 The untouched step; Hugging Face's `gradient_checkpointing_enable`; `torch.compile` at eleven values of
 `activation_memory_budget`; and eager plans with the peaks that torch reached as budgets, then with smaller ones down to
-the least feasible. `remat.allocator` counts every one of them: inductor's code allocates where eager code does, which
-`require_counted` makes sure of.
+the least feasible. `remat.costing.device_allocator` counts every one of them: inductor's code allocates where eager
+code does, which `require_counted` makes sure of.
 
 A time is the median, over pairs of steps run in turn, of the time of a setting's step over that of the untouched one:
 a machine that is busy with something else slows both. Nothing is asserted of times.
@@ -24,20 +24,22 @@ from torch import nn
 
 import remat
 from benchmarks import report
-from remat.allocator import measure_peak, time_once_us
-from remat.loop import Loop
+from remat.cli.plots.sweep_plot import COLOUR, OTHERS
+from remat.costing.device_allocator import measure_peak, time_once_us
+from remat.costing.planning_device import find_planning_device
+from remat.formulation.problem import Problem
+from remat.formulation.search_space import find_space
+from remat.formulation.solution import Limits
 from remat.models import build, gpt2
-from remat.planning import Budget, plan_profile
-from remat.plotting import COLOUR, OTHERS
-from remat.problem import Problem
-from remat.profiling import fake_step, find_place, profile_step
-from remat.solution import Limits
+from remat.planning.budget import Budget
+from remat.planning.planner import plan_profile
+from remat.planning.profiling import fake_step, profile_step
 from remat.solvers import Solver
 from remat.solvers.least_peak import least_peak
-from remat.space import find_space
-from remat.training import Training
 from remat.units import MIB
-from remat.workload import Workload
+from remat.validation.training import Training
+from remat.workload.training_loop import Loop
+from remat.workload.workload import Workload
 
 COLUMNS = [
     "peer",
@@ -106,7 +108,7 @@ class Peers:
         self.workload, self.device, self.repeats, self._solver = workload, device, repeats, solver
         self.on_row: Callable[[], object] = lambda: None
         self.rows: list[dict[str, Any]] = []
-        self.place = find_place(device.type)
+        self.place = find_planning_device(device.type)
         self.fake = fake_step(workload, self.place)
         self.profile = profile_step(self.fake, self.place)
         self.about = {

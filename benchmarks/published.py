@@ -1,8 +1,8 @@
 """Published training speeds against this project's estimates: `python -m benchmarks published[:NAME,...]`.
 
-What is estimated is one micro-batch of one rank, forward and backward by `remat.costs.estimate`, and the part of the
-optimizer's step that falls on it. See `published_runs.py` for the runs, their sources, and those of them by which
-parameters were chosen.
+What is estimated is one micro-batch of one rank, forward and backward by `remat.costing.costs.estimate`, and the part
+of the optimizer's step that falls on it. See `published_runs.py` for the runs, their sources, and those of them by
+which parameters were chosen.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import torch
 
 from benchmarks import report
 from benchmarks.published_runs import Run, runs
-from remat.costs import estimate
-from remat.graph import Graph
-from remat.memory import Memory
-from remat.plans import Region
-from remat.profiling import Place, fake_step
-from remat.record import record
-from remat.space import blocks
+from remat.costing.costs import estimate
+from remat.costing.planning_device import PlanningDevice
+from remat.evaluation.evaluator import Memory
+from remat.evaluation.graph import Graph
+from remat.evaluation.plan import Region
+from remat.formulation.search_space import blocks
+from remat.planning.profiling import fake_step
+from remat.recording.recorder import record
 
 WITHIN_PERCENT = 20
 COLUMNS = [
@@ -71,7 +72,9 @@ def row_of(run: Run) -> dict[str, Any]:
 
 def estimated(run: Run) -> float:
     """Microseconds of one micro-batch of one rank, with its share of the optimizer."""
-    graph = record(fake_step(run.workload, Place(run.target, None)), alignment_bytes=run.target.alignment_bytes)
+    graph = record(
+        fake_step(run.workload, PlanningDevice(run.target, None)), alignment_bytes=run.target.alignment_bytes
+    )
     times = estimate(graph, run.target).per_op_us(graph)
     again_us = Memory(graph).recompute_time_us(selective(graph), times) if run.selective else 0.0
     own_us, optimizer_us = float(times[: graph.backward_end].sum()), float(times[graph.backward_end :].sum())

@@ -16,8 +16,8 @@ from torch import nn
 
 from remat.models import llama, resnet
 from remat.models.common import transformers
-from remat.target import TARGETS, Target
-from remat.workload import Workload
+from remat.workload.target import TARGETS, Target
+from remat.workload.workload import Workload
 
 LLM_FOUNDRY = "mosaicml/llm-foundry, scripts/train/benchmarking/README.md"
 LAMBDA = "lambdal/deeplearning-benchmark, pytorch/pytorch-train-throughput-v2-fp{}.csv, LambdaOD 192-222-52-154"

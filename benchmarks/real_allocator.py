@@ -28,15 +28,17 @@ from typing import Any
 import torch
 
 from benchmarks import report
-from remat.allocator_settings import AllocatorSettings
-from remat.caching_allocator import Block, CachingAllocator, Counts, Event, replayed
-from remat.fragmentation import footprint
-from remat.memory import Memory
+from remat.costing.planning_device import find_planning_device
+from remat.evaluation.evaluator import Memory
+from remat.evaluation.plan import unplace
+from remat.formulation.solution import Limits
 from remat.models import build
-from remat.planning import Budget, plan_profile
-from remat.plans import unplace
-from remat.profiling import fake_step, find_place, profile_step
-from remat.solution import Limits
+from remat.planning.budget import Budget
+from remat.planning.planner import plan_profile
+from remat.planning.profiling import fake_step, profile_step
+from remat.reservation.allocator_settings import AllocatorSettings
+from remat.reservation.caching_allocator import Block, CachingAllocator, Counts, Event, replayed
+from remat.reservation.fragmentation import footprint
 from remat.solvers import load
 from remat.units import GIB, MIB
 
@@ -96,11 +98,11 @@ class RealAllocator:
         runtime = next(word.strip("[]") for word in needed.split() if word.startswith("[libcudart"))
         (folder / "version.map").write_text(f"{runtime} {{ global: *; }};\n")
         headers = [f"-I{torch_dir / 'include'}", f"-I{CUDA / 'include'}"]
-        shared = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", *headers, HERE / "card" / "card.cpp"]
+        shared = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", *headers, str(HERE / "card" / "card.cpp")]
         for name, more in ((runtime, [f"-Wl,--version-script={folder / 'version.map'}"]), ("libnvidia-ml.so.1", [])):
             subprocess.run([*shared, f"-Wl,-soname,{name}", *more, "-o", folder / name], check=True)
         link = [f"-L{libraries}", "-lc10", "-lc10_cuda", f"-L{folder}", f"-l:{runtime}", f"-Wl,-rpath,{libraries}"]
-        program = ["g++", "-std=c++20", "-O1", *headers, HERE / "card" / "drive.cpp", *link]
+        program = ["g++", "-std=c++20", "-O1", *headers, str(HERE / "card" / "drive.cpp"), *link]
         subprocess.run([*program, "-o", folder / "drive"], check=True)
 
     def __call__(self, trace: list[Event], settings: str, card_bytes: int) -> list[Counts | None]:
@@ -150,7 +152,12 @@ def main(torch_dir: str, count: str = "50") -> None:
 
 def _compared(real: RealAllocator, text: str, card_bytes: int, count: int) -> dict[str, Any]:
     settings = AllocatorSettings.parse(text)
-    row = {"trace": "random", "settings": text or "defaults", "card_mib": card_bytes // MIB, "traces": count}
+    row: dict[str, Any] = {
+        "trace": "random",
+        "settings": text or "defaults",
+        "card_mib": card_bytes // MIB,
+        "traces": count,
+    }
     row |= {"events": 0, "refused": 0, "different": 0}
     for seed in range(count):
         trace = random_trace(random.Random(seed), EVENTS)
@@ -164,7 +171,7 @@ def _compared(real: RealAllocator, text: str, card_bytes: int, count: int) -> di
 
 def _steps(real: RealAllocator, model: str) -> Iterator[dict[str, Any]]:
     """Training until it reserves nothing more, fed to both."""
-    place = find_place("h100-80gb")
+    place = find_planning_device("h100-80gb")
     profile = profile_step(fake_step(build(model), place), place)
     memory = Memory(profile.graph, profile.costs.workspace_per_op(profile.graph))
     budget = int(0.8 * memory.peak_without_checkpointing)

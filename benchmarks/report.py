@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from remat.measure_cache import device_name
+from remat.costing.timing_cache import device_name
 
 RESULTS = Path(__file__).parent.parent / "results"
 

@@ -16,15 +16,16 @@ from typing import Any
 import torch
 
 from benchmarks import report
+from remat.costing.planning_device import find_planning_device
+from remat.formulation.problem import Problem
+from remat.formulation.search_space import find_space
+from remat.formulation.solution import Limits
 from remat.models import gpt2
-from remat.problem import Problem
-from remat.profiling import fake_step, find_place, profile_step
-from remat.solution import Limits
+from remat.planning.profiling import fake_step, profile_step
 from remat.solvers import every_block, load
 from remat.solvers.least_peak import least_peak
-from remat.space import find_space
 from remat.units import GIB
-from remat.workload import Workload
+from remat.workload.workload import Workload
 
 LAYERS = (12, 24, 48, 96, 192)
 CHAIN = 1000
@@ -74,7 +75,8 @@ def mlp_chain(layers: int, width: int = 1024) -> Workload:
 
 
 def measure(workload: Workload) -> dict[str, Any]:
-    place, times = find_place("h200"), {}
+    place = find_planning_device("h200")
+    times: dict[str, Any] = {}
     with _timed("record", times):
         profile = profile_step(fake_step(workload, place), place)
     with _timed("pose", times):

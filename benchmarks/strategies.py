@@ -14,13 +14,14 @@ import numpy as np
 import torch
 
 from benchmarks import report
+from remat.costing.planning_device import find_planning_device
+from remat.formulation.problem import Problem
+from remat.formulation.search_space import find_space
+from remat.formulation.solution import Limits
 from remat.models import TEST_SIZES
-from remat.problem import Problem
-from remat.profiling import fake_step, find_place, profile_step
-from remat.solution import Limits
+from remat.planning.profiling import fake_step, profile_step
 from remat.solvers import HEURISTICS, load
 from remat.solvers.least_peak import least_peak
-from remat.space import find_space
 from remat.units import GIB
 
 BUDGETS = 10
@@ -39,7 +40,7 @@ COLUMNS = [
 
 
 def main(*models: str) -> None:
-    place = find_place("h100-80gb")
+    place = find_planning_device("h100-80gb")
     rows: list[dict[str, Any]] = []
     about = {**report.provenance(torch.device("cpu")), "target": place.target.name, "costs": "estimated"}
     path = report.stem("strategies", torch.device("cpu"))

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from benchmarks import report
-from remat import plotting
+from remat.cli.plots import sweep_plot as plotting
 from remat.models import build
-from remat.profiling import profile
-from remat.sweeping import Point, Sweep, sweep
+from remat.planning.profiling import profile
+from remat.planning.sweep import Point, Sweep, sweep
 from remat.units import GIB
 
 COLUMNS = ["strategy", "budget_gib", "peak_gib", "overhead_percent", "status", "gap", "regions", "saved", "wall_s"]

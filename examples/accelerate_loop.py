@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> tuple[Run, Run]:
     def built() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader]:
         torch.manual_seed(1)
         model = gpt2()
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-3), DataLoader(rows, BATCH_SIZE)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-3), DataLoader(rows, BATCH_SIZE)  # type: ignore[arg-type]
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader) -> list[float]:
         losses = []

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from remat.allocator import measure_peak
+from remat.costing.device_allocator import measure_peak
 from remat.units import gib
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

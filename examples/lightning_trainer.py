@@ -43,7 +43,7 @@ class Bars(lightning.LightningModule):
 
 def main(arguments: Sequence[str] | None = None) -> tuple[Run, Run]:
     given = options(__doc__).parse_args(arguments)
-    plan = remat.plan(WORKLOAD, budget=given.budget or "20MiB", target=TARGET, regions="modules")
+    plan = remat.plan(WORKLOAD, budget=given.budget or "20MiB", target=TARGET, execution="modules")
     print(plan)
     torch.manual_seed(2)
     bars = TensorDataset(*images(BATCH_SIZE * given.steps))
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> tuple[Run, Run]:
             max_epochs=1,
             accelerator=DEVICE.type if DEVICE.type == "cpu" else "gpu",
             devices=1,
-            callbacks=list(callbacks),
+            callbacks=list(callbacks),  # type: ignore[arg-type]
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from remat.errors import UsageError
 from remat.models import bert, convnext, gpt2, gpt3, llama, qwen3_moe, resnet, swin, t5, vit
-from remat.workload import Workload
+from remat.workload.workload import Workload
 
 TEXT: dict[str, Callable[[], Workload]] = {
     "gpt2": gpt2.gpt2,

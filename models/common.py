@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from remat.errors import UsageError
-from remat.workload import Workload
+from remat.workload.workload import Workload
 
 Batch = dict[str, torch.Tensor]
 NO_LABEL = -100  # what the library's losses leave out

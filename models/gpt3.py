@@ -6,7 +6,7 @@ Its banded sparse attention is not modelled; every layer is dense. Weights and o
 from __future__ import annotations
 
 from remat.models import gpt2
-from remat.workload import Workload
+from remat.workload.workload import Workload
 
 
 def gpt3_175b() -> Workload:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from remat.models.common import classifier, image_workload, transformers
-from remat.workload import Workload
+from remat.workload.workload import Workload
 
 
 def workload(

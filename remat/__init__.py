@@ -10,62 +10,70 @@ Names are loaded when they are first used: all need torch and numpy only. Planni
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from remat.applying import apply, remove
-    from remat.errors import CaptureError, Infeasible, PlanMismatch, RematError, UsageError
-    from remat.loop import Loop
-    from remat.planning import plan
-    from remat.plans import Plan
-    from remat.profiling import Profile, profile
-    from remat.validating import validate
-    from remat.workload import Workload
-
-__version__ = "0.1.0"
+    from remat.costing.profile import Profile as Profile
+    from remat.errors import CaptureError as CaptureError
+    from remat.errors import Infeasible as Infeasible
+    from remat.errors import NoPlanInTime as NoPlanInTime
+    from remat.errors import PlanMismatch as PlanMismatch
+    from remat.errors import RematError as RematError
+    from remat.errors import UsageError as UsageError
+    from remat.errors import ValidationFailed as ValidationFailed
+    from remat.evaluation.plan import Plan as Plan
+    from remat.execution.apply import apply as apply
+    from remat.execution.apply import remove as remove
+    from remat.formulation.solution import Limits as Limits
+    from remat.planning.planner import plan as plan
+    from remat.planning.profiling import profile as profile
+    from remat.validation.report import Report as Report
+    from remat.validation.validating import validate as validate
+    from remat.workload.training_loop import Loop as Loop
+    from remat.workload.workload import Workload as Workload
 
 _HOMES = {
     "CaptureError": "remat.errors",
     "Infeasible": "remat.errors",
-    "Loop": "remat.loop",
-    "Plan": "remat.plans",
+    "Limits": "remat.formulation.solution",
+    "Loop": "remat.workload.training_loop",
+    "NoPlanInTime": "remat.errors",
+    "Plan": "remat.evaluation.plan",
     "PlanMismatch": "remat.errors",
-    "Profile": "remat.profiling",
+    "Profile": "remat.costing.profile",
     "RematError": "remat.errors",
+    "Report": "remat.validation.report",
     "UsageError": "remat.errors",
-    "Workload": "remat.workload",
-    "apply": "remat.applying",
-    "plan": "remat.planning",
-    "profile": "remat.profiling",
-    "remove": "remat.applying",
-    "validate": "remat.validating",
+    "ValidationFailed": "remat.errors",
+    "Workload": "remat.workload.workload",
+    "apply": "remat.execution.apply",
+    "plan": "remat.planning.planner",
+    "profile": "remat.planning.profiling",
+    "remove": "remat.execution.apply",
+    "validate": "remat.validation.validating",
 }
-
-__all__ = [
-    "CaptureError",
-    "Infeasible",
-    "Loop",
-    "Plan",
-    "PlanMismatch",
-    "Profile",
-    "RematError",
-    "UsageError",
-    "Workload",
-    "apply",
-    "plan",
-    "profile",
-    "remove",
-    "validate",
-]
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name == "__version__":
+        value: Any = _version()
+    elif name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+    else:
         raise AttributeError(f"module 'remat' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, "__version__"])
+
+
+def _version() -> str:
+    """Of the installed package; from a checkout that is not installed nobody knows."""
+    try:
+        return importlib.metadata.version("remat")
+    except importlib.metadata.PackageNotFoundError:
+        return "0+not.installed"

@@ -2,7 +2,7 @@
 
 import sys
 
-from remat.cli import main
+from remat.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

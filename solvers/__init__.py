@@ -1,7 +1,7 @@
 """Solvers: each file is one strategy or formulation, and every one has the same shape.
 
 `solve(problem, limits) -> Solution`. A solver chooses among the plans of the problem's space; it promises nothing
-about memory that `remat.check` has not seen.
+about memory that `remat.formulation.check` has not seen.
 
 `STRATEGIES` lists them by the names that people type: the strategy `every-block` is the file `every_block.py`. The
 other files here are parts that several share. Importing this package loads none of them; OR-tools comes with those
@@ -15,8 +15,8 @@ import importlib
 from collections.abc import Callable
 
 from remat.errors import UsageError
-from remat.problem import Problem
-from remat.solution import Limits, Solution
+from remat.formulation.problem import Problem
+from remat.formulation.solution import Limits, Solution
 
 Solver = Callable[[Problem, Limits], Solution]
 

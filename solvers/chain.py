@@ -30,8 +30,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from remat.problem import Problem
-from remat.runs import Kept, Row, Run
+from remat.formulation.choices import Kept, Row, Run
+from remat.formulation.problem import Problem
 
 LASTING = 2  # sites of a storage beyond which it is settled by cases
 MOST_LASTING = 4

@@ -30,10 +30,10 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from remat.keeping import NS
-from remat.plans import Region
-from remat.problem import Problem
-from remat.solution import Limits, Solution
+from remat.evaluation.plan import Region
+from remat.formulation.liveness import NS
+from remat.formulation.problem import Problem
+from remat.formulation.solution import Limits, Solution
 from remat.solvers.chain import Case, Chain, lasting_storages
 from remat.solvers.chain_table import Table, admits, choose_grain, regions_of
 from remat.solvers.polish import polish

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from remat.plans import Region
-from remat.problem import Problem
+from remat.evaluation.plan import Region
+from remat.formulation.problem import Problem
 from remat.solvers.chain import Chain, Item, Transition
 
 MOST_CELLS = 60_000_000  # of a table: longer chains get coarser grains

@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from remat.plans import Region
-from remat.problem import Problem
-from remat.solution import Limits, Solution
+from remat.evaluation.plan import Region
+from remat.formulation.problem import Problem
+from remat.formulation.solution import Limits, Solution
 from remat.solvers.heuristic import Piece, free_segments, joined, judge, plan_of
 
 LEAST_GROWTH = 1.01

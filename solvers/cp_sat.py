@@ -6,9 +6,9 @@ import time
 
 from ortools.sat.python import cp_model
 
-from remat.plans import Region
-from remat.problem import Problem
-from remat.solution import Limits, Solution, Status
+from remat.evaluation.plan import Region
+from remat.formulation.problem import Problem
+from remat.formulation.solution import Limits, Solution, Status
 from remat.solvers import program
 from remat.solvers.program import Constraint, Outcome, Program, Progress
 

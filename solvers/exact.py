@@ -16,9 +16,9 @@ from __future__ import annotations
 import dataclasses
 import time
 
-from remat.keeping import NS
-from remat.problem import Problem
-from remat.solution import Limits, Solution
+from remat.formulation.liveness import NS
+from remat.formulation.problem import Problem
+from remat.formulation.solution import Limits, Solution
 from remat.solvers import chain_dp, chen_greedy, every_block, first_k, greedy, has_ortools, save_matmuls
 from remat.solvers.chain_dp import SMALL_GAP
 from remat.solvers.heuristic import Proposal, excess_bytes, fewest_that_fit, recompute_ns

@@ -6,8 +6,8 @@ little that its own recomputation does not take again. k is the least that keeps
 
 from __future__ import annotations
 
-from remat.problem import Problem
-from remat.solution import Limits, Solution
+from remat.formulation.problem import Problem
+from remat.formulation.solution import Limits, Solution
 from remat.solvers import every_block
 from remat.solvers.heuristic import judge
 

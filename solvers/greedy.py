@@ -21,10 +21,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from remat.graph import Graph
-from remat.plans import Region
-from remat.problem import Problem
-from remat.solution import Limits, Solution
+from remat.evaluation.graph import Graph
+from remat.evaluation.plan import Region
+from remat.formulation.problem import Problem
+from remat.formulation.solution import Limits, Solution
 from remat.solvers.heuristic import (
     Piece,
     Proposal,

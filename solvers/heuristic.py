@@ -15,11 +15,11 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 
-from remat.keeping import NS
-from remat.plans import Region
-from remat.problem import Problem
-from remat.solution import Solution, Status
-from remat.space import blocks
+from remat.evaluation.plan import Region
+from remat.formulation.liveness import NS
+from remat.formulation.problem import Problem
+from remat.formulation.search_space import blocks
+from remat.formulation.solution import Solution, Status
 
 Proposal = tuple[Region, ...]
 Piece = tuple[int, int]  # nodes [first, end) that may be a region, or part of one

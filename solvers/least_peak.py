@@ -19,9 +19,9 @@ import time
 
 import numpy as np
 
-from remat.plans import Region
-from remat.problem import Problem
-from remat.solution import Limits
+from remat.evaluation.plan import Region
+from remat.formulation.problem import Problem
+from remat.formulation.solution import Limits
 from remat.solvers import has_ortools
 from remat.solvers.chain import Case, Chain, Transition, lasting_storages
 

@@ -27,8 +27,8 @@ from typing import Literal
 
 from ortools.math_opt.python import mathopt
 
-from remat.problem import Problem
-from remat.solution import Limits, Solution, Status
+from remat.formulation.problem import Problem
+from remat.formulation.solution import Limits, Solution, Status
 from remat.solvers import program
 from remat.solvers.program import Constraint, Outcome, Program, Progress
 from remat.streams import stdout_to_stderr

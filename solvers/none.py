@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from remat.problem import Problem
-from remat.solution import Limits, Solution
+from remat.formulation.problem import Problem
+from remat.formulation.solution import Limits, Solution
 
 
 def solve(problem: Problem, limits: Limits) -> Solution:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from remat.plans import Region
-from remat.problem import Problem
+from remat.evaluation.plan import Region
+from remat.formulation.problem import Problem
 
 TRIES = 12
 

@@ -42,11 +42,11 @@ from typing import Protocol
 
 import numpy as np
 
-from remat.keeping import NS
-from remat.plans import Region
-from remat.problem import Problem
-from remat.runs import Kept, Row
-from remat.solution import Limits, Solution, Status
+from remat.evaluation.plan import Region
+from remat.formulation.choices import Kept, Row
+from remat.formulation.liveness import NS
+from remat.formulation.problem import Problem
+from remat.formulation.solution import Limits, Solution, Status
 
 GRAINS = 1 << 22  # a budget is this many grains at least
 MOST_ROUNDS = 60

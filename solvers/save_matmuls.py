@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from remat.plans import Region
-from remat.problem import Problem
-from remat.solution import Limits, Solution
+from remat.evaluation.plan import Region
+from remat.formulation.problem import Problem
+from remat.formulation.solution import Limits, Solution
 from remat.solvers.heuristic import Proposal, grouped, judge, layers, plan_of
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 
-from remat.problem import Problem
-from remat.solution import Limits, Solution
+from remat.formulation.problem import Problem
+from remat.formulation.solution import Limits, Solution
 from remat.solvers.heuristic import grouped, judge, layers, plan_of
 
 

@@ -53,7 +53,8 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def remat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Remat:
     """`remat(...)` in an empty folder that has model.py; measured costs are cached there too."""
-    from remat import cli, screen
+    from remat.cli import main as cli
+    from remat.cli import screen
 
     (tmp_path / "model.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)

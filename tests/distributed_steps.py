@@ -18,11 +18,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from remat.allocator import measure_peak
-from remat.applying import apply, counts_of
+from remat.costing.device_allocator import measure_peak
 from remat.errors import PlanMismatch
-from remat.plans import Plan
-from remat.workload import Workload
+from remat.evaluation.plan import Plan
+from remat.execution.apply import apply, counts_of
+from remat.workload.workload import Workload
 from tests.toys import TRANSFORMER, Transformer, tokens
 
 WIDTH = 64

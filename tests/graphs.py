@@ -20,13 +20,14 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from remat.costs import Costs
-from remat.graph import OUTSIDE, Graph, Node, OpKind, Packs, Storages
-from remat.loop import Loop
-from remat.plans import Region
-from remat.record import FakeStep, record
-from remat.space import Segment, Space, legal_cuts, saveable
-from remat.workload import Workload
+from remat.costing.costs import Costs
+from remat.evaluation.graph import OUTSIDE, Graph, Node, OpKind, Packs, Storages
+from remat.evaluation.plan import Region
+from remat.formulation.search_space import Segment, Space, legal_cuts, saveable
+from remat.recording.fake_step import FakeStep
+from remat.recording.recorder import record
+from remat.workload.training_loop import Loop
+from remat.workload.workload import Workload
 
 WIDTH = 8
 

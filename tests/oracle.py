@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 
 from hypothesis import strategies as st
 
-from remat.plans import Region
-from remat.problem import Problem
-from remat.runs import Kept, Row, Run
+from remat.evaluation.plan import Region
+from remat.formulation.choices import Kept, Row, Run
+from remat.formulation.problem import Problem
 
 
 def every_plan(problem: Problem, segment: int = 0) -> Iterator[tuple[Region, ...]]:

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from remat.graph import OUTSIDE, Graph
-from remat.plans import Region
-from remat.space import legal_cuts, saveable
-from remat.workload import Workload
+from remat.evaluation.graph import OUTSIDE, Graph
+from remat.evaluation.plan import Region
+from remat.formulation.search_space import legal_cuts, saveable
+from remat.workload.workload import Workload
 
 WIDTH, LENGTH, SAMPLES = 8, 6, 4
 

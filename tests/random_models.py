@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from remat.graph import OUTSIDE, Graph
-from remat.plans import Region
-from remat.space import legal_cuts, saveable
-from remat.workload import Workload
+from remat.evaluation.graph import OUTSIDE, Graph
+from remat.evaluation.plan import Region
+from remat.formulation.search_space import legal_cuts, saveable
+from remat.workload.workload import Workload
 from tests.pieces import LENGTH, PIECES, SAMPLES, WIDTH
 
 # One layer is refused by name (test_pieces.py). An LSTM trains as without a plan, but its CPU kernel (oneDNN) keeps for

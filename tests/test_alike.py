@@ -11,15 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.costs import Costs, estimate
-from remat.graph import Graph
+from remat.costing.costs import Costs, estimate
+from remat.costing.planning_device import find_planning_device
+from remat.evaluation.graph import Graph
+from remat.formulation.choices import Run
+from remat.formulation.problem import Problem
+from remat.formulation.search_space import Space, find_space
 from remat.models import bert, gpt2, qwen3_moe, resnet, t5
-from remat.problem import Problem
-from remat.profiling import fake_step, find_place, profile_step
-from remat.runs import Run
-from remat.space import Space, find_space
-from remat.target import TARGETS
-from remat.workload import Workload
+from remat.planning.profiling import fake_step, profile_step
+from remat.workload.target import TARGETS
+from remat.workload.workload import Workload
 from tests.graphs import TOYS, ToyNode, chain, every_cut, recorded, toy_graph, toys
 
 AMPLE = 10**12
@@ -47,7 +48,7 @@ def assert_shared_shapes_are_right(graph: Graph, costs: Costs, space: Space, *, 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_runs_of_real_models(name: str) -> None:
-    place = find_place("h100-80gb")
+    place = find_planning_device("h100-80gb")
     profile = profile_step(fake_step(MODELS[name](), place), place)
     assert_shared_shapes_are_right(profile.graph, profile.costs, find_space(profile.graph), every=3)
 

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-import remat.validating as validation
-from remat.answers import Answers
-from remat.applying import apply, counts_of
-from remat.capture import GraphCalls, dynamo_settings
+import remat.validation.validating as validation
+from remat.capture.dynamo import GraphCalls, dynamo_settings
+from remat.capture.eager_answers import Answers
+from remat.capture.grouped_products import grouped_products
+from remat.capture.settling import install_recording_hooks, recording_models
 from remat.errors import CaptureError, PlanMismatch
-from remat.graph import Graph
-from remat.grouped_products import grouped_products
-from remat.plans import Region
-from remat.settling import install_recording_hooks, recording_models
-from remat.workload import Workload
+from remat.evaluation.graph import Graph
+from remat.evaluation.plan import Region
+from remat.execution.apply import apply, counts_of
+from remat.workload.workload import Workload
 from tests.toys import CPU, every_block, plan_by_hand, recorded, step
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
@@ -142,7 +142,8 @@ def test_a_model_that_logs_is_one_graph_and_dynamo_can_write_its_settings_to_its
 
 
 def test_a_step_that_will_be_compiled_takes_the_traced_branch() -> None:
-    from remat.record import FakeStep, record
+    from remat.recording.fake_step import FakeStep
+    from remat.recording.recorder import record
 
     graph = record(FakeStep(workload_of(lambda: Branches(is_torchdynamo_compiling)), device=CPU, compiled=True))
     assert "add" not in {node.op for node in graph.nodes} and graph.about["traced_branches"] is None
@@ -206,7 +207,7 @@ def test_a_predicate_that_is_handed_a_tensor_asks_whether_its_data_can_be_read()
 
 
 def test_a_torch_that_answers_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("remat.answers.TorchInGraphFunctionVariable", object())
+    monkeypatch.setattr("remat.capture.eager_answers.TorchInGraphFunctionVariable", object())
     with pytest.raises(CaptureError, match="keeps its answer to"):
         GraphCalls(plus_or_minus, lambda call, graph, args: graph(*args), answers=Answers())(torch.zeros(1))
 

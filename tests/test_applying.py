@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 import types
 from collections.abc import Callable, Iterator
@@ -14,15 +15,17 @@ import torch
 from torch import nn
 
 from remat import models
-from remat.applying import apply, counts_of, remove
 from remat.errors import PlanMismatch, UsageError
-from remat.memory import Memory
-from remat.plans import Plan, Region, place
-from remat.record import FakeStep, autocast_context, record
-from remat.replay import RewrittenCalls, replay
-from remat.space import blocks, find_space
-from remat.tracker import Tracker
-from remat.workload import Workload
+from remat.evaluation.evaluator import Memory
+from remat.evaluation.plan import Plan, Region, place
+from remat.execution.apply import apply, counts_of, remove
+from remat.execution.eager.replay import replay
+from remat.execution.eager.rewritten_calls import RewrittenCalls
+from remat.formulation.search_space import blocks, find_space
+from remat.recording.fake_step import FakeStep, autocast_context
+from remat.recording.recorder import record
+from remat.recording.tracker import Tracker
+from remat.workload.workload import Workload
 from tests.toys import (
     CHOICES,
     CONVNET,
@@ -223,6 +226,26 @@ def test_what_is_not_training_runs_the_original_forward(mode: str, planned: nn.M
     planned.train()
     trained(TRANSFORMER, planned)
     assert counts_of(planned).regions == 4
+
+
+def test_training_in_evaluation_mode_is_told_and_evaluating_is_not(planned: nn.Module) -> None:
+    planned.eval()
+    loss_of(TRANSFORMER, planned, batch_of(TRANSFORMER))  # no backward: nobody trains
+    with pytest.warns(UserWarning, match=r"in evaluation mode .* call model\.train\(\) before training"):
+        loss_of(TRANSFORMER, planned, batch_of(TRANSFORMER)).backward()
+    loss_of(TRANSFORMER, planned, batch_of(TRANSFORMER)).backward()  # once
+
+
+def test_gradients_that_are_there_as_a_forward_begins_are_told_where_they_may_break_the_budget(
+    planned: nn.Module, plans: dict[str, Plan]
+) -> None:
+    roomy = dataclasses.replace(plans["transformer"], budget_bytes=1 << 40)
+    trained(TRANSFORMER, apply(built(TRANSFORMER), roomy), micro_batches=2)
+    loop = {**plans["transformer"].about, "accumulation": 2}
+    trained(TRANSFORMER, apply(built(TRANSFORMER), dataclasses.replace(plans["transformer"], about=loop)), 2)
+    tight = dataclasses.replace(plans["transformer"], budget_bytes=plans["transformer"].predicted["peak_bytes"])
+    with pytest.warns(UserWarning, match=r"of gradients are there as a forward begins, .* \(--accumulation\)"):
+        trained(TRANSFORMER, apply(built(TRANSFORMER), tight), micro_batches=2)
 
 
 def test_a_copy_trains_its_own_parameters_with_the_plan(planned: nn.Module) -> None:

@@ -1,123 +1,202 @@
-"""The import arrows point one way, read off the source; and `import remat` stays light.
+"""The house: rooms in the pipeline's order, no arrow that runs back, no circle; and `import remat` stays light.
 
-Capturing needs torch; judging and solving do not, so a step captured on one machine can be solved on another.
-Workloads know nothing of planning. Only the command line knows everybody.
+A room is a package. Its arrows are the imports of its modules, late ones too, read off the source; what is imported
+for its types only is no arrow. Judging and solving need no torch, so a step recorded on one machine can be solved on
+another. Training loads what executes a plan, and nothing that makes or judges one.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
-from importlib.util import resolve_name
+from functools import cache
 from pathlib import Path
 
+import networkx
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = {
-    "remat": "remat",
-    "remat.commands": "remat/commands",
-    "remat.integrations": "remat/integrations",
-    "remat.solvers": "solvers",
-    "remat.models": "models",
-}
+FOLDERS = {"remat": ROOT / "remat", "remat.solvers": ROOT / "solvers", "remat.models": ROOT / "models"}
 
-ENTRIES = ("remat.cli", "remat.__main__")
-TORCH_FREE = {
-    f"remat.{name}"
-    for name in (
-        "alike",
-        "allocator_settings",
-        "caching_allocator",
-        "check",
-        "costs",
-        "errors",
-        "fragmentation",
-        "graph",
-        "identity",
-        "keeping",
-        "loop",
-        "memory",
-        "module_space",
-        "plans",
-        "problem",
-        "roofline",
-        "runs",
-        "streams",
-        "solution",
-        "space",
-        "target",
-        "units",
-        "workspaces",
-    )
+# Which rooms a room may know, in the pipeline's order: each knows earlier ones only.
+ROOMS = {
+    "workload": (),
+    "models": ("workload",),
+    "evaluation": ("workload",),
+    "capture": ("evaluation",),
+    "recording": ("capture", "evaluation", "workload"),
+    "cuda_kernels": ("workload",),
+    "costing": ("evaluation", "recording", "workload"),
+    "formulation": ("costing", "evaluation"),
+    "solvers": ("evaluation", "formulation"),
+    "reservation": ("evaluation", "workload"),
+    "execution": ("capture", "costing", "evaluation", "formulation", "recording", "workload"),
+    "planning": (
+        *("costing", "cuda_kernels", "evaluation", "execution", "formulation"),
+        *("recording", "reservation", "solvers", "workload"),
+    ),
+    "validation": (
+        *("capture", "costing", "evaluation", "execution"),
+        *("planning", "recording", "reservation", "solvers", "workload"),
+    ),
+    "integrations": ("evaluation", "execution"),
+    "cli": (
+        *("costing", "evaluation", "execution", "formulation", "models"),
+        *("planning", "recording", "solvers", "validation", "workload"),
+    ),
 }
-KNOWN_TO_MODELS = {"remat.errors", "remat.units", "remat.workload"}
-WATCHED = {"remat", "torch", "transformers"}
+TORCH_FREE_ROOMS = ("evaluation", "formulation", "reservation", "solvers")
+TORCH_FREE_MODULES = (
+    "remat.costing.costs",
+    "remat.costing.profile",
+    "remat.costing.roofline",
+    "remat.costing.workspaces",
+    "remat.errors",
+    "remat.streams",
+    "remat.units",
+    "remat.workload.target",
+    "remat.workload.training_loop",
+)
+KNOWN_TO_ALL = {"remat", "remat.errors", "remat.units", "remat.streams", "remat._torch"}
 
 # What a user's training script imports, and what that must not cost it.
-EVERYDAY = ("remat", "remat.plans", "remat.applying", "remat.modules", "remat.measure", "remat.validating")
-HEAVY = ("ortools", "rich", "transformers", "typer")
+EVERYDAY = ("remat.execution.apply", "remat.execution.compiled.backend", "remat.integrations.transformers")
+NOT_FOR_TRAINING = ("recording", "costing", "formulation", "planning", "validation", "solvers", "models", "cli")
+HEAVY = ("ortools", "rich", "typer")
 
 
-def file_of(module: str) -> Path:
-    package, _, name = module.rpartition(".")
-    return ROOT / FOLDERS[package] / f"{name}.py" if package else ROOT / FOLDERS[module] / "__init__.py"
+@cache
+def modules() -> dict[str, Path]:
+    """Every module by its name."""
+    found = {}
+    for package, folder in FOLDERS.items():
+        for path in folder.rglob("*.py"):
+            parts = path.relative_to(folder).with_suffix("").parts
+            found[".".join((package, *parts)).removesuffix(".__init__")] = path
+    return found
 
 
-def modules_in(package: str) -> list[str]:
-    return sorted(f"{package}.{path.stem}" for path in (ROOT / FOLDERS[package]).glob("*.py"))
+def module_of(name: str) -> str:
+    """The module that an imported name is, or is in."""
+    while name not in modules():
+        name = name.rpartition(".")[0]
+    return name
 
 
-def imports(module: str) -> Iterator[str]:
-    """The modules that a module's source names in imports; a late import is an import."""
-    for node in ast.walk(ast.parse(file_of(module).read_text(encoding="utf-8"))):
+def is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Every node of a syntax tree that is run."""
+    for child in ast.iter_child_nodes(node):
+        if not is_for_types(child):
+            yield child
+            yield from statements(child)
+
+
+@cache
+def imports(module: str) -> frozenset[str]:
+    """Modules of this project, and other packages, that a module imports when it is loaded or later."""
+    found = set()
+    for node in statements(ast.parse(modules()[module].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            origin = resolve_name("." * node.level + (node.module or ""), module.rpartition(".")[0])
-            # `from remat import graph` names the module remat.graph.
-            yield from [f"{origin}.{alias.name}" for alias in node.names] if origin in FOLDERS else [origin]
+            assert node.level == 0, f"{module} imports relatively"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    ours = {module_of(name) for name in found if name.partition(".")[0] == "remat"}
+    return frozenset(ours - {module}) | {name.partition(".")[0] for name in found} - {"remat"}
 
 
-def watched_imports(module: str) -> set[str]:
-    return {name for name in imports(module) if name.partition(".")[0] in WATCHED}
+def room_of(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else ""
 
 
-def within(package: str, names: set[str]) -> set[str]:
-    return {name for name in names if name.startswith(f"{package}.")}
+def arrows() -> set[tuple[str, str]]:
+    """Between rooms."""
+    found = {
+        (room_of(a), room_of(b)) for a in modules() for b in imports(a) if b in modules() and b not in KNOWN_TO_ALL
+    }
+    return {(a, b) for a, b in found if a != b and a in ROOMS}
 
 
-@pytest.mark.parametrize("module", sorted(TORCH_FREE))
-def test_what_plans_are_made_of_is_free_of_torch(module: str) -> None:
-    if not file_of(module).exists():
-        pytest.skip(f"there is no {module}")
-    assert watched_imports(module) <= TORCH_FREE
+def test_every_module_lives_in_a_room() -> None:
+    assert {room_of(module) for module in modules() if module not in KNOWN_TO_ALL} == {*ROOMS, "__main__"}
 
 
-@pytest.mark.parametrize("module", modules_in("remat.solvers"))
-def test_solvers_know_only_what_is_free_of_torch(module: str) -> None:
-    named = watched_imports(module)
-    assert named - within("remat.solvers", named) <= TORCH_FREE
+def test_rooms_know_earlier_rooms_only_and_no_others_than_the_table_says() -> None:
+    assert arrows() == {(room, known) for room, others in ROOMS.items() for known in others}
+    order = list(ROOMS)
+    assert all(order.index(known) < order.index(room) for room, others in ROOMS.items() for known in others)
 
 
-@pytest.mark.parametrize("module", modules_in("remat.models"))
-def test_models_know_no_stage_of_planning(module: str) -> None:
-    named = within("remat", watched_imports(module))
-    assert named - within("remat.models", named) <= KNOWN_TO_MODELS
+def test_no_module_is_in_a_circle_of_imports_late_ones_included() -> None:
+    graph = networkx.DiGraph((a, b) for a in modules() for b in imports(a) if b in modules() and b != "remat")
+    assert [sorted(found) for found in networkx.strongly_connected_components(graph) if len(found) > 1] == []
 
 
-def test_a_training_script_loads_neither_solver_nor_command_line() -> None:
-    present = [module for module in EVERYDAY if file_of(module).exists()]
-    program = f"import sys, {', '.join(present)}; print(*({set(HEAVY)} & set(sys.modules)))"
+@pytest.mark.parametrize("room", TORCH_FREE_ROOMS)
+def test_what_judges_and_solves_is_free_of_torch(room: str) -> None:
+    assert {module for module in modules() if room_of(module) == room and not is_free_of_torch(module)} == set()
+
+
+def test_what_they_need_of_other_rooms_is_free_of_torch() -> None:
+    assert [module for module in TORCH_FREE_MODULES if not is_free_of_torch(module)] == []
+
+
+@cache
+def is_free_of_torch(module: str) -> bool:
+    return not imports(module) & {"torch", "transformers"} and all(
+        is_free_of_torch(known) for known in imports(module) if known in modules() and known != "remat"
+    )
+
+
+def test_a_training_script_loads_what_executes_plans_and_nothing_that_makes_or_judges_them() -> None:
+    refused = [*(f"remat.{room}" for room in NOT_FOR_TRAINING), *HEAVY]
+    program = f"import sys, {', '.join(EVERYDAY)}; print(*[name for name in {refused} if name in sys.modules])"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert (ran.returncode, ran.stdout.split()) == (0, []), ran.stderr
+    assert (ran.returncode, ran.stdout.split()) == (0, []), ran.stdout + ran.stderr
 
 
-@pytest.mark.parametrize("module", [m for package in FOLDERS for m in modules_in(package) if m not in ENTRIES])
-def test_only_the_command_line_knows_the_commands(module: str) -> None:
-    named = watched_imports(module)
-    assert "remat.cli" not in named
-    if not module.startswith("remat.commands."):
-        assert not any(name.startswith("remat.commands") for name in named)
+@pytest.mark.parametrize("room", ["commands", "plots"])
+def test_only_the_command_line_knows_its_commands_and_plots(room: str) -> None:
+    knows = {a for a in modules() for b in imports(a) if b.startswith(f"remat.cli.{room}.")}
+    assert {a for a in knows if room_of(a) != "cli"} == set()
+
+
+def test_every_package_is_installed() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    packages = {name for name, path in modules().items() if path.name == "__init__.py"}
+    assert sorted(settings["packages"]) == sorted(packages)
+
+
+@pytest.mark.parametrize("function", ["plan", "profile", "apply", "validate", "remove"])
+def test_no_package_hides_a_function_of_the_interface(function: str) -> None:
+    assert f"remat.{function}" not in modules()
+
+
+def test_private_names_stay_in_their_module() -> None:
+    taken = [
+        (module, f"{node.module}.{alias.name}")
+        for module, path in modules().items()
+        for node in statements(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("remat")
+        for alias in node.names
+        if alias.name.startswith("_") and alias.name not in ("_torch", "__version__")
+    ]
+    assert taken == []
+
+
+def test_the_interface_is_one_list_of_names_that_all_load() -> None:
+    import remat
+
+    assert dir(remat) == sorted([*remat.__all__, "__version__"])
+    for name in remat.__all__:
+        assert getattr(remat, name).__module__ == remat._HOMES[name]  # where a checker of types finds it too
+    assert remat.__version__ == importlib.metadata.version("remat")

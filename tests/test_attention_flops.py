@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import flop_registry
 
-from remat import tracker
+from remat.recording import tracker
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention
 SIZES = (2, 8, 32, 16)  # samples, heads, length, width

@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import nn
 
-from remat.applying import apply, counts_of
-from remat.attention_masks import Masks, OnesSeen, all_ones, masks_of
+from remat.capture.attention_masks import Masks, OnesSeen, all_ones, masks_of
+from remat.cli.model_spec import ModelSpec, text_workload_of
 from remat.errors import PlanMismatch, UsageError
-from remat.kernel_log import KernelLog, kernel_differences
+from remat.evaluation.plan import Plan
+from remat.execution.apply import apply, counts_of
 from remat.models.common import padded
-from remat.plans import Plan
-from remat.validating import validate
-from remat.workload import Workload
-from remat.workloads import ModelSpec, text_workload_of
+from remat.validation.kernel_log import KernelLog, kernel_differences
+from remat.validation.validating import validate
+from remat.workload.workload import Workload
 from tests.test_modules import plan_of
 from tests.toys import every_block, plan_by_hand, recorded
 
@@ -73,7 +73,7 @@ def trained(model: nn.Module, batch: Batch) -> tuple[float, list[torch.Tensor], 
     """Loss, gradients and kernels of a step, recomputation left out."""
     kernels = KernelLog()
     if "forward" in model.__dict__:
-        from remat.applying import planned_forward
+        from remat.execution.apply import planned_forward
 
         planned_forward(model).watch(observe=False, recompute_context=kernels.paused)
     torch.manual_seed(2)
@@ -131,6 +131,7 @@ def test_a_plan_of_modules_is_told_of_padding() -> None:
     graph = recorded(workload_of("llama"))[1]
     model = apply(built("llama"), plan_of(graph), on_larger="refuse")
     require_alike(model, built("llama"), batch_of("llama", "ones"))
+    model.zero_grad()
     with pytest.raises(PlanMismatch, match="this batch has padding, and the plan is for batches without"):
         model(**batch_of("llama", "padded"))
 

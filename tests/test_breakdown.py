@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat import breakdown
-from remat.loop import Loop
-from remat.memory import Memory
-from remat.record import FakeStep, record
+from remat.evaluation import breakdown
+from remat.evaluation.evaluator import Memory
+from remat.recording.fake_step import FakeStep
+from remat.recording.recorder import record
+from remat.workload.training_loop import Loop
 from tests.graphs import TOYS, ToyNode, plans, toy_graph, toys
 from tests.toys import TRANSFORMER, WORKLOADS, every_block
 from tests.toys import recorded as recorded_toy

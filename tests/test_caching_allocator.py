@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remat.allocator_settings import AllocatorSettings
-from remat.caching_allocator import Block, CachingAllocator, CardFull, Counts, Event, replayed
 from remat.errors import UsageError
+from remat.reservation.allocator_settings import AllocatorSettings
+from remat.reservation.caching_allocator import Block, CachingAllocator, CardFull, Counts, Event, replayed
 from remat.units import GIB, KIB, MIB
 
 EXPANDABLE = AllocatorSettings(expandable_segments=True)

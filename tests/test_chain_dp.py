@@ -11,19 +11,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.check import check
-from remat.graph import Graph
-from remat.keeping import NS
+from remat.costing.planning_device import find_planning_device
+from remat.evaluation.graph import Graph
+from remat.evaluation.plan import Region
+from remat.formulation.check import check
+from remat.formulation.liveness import NS
+from remat.formulation.problem import Problem
+from remat.formulation.search_space import find_space
+from remat.formulation.solution import Limits
 from remat.models import TEST_SIZES
-from remat.plans import Region
-from remat.problem import Problem
-from remat.profiling import fake_step, find_place, profile_step
-from remat.solution import Limits
+from remat.planning.profiling import fake_step, profile_step
 from remat.solvers import chain_dp, every_block
 from remat.solvers.chain import Case, Chain, lasting_storages
 from remat.solvers.chain_table import Table, admits, choose_grain, regions_of
 from remat.solvers.reduced_costs import useful_runs
-from remat.space import find_space
 from tests.graphs import chain, every_cut, spaces, toy_graph, toys
 from tests.oracle import Oracle, plans_of
 
@@ -147,7 +148,7 @@ def test_no_time_still_gives_a_bound() -> None:
 @pytest.mark.parametrize("name", ["t5-base", "gpt2", "bert-large", "llama-1b"])
 def test_a_plan_of_a_real_model_is_never_below_the_bound_at_its_own_peak(name: str) -> None:
     """Autocast's copies, an encoder's output and a position bias, which toys have not: whatever counts them."""
-    place = find_place("h100-80gb")
+    place = find_planning_device("h100-80gb")
     profile = profile_step(fake_step(TEST_SIZES[name](), place), place)
     problem = Problem(profile.graph, profile.costs, find_space(profile.graph), AMPLE)
     most = problem.memory.peak_without_checkpointing

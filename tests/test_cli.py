@@ -19,11 +19,13 @@ from typing import Any
 import pytest
 import torch
 
-from remat import planning, screen, workloads
+from remat.cli import model_spec as workloads
+from remat.cli import screen
+from remat.cli.model_spec import ModelSpec
 from remat.errors import NoPlanInTime, UsageError
-from remat.plans import Plan
-from remat.workload import Workload
-from remat.workloads import ModelSpec
+from remat.evaluation.plan import Plan
+from remat.planning import planner as planning
+from remat.workload.workload import Workload
 from tests.command_line import Remat, line_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -144,7 +146,7 @@ def test_an_interrupt_without_a_plan_says_so(remat: Remat, monkeypatch: pytest.M
     def interrupted(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("remat.profiling.fake_step", interrupted)
+    monkeypatch.setattr("remat.planning.profiling.fake_step", interrupted)
     commands = {
         "plan": stack("--json"),
         "profile": ["profile", "--model", "model.py:stack", "--out", "p", "--json"],
@@ -388,7 +390,7 @@ def test_what_is_measured_is_shown_beside(remat: Remat, monkeypatch: pytest.Monk
         found = {"peak_bytes": 3 << 20, "step_time_us": 5000}
         return dataclasses.make_dataclass("Report", names)(64, None, "cpu", found, {"fits": False}, passed)
 
-    monkeypatch.setattr("remat.validating.validate", validate)
+    monkeypatch.setattr("remat.validation.measured_comparison.validate", validate)
     data = remat(*against("--strategies", "exact", "--measure", "--json")).data
     assert data["rows"][0]["measured"] == {"peak_bytes": 3 << 20, "step_time_us": 5000}
     assert data["measured_on"] == {"device": "cpu", "batch_size": 64, "seq_len": None}
@@ -400,10 +402,14 @@ def test_what_is_measured_is_shown_beside(remat: Remat, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("command", [against(budget="84MiB"), over("--points", "3")], ids=["compare", "sweep"])
 def test_regions_may_be_whole_modules_where_plans_are_compared(remat: Remat, command: list[str]) -> None:
     command = [*command, "--strategies", "every-block,exact"]
-    ran = remat(*command, "--regions", "modules")
-    assert ran.exit_code == 0 and "regions are whole modules" in ran.stdout
-    assert remat(*command, "--regions", "modules", "--json").data["regions_are"] == "modules"
-    assert remat(*command, "--json").data["regions_are"] == "nodes"
+    ran = remat(*command, "--execution", "modules")
+    assert ran.exit_code == 0 and "whole modules" in ran.stdout
+    assert remat(*command, "--regions", "modules", "--json").data["execution"] == "modules"  # as it was called before
+    assert remat(*command, "--json").data["execution"] == "eager"
+    ran = remat(*command, "--execution", "layers")
+    assert ran.exit_code == 2 and "there is no execution 'layers'; choose eager, modules" in ran.stderr
+    ran = remat(*command, "--execution", "eager", "--compiler", "inductor")
+    assert ran.exit_code == 2 and "say the same" in ran.stderr
     ran = remat(*command, "--regions", "layers")
     assert ran.exit_code == 2 and "--regions is nodes or modules, not 'layers'" in ran.stderr
 
@@ -473,7 +479,7 @@ def test_show_prints_every_region_or_the_file(remat: Remat) -> None:
     ("damage", "message"),
     [
         pytest.param(lambda text: text[: len(text) // 2], "is not a plan file", id="truncated"),
-        pytest.param(lambda text: text.replace('"version": 2', '"version": 99'), "has plan version 99", id="newer"),
+        pytest.param(lambda text: text.replace('"version": 3', '"version": 99'), "has plan version 99", id="newer"),
         pytest.param(lambda text: text.replace('"target"', '"tarket"'), "is not a complete plan file", id="key"),
         pytest.param(lambda text: text.replace('"peak_at"', '"peek"'), "is not a complete plan file", id="inner-key"),
     ],
@@ -518,7 +524,7 @@ def test_validate_makes_the_planned_workload_again(
         seen.append((workload, options))
         return FakeReport(passed)
 
-    monkeypatch.setattr("remat.validating.validate", validate)
+    monkeypatch.setattr("remat.validation.validating.validate", validate)
     remat(*stack("--batch-size", "64", "--optimizer", "sgd"))
     ran = remat("validate", "stack.plan.json", "--device", "cpu", "--seed", "3")
     assert (ran.exit_code, ran.stdout) == (exit_code, "the report\n")
@@ -638,7 +644,8 @@ def test_an_unknown_name_is_refused_without_waiting_for_a_network(monkeypatch: p
 
 def test_help_needs_no_torch() -> None:
     program = (
-        "import sys; from remat.cli import main; code = main(['plan', '--help']); print('torch' in sys.modules, code)"
+        "import sys; from remat.cli.main import main; code = main(['plan', '--help']); "
+        "print('torch' in sys.modules, code)"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT)
     assert ran.stdout.splitlines()[-1] == "False 0"
@@ -654,7 +661,7 @@ def test_a_closed_pipe_is_no_bug(remat: Remat) -> None:
     remat(*stack())
     reader, writer = os.pipe()
     os.close(reader)  # as in `remat show ... | head -0`
-    command = [sys.executable, "-m", "remat.cli", "show", str(Path("stack.plan.json").absolute())]
+    command = [sys.executable, "-m", "remat.cli.main", "show", str(Path("stack.plan.json").absolute())]
     ran = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, cwd=ROOT)
     os.close(writer)
     assert ran.stderr == ""

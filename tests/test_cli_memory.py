@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from remat.plans import Plan
+from remat.evaluation.plan import Plan
 from tests.command_line import Remat
 
 MODEL = ("--model", "model.py:stack", "--target", "h100-80gb")

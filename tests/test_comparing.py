@@ -8,19 +8,24 @@ from typing import Any
 
 import pytest
 
-from remat import comparing
-from remat.check import check
-from remat.comparing import Comparison, Row, compare
+from remat.costing.planning_device import find_planning_device
+from remat.costing.profile import Profile
 from remat.errors import Infeasible, RematError, UsageError, ValidationFailed
-from remat.module_replay import replay_modules
-from remat.module_space import find_module_space, pose
-from remat.planning import Budget
-from remat.problem import Problem
-from remat.profiling import Profile, fake_step, find_place, profile_step
-from remat.record import FakeStep
-from remat.solution import Limits, Solution
+from remat.execution.executions import load
+from remat.execution.modules.replay import replay_modules
+from remat.execution.modules.search_space import find_module_space
+from remat.formulation.check import check
+from remat.formulation.problem import Problem
+from remat.formulation.search_space import find_space
+from remat.formulation.solution import Limits, Solution
+from remat.planning import comparison as comparing
+from remat.planning.budget import Budget
+from remat.planning.comparison import Comparison, Row, compare
+from remat.planning.profiling import fake_step, profile_step
+from remat.planning.search import Judge
+from remat.recording.fake_step import FakeStep
 from remat.solvers import HEURISTICS, heuristic
-from remat.space import find_space
+from remat.validation.measured_comparison import measure_plans
 from tests import toys
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD
 
@@ -47,7 +52,7 @@ KEYS = {
 
 @pytest.fixture(scope="module")
 def taken() -> tuple[Profile, FakeStep]:
-    place = find_place("h100-80gb")
+    place = find_planning_device("h100-80gb")
     step = fake_step(toys.TRANSFORMER.sized(64), place)
     return profile_step(step, place), step
 
@@ -227,8 +232,8 @@ def test_an_interrupt_keeps_the_rows_so_far(profile: Profile, budget: Budget, mo
 def test_where_the_replay_needs_more_less_is_asked_for(
     taken: tuple[Profile, FakeStep], budget: Budget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replay = comparing.replay_peak
-    monkeypatch.setattr(comparing, "replay_peak", lambda *args: replay(*args) + 1000)
+    replay = Judge.peak
+    monkeypatch.setattr(Judge, "peak", lambda *args: replay(*args) + 1000)
     row = compare(taken[0], budget, strategies=["exact"], limits=LIMITS, step=taken[1]).rows[0]
     assert row.peak_bytes is not None and row.peak_bytes + 1000 <= budget.limit_bytes
 
@@ -238,17 +243,17 @@ def test_where_the_replay_needs_more_less_is_asked_for(
 
 @pytest.fixture(scope="module")
 def of_modules(taken: tuple[Profile, FakeStep], budget: Budget) -> Comparison:
-    return compare(taken[0], budget, limits=LIMITS, step=taken[1], regions="modules")
+    return compare(taken[0], budget, limits=LIMITS, step=taken[1], execution="modules")
 
 
 def test_plans_of_modules_are_compared_with_each_other(of_modules: Comparison, found: Comparison) -> None:
-    assert of_modules.regions_are == of_modules.to_json()["regions_are"] == "modules"
+    assert of_modules.execution == of_modules.to_json()["execution"] == "modules"
     best = of_modules.best
     assert best is not None and best.step_time_us is not None and found.best is not None
     assert best.step_time_us >= (found.best.step_time_us or 0)  # fewer plans
     for row in of_modules.rows:
         if row.plan is not None and row.strategy != "none" and row.fits:
-            assert row.plan.regions_are == "modules"
+            assert row.plan.execution == "modules"
             assert all(region.module and not region.saved and not region.inner for region in row.plan.regions)
     layers = row_of(of_modules, "every-block").plan
     assert layers is not None and [region.module for region in layers.regions] == [f"layers.{i}" for i in range(4)]
@@ -271,7 +276,7 @@ def test_the_peak_of_a_plan_of_modules_is_the_untraced_replays(
 
 def test_a_region_that_is_no_module_does_not_hold(profile: Profile, problem: Problem) -> None:
     space = find_module_space(profile.graph)
-    posed = pose(profile.graph, profile.costs, space, 1 << 62)
+    posed = load("modules").pose(profile, space, 1 << 62)
     joined = toys.all_in_one(problem.graph)[0]
     assert "is not the forward of a module" in check(posed, Solution("any", "feasible", (joined,)))[0]
     assert heuristic.plan_of(posed, [joined]) == ()
@@ -301,8 +306,8 @@ def test_all_that_fits_is_measured_at_one_size(found: Comparison, monkeypatch: p
         ran.append((workload.batch_size, len(plan.regions)))
         return FakeReport(min(workload.batch_size, most), workload.seq_len)
 
-    monkeypatch.setattr("remat.validating.validate", validate)
-    measured = comparing.measure(found, toys.TRANSFORMER.sized(64))
+    monkeypatch.setattr("remat.validation.measured_comparison.validate", validate)
+    measured = measure_plans(found, toys.TRANSFORMER.sized(64))
     assert measured.measured_on == {"device": "a device", "batch_size": 8, "seq_len": toys.LENGTH}
     for row in measured.rows:
         assert row.measured == ({"peak_bytes": 80, "step_time_us": 8} if row.fits else None)
@@ -322,8 +327,8 @@ def test_a_measurement_that_fails_is_said_and_the_others_go_on(
             raise ValidationFailed("out of memory.")
         return FakeReport(workload.batch_size, workload.seq_len, passed=plan.regions != blocks.regions)
 
-    monkeypatch.setattr("remat.validating.validate", validate)
-    measured = comparing.measure(found, toys.TRANSFORMER.sized(64))
+    monkeypatch.setattr("remat.validation.measured_comparison.validate", validate)
+    measured = measure_plans(found, toys.TRANSFORMER.sized(64))
     assert row_of(measured, "exact").measured is None
     assert row_of(measured, "every-block").measured == {"peak_bytes": 640, "step_time_us": 64}
     assert "exact: out of memory." in measured.failures
@@ -339,8 +344,8 @@ def test_an_interrupted_measurement_keeps_what_was_measured(found: Comparison, m
         ran.append(plan)
         return FakeReport(workload.batch_size, workload.seq_len)
 
-    monkeypatch.setattr("remat.validating.validate", validate)
-    measured = comparing.measure(found, toys.TRANSFORMER.sized(64))
+    monkeypatch.setattr("remat.validation.measured_comparison.validate", validate)
+    measured = measure_plans(found, toys.TRANSFORMER.sized(64))
     assert measured.interrupted and len(measured.rows) == len(found.rows)
     shown = [row.plan.regions for row in measured.rows if row.measured is not None and row.plan is not None]
     assert set(shown) == {ran[0].regions}

@@ -12,16 +12,17 @@ import pytest
 import torch
 from torch import fx, nn
 
-from remat import partitioning
-from remat.allocator import measure_peak
-from remat.applying import apply, counts_of
-from remat.compiling import INDUCTOR, RECOMPUTED
+from remat.costing.device_allocator import measure_peak
 from remat.errors import PlanMismatch, UsageError
-from remat.graph import Graph
-from remat.plans import Plan, Region
-from remat.record import FakeStep
-from remat.replay_compiled import replay_compiled
-from remat.workload import Workload
+from remat.evaluation.graph import Graph
+from remat.evaluation.plan import Plan, Region
+from remat.execution.apply import apply, counts_of
+from remat.execution.compiled import partitioning
+from remat.execution.compiled.compiling import INDUCTOR
+from remat.execution.compiled.replay import replay_compiled
+from remat.execution.compiled.tags import RECOMPUTED
+from remat.recording.fake_step import FakeStep
+from remat.workload.workload import Workload
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD
 from tests.test_applying import batch_of, built, gradients, loss_of, same
 from tests.toys import (
@@ -298,7 +299,7 @@ def test_the_backend_says_what_it_cannot_take(options: dict[str, Any], message: 
 
 
 def test_the_backend_refuses_a_plan_made_for_another_compiler(plan: Plan) -> None:
-    for_inductor = dataclasses.replace(plan, about={**plan.about, "compiler": "inductor"})
+    for_inductor = dataclasses.replace(plan, execution="inductor")
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"PlanMismatch.*compiled by inductor"):
         under_backend(for_inductor)(*batch_of(TRANSFORMER))
 

@@ -13,9 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from remat.module_replay import judge_of
-from remat.plans import Plan
-from remat.record import FakeStep
+from remat.evaluation.plan import Plan
+from remat.execution.eager.replay import replay
+from remat.execution.modules.replay import replay_modules
+from remat.recording.fake_step import FakeStep
 from tests.distributed_steps import SCENARIOS, WIDE, WIDE_BF16, Found, run
 from tests.test_modules import plan_of
 from tests.toys import every_block, plan_by_hand, recorded
@@ -57,9 +58,9 @@ def predicted(plans: dict[str, Plan], step: FakeStep) -> dict[str, int]:
     fixed = sum(p.numel() * p.element_size() for p in WIDE.build().parameters())
     fixed += sum(t.numel() * t.element_size() for t in WIDE.batch(WIDE.batch_size, WIDE.seq_len))
     regions = {kind: plans[kind].regions for kind in ("nodes", "modules")}
-    peaks = {kind: int(judge_of(kind)(step, regions[kind]).max()) for kind in regions}  # type: ignore[arg-type]
-    peaks["nothing"] = int(judge_of("nodes")(step, ()).max())
-    return {kind: peak - fixed for kind, peak in peaks.items()}
+    peaks = {"nodes": replay(step, regions["nodes"]).max(), "modules": replay_modules(step, regions["modules"]).max()}
+    peaks["nothing"] = replay(step, ()).max()
+    return {kind: int(peak) - fixed for kind, peak in peaks.items()}
 
 
 @pytest.mark.parametrize("rank", RANKS)
@@ -127,4 +128,4 @@ def test_a_plan_may_be_applied_after_sharding(found: Any) -> None:
 
 
 def test_a_plan_of_nodes_is_refused_by_a_sharded_model(found: Any) -> None:
-    assert "plan with --regions modules" in found[0]["refused"]
+    assert "plan with --execution modules" in found[0]["refused"]

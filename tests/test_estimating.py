@@ -12,16 +12,18 @@ import numpy as np
 import pytest
 import torch
 
-from remat import breakdown
-from remat.advice import CHUNKS, advise, with_chunked_loss, with_fused_attention, with_state_on_host
-from remat.costs import estimate as roofline
-from remat.estimating import estimate
-from remat.graph import Graph
-from remat.loop import Loop
-from remat.memory import Memory
-from remat.profiling import Place, Profile, fake_step, find_place, profile_step
-from remat.timeline import POINTS, Timeline, save_snapshot, timeline
-from remat.timeline_plot import draw
+from remat.cli.plots.timeline_plot import draw
+from remat.costing.costs import estimate as roofline
+from remat.costing.planning_device import PlanningDevice, find_planning_device
+from remat.costing.profile import Profile
+from remat.evaluation import breakdown
+from remat.evaluation.evaluator import Memory
+from remat.evaluation.graph import Graph
+from remat.planning.advice import CHUNKS, advise, with_chunked_loss, with_fused_attention, with_state_on_host
+from remat.planning.estimate import estimate
+from remat.planning.profiling import fake_step, profile_step
+from remat.planning.timeline import POINTS, Timeline, save_snapshot, timeline
+from remat.workload.training_loop import Loop
 from tests.toys import TRANSFORMER, Transformer, every_block
 
 WIDE = dataclasses.replace(TRANSFORMER, build=functools.partial(Transformer, layers=3, width=64), seq_len=32)
@@ -29,15 +31,15 @@ WIDE = dataclasses.replace(TRANSFORMER, build=functools.partial(Transformer, lay
 
 @functools.cache
 def profiled(accumulation: int = 1, batch_size: int = 4) -> Profile:
-    place = find_place("h100-80gb")
+    place = find_planning_device("h100-80gb")
     return profile_step(fake_step(WIDE.sized(batch_size), place, loop=Loop(accumulation=accumulation)), place)
 
 
 def unfused() -> Profile:
     """As the CPU runs it with dropout: attention by many operators."""
-    place = Place(find_place("h100-80gb").target, torch.device("cpu"))
+    place = PlanningDevice(find_planning_device("h100-80gb").target, torch.device("cpu"))
     step = fake_step(WIDE, place)
-    from remat.record import record
+    from remat.recording.recorder import record
 
     graph = record(step)
     return Profile(graph, roofline(graph, place.target), place.target)
@@ -99,7 +101,7 @@ def test_local_variables_of_untraced_code_are_in_the_eager_peak() -> None:
             kept = torch.zeros(64, 32, 64).exp()  # nobody's, but alive until the forward ends
             return super().forward(ids, labels) + 0 * len(kept)
 
-    place = find_place("h100-80gb")
+    place = find_planning_device("h100-80gb")
     step = fake_step(dataclasses.replace(WIDE, build=lambda: Hoarding(layers=3, width=64)), place)
     profile = profile_step(step, place)
     peaks = estimate(profile).peaks
@@ -131,7 +133,7 @@ def test_a_timeline_adds_up_to_the_peak_and_lasts_as_long_as_the_step(planned: b
 
 
 def test_a_long_step_is_thinned_and_keeps_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("remat.timeline.POINTS", 50)
+    monkeypatch.setattr("remat.planning.timeline.POINTS", 50)
     found = timeline(profiled())
     assert len(found.time_us) == 50 < POINTS
     assert found.alive_bytes.max() == found.peak_bytes
@@ -169,7 +171,7 @@ def test_the_snapshot_replays_to_the_predicted_peak(tmp_path: Path) -> None:
 
 
 def test_levers_are_what_recording_again_finds() -> None:
-    place = find_place("h100-80gb")
+    place = find_planning_device("h100-80gb")
     profile = profiled()
     found = advise(WIDE, place, Loop(), profile.graph, lambda graph, costs: Memory(graph).curve(()).peak_bytes)
     peak = Memory(profile.graph).peak_without_checkpointing

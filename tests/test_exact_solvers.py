@@ -15,19 +15,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.check import check
-from remat.costs import Costs
-from remat.graph import Graph, Node
-from remat.keeping import NS
+from remat.costing.costs import Costs
+from remat.evaluation.graph import Graph, Node
+from remat.evaluation.plan import Region
+from remat.formulation.check import check
+from remat.formulation.liveness import NS
+from remat.formulation.problem import Problem
+from remat.formulation.search_space import Segment, Space, find_space
+from remat.formulation.solution import Limits, Solution
 from remat.models import TEST_SIZES
-from remat.plans import Region
-from remat.problem import Problem
-from remat.profiling import profile
-from remat.solution import Limits, Solution
+from remat.planning.profiling import profile
 from remat.solvers import chain_dp, cp_sat, exact, milp, program
 from remat.solvers.least_peak import least_peak
 from remat.solvers.program import Constraint, Outcome, Program
-from remat.space import Segment, Space, find_space
 from remat.streams import stdout_to_stderr
 from tests.graphs import ToyNode, chain, every_cut, spaces, toy_graph, toys
 from tests.oracle import Oracle, every_plan, is_kept

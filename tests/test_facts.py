@@ -18,16 +18,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from remat.graph import Graph
-from remat.memory import Memory
+from remat.costing.planning_device import find_planning_device
+from remat.evaluation.evaluator import Memory
+from remat.evaluation.graph import Graph
+from remat.evaluation.plan import Region
+from remat.formulation.search_space import blocks
 from remat.models import gpt2
-from remat.plans import Region
-from remat.profiling import fake_step, find_place
-from remat.record import FakeStep, record
-from remat.space import blocks
-from remat.target import TARGETS
+from remat.planning.profiling import fake_step
+from remat.recording.fake_step import FakeStep
+from remat.recording.recorder import record
 from remat.units import GIB
-from remat.workload import Workload
+from remat.workload.target import TARGETS
+from remat.workload.workload import Workload
 from tests.graphs import ToyNode, toy_graph
 
 GB = 10**9
@@ -68,7 +70,7 @@ def boundary_bytes(width: int, tokens: int, heads: int = 8, seq: int = 1000) -> 
         workload = gpt2.workload(
             "fact", width=width, layers=layers, heads=heads, positions=seq, batch_size=tokens // seq, vocab=128
         )
-        step = fake_step(workload.with_dtype("bf16"), find_place("h200"))
+        step = fake_step(workload.with_dtype("bf16"), find_planning_device("h200"))
         graph = record(step)
         regions = [Region(*block) for block in blocks(graph)]
         assert len(regions) == layers
@@ -131,7 +133,7 @@ def interior_bytes(b: int, s: int, h: int, a: int, fused: bool) -> int:
             seq_len=s,
             optimizer=None,
         )
-        graph = record(fake_step(workload.with_dtype("bf16"), find_place("h200")))
+        graph = record(fake_step(workload.with_dtype("bf16"), find_planning_device("h200")))
         return int(Memory(graph).curve(()).alive_bytes[graph.forward_end - 1]) - graph.fixed_total
 
     return kept(3) - kept(2)

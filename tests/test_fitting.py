@@ -11,20 +11,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.costs import with_library_workspaces
+from remat.costing.costs import with_library_workspaces
+from remat.costing.planning_device import find_planning_device
 from remat.errors import Infeasible, UsageError
-from remat.fitting import JOINT, Fit, fit, largest_batch, longest_sequence, samples_of_rank
-from remat.graph import Graph
-from remat.loop import Loop
-from remat.memory import Memory
-from remat.micro_batches import RUNGS, MicroBatches, Window, between, divisors, largest, samples_that_fit
-from remat.planning import Budget
-from remat.profiling import fake_step, find_place
-from remat.record import record
-from remat.scaling import Recorded, family
-from remat.solution import Limits
+from remat.evaluation.evaluator import Memory
+from remat.evaluation.graph import Graph
+from remat.evaluation.scaling import Recorded, family
+from remat.formulation.solution import Limits
+from remat.planning.budget import Budget
+from remat.planning.fit import JOINT, Fit, fit, largest_batch, longest_sequence, samples_of_rank
+from remat.planning.micro_batches import RUNGS, MicroBatches, Window, between, divisors, largest, samples_that_fit
+from remat.planning.profiling import fake_step
+from remat.recording.recorder import record
 from remat.units import GIB
-from remat.workload import Workload
+from remat.workload.training_loop import Loop
+from remat.workload.workload import Workload
 from tests.toys import CONVNET, TRANSFORMER, Transformer, every_block
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -36,14 +37,14 @@ LIMITS = Limits(time_s=20)
 
 @functools.cache
 def at(batch_size: int, model: str = "transformer", accumulation: int = 1) -> Graph:
-    workload, place = {"transformer": WIDE, "convnet": CONVNET}[model].sized(batch_size), find_place(TARGET)
+    workload, place = {"transformer": WIDE, "convnet": CONVNET}[model].sized(batch_size), find_planning_device(TARGET)
     step = fake_step(workload, place, loop=Loop(accumulation=accumulation))
     return with_library_workspaces(record(step, alignment_bytes=place.target.alignment_bytes), place.target)
 
 
 def search(budget_bytes: int, workload: Workload = WIDE, loop: Loop | None = None) -> MicroBatches:
     budget = Budget(budget_bytes, budget_bytes)
-    return MicroBatches(workload, find_place(TARGET), budget, loop or Loop(), LIMITS, lambda what: None)
+    return MicroBatches(workload, find_planning_device(TARGET), budget, loop or Loop(), LIMITS, lambda what: None)
 
 
 def beside_states(graph: Graph, share: float) -> int:
@@ -132,7 +133,7 @@ def test_samples_of_llama_8b_beside_its_states_on_80_gib(ranks: int, samples: in
 @functools.cache
 def fitted(budget_share: float = 0.4, global_batch: int = 24) -> Fit:
     budget = beside_states(at(global_batch), budget_share)
-    return fit(WIDE, find_place(TARGET), Budget(budget, budget), global_batch, limits=LIMITS)
+    return fit(WIDE, find_planning_device(TARGET), Budget(budget, budget), global_batch, limits=LIMITS)
 
 
 @pytest.mark.parametrize("share", [0.15, 0.4, 0.8, 1.5])
@@ -188,7 +189,7 @@ def test_the_guess_is_what_fits_as_it_is() -> None:
 
 def test_one_more_sample_than_the_largest_batch_does_not_fit() -> None:
     budget = beside_states(at(16), 0.5)
-    plan = largest_batch(WIDE, find_place(TARGET), Budget(budget, budget), limits=LIMITS)
+    plan = largest_batch(WIDE, find_planning_device(TARGET), Budget(budget, budget), limits=LIMITS)
     found = plan.about["batch_size"]
     assert found > 8  # of 16, half of which would fit without recomputation
     look = search(budget)
@@ -200,7 +201,7 @@ def test_one_more_sample_than_the_largest_batch_does_not_fit() -> None:
 
 def test_a_longer_sequence_than_the_longest_does_not_fit() -> None:
     budget = beside_states(at(4), 0.7)
-    plan = longest_sequence(WIDE.sized(4), find_place(TARGET), Budget(budget, budget), limits=LIMITS)
+    plan = longest_sequence(WIDE.sized(4), find_planning_device(TARGET), Budget(budget, budget), limits=LIMITS)
     found = plan.about["seq_len"]
     assert plan.predicted["peak_bytes"] <= budget
     longer = search(budget, WIDE.sized(4, found + 2))  # a sixteenth of 32
@@ -209,12 +210,12 @@ def test_a_longer_sequence_than_the_longest_does_not_fit() -> None:
 
 def test_images_have_no_longest_sequence() -> None:
     with pytest.raises(UsageError, match="has no sequences"):
-        longest_sequence(CONVNET, find_place(TARGET), Budget(GIB, GIB))
+        longest_sequence(CONVNET, find_planning_device(TARGET), Budget(GIB, GIB))
 
 
 def test_where_not_one_sample_fits_the_least_budget_is_named() -> None:
     with pytest.raises(Infeasible) as refused:
-        fit(WIDE, find_place(TARGET), Budget(1 << 10, 1 << 10), 8, limits=LIMITS)
+        fit(WIDE, find_planning_device(TARGET), Budget(1 << 10, 1 << 10), 8, limits=LIMITS)
     assert refused.value.minimum_budget_bytes
 
 

@@ -8,28 +8,31 @@ import functools
 import numpy as np
 import pytest
 
-from remat.allocator_settings import AllocatorSettings
-from remat.caching_allocator import CachingAllocator
+from remat.cli.screen import reserved_rows
+from remat.costing.planning_device import find_planning_device
+from remat.costing.profile import Profile
 from remat.errors import Infeasible, NoPlanInTime, UsageError
-from remat.estimating import estimate
-from remat.fragmentation import CONTEXT_BYTES, Footprint, before_first_step, footprint, footprints, states
-from remat.graph import OPTIMIZER_STATE, Graph, Parameter
-from remat.loop import Loop
-from remat.memory import Memory
+from remat.evaluation.evaluator import Memory
+from remat.evaluation.graph import OPTIMIZER_STATE, Graph, Parameter
+from remat.evaluation.plan import Plan, unplace
+from remat.formulation.solution import Limits
 from remat.models import TEST_SIZES
-from remat.planning import Budget, parse_budget, plan_profile, usable_bytes
-from remat.plans import Plan, unplace
-from remat.profiling import Profile, fake_step, find_place, profile_step
-from remat.reserved import reserving_at_most
-from remat.screen import reserved_rows
-from remat.solution import Limits
-from remat.target import Target
-from remat.timeline import timeline
+from remat.planning.budget import Budget, parse_budget, usable_bytes
+from remat.planning.card import reserving_at_most
+from remat.planning.estimate import estimate
+from remat.planning.planner import plan_profile
+from remat.planning.profiling import fake_step, profile_step
+from remat.planning.timeline import timeline
+from remat.reservation.allocator_settings import AllocatorSettings
+from remat.reservation.caching_allocator import CachingAllocator
+from remat.reservation.fragmentation import CONTEXT_BYTES, Footprint, before_first_step, footprint, footprints, states
 from remat.units import GIB, MIB
-from remat.validating import _simulated
+from remat.validation.validating import _simulated
+from remat.workload.target import Target
+from remat.workload.training_loop import Loop
 
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
-H100 = find_place("h100-80gb")
+H100 = find_planning_device("h100-80gb")
 
 
 @functools.cache
@@ -141,7 +144,7 @@ def test_auto_is_the_card_less_the_context_and_judged_by_what_is_reserved() -> N
     assert parse_budget("auto", "1GiB", H100.target.memory_bytes, usable) == Budget(usable, usable - GIB, usable - GIB)
     assert parse_budget("auto", None, 100) == Budget(100, 90)  # nothing to simulate
     assert parse_budget("20GiB", None, H100.target.memory_bytes, usable) == Budget(20 * GIB, 20 * GIB)
-    assert usable_bytes(find_place("cpu")) is None
+    assert usable_bytes(find_planning_device("cpu")) is None
 
 
 def test_a_plan_names_all_three_and_the_settings_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +182,7 @@ def test_validation_predicts_what_the_allocator_makes_of_the_replays_peak() -> N
         "allocated_bytes": found.allocated_bytes + 100,
         "reserved_bytes": found.reserved_bytes + 100,
     }
-    assert _simulated(memory, (), found.requested_bytes, find_place("cpu")) == {}
+    assert _simulated(memory, (), found.requested_bytes, find_planning_device("cpu")) == {}
 
 
 def test_where_there_is_no_cuda_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import nn
 
-from remat.applying import apply, counts_of, has_plan, planned_forward, remove
 from remat.errors import PlanMismatch, UsageError
-from remat.plans import Plan
-from remat.workload import Workload
+from remat.evaluation.plan import Plan
+from remat.execution.apply import apply, counts_of, has_plan, planned_forward, remove
+from remat.workload.workload import Workload
 from tests.test_modules import plan_of
 from tests.toys import TRANSFORMER, TRANSFORMER_BF16, Transformer, every_block, plan_by_hand, recorded, tokens
 

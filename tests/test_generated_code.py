@@ -12,16 +12,17 @@ import pytest
 import torch
 from torch import nn
 
-from remat import compiling, partitioning, replay_compiled
-from remat.allocator import measure_peak
-from remat.applying import apply
-from remat.compiling import AOT_EAGER, INDUCTOR
+from remat.costing.device_allocator import measure_peak
 from remat.errors import RematError, UsageError
-from remat.graph import Graph
-from remat.plans import Plan
-from remat.record import FakeStep
-from remat.tracker import Tracker
-from remat.workload import Workload
+from remat.evaluation.graph import Graph
+from remat.evaluation.plan import Plan
+from remat.execution.apply import apply
+from remat.execution.compiled import compiling, partitioning
+from remat.execution.compiled import replay as replay_compiled
+from remat.execution.compiled.compiling import AOT_EAGER, INDUCTOR
+from remat.recording.fake_step import FakeStep
+from remat.recording.tracker import Tracker
+from remat.workload.workload import Workload
 from tests.test_applying import batch_of, built, gradients, loss_of
 from tests.toys import CHOICES, CPU, every_block, plan_by_hand, recorded
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.graph import OUTSIDE, Graph, block_of
-from remat.memory import Memory
+from remat.evaluation.evaluator import Memory
+from remat.evaluation.graph import OUTSIDE, Graph, block_of
 from tests.graphs import (
     BATCH_NORM,
     BRACKETS,

@@ -17,8 +17,8 @@ import pytest
 from benchmarks import device
 from benchmarks.half_hour import observing
 from benchmarks.half_hour.runner import CUT_OFF, DIED, DONE, TOO_LONG, Part, Runner
-from remat.allocator_settings import AllocatorSettings
-from remat.caching_allocator import replayed
+from remat.reservation.allocator_settings import AllocatorSettings
+from remat.reservation.caching_allocator import replayed
 
 ROOT = Path(__file__).resolve().parent.parent
 

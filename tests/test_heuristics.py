@@ -14,16 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remat import models, solvers
-from remat.check import check
-from remat.costs import estimate
-from remat.keeping import NS
-from remat.plans import Region
-from remat.problem import Problem
-from remat.profiling import fake_step, find_place, profile_step
-from remat.solution import Limits, Solution
+from remat.costing.costs import estimate
+from remat.costing.planning_device import find_planning_device
+from remat.evaluation.plan import Region
+from remat.formulation.check import check
+from remat.formulation.liveness import NS
+from remat.formulation.problem import Problem
+from remat.formulation.search_space import Segment, Space, blocks, find_space
+from remat.formulation.solution import Limits, Solution
+from remat.planning.profiling import fake_step, profile_step
 from remat.solvers import chen_greedy, greedy, heuristic, save_matmuls
-from remat.space import Segment, Space, blocks, find_space
-from remat.target import TARGETS
+from remat.workload.target import TARGETS
 from tests import toys as small
 from tests.graphs import (
     BATCH_NORM,
@@ -60,7 +61,7 @@ def peak(problem: Problem, regions: tuple[Region, ...]) -> int:
 def recorded_problem(name: str) -> Problem:
     """Of a toy or a model at test size, recorded and costed for an H100."""
     if name in MODELS:
-        place = find_place("h100-80gb")
+        place = find_planning_device("h100-80gb")
         profile = profile_step(fake_step(models.TEST_SIZES[name](), place), place)
         return Problem(profile.graph, profile.costs, find_space(profile.graph), AMPLE)
     workloads = {**TOYS, BATCH_NORM.name: BATCH_NORM, **{w.name: w for w in small.WORKLOADS.values()}}

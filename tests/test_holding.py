@@ -21,27 +21,29 @@ import torch.nn.functional as F
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from remat import breakdown
-from remat.allocator import measure_peak
-from remat.applying import apply
+from remat.costing.device_allocator import measure_peak
+from remat.costing.planning_device import find_planning_device
+from remat.costing.profile import Profile
 from remat.errors import PlanMismatch, UsageError
-from remat.graph import Graph
-from remat.loop import Holds, Loop
-from remat.memory import Memory
-from remat.micro_batches import MicroBatches
-from remat.module_space import space_of
-from remat.planning import Budget, plan_profile
-from remat.plans import Plan, RegionKind, place
-from remat.profiling import Profile, fake_step, find_place, profile_step
-from remat.record import FakeStep
-from remat.replay import replay
-from remat.replay_compiled import replay_compiled
-from remat.solution import Limits
-from remat.timeline import save_snapshot
-from remat.tracker import Tracker
-from remat.training import Training, undisturbed
+from remat.evaluation import breakdown
+from remat.evaluation.evaluator import Memory
+from remat.evaluation.graph import Graph
+from remat.evaluation.plan import Plan, place
+from remat.execution.apply import apply
+from remat.execution.compiled.replay import replay_compiled
+from remat.execution.eager.replay import replay
+from remat.formulation.solution import Limits
+from remat.planning.budget import Budget
+from remat.planning.micro_batches import MicroBatches
+from remat.planning.planner import plan_profile
+from remat.planning.profiling import fake_step, profile_step
+from remat.planning.timeline import save_snapshot
+from remat.recording.fake_step import FakeStep
+from remat.recording.tracker import Tracker
 from remat.units import gib
-from remat.validating import validate
+from remat.validation.training import Training, undisturbed
+from remat.validation.validating import validate
+from remat.workload.training_loop import Holds, Loop
 from tests.command_line import Remat
 from tests.toys import CHOICES, CPU, TRANSFORMER, VOCAB, Choose, Transformer
 
@@ -78,7 +80,7 @@ PAIR = dataclasses.replace(
 
 @functools.cache
 def profiled(holds: Holds, accumulation: int = 1, clip: bool = False) -> tuple[Profile, FakeStep]:
-    place, loop = find_place("cpu"), Loop(accumulation=accumulation, clip_grad_norm=clip, holds=holds)
+    place, loop = find_planning_device("cpu"), Loop(accumulation=accumulation, clip_grad_norm=clip, holds=holds)
     step = fake_step(PAIR, place, loop=loop)
     return profile_step(step, place), step
 
@@ -88,12 +90,11 @@ def graph_of(holds: Holds, accumulation: int = 1) -> Graph:
 
 
 @functools.cache
-def planned(holds: Holds, accumulation: int = 1, clip: bool = False, regions: RegionKind = "nodes") -> Plan:
+def planned(holds: Holds, accumulation: int = 1, clip: bool = False, execution: str = "eager") -> Plan:
     """At four fifths of what the loop takes that holds nothing, and room for the batch that is fetched ahead."""
     graph, (profile, step) = graph_of("loss", accumulation), profiled(holds, accumulation, clip)
     budget = 4 * Memory(graph).peak_without_checkpointing // 5
-    space = space_of(profile.graph, regions)
-    return plan_profile(profile, Budget(budget + BATCH, budget), step=step, space=space)
+    return plan_profile(profile, Budget(budget + BATCH, budget), step=step, execution=execution)
 
 
 def built() -> Any:
@@ -206,9 +207,9 @@ def test_the_loop_without_a_plan_takes_what_is_predicted(accumulation: int) -> N
     assert updated <= measured <= predicted <= 1.001 * measured
 
 
-@pytest.mark.parametrize("regions", ["nodes", "modules"])
-def test_a_plan_for_it_validates(regions: RegionKind) -> None:
-    plan = planned("outputs", regions=regions)
+@pytest.mark.parametrize("execution", ["eager", "modules"])
+def test_a_plan_for_it_validates(execution: str) -> None:
+    plan = planned("outputs", execution=execution)
     assert plan.regions and plan.about["holds"] == "outputs"
     report = validate(PAIR, plan, device="cpu")
     assert report.passed and 0 <= plan.predicted["peak_bytes"] - report.measured["peak_bytes"] <= 1024
@@ -232,7 +233,7 @@ def test_files_and_pictures_tell_of_it(tmp_path: Path) -> None:
 
 
 def test_at_any_batch_size_it_is_what_a_record_finds() -> None:
-    place = find_place("h100-80gb")
+    place = find_planning_device("h100-80gb")
     sizes = MicroBatches(PAIR, place, Budget(1, 1), Loop(holds="outputs"), Limits(), lambda what: None)
     found = sizes.profile(8, False).graph.held
     assert found == sizes.recorded(8, 1)[0].graph.held and found[0][0] >= LOGITS // 2
@@ -292,7 +293,7 @@ def loss_of(outputs: Any) -> torch.Tensor:
 
 
 def _leaves(outputs: Any) -> list[tuple[str, torch.Tensor]]:
-    from remat.holding import _named
+    from remat.workload.held_outputs import _named
 
     return list(_named(outputs))
 
@@ -382,7 +383,7 @@ def test_inputs_parameters_and_buffers_that_come_back_are_not_the_models_outputs
             }
 
     workload = dataclasses.replace(PAIR, build=functools.partial(Handing, 3), step=lambda m, batch: m(*batch)["loss"])
-    place = find_place("h100-80gb")
+    place = find_planning_device("h100-80gb")
     profile = profile_step(fake_step(workload, place), place)
     plan = plan_profile(profile, Budget(1 << 40, 1 << 40))
     tight = dataclasses.replace(plan, budget_bytes=plan.predicted["peak_bytes"])
@@ -426,7 +427,7 @@ def test_a_budget_that_has_room_for_them_is_not_spoken_of() -> None:
 
 
 def test_plans_of_modules_look_too() -> None:
-    plan = planned("loss", regions="modules")
+    plan = planned("loss", execution="modules")
     model = apply(built(), dataclasses.replace(plan, budget_bytes=plan.predicted["peak_bytes"]))
     outputs = forward(model)
     outputs[1].backward()

@@ -15,19 +15,31 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from remat import models
-from remat.anchors import identity_of
-from remat.applying import apply, counts_of
-from remat.capture import GraphCalls
+from remat.capture.anchors import identity_of
+from remat.capture.dynamo import GraphCalls
 from remat.errors import PlanMismatch, UsageError
-from remat.graph import Graph
-from remat.identity import Difference, Fit, Identity, NodeId, canonical, compare, from_lines, to_lines
-from remat.memory import Memory
-from remat.placing import Placer, Unlike, regions_in
-from remat.plans import Plan, Region, place
-from remat.record import NUMBER_BYTES, FakeStep, record
-from remat.replay import replay
-from remat.rewrite import CallRegion
-from remat.workload import Workload
+from remat.evaluation.evaluator import Memory
+from remat.evaluation.graph import Graph
+from remat.evaluation.identity import (
+    Difference,
+    Fit,
+    Identity,
+    NodeId,
+    Unlike,
+    canonical,
+    compare,
+    from_lines,
+    to_lines,
+)
+from remat.evaluation.plan import Plan, Region, place
+from remat.execution.apply import apply, counts_of
+from remat.execution.eager.replay import replay
+from remat.execution.eager.rewrite import CallRegion
+from remat.execution.placing import Placer
+from remat.execution.regions_in_graph import regions_in
+from remat.recording.fake_step import NUMBER_BYTES, FakeStep
+from remat.recording.recorder import record
+from remat.workload.workload import Workload
 from tests import toys
 from tests.graphs import BATCH_NORM, DYNAMO_LOOKS_AT_GRAD, TOYS
 from tests.graphs import recorded as recorded_toy
@@ -297,6 +309,66 @@ def test_a_dropout_may_be_turned_off_and_not_on() -> None:
         else:
             with pytest.raises(PlanMismatch, match="which draws random numbers, and did not when planned"):
                 trained(model)
+
+
+class Attends(nn.Module):
+    def __init__(self, rate: float):
+        super().__init__()
+        self.inner = nn.MultiheadAttention(WIDTH, 2, dropout=rate, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.inner(x, x, x, need_weights=False)[0]
+        return found
+
+
+class Recurs(nn.Module):
+    def __init__(self, rate: float, kind: Callable[..., nn.Module]):
+        super().__init__()
+        self.inner = kind(WIDTH, WIDTH, num_layers=2, dropout=rate, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.inner(x)[0]
+        return found
+
+
+ONE_NODE: dict[str, Callable[[float], nn.Module]] = {
+    "attention": Attends,
+    "lstm": lambda rate: Recurs(rate, nn.LSTM),
+    "gru": lambda rate: Recurs(rate, nn.GRU),
+    "rnn": lambda rate: Recurs(rate, nn.RNN),
+}
+
+
+class Stacked(nn.Module):
+    def __init__(self, make: Callable[[float], nn.Module], rate: float):
+        super().__init__()
+        self.layers = nn.ModuleList(make(rate) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("kind", ONE_NODE)
+def test_a_dropout_inside_of_one_node_may_be_turned_off_and_not_on(kind: str) -> None:
+    def workload(rate: float) -> Workload:
+        def batch(size: int, length: int | None) -> tuple[torch.Tensor]:
+            return (torch.randn(size, 4, WIDTH),)
+
+        return Workload("stacked", lambda: Stacked(ONE_NODE[kind], rate), batch, lambda m, b: m(*b), batch_size=2)
+
+    def step(model: nn.Module) -> list[torch.Tensor | None]:
+        torch.manual_seed(1)
+        loss = model(torch.randn(2, 4, WIDTH))
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in model.parameters()), torch.rand(1)]
+
+    untouched, model = twins(workload(0.0).build)
+    apply(model, plan_for(workload(0.2)))
+    assert all(torch.equal(a, b) for a, b in zip(step(untouched), step(model), strict=True))  # type: ignore[arg-type]
+    with pytest.raises(PlanMismatch, match="which draws random numbers, and did not when planned"):
+        step(apply(workload(0.2).build().train(), plan_for(workload(0.0))))
 
 
 class MoreCopies(Layer):
@@ -572,20 +644,34 @@ def test_fields_of_a_configuration_are_named() -> None:
     assert plan.about["versions"]["transformers"] == transformers.__version__
 
 
-# Plan files of version 1
+# Plan files of earlier versions
 
 
-def test_a_plan_file_of_version_1_applies() -> None:
-    plan = Plan.load(GOLDEN / "toy-transformer.v1.plan.json")
-    assert plan.identities == ()
+@pytest.mark.parametrize("version", [1, 2])
+def test_plan_files_of_earlier_versions_apply(version: int) -> None:
+    plan = Plan.load(GOLDEN / f"toy-transformer.v{version}.plan.json")
+    assert bool(plan.identities) == (version > 1) and plan.execution == "eager"
     untouched, model = twins(TRANSFORMER.build)
     apply(model, plan)
     found = [trained(each) for each in (untouched, model)]
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert counts_of(model).regions == len(plan.regions) == 4
     graph = recorded(TRANSFORMER)[1]
-    regions = regions_in(plan, graph)
-    assert regions == tuple(half_saved(graph))
+    assert regions_in(plan, graph) == tuple(half_saved(graph))
+
+
+def test_plan_files_of_version_2_run_as_they_were_planned_to() -> None:
+    of_modules = Plan.load(GOLDEN / "toy-transformer-modules.v2.plan.json")
+    assert of_modules.execution == "modules" and of_modules.is_of_modules
+    untouched, model = twins(TRANSFORMER.build)
+    apply(model, of_modules)
+    found = [trained(each) for each in (untouched, model)]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert counts_of(model).regions == len(of_modules.regions) == 4
+    compiled = Plan.load(GOLDEN / "toy-transformer-aot_eager.v2.plan.json")
+    assert compiled.execution == "aot_eager" and "compiler" not in compiled.about
+    with pytest.warns(UserWarning, match="uncompiled, the step needs other than the planned"):
+        trained(apply(TRANSFORMER.build().train(), compiled))
 
 
 def test_a_plan_file_of_version_1_refuses_another_graph() -> None:

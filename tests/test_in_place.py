@@ -14,15 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from remat.applying import apply
-from remat.loop import Loop
-from remat.memory import Memory
-from remat.plans import Region, place
-from remat.record import FakeStep, record
-from remat.replay import replay
-from remat.space import legal_cuts
-from remat.training import Training
-from remat.workload import Workload
+from remat.evaluation.evaluator import Memory
+from remat.evaluation.plan import Region, place
+from remat.execution.apply import apply
+from remat.execution.eager.replay import replay
+from remat.formulation.search_space import legal_cuts
+from remat.recording.fake_step import FakeStep
+from remat.recording.recorder import record
+from remat.validation.training import Training
+from remat.workload.training_loop import Loop
+from remat.workload.workload import Workload
 from tests.graphs import may_be_region
 from tests.torturing import workspaces
 from tests.toys import plan_by_hand

@@ -14,10 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat import kernel_casts, kernel_rules, kernels
+from remat.costing.planning_device import find_planning_device
+from remat.cuda_kernels import autocast as kernel_casts
+from remat.cuda_kernels import rules as kernel_rules
+from remat.cuda_kernels import substitute as kernels
+from remat.cuda_kernels.attention import cudnn_attention_of
 from remat.errors import CaptureError
-from remat.kernel_attention import cudnn_attention_of
-from remat.profiling import find_place
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 VIEWS_AND_QUERIES = ("prim.device", "aten.detach", "aten.view", "aten.t", "aten.expand", "aten._unsafe_view")
@@ -256,7 +258,7 @@ def test_unfused_attention_adds_its_mask_in_place() -> None:
     ],
 )
 def test_the_target_decides_whether_attention_is_cudnns(target: str, dropout: float, head: int, kernel: str) -> None:
-    cudnn = cudnn_attention_of(find_place(target).target)
+    cudnn = cudnn_attention_of(find_planning_device(target).target)
     assert on_cuda(SDPA, *qkv(d=head), None, dropout, cudnn=cudnn)[1] == [kernel]
 
 
@@ -466,7 +468,7 @@ def test_the_code_names_what_is_substituted() -> None:
     module = module_of_all_kinds()
     kernels.substitute(module, BF16)
     assert "torch.relu(x)" in module.code
-    assert "remat_kernels_cuda_dropout(softmax, 0.1, True)" in module.code
+    assert "remat_cuda_kernels_substitute_cuda_dropout(softmax, 0.1, True)" in module.code
     module.recompile()
     again = copy.deepcopy(module)
     assert module(leaf(4, 8)).dtype == again(leaf(4, 8)).dtype == FP32

@@ -21,9 +21,9 @@ import dataclasses
 
 import pytest
 
-from remat.plans import Region
-from remat.problem import Problem
-from remat.space import Segment, Space
+from remat.evaluation.plan import Region
+from remat.formulation.problem import Problem
+from remat.formulation.search_space import Segment, Space
 from tests.graphs import ToyNode, toy_graph
 from tests.oracle import Oracle
 from tests.test_exact_solvers import EXACT, PROVERS

@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from remat import measure as measure_module
-from remat.allocator import allocation_curve, measure_peak, measure_step
-from remat.costs import Costs
+from remat.costing import operator_timing as measure_module
+from remat.costing.costs import Costs
+from remat.costing.device_allocator import allocation_curve, measure_peak, measure_step
+from remat.costing.operator_timing import arguments, device_target, measure, measure_kind
+from remat.costing.timing_cache import FATAL, Cache, NotMeasurable, default_cache, device_name
 from remat.errors import UsageError
-from remat.graph import OpKind
-from remat.measure import arguments, device_target, measure, measure_kind
-from remat.measure_cache import FATAL, Cache, NotMeasurable, default_cache, device_name
-from remat.target import target_of
-from remat.tracker import Tracker
+from remat.evaluation.graph import OpKind
+from remat.recording.tracker import Tracker
+from remat.workload.target import target_of
 
 CPU = torch.device("cpu")
 MAP = {"tensor": [[4, 8, 16, 16], [2048, 256, 16, 1], "float32"]}  # 4 * 8 * 16 * 16 * 4 = 32768 bytes
@@ -110,7 +110,7 @@ def test_a_step_is_measured_after_its_warm_up() -> None:
 def test_the_profiler_prints_nothing() -> None:
     program = """
 import torch
-from remat.allocator import measure_peak
+from remat.costing.device_allocator import measure_peak
 print(measure_peak(lambda: torch.empty(25), torch.device("cpu")))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -273,7 +273,7 @@ def test_a_kind_that_ends_the_process_is_left_out_by_the_next(tmp_path: Path) ->
     program = f"""
 import os, signal, sys
 from pathlib import Path
-from remat import measure, measure_cache
+from remat.costing import operator_timing as measure, timing_cache as measure_cache
 from tests.test_measure import ADD, CONVOLUTION, quick
 
 genuine = measure.measure_kind

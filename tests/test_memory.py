@@ -12,13 +12,13 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from remat import replay as replaying
-from remat.graph import CAST
-from remat.memory import Memory
-from remat.plans import Region, place
-from remat.replay import replay
-from remat.tracker import Tracker
-from remat.workload import Workload
+from remat.evaluation.evaluator import Memory
+from remat.evaluation.graph import CAST
+from remat.evaluation.plan import Region, place
+from remat.execution.eager import replay as replaying
+from remat.execution.eager.replay import replay
+from remat.recording.tracker import Tracker
+from remat.workload.workload import Workload
 from tests.graphs import (
     BATCH_NORM,
     BRACKETS,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from remat import workloads
+from remat.cli import model_spec as workloads
 from remat.errors import UsageError
 from tests.command_line import MODEL, Remat
 

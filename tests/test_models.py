@@ -11,7 +11,7 @@ from torch import nn
 
 from remat import models
 from remat.errors import UsageError
-from remat.workload import Workload
+from remat.workload.workload import Workload
 
 pytest.importorskip("transformers")
 

@@ -15,12 +15,14 @@ from torch.optim import optimizer as torch_optimizers
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat.memory import Memory
-from remat.optimizer_forms import forms_of
-from remat.optimizers import REFUSED, MakeOptimizer, MasterWeights, optimizers
-from remat.profiling import fake_step, find_place
-from remat.record import FakeStep, record
-from remat.tracker import Tracker
+from remat.costing.planning_device import find_planning_device
+from remat.evaluation.evaluator import Memory
+from remat.planning.profiling import fake_step
+from remat.recording.fake_step import FakeStep
+from remat.recording.optimizer_forms import forms_of
+from remat.recording.recorder import record
+from remat.recording.tracker import Tracker
+from remat.workload.optimizers import REFUSED, MakeOptimizer, MasterWeights, optimizers
 from tests.toys import TRANSFORMER
 
 SHAPES = ((8, 4), (4, 4), (4, 2))  # matrices: Muon takes nothing else
@@ -185,6 +187,6 @@ def test_a_step_on_a_gpu_runs_the_form_of_a_gpu() -> None:
 
 
 def test_a_step_for_a_target_runs_the_form_of_the_target() -> None:
-    graph = record(fake_step(TRANSFORMER, find_place("h100-80gb")))
+    graph = record(fake_step(TRANSFORMER, find_planning_device("h100-80gb")))
     after = {graph.kinds[kind].name for kind in graph.op_kind[graph.backward_end :]}
     assert form(after) == "foreach"

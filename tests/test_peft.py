@@ -16,22 +16,23 @@ import pytest
 import torch
 from torch import nn
 
-from remat.applying import apply, counts_of, has_plan, remove
-from remat.costs import estimate
+from remat.costing.costs import estimate
+from remat.costing.planning_device import find_planning_device
+from remat.costing.profile import Profile
 from remat.errors import PlanMismatch
-from remat.graph import Graph
-from remat.loop import Loop
-from remat.memory import Memory
-from remat.module_replay import judge_of
-from remat.module_space import space_of
-from remat.modules import ModuleCounts
-from remat.planning import Budget, plan_profile
-from remat.plans import Plan
-from remat.profiling import Profile, find_place
-from remat.record import FakeStep
-from remat.target import TARGETS
-from remat.training import Training
-from remat.workload import Workload
+from remat.evaluation.evaluator import Memory
+from remat.evaluation.graph import Graph
+from remat.evaluation.plan import Plan
+from remat.execution.apply import apply, counts_of, has_plan, remove
+from remat.execution.executions import load
+from remat.execution.modules.regions import ModuleCounts
+from remat.planning.budget import Budget
+from remat.planning.planner import plan_profile
+from remat.recording.fake_step import FakeStep
+from remat.validation.training import Training
+from remat.workload.target import TARGETS
+from remat.workload.training_loop import Loop
+from remat.workload.workload import Workload
 from tests.test_modules import plan_of
 from tests.toys import CPU, every_block, half_saved, nested, plan_by_hand, recorded
 
@@ -166,8 +167,9 @@ def test_adapters_train_bitwise_as_without_a_plan_and_the_rest_stays_frozen(
 def test_the_measured_peak_is_the_replayed_one(name: str, choice: str, recordings: Any) -> None:
     step, graph = recordings[name]
     plan = CHOICES[choice](graph)
-    replayed = int(judge_of(plan.regions_are)(step, plan.regions).max()) + graph.unseen_bytes
-    if plan.regions_are == "nodes":
+    options: Any = {"alignment_bytes": 1, "workspace_of": {}}
+    replayed = int(load(plan.execution).replay(step, graph, plan.regions, **options).max())
+    if plan.execution == "eager":
         assert plan.predicted["peak_bytes"] == replayed
     training = Training(WORKLOADS[name], CPU, 0, Loop())
     training.begin_again()
@@ -176,13 +178,12 @@ def test_the_measured_peak_is_the_replayed_one(name: str, choice: str, recording
     assert training.peak_of_update(1) == pytest.approx(replayed, rel=0.005)
 
 
-@pytest.mark.parametrize("regions", ["nodes", "modules"])
-def test_a_plan_that_is_solved_for_keeps_its_budget(regions: Any, recordings: Any) -> None:
+@pytest.mark.parametrize("execution", ["eager", "modules"])
+def test_a_plan_that_is_solved_for_keeps_its_budget(execution: str, recordings: Any) -> None:
     step, graph = recordings["llama"]
-    profile = Profile(graph, estimate(graph, TARGETS["h100-80gb"]), find_place("cpu").target)
+    profile = Profile(graph, estimate(graph, TARGETS["h100-80gb"]), find_planning_device("cpu").target)
     budget = int(0.7 * Memory(graph).peak_without_checkpointing)
-    space = space_of(graph, regions)
-    plan = plan_profile(profile, Budget(budget, budget), step=step, space=space)
+    plan = plan_profile(profile, Budget(budget, budget), step=step, execution=execution)
     assert plan.solver["status"] in ("optimal", "feasible")
     training = Training(WORKLOADS["llama"], CPU, 0, Loop())
     training.begin_again()

@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import nn
 
-from remat.applying import apply, counts_of, planned_forward
 from remat.errors import CaptureError
-from remat.memory import Memory
-from remat.plans import place
-from remat.record import autocast_context
-from remat.replay import replay
-from remat.workload import Workload
+from remat.evaluation.evaluator import Memory
+from remat.evaluation.plan import place
+from remat.execution.apply import apply, counts_of, planned_forward
+from remat.execution.eager.replay import replay
+from remat.recording.fake_step import autocast_context
+from remat.workload.workload import Workload
 from tests import pieces
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD
 from tests.pieces import CHOICES, PIECES, workload_of

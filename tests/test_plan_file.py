@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remat.errors import UsageError
-from remat.plans import VERSION, Plan, Region, place, unplace, write_atomically
-from remat.target import TARGETS
+from remat.evaluation.plan import VERSION, Plan, Region, place, unplace, write_atomically
+from remat.workload.target import TARGETS
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD, TOYS, plans, recorded
 
 pytestmark = pytest.mark.filterwarnings(DYNAMO_LOOKS_AT_GRAD)

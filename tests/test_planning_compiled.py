@@ -10,23 +10,25 @@ from typing import Any
 import pytest
 import torch
 
-from remat import screen
-from remat.applying import apply
-from remat.costs import estimate
+from remat.cli import screen
+from remat.costing.costs import estimate
+from remat.costing.operator_timing import measure
+from remat.costing.planning_device import find_planning_device
+from remat.costing.profile import Profile
 from remat.errors import NoPlanInTime, PlanMismatch, UsageError
-from remat.fusing import fused
-from remat.graph import Graph
-from remat.loop import Loop
-from remat.measure import measure
-from remat.planning import Budget, plan_profile
-from remat.planning_compiled import plan_compiled, require_plannable
-from remat.plans import Plan
-from remat.profiling import Profile, find_place
-from remat.record import FakeStep
-from remat.replay_compiled import replay_compiled
-from remat.space import find_space
-from remat.target import TARGETS
-from remat.validating import validate
+from remat.evaluation.graph import Graph
+from remat.evaluation.plan import Plan
+from remat.execution.apply import apply
+from remat.execution.compiled.fusion import fused
+from remat.execution.compiled.replay import replay_compiled
+from remat.execution.executions import load
+from remat.formulation.search_space import find_space
+from remat.planning.budget import Budget
+from remat.planning.planner import plan_profile
+from remat.recording.fake_step import FakeStep
+from remat.validation.validating import validate
+from remat.workload.target import TARGETS
+from remat.workload.training_loop import Loop
 from tests.command_line import Remat
 from tests.test_applying import batch_of, built, loss_of
 from tests.test_cli import stack
@@ -36,7 +38,7 @@ from tests.toys import TRANSFORMER, Transformer, recorded
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
 
 LARGER = dataclasses.replace(TRANSFORMER, build=lambda: Transformer(layers=4, width=32), batch_size=32)
-CPU = find_place("cpu")
+CPU = find_planning_device("cpu")
 
 
 def profile_of(graph: Graph) -> Profile:
@@ -53,7 +55,7 @@ def larger() -> tuple[FakeStep, Profile]:
 def planned(step: FakeStep, profile: Profile, compiler: str, share: float) -> Plan:
     """A plan for `share` of what the compiled step needs without regions."""
     budget = int(share * replay_compiled(step, (), compiler=compiler).max())
-    return plan_compiled(profile, Budget(budget, budget), step, compiler=compiler)
+    return plan_profile(profile, Budget(budget, budget), step=step, execution=compiler)
 
 
 @pytest.fixture(scope="module")
@@ -69,15 +71,15 @@ def test_a_plan_for_a_compiler_keeps_the_budget_there_and_promises_what_is_repla
     assert plan.predicted["peak_bytes"] == peak <= plan.budget_bytes
     assert plan.without_checkpointing["peak_bytes"] > plan.budget_bytes
     assert plan.regions and not any(region.inner for region in plan.regions)
-    assert (plan.about["compiler"], plan.solver["status"]) == ("aot_eager", "feasible")
-    assert plan.predicted["judged_by"] == "replay under aot_eager"
+    assert (plan.execution, plan.solver["status"], plan.solver["bound_us"]) == ("aot_eager", "feasible", 0.0)
+    assert plan.predicted["judged_by"] == "replay"
 
 
 def test_it_recomputes_less_than_the_plan_for_eager_execution(plan: Plan, larger: tuple[FakeStep, Profile]) -> None:
     budget = Budget(plan.budget_bytes, plan.budget_bytes)
     eager = plan_profile(larger[1], budget, space=find_space(larger[1].graph, depth=1))
     assert plan.predicted["recompute_time_us"] < eager.predicted["recompute_time_us"]
-    assert plan.predicted["eager_peak_bytes"] > plan.budget_bytes
+    assert plan.predicted["evaluator_peak_bytes"] > plan.budget_bytes
 
 
 @pytest.mark.filterwarnings("ignore")  # of Inductor's own
@@ -95,23 +97,30 @@ def test_a_step_that_fits_compiled_needs_no_regions(larger: tuple[FakeStep, Prof
 
 
 def test_a_budget_that_no_replay_keeps_is_refused_with_what_is_needed(larger: tuple[FakeStep, Profile]) -> None:
-    with pytest.raises(NoPlanInTime, match=r"plans replayed under aot_eager none keeps .*Raise the budget"):
+    with pytest.raises(NoPlanInTime, match=r"as it runs \(execution aot_eager\): .* needs .*A budget of .* will do"):
         planned(*larger, "aot_eager", 0.01)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("device", "loop", "message"),
     [
-        pytest.param(("eager", CPU, None, "nodes"), "compilers inductor and aot_eager, not for 'eager'", id="compiler"),
-        pytest.param(("inductor", None, None, "nodes"), "a profile has none; use --model", id="profile"),
-        pytest.param(("inductor", find_place("h200"), None, "nodes"), "h200 is not this machine's", id="target"),
-        pytest.param(("inductor", CPU, None, "modules"), "leave --regions out", id="modules"),
-        pytest.param(("inductor", CPU, Loop(ranks=2, shard="zero3"), "nodes"), "leave --shard out", id="shards"),
+        pytest.param(None, None, "a profile has none; use --model", id="profile"),
+        pytest.param(find_planning_device("h200"), None, "h200 is not this machine's", id="target"),
+        pytest.param(CPU, Loop(ranks=2, shard="zero3"), "leave --shard out", id="shards"),
     ],
 )
-def test_what_cannot_be_planned_compiled_is_refused(arguments: Any, message: str) -> None:
+def test_what_cannot_be_planned_compiled_is_refused(device: Any, loop: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        require_plannable(*arguments)
+        load("inductor").require(device, loop)
+
+
+def test_an_execution_that_is_not_known_and_a_depth_that_it_does_not_bear_are_refused(
+    larger: tuple[FakeStep, Profile],
+) -> None:
+    with pytest.raises(UsageError, match="execution 'cudagraphs' is not known; choose eager, modules"):
+        load("cudagraphs")
+    with pytest.raises(UsageError, match="under --execution inductor regions do not nest; leave --depth 2 out"):
+        load("inductor").space(larger[1].graph, 2)
 
 
 def test_a_fused_operator_does_not_read_what_was_just_made(larger: tuple[FakeStep, Profile]) -> None:
@@ -136,9 +145,13 @@ def test_a_plan_for_a_compiler_warns_where_it_runs_without(plan: Plan) -> None:
         loss_of(LARGER, run, batch_of(LARGER)).backward()
 
 
-def test_validation_refuses_it(plan: Plan) -> None:
-    with pytest.raises(UsageError, match="compiled by aot_eager, and validation runs it uncompiled"):
-        validate(LARGER, plan)
+def test_a_plan_for_a_compiler_is_validated_compiled(plan: Plan) -> None:
+    report = validate(LARGER, plan, device="cpu", repeats=1)
+    assert report.passed, str(report)
+    assert report.gradients_equal and report.recomputed_nodes["observed"] is None
+    assert report.measured["peak_bytes"] <= report.predicted["peak_bytes"] <= plan.budget_bytes
+    assert report.untouched["peak_bytes"] == plan.without_checkpointing["peak_bytes"]
+    assert "nodes      not seen (compiled) recomputed" in str(report)
 
 
 def test_the_screen_says_that_there_is_no_bound(plan: Plan) -> None:
@@ -149,10 +162,12 @@ def test_the_screen_says_that_there_is_no_bound(plan: Plan) -> None:
 
 
 def test_the_command_line_plans_for_a_compiler(remat: Remat, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("remat.measure.measure", functools.partial(measure, repeats=3, seconds_per_kind=0.0))
+    monkeypatch.setattr(
+        "remat.costing.operator_timing.measure", functools.partial(measure, repeats=3, seconds_per_kind=0.0)
+    )
     ran = remat(*stack("--target", "cpu", "--compiler", "aot_eager", budget="1GiB"))
     assert ran.exit_code == 0
-    assert 'next: torch.compile(remat.apply(model, "stack.plan.json"), backend="aot_eager")' in ran.stdout
-    assert Plan.load("stack.plan.json").about["compiler"] == "aot_eager"
+    assert 'torch.compile(remat.apply(model, "stack.plan.json"), backend="aot_eager")' in ran.stdout
+    assert Plan.load("stack.plan.json").execution == "aot_eager"
     refused = remat(*stack("--compiler", "inductor"))
     assert refused.exit_code == 2 and "h100-80gb is not this machine's" in refused.stderr

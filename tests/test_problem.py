@@ -10,12 +10,12 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from remat.costs import Costs
-from remat.graph import Graph
-from remat.memory import Memory
-from remat.plans import Region
-from remat.problem import Problem
-from remat.space import Segment, Space, find_space
+from remat.costing.costs import Costs
+from remat.evaluation.evaluator import Memory
+from remat.evaluation.graph import Graph
+from remat.evaluation.plan import Region
+from remat.formulation.problem import Problem
+from remat.formulation.search_space import Segment, Space, find_space
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD, TOYS, ToyNode, chain, every_cut, recorded, spaces, toy_graph, toys
 from tests.oracle import chosen_runs, plans_of, value_of
 

@@ -17,10 +17,11 @@ import pytest
 import torch
 from torch import nn
 
-from remat import cli, models
-from remat.applying import counts_of, planned_forward
+from remat import models
+from remat.cli import main as cli
+from remat.evaluation.plan import Plan
+from remat.execution.apply import counts_of, planned_forward
 from remat.models import gpt2
-from remat.plans import Plan
 
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
@@ -46,7 +47,7 @@ ON_CPU = "24MiB"  # where one needs 33
 NOT_RUN = {
     "make demo": "makes a virtual environment; then the first `remat plan` of those below",
     "make test": "runs this test",
-    "remat plan --model gpt2 --budget 20GiB --target cuda --compiler inductor": "needs a GPU; see test_compiling.py",
+    "remat plan --model gpt2 --budget 20GiB --target cuda --execution inductor": "needs a GPU; see test_compiling.py",
 }
 
 

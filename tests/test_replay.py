@@ -17,24 +17,29 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten
 
-from remat import planning, screen
-from remat.costs import estimate
-from remat.graph import MADE_AGAIN, Graph
-from remat.loop import Loop
-from remat.memory import Memory
+from remat._torch import UnseenMode
+from remat.capture.schemas import makes_nothing
+from remat.cli import screen
+from remat.costing.costs import estimate
+from remat.costing.planning_device import find_planning_device
+from remat.evaluation.evaluator import Memory
+from remat.evaluation.graph import MADE_AGAIN, Graph
+from remat.evaluation.plan import Region, place
+from remat.execution.eager.replay import replay
+from remat.execution.eager.saving import Replay, Save
+from remat.formulation.problem import Problem
+from remat.formulation.search_space import blocks, find_space, saveable
+from remat.formulation.solution import Limits
 from remat.models import TEST_SIZES
-from remat.module_space import pose
-from remat.planning import Budget, plan_profile
-from remat.plans import Region, place
-from remat.profiling import fake_step, find_place, profile_step
-from remat.record import FakeStep, record
-from remat.replay import replay
-from remat.saving import Replay, Save
-from remat.schemas import makes_nothing
-from remat.solution import Limits
+from remat.planning.budget import Budget
+from remat.planning.planner import plan_profile
+from remat.planning.profiling import fake_step, profile_step
+from remat.planning.search import Judge
+from remat.recording.fake_step import FakeStep
+from remat.recording.recorder import record
+from remat.recording.tracker import Tracker
 from remat.solvers import load
-from remat.space import blocks, find_space, saveable
-from remat.tracker import Tracker, UnseenMode
+from remat.workload.training_loop import Loop
 from tests import toys
 
 TARGETS = ("cpu", "a100-80gb", "h100-80gb")  # where attention is the CPU's, flash, and cuDNN's
@@ -52,7 +57,7 @@ def forgotten() -> Iterator[None]:
 
 def step_of(model: str, target: str, accumulation: int = 1) -> tuple[FakeStep, Graph, int]:
     """The step at a batch of one, recorded; and the target's alignment."""
-    place_ = find_place(target)
+    place_ = find_planning_device(target)
     step = fake_step(TEST_SIZES[model]().sized(1), place_, loop=Loop(accumulation=accumulation))
     return step, record(step, alignment_bytes=place_.target.alignment_bytes), place_.target.alignment_bytes
 
@@ -77,10 +82,10 @@ def nested(graph: Graph) -> tuple[Region, ...]:
 
 def planned(graph: Graph, target: str) -> Iterator[tuple[Region, ...]]:
     """What the greedy strategy makes of each budget; where it finds nothing, what comes nearest."""
-    costs = estimate(graph, find_place(target).target)
+    costs = estimate(graph, find_planning_device(target).target)
     peak = Memory(graph).peak_without_checkpointing
     for share in SHARES:
-        problem = pose(graph, costs, find_space(graph), int(share * peak))
+        problem = Problem(graph, costs, find_space(graph), int(share * peak))
         yield load("greedy")(problem, Limits(time_s=10)).regions
 
 
@@ -154,7 +159,7 @@ def described(value: Any) -> Any:
 
 
 def walked(model: str, target: str) -> Walk:
-    place_ = find_place(target)
+    place_ = find_planning_device(target)
     step = fake_step(dataclasses.replace(TEST_SIZES[model]().sized(1), optimizer=None), place_)
     step.warm_up()
     tracker = Tracker(place_.target.alignment_bytes)
@@ -206,15 +211,15 @@ def test_a_plan_s_peak_is_the_replay_s_and_says_what_the_evaluator_says_else(
     more_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here the replay is made to find more than there is; the budget is still kept."""
-    place_ = find_place("h100-80gb")
+    place_ = find_planning_device("h100-80gb")
     step = fake_step(toys.TRANSFORMER.sized(64), place_)
     profile = profile_step(step, place_)
     memory = Memory(profile.graph, profile.costs.workspace_per_op(profile.graph))
     least = memory.curve(toys.every_block(profile.graph)).peak_bytes
     limit = (least + memory.peak_without_checkpointing) // 2
     budget = Budget(limit, limit)
-    replayed = planning.replay_peak
-    monkeypatch.setattr(planning, "replay_peak", lambda *args: replayed(*args) + more_bytes)
+    replayed = Judge.peak
+    monkeypatch.setattr(Judge, "peak", lambda *args: replayed(*args) + more_bytes)
     plan = plan_profile(profile, budget, limits=Limits(time_s=10), step=step)
     evaluated = plan.predicted.get("evaluator_peak_bytes", plan.predicted["peak_bytes"])
     assert plan.predicted["peak_bytes"] - evaluated == more_bytes

@@ -15,14 +15,14 @@ from torch import fx, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from remat import rewrite as rewriting
-from remat.capture import GraphCalls
-from remat.memory import Memory
-from remat.plans import Region, place
-from remat.replay import RewrittenCalls
-from remat.rewrite import CallRegion, Counts, RewriteOptions, rewrite
-from remat.space import saveable
-from remat.workload import Workload
+from remat.capture.dynamo import GraphCalls
+from remat.evaluation.evaluator import Memory
+from remat.evaluation.plan import Region, place
+from remat.execution.eager import rewrite as rewriting
+from remat.execution.eager.rewrite import CallRegion, Counts, RewriteOptions, rewrite
+from remat.execution.eager.rewritten_calls import RewrittenCalls
+from remat.formulation.search_space import saveable
+from remat.workload.workload import Workload
 from tests.graphs import (
     BATCH_NORM,
     BRACKETS,
@@ -191,8 +191,8 @@ def test_a_rewritten_graph_reads_as_its_regions() -> None:
     rewritten = rewrite(traced, (CallRegion(0, 1, saved=frozenset({1})), CallRegion(2, 2)), RewriteOptions(Counts()))
     lines = [line.split(";")[0].strip() for line in rewritten.code.splitlines() if "=" in line or "return" in line]
     assert [line for line in lines if not line.startswith("import")] == [
-        "region_0_1 = remat_rewrite_region_0_1(x)",
-        "region_2_2 = remat_rewrite_region_2_2(region_0_1)",
+        "region_0_1 = remat_execution_eager_rewrite_region_0_1(x)",
+        "region_2_2 = remat_execution_eager_rewrite_region_2_2(region_0_1)",
         "exp = region_2_2.exp()",
         "return exp",
     ]

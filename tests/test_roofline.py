@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from remat.graph import OpKind
-from remat.roofline import kernel_us
-from remat.target import TARGETS, Target
-from remat.tracker import Tracker
+from remat.costing.roofline import kernel_us
+from remat.evaluation.graph import OpKind
+from remat.recording.tracker import Tracker
+from remat.workload.target import TARGETS, Target
 
 published: Any = importlib.import_module("benchmarks.published")
 H100, A100 = TARGETS["h100-80gb"], TARGETS["a100-80gb"]

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from remat import saving
 from remat.errors import RematError
-from remat.rewrite import CallRegion, Counts, RewriteOptions, rewrite
+from remat.execution.eager import saving
+from remat.execution.eager.rewrite import CallRegion, Counts, RewriteOptions, rewrite
 
 SEEDED = (torch.Tag.nondeterministic_seeded,)
 RATE = 0.5

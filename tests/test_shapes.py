@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from remat import applying, models
-from remat.allocator import measure_peak
-from remat.applying import apply, counts_of, planned_forward
-from remat.kernel_log import KernelLog
-from remat.record import autocast_context
-from remat.workload import Workload
+from remat import models
+from remat.costing.device_allocator import measure_peak
+from remat.execution import planned_forward as applying
+from remat.execution.apply import apply, counts_of, planned_forward
+from remat.recording.fake_step import autocast_context
+from remat.validation.kernel_log import KernelLog
+from remat.workload.workload import Workload
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD
 from tests.toys import (
     CHOICES,

@@ -8,13 +8,14 @@ import functools
 import pytest
 import torch
 
-from remat import breakdown
-from remat.graph import Graph, block_of
-from remat.loop import SHARDS, Loop, Shard
-from remat.memory import Memory
-from remat.record import FakeStep, record
-from remat.sharding import shard, share
-from remat.space import find_space
+from remat.evaluation import breakdown
+from remat.evaluation.evaluator import Memory
+from remat.evaluation.graph import Graph, block_of
+from remat.evaluation.sharding import shard, share
+from remat.formulation.search_space import find_space
+from remat.recording.fake_step import FakeStep
+from remat.recording.recorder import record
+from remat.workload.training_loop import SHARDS, Loop, Shard
 from tests.toys import TRANSFORMER, every_block
 
 RANKS = 4

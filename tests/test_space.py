@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from remat.graph import OUTSIDE, Graph
-from remat.space import Segment, Space, blocks, find_space, legal_cuts, saveable
-from remat.workload import Workload
+from remat.evaluation.graph import OUTSIDE, Graph
+from remat.formulation.search_space import Segment, Space, blocks, find_space, legal_cuts, saveable
+from remat.workload.workload import Workload
 from tests.graphs import BATCH_NORM, BRACKETS, DYNAMO_LOOKS_AT_GRAD, TOYS, WIDTH, ToyNode, chain, recorded, toy_graph
 
 pytestmark = pytest.mark.filterwarnings(DYNAMO_LOOKS_AT_GRAD)

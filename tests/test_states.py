@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from remat.errors import UsageError
-from remat.optimizers import MasterWeights, optimizer_named
-from remat.states import States, states_of
+from remat.recording.optimizer_states import States, states_of
 from remat.units import GIB
-from remat.workload import weights_and_optimizer
+from remat.workload.optimizers import MasterWeights, optimizer_named
+from remat.workload.workload import weights_and_optimizer
 
 GB = 10**9
 

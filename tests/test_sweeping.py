@@ -12,15 +12,19 @@ from typing import Any
 
 import pytest
 
-from remat import comparing, plotting
+from remat.cli.plots import sweep_plot as plotting
+from remat.costing.planning_device import find_planning_device
+from remat.costing.profile import Profile
 from remat.errors import RematError, UsageError
-from remat.problem import Problem
-from remat.profiling import Profile, fake_step, find_place, profile_step
-from remat.solution import Limits, Solution
+from remat.formulation.problem import Problem
+from remat.formulation.search_space import find_space
+from remat.formulation.solution import Limits, Solution
+from remat.planning import comparison as comparing
+from remat.planning import sweep as sweeping
+from remat.planning.profiling import fake_step, profile_step
+from remat.planning.sweep import Sweep, sweep
 from remat.solvers import HEURISTICS
 from remat.solvers.least_peak import least_peak
-from remat.space import find_space
-from remat.sweeping import Sweep, sweep
 from tests import toys
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD
 
@@ -32,7 +36,7 @@ POINTS = 8
 
 @pytest.fixture(scope="module")
 def profile() -> Profile:
-    place = find_place("h100-80gb")
+    place = find_planning_device("h100-80gb")
     return profile_step(fake_step(toys.TRANSFORMER.sized(64), place), place)
 
 
@@ -86,13 +90,13 @@ def test_half_the_points_are_evenly_apart_and_the_others_where_least_is_known(
     profile: Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     budgets: list[int] = []
-    solve = comparing.solve
+    solve = sweeping._Trace._solve
 
-    def watched(problem: Problem, name: str, limits: Limits) -> Solution:
-        budgets.append(problem.budget_bytes)
-        return solve(problem, name, limits)
+    def watched(self: Any, budget: int, name: str, limits: Limits) -> Solution:
+        budgets.append(budget)
+        return solve(self, budget, name, limits)
 
-    monkeypatch.setattr("remat.sweeping.solve", watched)
+    monkeypatch.setattr(sweeping._Trace, "_solve", watched)
     sweep(profile, points=POINTS, limits=LIMITS, strategies=[])
     evenly, others = budgets[: POINTS // 2], budgets[POINTS // 2 :]
     steps = [b - a for a, b in itertools.pairwise(evenly)]
@@ -124,8 +128,8 @@ def test_no_strategy_is_better_than_what_the_curve_proves(found: Sweep) -> None:
 
 def test_a_curve_of_modules_lies_above_that_of_nodes(profile: Profile, found: Sweep) -> None:
     """Its plans are among those of nodes."""
-    modules = sweep(profile, points=4, limits=LIMITS, strategies=["every-block"], regions="modules")
-    assert modules.regions_are == "modules" and found.regions_are == "nodes"
+    modules = sweep(profile, points=4, limits=LIMITS, strategies=["every-block"], execution="modules")
+    assert modules.execution == "modules" and found.execution == "eager"
     assert all(point.saved == 0 for point in (*modules.points, *modules.others))
     assert modules.points[0].budget_bytes >= found.points[0].budget_bytes
     assert modules.points[-1].recompute_time_us == 0
@@ -165,7 +169,7 @@ def changed(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
         found: Solution = change(solve(problem, name, limits), next(count))
         return found
 
-    monkeypatch.setattr("remat.sweeping.solve", changing)
+    monkeypatch.setattr("remat.planning.sweep.solve", changing)
 
 
 def test_a_worse_plan_than_that_of_a_smaller_budget_is_not_shown(

@@ -12,7 +12,8 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from remat.record import FakeStep, record
+from remat.recording.fake_step import FakeStep
+from remat.recording.recorder import record
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD
 from tests.random_models import recipe, workload_of
 from tests.torturing import CPU, verdicts

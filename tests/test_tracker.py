@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from remat.tracker import Tracker
+from remat.recording.tracker import Tracker
 
 
 def transposed() -> Tensor:
@@ -49,3 +49,27 @@ def test_results_and_gradients_have_the_strides_of_the_real_ones(function: str, 
     real = strides()
     with FakeTensorMode(), Tracker():
         assert strides() == real
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "binary-cross-entropy": lambda x, y: F.binary_cross_entropy(x.sigmoid(), y),
+    "binary-cross-entropy-with-logits": F.binary_cross_entropy_with_logits,
+    "huber": F.huber_loss,
+    "kl-div": lambda x, y: F.kl_div(x, y, reduction="sum"),
+    "l1": F.l1_loss,
+    "mse": F.mse_loss,
+    "mse-sum": lambda x, y: F.mse_loss(x, y, reduction="sum"),
+    "mse-none": lambda x, y: F.mse_loss(x, y, reduction="none"),
+    "smooth-l1": F.smooth_l1_loss,
+    "soft-margin": F.soft_margin_loss,
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loss_keeps_the_memory_that_the_real_one_keeps(loss: str) -> None:
+    def kept() -> int:
+        return LOSSES[loss](torch.ones(16, 32), torch.ones(16, 32)).untyped_storage().nbytes()
+
+    with FakeTensorMode(), Tracker():
+        on_fakes = kept()
+    assert on_fakes == kept()

@@ -18,10 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from remat.applying import OnLarger, apply, counts_of
 from remat.errors import PlanMismatch
-from remat.graph import Graph
-from remat.workload import Workload
+from remat.evaluation.graph import Graph
+from remat.execution.apply import apply, counts_of
+from remat.execution.planned_forward import OnLarger
+from remat.workload.workload import Workload
 from tests import pieces
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD
 from tests.toys import (

@@ -12,24 +12,29 @@ from pathlib import Path
 import pytest
 import torch
 
-from remat.comparing import compare
-from remat.estimating import estimate
-from remat.fitting import fit
-from remat.graph import NOT_UNTRACED
-from remat.loop import Loop
-from remat.memory import Memory
-from remat.micro_batches import RUNGS
+from remat.cli.screen import plan_text
+from remat.costing.planning_device import PlanningDevice, find_planning_device
+from remat.costing.profile import Profile
+from remat.errors import NoPlanInTime
+from remat.evaluation.evaluator import Memory
+from remat.evaluation.graph import NOT_UNTRACED
+from remat.evaluation.plan import Plan
+from remat.formulation.solution import NONE_NEEDED, TRACING_ALONE
 from remat.models import TEST_SIZES
-from remat.planning import NONE_NEEDED, TRACING_ALONE, Budget, plan_profile
-from remat.plans import Plan
-from remat.profiling import Place, Profile, fake_step, find_place, profile_step
-from remat.record import FakeStep
-from remat.screen import plan_text
-from remat.sweeping import sweep
-from remat.training import Training, undisturbed
+from remat.planning.budget import Budget
+from remat.planning.comparison import compare
+from remat.planning.estimate import estimate
+from remat.planning.fit import fit
+from remat.planning.micro_batches import RUNGS
+from remat.planning.planner import plan_profile
+from remat.planning.profiling import fake_step, profile_step
+from remat.planning.sweep import sweep
+from remat.recording.fake_step import FakeStep
 from remat.units import gib
-from remat.validating import validate
-from remat.workload import Workload
+from remat.validation.training import Training, undisturbed
+from remat.validation.validating import validate
+from remat.workload.training_loop import Loop
+from remat.workload.workload import Workload
 from tests.toys import CPU, TRANSFORMER, Transformer
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
@@ -51,7 +56,7 @@ MORE = 8 * 32 * KEPT * 4  # bytes of what `Hoarding` keeps
 
 def measured(workload: Workload, loop: Loop, plan: Plan | None = None) -> int:
     """Peak of a steady-state step on the CPU, under `plan` if there is one."""
-    from remat.applying import apply
+    from remat.execution.apply import apply
 
     with undisturbed(CPU):
         training = Training(workload, CPU, 0, loop)
@@ -63,8 +68,8 @@ def measured(workload: Workload, loop: Loop, plan: Plan | None = None) -> int:
 
 
 @functools.cache
-def profiled(target: str = "cpu", loop: Loop | None = None) -> tuple[Profile, FakeStep, Place]:
-    place = find_place(target)
+def profiled(target: str = "cpu", loop: Loop | None = None) -> tuple[Profile, FakeStep, PlanningDevice]:
+    place = find_planning_device(target)
     step = fake_step(TOY, place, loop=loop or Loop())
     return profile_step(step, place), step, place
 
@@ -100,7 +105,7 @@ def test_the_step_without_checkpointing_is_predicted_as_it_runs(accumulation: in
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("name", TEST_SIZES)
 def test_so_is_that_of_every_family(name: str, accumulation: int) -> None:
-    workload, place, loop = TEST_SIZES[name](), find_place("cpu"), Loop(accumulation=accumulation)
+    workload, place, loop = TEST_SIZES[name](), find_planning_device("cpu"), Loop(accumulation=accumulation)
     profile = profile_step(fake_step(workload, place, loop=loop), place)
     plan = plan_profile(profile, Budget(1 << 40, 1 << 40))
     predicted, found = plan.without_checkpointing["peak_bytes"], measured(workload, loop)
@@ -134,12 +139,9 @@ def test_below_the_traced_peak_something_is_recomputed(memory: Memory) -> None:
 
 
 def test_modules_are_not_traced_so_they_have_to_recompute_where_tracing_alone_would_do(between: int) -> None:
-    from remat.errors import Infeasible
-    from remat.module_space import space_of
-
     profile, step, _ = profiled()
-    with pytest.raises(Infeasible, match="untraced, the modules need"):  # no region lets go of what `Hoarding` keeps
-        plan_profile(profile, Budget(between, between), step=step, space=space_of(profile.graph, "modules"))
+    with pytest.raises(NoPlanInTime, match=r"as it runs \(execution modules\)"):  # what `Hoarding` keeps stays there
+        plan_profile(profile, Budget(between, between), step=step, execution="modules")
 
 
 def test_a_profile_file_knows_it_and_an_older_one_does_not(between: int, tmp_path: Path) -> None:
@@ -161,7 +163,7 @@ def test_a_model_that_runs_traced_only_is_planned_all_the_same() -> None:
                 ids.sum().item()
             return super().forward(ids, labels)
 
-    place = find_place("h100-80gb")
+    place = find_planning_device("h100-80gb")
     profile = profile_step(fake_step(dataclasses.replace(TOY, build=Asking), place), place)
     assert "item()" in profile.graph.about[NOT_UNTRACED]
     plan = plan_profile(profile, Budget(1 << 40, 1 << 40))
@@ -195,7 +197,7 @@ def test_one_ranks_share_takes_as_much_more_as_the_whole() -> None:
 
 
 def test_the_ladder_of_a_fit_is_what_runs_without_a_plan() -> None:
-    place = find_place("h100-80gb")
+    place = find_planning_device("h100-80gb")
     profile, _, _ = profiled("h100-80gb")
     memory = Memory(profile.graph)
     limit = (memory.peak_without_checkpointing + memory.peak_without_regions) // 2

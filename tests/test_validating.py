@@ -12,17 +12,17 @@ import pytest
 import torch
 from torch import nn
 
-import remat.validating as validation
+import remat.validation.validating as validation
+from remat.costing.operator_timing import measure
 from remat.errors import PlanMismatch, UsageError, ValidationFailed
-from remat.graph import Graph
-from remat.kernel_log import MOST_DIFFERENCES, KernelLog, kernel_differences
-from remat.measure import measure
-from remat.memory import Memory
-from remat.plans import Plan
-from remat.report import Report
-from remat.rewrite import RegionRun
-from remat.validating import validate
-from remat.workload import Workload
+from remat.evaluation.evaluator import Memory
+from remat.evaluation.graph import Graph
+from remat.evaluation.plan import Plan
+from remat.execution.eager.rewrite import RegionRun
+from remat.validation.kernel_log import MOST_DIFFERENCES, KernelLog, kernel_differences
+from remat.validation.report import Report
+from remat.validation.validating import validate
+from remat.workload.workload import Workload
 from tests import toys
 from tests.toys import (
     CHOICES,
@@ -182,7 +182,7 @@ def test_a_wrong_gradient_fails(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> 
 def test_nodes_that_are_not_recomputed_fail(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Memory, "recomputed_nodes", lambda self, regions: 1)
     report = on_cpu(TRANSFORMER, plan)
-    assert report.recomputed_nodes["observed"] > report.recomputed_nodes["planned"] == 1
+    assert (report.recomputed_nodes["observed"] or 0) > (report.recomputed_nodes["planned"] or 0) == 1
     assert not report.passed
 
 

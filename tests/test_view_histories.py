@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat.view_histories import ViewHistories
+from remat.recording.view_histories import ViewHistories
 
 
 def _relu_of_a_linear_layer(x: Tensor) -> Tensor:

@@ -22,13 +22,15 @@ WITHOUT = "import sys; sys.modules['ortools'] = None\n"
 PLANS = """
 import json
 from remat.errors import Infeasible
-from remat.planning import Budget, plan_profile
-from remat.profiling import fake_step, find_place, profile_step
-from remat.advice import least_peak_of
-from remat.memory import Memory
+from remat.planning.budget import Budget
+from remat.planning.planner import plan_profile
+from remat.costing.planning_device import find_planning_device
+from remat.planning.profiling import fake_step, profile_step
+from remat.planning.advice import least_peak_of
+from remat.evaluation.evaluator import Memory
 from tests.graphs import TOYS
 
-place = find_place("h100-80gb")
+place = find_planning_device("h100-80gb")
 step = fake_step(TOYS["skip"].sized(1 << 18), place)  # what crosses all layers keeps the chain from closing
 profile = profile_step(step, place)
 most = Memory(profile.graph, profile.costs.workspace_per_op(profile.graph)).peak_without_checkpointing

@@ -6,19 +6,22 @@ import dataclasses
 
 import pytest
 
-from remat.breakdown import at_peak
-from remat.costs import estimate, with_library_workspaces
+from remat.costing.costs import estimate, with_library_workspaces
+from remat.costing.planning_device import find_planning_device
+from remat.costing.profile import Profile
+from remat.costing.workspaces import FORMULAS, cublas_bytes, handles, without_formula, workspace_bytes
 from remat.errors import UsageError
-from remat.graph import LIBRARY_WORKSPACES, OpKind
-from remat.loop import Loop
-from remat.memory import Memory
-from remat.micro_batches import MicroBatches
-from remat.planning import Budget, plan_profile
-from remat.profiling import Profile, fake_step, find_place, profile_step
-from remat.solution import Limits
-from remat.target import TARGETS, Target
+from remat.evaluation.breakdown import at_peak
+from remat.evaluation.evaluator import Memory
+from remat.evaluation.graph import LIBRARY_WORKSPACES, OpKind
+from remat.formulation.solution import Limits
+from remat.planning.budget import Budget
+from remat.planning.micro_batches import MicroBatches
+from remat.planning.planner import plan_profile
+from remat.planning.profiling import fake_step, profile_step
 from remat.units import GIB, KIB, MIB
-from remat.workspaces import FORMULAS, cublas_bytes, handles, without_formula, workspace_bytes
+from remat.workload.target import TARGETS, Target
+from remat.workload.training_loop import Loop
 from tests import toys
 
 H100 = TARGETS["h100-80gb"].with_versions("2.13.0")
@@ -125,7 +128,7 @@ def test_cublas_gets_what_torch_gives_it(target: Target, expected: int) -> None:
 
 
 def profiled(target: str = "h100-80gb", loop: Loop | None = None) -> Profile:
-    place = find_place(target)
+    place = find_planning_device(target)
     return profile_step(fake_step(toys.TRANSFORMER_BF16, place, loop=loop), place)
 
 
@@ -152,7 +155,7 @@ def test_where_costs_are_measured_so_are_libraries() -> None:
 @pytest.mark.parametrize("loop", [Loop(), Loop(ranks=2, shard="zero3")], ids=["whole", "zero3"])
 def test_the_replay_counts_libraries_once(loop: Loop) -> None:
     """The plan's peak is the evaluator's, the replay's, and within the budget."""
-    place = find_place("h100-80gb")
+    place = find_planning_device("h100-80gb")
     step = fake_step(toys.TRANSFORMER_BF16.sized(256), place, loop=loop)
     profile = profile_step(step, place)
     peak = Memory(profile.graph, profile.costs.workspace_per_op(profile.graph)).peak_without_checkpointing
@@ -163,7 +166,7 @@ def test_the_replay_counts_libraries_once(loop: Loop) -> None:
 
 
 def test_a_step_at_another_batch_size_has_its_workspaces() -> None:
-    place = find_place("h100-80gb")
+    place = find_planning_device("h100-80gb")
     sizes = MicroBatches(toys.TRANSFORMER_BF16, place, Budget(GIB, GIB), Loop(), Limits(), lambda what: None)
     scaled = sizes.profile(48, False)
     recorded, _ = sizes.recorded(48, 1)
@@ -180,20 +183,20 @@ def test_a_step_at_another_batch_size_has_its_workspaces() -> None:
 def test_a_target_assumes_the_torch_that_plans_and_the_cudnn_of_its_wheels() -> None:
     assert TARGETS["h100-80gb"].with_versions("2.13.0").cudnn == (9, 20)
     assert TARGETS["h100-80gb"].with_versions("2.99.0").cudnn == (9, 26)  # the newest known
-    assert find_place("h100-80gb,torch=2.11.0").target.cudnn == (9, 19)
-    assert find_place("h100-80gb,cudnn=9.10").target.cudnn == (9, 10)
+    assert find_planning_device("h100-80gb,torch=2.11.0").target.cudnn == (9, 19)
+    assert find_planning_device("h100-80gb,cudnn=9.10").target.cudnn == (9, 10)
 
 
 def test_a_target_with_versions_keeps_its_name_through_files() -> None:
-    target = find_place("h100-80gb,torch=2.11.0,cudnn=9.10").target
-    assert find_place(target.name).target == target
+    target = find_planning_device("h100-80gb,torch=2.11.0,cudnn=9.10").target
+    assert find_planning_device(target.name).target == target
     assert Target(**{**dataclasses.asdict(target), "cudnn": [9, 10]}) == target
 
 
 @pytest.mark.parametrize("text", ["h100-80gb,cudnn=new", "h100-80gb,cuda=13.0", "h100-80gb,cudnn"])
 def test_a_setting_that_is_no_version_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="is no version; write h100-80gb,torch"):
-        find_place(text)
+        find_planning_device(text)
 
 
 def test_a_prediction_names_what_it_rests_on() -> None:

@@ -25,19 +25,20 @@ import numpy as np
 import torch
 from torch import nn
 
-from remat.allocator import measure_peak
-from remat.applying import apply, planned_forward
+from remat.costing.device_allocator import measure_peak
+from remat.costing.operator_timing import measure_kind
+from remat.costing.timing_cache import NotMeasurable
 from remat.errors import RematError
-from remat.graph import Graph, OpKind
-from remat.loop import Loop
-from remat.measure import measure_kind
-from remat.measure_cache import NotMeasurable
-from remat.memory import Memory
-from remat.plans import Region, place
-from remat.record import FakeStep, autocast_context, record
-from remat.replay import replay
-from remat.tracker import Tracker
-from remat.workload import Workload
+from remat.evaluation.evaluator import Memory
+from remat.evaluation.graph import Graph, OpKind
+from remat.evaluation.plan import Region, place
+from remat.execution.apply import apply, planned_forward
+from remat.execution.eager.replay import replay
+from remat.recording.fake_step import FakeStep, autocast_context
+from remat.recording.recorder import record
+from remat.recording.tracker import Tracker
+from remat.workload.training_loop import Loop
+from remat.workload.workload import Workload
 from tests.random_models import recipe, regions, workload_of
 from tests.toys import plan_by_hand
 

@@ -9,14 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from remat.costs import Costs, estimate
-from remat.graph import Graph
-from remat.memory import Memory
-from remat.plans import Plan, Region, place
-from remat.record import FakeStep, record
-from remat.space import Space, blocks, find_space
-from remat.target import TARGETS
-from remat.workload import Workload
+from remat.costing.costs import Costs, estimate
+from remat.evaluation.evaluator import Memory
+from remat.evaluation.graph import Graph
+from remat.evaluation.plan import Plan, Region, place
+from remat.formulation.search_space import Space, blocks, find_space
+from remat.recording.fake_step import FakeStep
+from remat.recording.recorder import record
+from remat.workload.target import TARGETS
+from remat.workload.workload import Workload
 
 CPU = torch.device("cpu")
 WIDTH, VOCAB, LENGTH = 16, 32, 8

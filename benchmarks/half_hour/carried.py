@@ -8,16 +8,18 @@ from pathlib import Path
 
 import torch
 
-from remat.advice import least_peak_of
-from remat.memory import Memory
+from remat.costing.planning_device import find_planning_device
+from remat.evaluation.evaluator import Memory
+from remat.evaluation.plan import Plan
+from remat.formulation.solution import Limits
 from remat.models import TEST_SIZES, build
-from remat.planning import Budget, plan_profile
-from remat.plans import Plan
-from remat.profiling import fake_step, find_place, profile_step
-from remat.solution import Limits
+from remat.planning.advice import least_peak_of
+from remat.planning.budget import Budget
+from remat.planning.planner import plan_profile
+from remat.planning.profiling import fake_step, profile_step
 from remat.solvers import Solver, load
 from remat.units import GIB, gib
-from remat.workload import Workload
+from remat.workload.workload import Workload
 
 CARRIED = {"gpt2": (16, 1024, 20 * GIB), "llama-1b": (4, 2048, 30 * GIB)}  # batch, sequence, budget
 TARGETS = ("h100-80gb", "h200")
@@ -57,7 +59,7 @@ def made(workload: Workload, model: str, target: str, budget_bytes: int | None, 
 
     Its target is called as the device itself is, without the torch there: so it is held to its budget there.
     """
-    place = find_place(target if target == "cpu" else f"{target},torch={torch_there}")
+    place = find_planning_device(target if target == "cpu" else f"{target},torch={torch_there}")
     step = fake_step(workload, place)
     profile = profile_step(step, place)
     if budget_bytes is None:

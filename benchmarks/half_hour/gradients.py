@@ -8,19 +8,22 @@ from typing import Any
 import torch
 
 from benchmarks.half_hour.work import Work
-from remat.applying import apply
-from remat.costs import estimate
-from remat.kernel_log import KernelLog
-from remat.memory import Memory
-from remat.planning import assemble
-from remat.plans import Plan, Region
-from remat.problem import Problem
-from remat.profiling import Place, Profile, fake_step
-from remat.record import record
-from remat.solution import Solution
-from remat.space import blocks, find_space
-from remat.training import Training
-from remat.workload import Workload, trainable
+from remat.costing.costs import estimate
+from remat.costing.planning_device import PlanningDevice
+from remat.costing.profile import Profile
+from remat.evaluation.evaluator import Memory
+from remat.evaluation.plan import Plan, Region
+from remat.execution import executions
+from remat.execution.apply import apply
+from remat.formulation.problem import Problem
+from remat.formulation.search_space import blocks, find_space
+from remat.formulation.solution import Solution
+from remat.planning.assemble import assemble
+from remat.planning.profiling import fake_step
+from remat.recording.recorder import record
+from remat.validation.kernel_log import KernelLog
+from remat.validation.training import Training
+from remat.workload.workload import Workload, trainable
 
 
 def gradients(work: Work) -> None:
@@ -36,7 +39,7 @@ def gradients(work: Work) -> None:
         )
 
 
-def _plan_that_saves_attention(workload: Workload, place: Place) -> Plan:
+def _plan_that_saves_attention(workload: Workload, place: PlanningDevice) -> Plan:
     """Every block a region that saves its attention."""
     graph = record(fake_step(workload, place), alignment_bytes=place.target.alignment_bytes)
     space = find_space(graph)
@@ -47,7 +50,7 @@ def _plan_that_saves_attention(workload: Workload, place: Place) -> Plan:
     costs = estimate(graph, place.target)
     problem = Problem(graph, costs, space, Memory(graph).curve(regions).peak_bytes)
     solution = Solution("by hand", "feasible", regions, problem.objective_ns(regions) / 1e3)
-    return assemble(problem, solution, Profile(graph, costs, place.target), replayed=False)
+    return assemble(problem, solution, Profile(graph, costs, place.target), executions.load("eager"), None)
 
 
 def _compare(work: Work, workload: Workload, plan: Plan) -> dict[str, Any]:

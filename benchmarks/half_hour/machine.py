@@ -16,8 +16,8 @@ from benchmarks import report
 from benchmarks.half_hour import observing
 from benchmarks.half_hour.observing import mib
 from benchmarks.half_hour.work import Work
-from remat.kernel_log import KernelLog
-from remat.workspaces import cublas_bytes
+from remat.costing.workspaces import cublas_bytes
+from remat.validation.kernel_log import KernelLog
 
 
 def machine(work: Work) -> None:

@@ -23,8 +23,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from remat.allocator import measure_step, synchronize, time_once_us
-from remat.caching_allocator import Event
+from remat.costing.device_allocator import measure_step, synchronize, time_once_us
+from remat.reservation.caching_allocator import Event
 from remat.units import MIB
 
 COUNTS = ("requested", "allocated", "reserved")

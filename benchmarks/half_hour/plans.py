@@ -9,16 +9,18 @@ from typing import Any
 from benchmarks.half_hour import carried
 from benchmarks.half_hour.work import GPT2, Work
 from benchmarks.peers import FALLBACK, Peers, require_counted
-from remat.advice import least_peak_of
-from remat.memory import Memory
-from remat.planning import Budget, plan_profile
-from remat.plans import Plan
-from remat.profiling import Profile, fake_step, profile_step
-from remat.record import FakeStep
-from remat.solution import Limits
+from remat.costing.profile import Profile
+from remat.evaluation.evaluator import Memory
+from remat.evaluation.plan import Plan
+from remat.formulation.solution import Limits
+from remat.planning.advice import least_peak_of
+from remat.planning.budget import Budget
+from remat.planning.planner import plan_profile
+from remat.planning.profiling import fake_step, profile_step
+from remat.recording.fake_step import FakeStep
 from remat.solvers import load
-from remat.validating import validate
-from remat.workload import Workload
+from remat.validation.validating import validate
+from remat.workload.workload import Workload
 
 SHARES = (0.5, 0.25)  # of the way from the least peak to the peak without checkpointing
 PATIENCE_S = 30.0

@@ -11,14 +11,15 @@ import numpy as np
 from benchmarks.half_hour import carried, observing
 from benchmarks.half_hour.observing import mib
 from benchmarks.half_hour.work import GPT2, LLAMA, Work
-from remat.estimating import estimate
-from remat.memory import Memory
-from remat.optimizers import optimizer_named
-from remat.profiling import Profile, fake_step, profile_step
-from remat.record import record
-from remat.training import release_memory
-from remat.workload import Workload
-from remat.workspaces import FORMULAS, workspace_bytes
+from remat.costing.profile import Profile
+from remat.costing.workspaces import FORMULAS, workspace_bytes
+from remat.evaluation.evaluator import Memory
+from remat.planning.estimate import estimate
+from remat.planning.profiling import fake_step, profile_step
+from remat.recording.recorder import record
+from remat.validation.training import release_memory
+from remat.workload.optimizers import optimizer_named
+from remat.workload.workload import Workload
 
 
 def profile_of(work: Work, model: str) -> None:

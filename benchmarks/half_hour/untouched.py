@@ -8,17 +8,19 @@ from typing import Any
 from benchmarks.half_hour import observing
 from benchmarks.half_hour.observing import History, mib
 from benchmarks.half_hour.work import GPT2, Work
-from remat.allocator_settings import AllocatorSettings
-from remat.caching_allocator import replayed
-from remat.costs import estimate as estimated_costs
-from remat.costs import with_library_workspaces
-from remat.estimating import estimate
-from remat.profiling import Place, Profile, fake_step, find_place
-from remat.record import record
-from remat.target import TARGETS
-from remat.training import Training, release_memory
-from remat.untraced import with_untraced
-from remat.workload import Workload
+from remat.costing.costs import estimate as estimated_costs
+from remat.costing.costs import with_library_workspaces
+from remat.costing.planning_device import PlanningDevice, find_planning_device
+from remat.costing.profile import Profile
+from remat.planning.estimate import estimate
+from remat.planning.profiling import fake_step
+from remat.planning.untraced import with_untraced
+from remat.recording.recorder import record
+from remat.reservation.allocator_settings import AllocatorSettings
+from remat.reservation.caching_allocator import replayed
+from remat.validation.training import Training, release_memory
+from remat.workload.target import TARGETS
+from remat.workload.workload import Workload
 
 STEPS, FEW_STEPS = 20, 3
 
@@ -87,11 +89,11 @@ def _predicted(work: Work, workload: Workload) -> dict[str, Any]:
     """What is promised without running: recorded for the device at hand, and for its target from anywhere."""
     places = {"recorded here": work.place}
     if work.place.target.name in TARGETS:
-        places["recorded for the target"] = find_place(work.place.target.name)
+        places["recorded for the target"] = find_planning_device(work.place.target.name)
     return {name: _prediction(work, workload, place) for name, place in places.items()}
 
 
-def _prediction(work: Work, workload: Workload, place: Place) -> dict[str, Any]:
+def _prediction(work: Work, workload: Workload, place: PlanningDevice) -> dict[str, Any]:
     step = fake_step(workload, place)
     graph = with_library_workspaces(record(step, alignment_bytes=place.target.alignment_bytes), place.target)
     costs = estimated_costs(graph, place.target)

@@ -12,10 +12,10 @@ import torch
 
 from benchmarks.half_hour import carried
 from benchmarks.half_hour.findings import Findings
-from remat.loop import Loop
-from remat.profiling import Place, find_place
-from remat.training import Training, undisturbed
-from remat.workload import Workload
+from remat.costing.planning_device import PlanningDevice, find_planning_device
+from remat.validation.training import Training, undisturbed
+from remat.workload.training_loop import Loop
+from remat.workload.workload import Workload
 
 GPT2, LLAMA = carried.CARRIED["gpt2"][:2], carried.CARRIED["llama-1b"][:2]  # batch and sequence
 
@@ -29,8 +29,8 @@ class Work:
     findings: Findings
 
     @functools.cached_property
-    def place(self) -> Place:
-        return find_place(self.device.type)
+    def place(self) -> PlanningDevice:
+        return find_planning_device(self.device.type)
 
     @property
     def on_cuda(self) -> bool:

@@ -16,10 +16,11 @@ from typing import Any
 from accelerate import Accelerator
 from torch import nn
 
-from remat.applying import OnLarger, apply
 from remat.errors import UsageError
+from remat.evaluation.plan import Plan
+from remat.execution.apply import apply
+from remat.execution.planned_forward import OnLarger
 from remat.integrations.settings import outputs_in_fp32, plan_from, require_autocast, warn_of_accumulation
-from remat.plans import Plan
 
 __all__ = ["outputs_in_fp32", "prepare"]
 

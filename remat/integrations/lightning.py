@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from remat.applying import OnLarger, apply
 from remat.errors import UsageError
+from remat.evaluation.plan import Plan
+from remat.execution.apply import apply
+from remat.execution.planned_forward import OnLarger
 from remat.integrations.settings import plan_from, require_autocast, warn_of_accumulation
-from remat.plans import Plan
 
 NAMES = ("lightning.pytorch", "pytorch_lightning")
 AUTOCAST = {"bf16-mixed": "bfloat16", "16-mixed": "float16"}

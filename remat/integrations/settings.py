@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from remat.errors import PlanMismatch
-from remat.plans import Plan
+from remat.evaluation.plan import Plan
 from remat.units import gib
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)

@@ -21,10 +21,11 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from remat.applying import OnLarger, apply, has_plan
 from remat.errors import UsageError
+from remat.evaluation.plan import Plan
+from remat.execution.apply import apply, has_plan
+from remat.execution.planned_forward import OnLarger
 from remat.integrations.settings import outputs_in_fp32, plan_from, require_autocast, warn_of_accumulation
-from remat.plans import Plan
 
 
 def step(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -1,0 +1,207 @@
+"""Anchors: the nodes of a captured fx graph as identity knows them, and where in the graph regions may begin and end.
+
+The same reading is done of the graph on fake tensors when a step is recorded, and of the graph at hand when a plan is
+applied; Dynamo's `example_value` says of every node what it gives: a tensor of its own, a view, a size. It is read
+before a target's kernels are put in place, and without asking an open size for its number, which would close it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils._pytree import tree_leaves
+
+from remat.capture.nodes import bracket_of, called, captured_nodes, may_draw
+from remat.evaluation.identity import Identity, NodeId, canonical
+
+# Whether these copy depends on the strides, the dtype or the size of what they are given.
+_MAY_VIEW = frozenset({"contiguous", "flatten", "reshape", "reshape_as", "to", "unflatten", "view_as"})
+
+_OWNER = re.compile(r"^L\['\w+'\](?:.*__self__)?\.?")  # how Dynamo calls the model, or what wraps its forward
+_CHILD = re.compile(r"\.__dict__\['_modules'\]\['([^']+)'\]")  # ... a child of a class with a __getattr__ of its own
+
+
+def identity_of(graph_module: fx.GraphModule) -> Identity:
+    """The captured nodes of `graph_module` as identity knows them; remembered with each node."""
+    nodes = captured_nodes(graph_module)
+    if nodes and "identity" not in nodes[-1].meta:
+        _identify(graph_module, nodes)
+    return tuple(node.meta["identity"] for node in nodes)
+
+
+def _identify(graph_module: fx.GraphModule, nodes: list[fx.Node]) -> None:
+    ordinal = {node: i for i, node in enumerate(nodes)}
+    owned = {node for node in graph_module.graph.find_nodes(op="placeholder") if _learns(_value(node))}
+    for node in nodes:
+        if not owned.isdisjoint(node.all_input_nodes):
+            owned.add(node)  # computed out of parameters
+    state = _Storages(graph_module)
+    for node in nodes:
+        takes = tuple(sorted(ordinal[i] for i in node.all_input_nodes if i in ordinal))
+        tensors = sum(_dimensions(_value(i)) > 0 for i in node.all_input_nodes)
+        op, draws, made_bytes = canonical(called(node)), may_draw(node), state.made_bytes(node)
+        anchor = draws or _counts(node, op, node in owned, made_bytes, state)
+        node.meta["identity"] = NodeId(
+            op, module_path(node), takes, anchor, tensors, draws, 0 if anchor else made_bytes
+        )
+
+
+def _counts(node: fx.Node, op: str, owned: bool, made_bytes: int, state: _Storages) -> bool:
+    """Whether `node` costs or keeps something, whatever the batch."""
+    if writes(node):
+        return (owned or state.is_older(node)) and _dimensions(_value(_written(node))) > 0
+    if not owned or op in _MAY_VIEW:
+        return False
+    if "dropout" in op:  # off, it is a view
+        return True
+    values = [_value(i) for i in node.all_input_nodes]
+    if all(_dimensions(value) <= 0 for value in (*values, *tree_leaves(_value(node)))):
+        return False
+    return made_bytes > 0
+
+
+# What a graph's nodes say of themselves
+
+
+def module_path(node: fx.Node) -> str:
+    """Path of the module that `node` runs in, as `named_modules` gives it; "" for the model itself."""
+    return next(reversed(module_paths(node)), "")
+
+
+def module_paths(node: fx.Node) -> list[str]:
+    """Paths of the modules whose calls `node` runs in, from the outermost."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return [_OWNER.sub("", _CHILD.sub(r".\1", str(path))) for path, *_ in stack.values()]
+
+
+def updates_statistics(node: fx.Node) -> bool:
+    """Whether `node` is a batch normalisation that updates running statistics."""
+    if called(node) != "batch_norm":
+        return False
+    names = ("input", "running_mean", "running_var", "weight", "bias", "training")
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return given.get("running_mean") is not None and bool(given.get("training"))
+
+
+def _value(node: Any) -> Any:
+    return node.meta.get("example_value") if isinstance(node, fx.Node) else None
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(_value(node)) if isinstance(leaf, torch.Tensor)]
+
+
+def _dimensions(value: Any) -> int:
+    """Dimensions of a tensor, of tensors the most; -1 for what is none."""
+    return max((leaf.dim() for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)), default=-1)
+
+
+def _learns(value: Any) -> bool:
+    """Whether `value` is a parameter, frozen or not, or stands for one in a functional call."""
+    return isinstance(value, nn.Parameter) or getattr(value, "requires_grad", False)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    count = 1
+    for size in tensor.shape:
+        count *= size if isinstance(size, int) else size.node.hint or 1
+    return count * tensor.element_size()
+
+
+def writes(node: fx.Node) -> bool:
+    """Whether `node` changes a value that it is given, by its name or its `inplace`."""
+    op = canonical(called(node))
+    return op == "setitem" or (op.endswith("_") and not op.startswith("_")) or node.kwargs.get("inplace") is True
+
+
+def _written(node: fx.Node) -> Any:
+    return node.args[0] if node.args else next(iter(node.all_input_nodes), None)
+
+
+class _Storages:
+    """Which node first has each storage of a graph."""
+
+    def __init__(self, graph_module: fx.GraphModule):
+        self._maker: dict[int, fx.Node] = {}
+        for node in graph_module.graph.nodes:
+            for tensor in _tensors(node):
+                self._maker.setdefault(_key(tensor), node)
+
+    def made_bytes(self, node: fx.Node) -> int:
+        """Bytes of the storages that `node` is the first to have, as far as its values reach into them."""
+        own = {_key(t): _bytes(t) for t in _tensors(node) if self._maker[_key(t)] is node}
+        return sum(own.values())
+
+    def makers_of_written(self, node: fx.Node) -> list[fx.Node]:
+        target = _written(node)
+        return [self._maker[_key(t)] for t in _tensors(target)] if isinstance(target, fx.Node) else []
+
+    def is_older(self, node: fx.Node) -> bool:
+        """Whether `node` writes to what the graph was given: state of a module, or a caller's tensor."""
+        return any(maker.op in ("placeholder", "get_attr") for maker in self.makers_of_written(node))
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+# Where regions may begin and end, and what must be told of their nodes
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """What regions must know of a graph, in ordinals of its captured nodes.
+
+    cuts    positions where a region may begin or end; None: any, it is the graph that the plan was made for
+    random  nodes that may draw random numbers
+    once    nodes that update the state of a module
+    """
+
+    cuts: frozenset[int] | None
+    random: frozenset[int]
+    once: frozenset[int]
+
+
+def read(graph_module: fx.GraphModule) -> Reading:
+    nodes = captured_nodes(graph_module)
+    identity = identity_of(graph_module)
+    illegal = set(_illegal(graph_module, nodes))
+    return Reading(
+        frozenset(p for p in range(len(nodes) + 1) if p not in illegal),
+        frozenset(i for i, node in enumerate(identity) if node.draws),
+        frozenset(_once(graph_module, nodes)),
+    )
+
+
+def _once(graph_module: fx.GraphModule, nodes: list[fx.Node]) -> Iterator[int]:
+    state = _Storages(graph_module)
+    for i, node in enumerate(nodes):
+        counter = writes(node) and state.is_older(node) and not _floats(_written(node))
+        if counter or updates_statistics(node):
+            yield i
+
+
+def _floats(node: Any) -> bool:
+    return any(tensor.is_floating_point() for tensor in _tensors(node))
+
+
+def _illegal(graph_module: fx.GraphModule, nodes: list[fx.Node]) -> Iterator[int]:
+    """Positions where a context is open, something else than a tensor crosses, or what crosses is changed later."""
+    ordinal = {node: i for i, node in enumerate(nodes)}
+    state, depth = _Storages(graph_module), 0
+    for i, node in enumerate(nodes):
+        depth += bracket_of(node)
+        if depth > 0:
+            yield i + 1
+        last = max((ordinal[user] for user in node.users if user in ordinal), default=i)
+        if not isinstance(_value(node), torch.Tensor):
+            yield from range(i + 1, last + 1)
+        if writes(node):
+            for maker in state.makers_of_written(node):
+                if maker in ordinal:
+                    yield from range(ordinal[maker] + 1, i + 1)

@@ -1,0 +1,369 @@
+"""Capture: get a model's training forward as torch.fx graphs, through a `torch.compile` backend.
+
+Dynamo is used as a tracer and as a dispatcher: it guards on shapes, flags and module attributes, hands every graph
+to our backend, and calls what the backend returned. The same mechanism records a step under fake tensors
+(`recorder.py`) and runs a plan in training (`planned_forward.py`), so a plan is applied to exactly the graph that it
+was made for. `torch.fx.symbolic_trace` fails on current transformers models, `torch.export` on their outputs; both
+would also lose the guards.
+
+A forward may consist of several graphs (Dynamo breaks where it cannot follow), and one graph may be called several
+times (a loop over layers that breaks inside). What identifies a node is therefore the *call*: the how-manieth graph
+call of the forward, and the node's name in that graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+import torch._dynamo
+from torch import fx, nn
+from torch.utils._pytree import MappingKey, tree_leaves_with_path
+
+from remat.capture.attention_masks import (
+    IsOnes,
+    Masks,
+    all_ones,
+    eager_attention_masks,
+    foreign_mask,
+    given_masks,
+    masks_of,
+)
+from remat.capture.dynamic_shapes import has_sizes, move_sizes_first
+from remat.capture.eager_answers import Answers, answering
+from remat.capture.grouped_products import grouped_products
+from remat.capture.higher_order_ops import open_nodes
+from remat.errors import CaptureError, RematError
+
+RECOMPILE_LIMIT = 1 << 16
+# Captures of one model class do not count against each other's limit, where this torch can keep them apart.
+_ISOLATED: dict[str, Any] = (
+    {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
+)
+# Methods of loggers; transformers adds some that log once.
+_LOGS = ("debug", "info", "warning", "error", "info_once", "warning_once", "warning_advice")
+_VIEWS = {"expand", "expand_as", "permute", "reshape", "squeeze", "transpose", "unsqueeze", "view"}
+
+
+class SizesNotOpen(RematError):
+    """A graph for batches of every size is not the one that is wanted: trace each size by itself."""
+
+
+class ForeignMask(RematError):
+    """The model makes an attention mask of its own, whose data is not known before the trace."""
+
+
+class RunCall(Protocol):
+    """Executes graph call number `call` of a forward on `args`."""
+
+    def __call__(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any: ...
+
+
+class CompileCall(Protocol):
+    """Compiles a graph, first seen as call number `call`; the result executes any call of it, given the number."""
+
+    def __call__(self, call: int, graph_module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]: ...
+
+
+class GraphCalls:
+    """A function traced by Dynamo whose graph calls are executed by `run_call`, or by what `compile_call` gave.
+
+    count     graph calls of the last call          elements  of the tensors that it was given, by name
+    seen      what the data of the last call said about attention
+    masks     what it was traced for; `planned`: what a plan's was
+    fits      whether a graph with open sizes (`dynamic_shapes.py`) will do; without it, every new shape is traced
+    answers   what code hears that asks whether it is being traced; by default what Dynamo says
+    is_ones   looks into an attention mask
+
+    Raises `CaptureError` where Dynamo cannot trace at all, `SizesNotOpen` where a graph with open sizes does not fit.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        run_call: RunCall | None = None,
+        compile_call: CompileCall | None = None,
+        fits: Callable[[fx.GraphModule], bool] | None = None,
+        answers: Answers | None = None,
+        planned: Masks | None = None,
+        is_ones: IsOnes = all_ones,
+    ):
+        self.function = function
+        self.answers = answers
+        self.own_checkpoints = 0  # calls of the model's own that were taken out of its graphs
+        self._run_call = run_call
+        self._compile_call = compile_call
+        self._fits = fits
+        self._planned = planned or Masks()
+        self._is_ones = is_ones
+        self._compiled: dict[Masks, Callable[..., Any]] = {}
+        self._given: list[torch.Tensor] = []
+        self.count = 0
+        self.elements: dict[str, int] = {}
+        self.seen = self.masks = Masks()
+
+    def _traced_for(self, masks: Masks) -> Callable[..., Any]:
+        """The function, traced for batches of these `masks` alone: Dynamo shares traces of equal backends."""
+        if masks not in self._compiled:
+            dynamic, backend = False if self._fits is None else None, _Backend(self).compile
+            self._compiled[masks] = torch.compile(self.function, backend=backend, dynamic=dynamic, **_ISOLATED)
+        return self._compiled[masks]
+
+    def compile(self, graph_module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        """What runs a graph that Dynamo has traced."""
+        if foreign_mask(graph_module, example_inputs, self._given):
+            raise ForeignMask("the model makes an attention mask of its own, beside that of ones that it is given.")
+        self.own_checkpoints += open_nodes(graph_module)
+        drop_dead_views(graph_module)
+        if self._fits is not None and has_sizes(graph_module) and not self._will_do(graph_module):
+            raise SizesNotOpen("the graph depends on the sizes of the batch.")
+        if self._compile_call is not None:
+            execute = self._compile_call(self.count, graph_module, example_inputs)
+        else:
+            assert self._run_call is not None
+            execute = _interpreted(self._run_call, graph_module)
+
+        def run(*args: Any) -> Any:
+            call = self.count
+            self.count += 1
+            return execute(call, *args)
+
+        return torch._dynamo.disable(run)
+
+    @property
+    def opens_sizes(self) -> bool:
+        return self._fits is not None
+
+    def _will_do(self, graph_module: fx.GraphModule) -> bool:
+        assert self._fits is not None
+        return move_sizes_first(graph_module) and self._fits(graph_module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.look(args, kwargs)
+        try:
+            return self._call(args, kwargs)
+        except ForeignMask as error:
+            if self.count:
+                raise CaptureError(f"{error} Leave that out of the batch, or plan with it.") from error
+        finally:
+            self._given = []
+        self._planned = self._planned.with_explicit_masks()
+        self.masks = self.seen.as_planned(self._planned)
+        forget_traces()
+        return self._call(args, kwargs)
+
+    def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Masks:
+        """What a batch is, before it is run: sets `elements`, `seen` and `masks`."""
+        given = named_tensors(self.function, args, kwargs)
+        self._given, self.elements = given_masks(given), element_counts(given)
+        self.seen = masks_of(given, self._is_ones)
+        self.masks = self.seen.as_planned(self._planned)
+        return self.masks
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.count = 0
+        with (
+            dynamo_settings(),
+            answering(),
+            grouped_products(),
+            eager_attention_masks(self.masks),
+            warnings.catch_warnings(),
+        ):
+            # Dynamo looks at .grad of every tensor that crosses a graph break.
+            warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
+            # It follows into the functions behind caches, as it must.
+            warnings.filterwarnings("ignore", message=r"Dynamo detected a call to a `functools\.lru_cache`-wrapped")
+            try:
+                return self._traced_for(self.masks)(*args, **kwargs)
+            except torch._dynamo.exc.TorchDynamoException as error:
+                if isinstance(reason := getattr(error, "inner_exception", None), RematError):
+                    raise reason from error
+                raise CaptureError(f"the model cannot be captured: {_first_line(error)}") from error
+
+
+class _Backend:
+    """One backend for Dynamo, equal to no other of the same `GraphCalls`."""
+
+    def __init__(self, calls: GraphCalls):
+        self._calls = calls
+
+    @property
+    def answers(self) -> Answers | None:
+        return self._calls.answers
+
+    def compile(self, graph_module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        return self._calls.compile(graph_module, example_inputs)
+
+
+def _interpreted(run_call: RunCall, graph_module: fx.GraphModule) -> Callable[..., Any]:
+    return lambda call, *args: run_call(call, graph_module, args)
+
+
+def frames_traced() -> int:
+    """How many functions Dynamo has traced, or tried to, in this process."""
+    return int(torch._dynamo.utils.counters["frames"]["total"])
+
+
+def forget_traces() -> None:
+    """Let Dynamo trace everything anew.
+
+    A function that raised while it was traced is not followed into again, and would break every later graph.
+    """
+    torch._dynamo.reset()
+
+
+def drop_dead_views(graph_module: fx.GraphModule) -> None:
+    """Remove views that nobody looks at.
+
+    Models make some for certain shapes only (positions expanded to a batch of more than one), which would make a plan
+    for the one not belong to the other.
+    """
+    for node in reversed(graph_module.graph.nodes):
+        if node.op == "call_method" and node.target in _VIEWS and not node.users:
+            graph_module.graph.erase_node(node)
+    graph_module.recompile()
+
+
+def named_tensors(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[tuple[str, torch.Tensor]]:
+    """All tensors that a forward is given, with the names of the arguments or keys under which it finds them."""
+    given: dict[str, Any] = kwargs
+    if args:
+        try:
+            given = inspect.signature(function).bind_partial(*args, **kwargs).arguments
+        except (TypeError, ValueError):  # the call will fail, or is of something that has no signature
+            given = {"": args, **kwargs}
+    found = []
+    for path, leaf in tree_leaves_with_path(given):
+        if isinstance(leaf, torch.Tensor):
+            found.append((next((str(k.key) for k in reversed(path) if isinstance(k, MappingKey)), ""), leaf))
+    return found
+
+
+def element_counts(given: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
+    """Elements of the tensors that a forward is given, by name: how large its batch is."""
+    counts: dict[str, int] = {}
+    for name, tensor in given:
+        counts[name] = counts.get(name, 0) + tensor.numel()
+    return counts
+
+
+class _Functions(str):
+    """Functions for a setting of Dynamo, in whose logs they read as text.
+
+    torch 2.11 can neither sort nor print a set of functions there, and tells the user so at every trace.
+    """
+
+    def __new__(cls, functions: Iterable[Callable[..., Any]]) -> _Functions:
+        functions = frozenset(functions)
+        self = super().__new__(cls, ", ".join(sorted(function.__name__ for function in functions)))
+        self.functions = functions
+        return self
+
+    functions: frozenset[Callable[..., Any]]
+
+    def __contains__(self, function: object) -> bool:
+        return function in self.functions
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.functions)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Functions:
+        return self
+
+
+@contextlib.contextmanager
+def dynamo_settings() -> Iterator[None]:
+    """Fail loudly instead of falling back to eager, and allow as many batch shapes as training may bring.
+
+    Inside DistributedDataParallel Dynamo would cut every graph at the borders of gradient buckets: no plan would fit.
+    Recurrent layers are followed into, and hooks that come or go between two steps are seen. What a model says through
+    `logging` in its first forward is lost: there Dynamo would break the graph, and only there.
+    """
+    with torch._dynamo.config.patch(
+        ignore_logger_methods=_Functions(
+            getattr(logging.Logger, name) for name in _LOGS if hasattr(logging.Logger, name)
+        ),
+        recompile_limit=RECOMPILE_LIMIT,
+        accumulated_recompile_limit=RECOMPILE_LIMIT,
+        fail_on_recompile_limit_hit=True,
+        suppress_errors=False,
+        optimize_ddp=False,
+        allow_rnn=True,
+        skip_nnmodule_hook_guards=False,
+    ):
+        yield
+
+
+def _first_line(error: BaseException) -> str:
+    """What a tracer's long message says: its first line, the reason that it wraps, and the user's own line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = lines[:1] or [type(error).__name__]
+    said += [line for line in lines[1:] if line.startswith(("Explanation:", "Developer debug context:"))][:2]
+    if error.__cause__ is not None:
+        said.append(
+            f"{type(error.__cause__).__name__}: {str(error.__cause__).splitlines()[0] if str(error.__cause__) else ''}"
+        )
+    frames = [line for line in lines if line.startswith('File "') and "/torch/" not in line]
+    return "; ".join([*said, *frames[-1:]])
+
+
+@contextlib.contextmanager
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """A transformers model that builds no key-value cache, as its configuration may say that it does.
+
+    No training step reads the cache, and it would keep the keys and values of every layer until the forward ends,
+    whatever a plan recomputes. The library's own gradient checkpointing turns it off too.
+    """
+    configs = cache_builders(model)
+    for config in configs:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in configs:
+            config.use_cache = True
+
+
+def cache_builders(model: nn.Module) -> list[Any]:
+    """The configurations in `model` that ask for a key-value cache."""
+    configs = (module.__dict__.get("config") for module in model.modules())
+    return list({id(config): config for config in configs if getattr(config, "use_cache", None) is True}.values())
+
+
+def fake_model(build: Callable[[], nn.Module], mode: Any, device: torch.device) -> nn.Module:
+    """`build()` on the meta device, with every parameter and buffer made a fake tensor on `device`.
+
+    Tied parameters stay tied. Raises `CaptureError` if the model cannot be built without data.
+    """
+    try:
+        with torch.device("meta"):
+            model = build()
+    except Exception as error:
+        raise CaptureError(f"the model cannot be built on the meta device: {_first_line(error)}") from error
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"`build` returned {type(model).__name__}, not a torch.nn.Module.")
+    fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the original is kept: its id must stay its own
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in fakes:
+                    fakes[id(tensor)] = (tensor, _fake_like(tensor, mode, device))
+                table[name] = fakes[id(tensor)][1]  # type: ignore[assignment]
+    return model.train()
+
+
+def _fake_like(tensor: torch.Tensor, mode: Any, device: torch.device) -> torch.Tensor:
+    with mode:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake

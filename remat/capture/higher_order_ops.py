@@ -1,0 +1,82 @@
+"""Opaque nodes: what Dynamo hands over as one node with a graph of its own, made fit to be run by eager autograd.
+
+Such nodes are meant for a compiler behind Dynamo. Called as they stand they compute the right numbers, but
+
+* a `torch.utils.checkpoint` call of the model's own checkpoints nothing, can neither be cut nor saved from, and hides
+  its random operators and batch normalisations. Its body is put in its place: what is recomputed is the plan's to say.
+* a `torch.autograd.Function` keeps what it saves in a closure, out of reach of a region around it, in a class of its
+  own for every call, which lives until the garbage collector finds it. It becomes a Function that saves for backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+_FUNCTION = torch.ops.higher_order.autograd_function_apply
+
+_TENSOR = object()  # stands for one that autograd keeps
+
+
+def open_nodes(graph_module: fx.GraphModule) -> int:
+    """Open every node of `graph_module` that is known here, in place; how many checkpoint calls there were."""
+    checkpoints = 0
+    for node in list(graph_module.graph.nodes):
+        if node.target is _CHECKPOINT:
+            checkpoints += 1 + _inline(graph_module, node)
+        elif node.target is _FUNCTION and "saved_for_backward_idx" in node.kwargs:
+            node.target = autograd_function_apply
+    graph_module.recompile()
+    return checkpoints
+
+
+def _inline(graph_module: fx.GraphModule, node: fx.Node) -> int:
+    """Put the body of checkpoint call `node` in its place; how many more there were in it.
+
+    Dynamo made everything that it takes an argument.
+    """
+    graph, body = graph_module.graph, getattr(graph_module, str(node.args[0].target))  # type: ignore[union-attr]
+    inside = open_nodes(body)
+    placeholders = [inner for inner in body.graph.nodes if inner.op == "placeholder"]
+    environment: dict[fx.Node, Any] = dict(zip(placeholders, node.args[1:], strict=True))
+    for inner in body.graph.nodes:
+        if inner.op == "get_attr":
+            name = f"{node.name}_{inner.target}"
+            setattr(graph_module, name, getattr(body, str(inner.target)))
+            inner.target = name
+    with graph.inserting_before(node):
+        values: Any = graph.graph_copy(body.graph, environment)
+    for user in list(node.users):
+        user.replace_all_uses_with(values[user.args[1]])
+        graph.erase_node(user)
+    graph.erase_node(node)
+    return inside
+
+
+def autograd_function_apply(forward: Any, backward: Any, *args: Any, **options: Any) -> Any:
+    """What Dynamo's operator of this name does, for eager autograd."""
+    return _Function.apply(forward, backward, options, *args)
+
+
+class _Function(torch.autograd.Function):
+    """A model's own Function by the graphs of its forward and its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, forward: Any, backward: Any, options: dict[str, Any], *args: Any) -> Any:
+        outputs, saved = forward(*args)
+        ctx.run_backward = backward
+        ctx.others = [_TENSOR if isinstance(value, torch.Tensor) else value for value in saved]
+        ctx.save_for_backward(*(value for value in saved if isinstance(value, torch.Tensor)))
+        tuples = outputs if isinstance(outputs, tuple) else (outputs,)
+        ctx.mark_dirty(*(tuples[i] for i in options.get("dirty_idx", ())))
+        ctx.mark_non_differentiable(*(tuples[i] for i in options["non_differentiable_idx"]))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        tensors = iter(ctx.saved_tensors)
+        saved = [next(tensors) if value is _TENSOR else value for value in ctx.others]
+        return (None, None, None, *ctx.run_backward(*gradients, *saved))

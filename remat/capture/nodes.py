@@ -1,0 +1,101 @@
+"""Nodes of a captured fx graph: what they call, whether they draw, and how a node is run as a function."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from remat.capture.dynamic_shapes import is_size
+
+
+def _method(name: str) -> Callable[..., Any]:
+    """A function that calls method `name` of its first argument."""
+
+    def method(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(owner, name)(*args, **kwargs)
+
+    return method
+
+
+def as_function(node: fx.Node) -> Callable[..., Any]:
+    """What `node` calls, as a function of all its arguments."""
+    return node.target if callable(node.target) else _method(str(node.target))
+
+
+def replace_target(node: fx.Node, function: Callable[..., Any]) -> None:
+    """Let `node` call `function` (arguments unchanged), under a name that says what it called before."""
+    name = f"{function.__name__.strip('_')}_{getattr(node.target, '__name__', node.target)}"
+    node.op, node.target = "call_function", with_name(function, name)
+
+
+def captured_nodes(graph_module: fx.GraphModule) -> list[fx.Node]:
+    """The operators of a captured graph, in order: what plans count as nodes. Open sizes are none."""
+    others = ("placeholder", "get_attr", "output")
+    return [n for n in graph_module.graph.nodes if n.op not in others and not is_size(n)]
+
+
+def called(node: fx.Node) -> str:
+    """What a captured node calls, as text that is the same on every device and in every torch version.
+
+    Remembered before a target's kernels are put in place of this machine's.
+    """
+    if "called" not in node.meta:
+        method = isinstance(node.target, str)
+        node.meta["called"] = (
+            f"{node.op}:{node.target}" if method else getattr(node.target, "__name__", str(node.target))
+        )
+    return str(node.meta["called"])
+
+
+_DRAWING = re.compile(
+    r".*dropout\d*_?|rand.*|bernoulli_?|normal_?|uniform_|exponential_|.*rrelu_?|gumbel_softmax|multinomial|poisson"
+)
+
+
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")  # (input, hx, params, has_biases, layers, dropout, train, ...)
+
+
+def may_draw(node: fx.Node) -> bool:
+    """Whether `node`, by its name and constants, draws random numbers.
+
+    Constants are no part of a graph's fingerprint: a rate may have been 0 when the plan was made.
+    """
+    arguments: dict[Any, Any] = {**dict(enumerate(node.args)), **node.kwargs}
+    if called(node) == "scaled_dot_product_attention":
+        return bool(arguments.get(4, arguments.get("dropout_p", 0.0)))
+    if called(node) == "multi_head_attention_forward":
+        return bool(arguments.get(10, arguments.get("dropout_p", 1.0))) and bool(
+            arguments.get(13, arguments.get("training", True))
+        )
+    if called(node) in _RECURRENT:
+        # Packed sequences come with their batch sizes, before all else but the data.
+        at = 6 if isinstance(arguments.get(4), bool) else 5
+        return bool(arguments.get(at, 1.0)) and bool(arguments.get(at + 1, True))
+    if "dropout" in called(node):
+        rate, training = arguments.get(1, arguments.get("p", 1.0)), arguments.get(2, arguments.get("training", True))
+        return bool(rate) and bool(training)
+    return _DRAWING.fullmatch(called(node)) is not None
+
+
+_BRACKETS = {
+    "_enter_autocast": 1,
+    "_exit_autocast": -1,
+    "_vmap_increment_nesting": 1,
+    "_vmap_decrement_nesting": -1,
+}
+
+
+def bracket_of(node: fx.Node) -> int:
+    """+1 for a node that opens a context which a later node closes (autocast, no_grad, vmap), -1 for that one."""
+    if called(node) == "_set_grad_enabled":
+        return -1 if node.args[0] else 1
+    return _BRACKETS.get(called(node), 0)
+
+
+def with_name(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Give `function` the name that it has in the code of a rewritten graph."""
+    function.__name__ = function.__qualname__ = name
+    return function

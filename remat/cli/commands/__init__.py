@@ -1,0 +1,23 @@
+"""Commands: one a file, each a function from its options to an Answer. `remat.cli.main` runs them under its rules.
+
+Commands know nothing of the command line that calls them, and import what needs torch inside their functions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from remat.errors import RematError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What a command found: for a script, for a person, and how it went."""
+
+    data: dict[str, Any]
+    text: RenderableType
+    failure: RematError | None = None

@@ -1,0 +1,218 @@
+"""`remat estimate`, and its screen: where every byte of a training step goes, and how fast it can be."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from remat.cli.commands import Answer
+from remat.cli.commands.options import Allocator, Json, PlanInPlaceOfModel, SourceOptions
+from remat.cli.commands.source import Source, allocator_of, opened_step, workload_of
+from remat.errors import UsageError
+from remat.units import gib, ms, parse_count
+
+if TYPE_CHECKING:
+    from remat.cli.screen import LiveLine
+    from remat.costing.profile import Profile
+    from remat.planning.advice import Lever
+    from remat.planning.estimate import Estimate, Peaks
+    from remat.recording.fake_step import FakeStep
+    from remat.recording.optimizer_states import States
+    from remat.workload.training_loop import Loop
+
+SEVERAL = 2  # micro-batches: from the second on, all are alike
+MODULES = 10  # rows
+EAGER_MATTERS = 1.001
+
+
+def estimate(
+    source: SourceOptions,
+    plan: PlanInPlaceOfModel = None,
+    parameters: Annotated[
+        str | None,
+        typer.Option(help="Only the states of so many parameters (8B, 1e9); no model is needed.", show_default=False),
+    ] = None,
+    advice: Annotated[bool, typer.Option("--advice", help="Also which lever frees how much; a minute or so.")] = False,
+    allocator: Allocator = None,
+    as_json: Json = False,
+) -> Answer:
+    """Say where every byte of a training step goes, and how fast it can be. Nothing is solved."""
+    from remat.cli.screen import live_line
+
+    if parameters is not None:
+        return _states(parse_count(parameters, what="--parameters"), source)
+    with live_line() as line:
+        found, loaded = opened_step(source, plan, line)
+        profile, step = found.record()
+        from remat.execution.regions_in_graph import require_regions_in
+        from remat.planning.estimate import estimate
+
+        regions = require_regions_in(loaded, profile.graph) if loaded is not None else ()
+        allocator = allocator_of(loaded, allocator)
+        estimates = [estimate(profile, regions, allocator)]
+        if step is not None and found.loop is not None:
+            again = _other_loop(found.loop)
+            estimates.append(estimate(_recorded_again(step, found, again), regions, allocator=allocator))
+        levers = _advice(found, profile, step, regions, line) if advice else None
+    return _answer(estimates, levers)
+
+
+def _other_loop(loop: Loop) -> Loop:
+    """The same loop without accumulation, or with it."""
+    return dataclasses.replace(loop, accumulation=1 if loop.accumulates else SEVERAL)
+
+
+def _recorded_again(step: FakeStep, found: Source, loop: Loop) -> Profile:
+    from remat.planning.profiling import profile_step
+
+    assert found.place is not None
+    before, step.loop = step.loop, loop
+    try:
+        return profile_step(step, found.place)
+    finally:
+        step.loop = before
+
+
+def _advice(found: Source, profile: Profile, step: FakeStep | None, regions: Any, line: LiveLine) -> list[Lever]:
+    from remat.evaluation.evaluator import Memory
+    from remat.planning.advice import advise
+
+    if found.spec is None or found.place is None or found.loop is None or step is None:
+        raise UsageError("--advice records the step again with each lever, and needs --model for that.")
+    if regions:
+        raise UsageError("--advice is about the step as it is; leave --plan out.")
+    line.say("trying levers")
+    workload, whole = workload_of(found.spec), profile.whole or profile.graph
+    return advise(workload, found.place, found.loop, whole, lambda graph, costs: Memory(graph).curve(()).peak_bytes)
+
+
+# Only the states
+
+
+def _states(count: int, source: SourceOptions) -> Answer:
+    from remat.recording.optimizer_states import states_of
+    from remat.workload.optimizers import optimizer_named
+    from remat.workload.training_loop import Loop
+    from remat.workload.workload import weights_and_optimizer
+
+    other = [name for name in source.given if name not in ("optimizer", "dtype", "ranks", "shard", "target")]
+    if other:
+        raise UsageError(f"--{other[0].replace('_', '-')} needs a model; leave it out, or --parameters.")
+    named = optimizer_named(source.optimizer or "adamw")
+    dtype, optimizer = weights_and_optimizer(source.dtype or "fp32", named)  # type: ignore[arg-type]
+    loop = Loop(ranks=source.ranks or 1, shard=source.shard)  # type: ignore[arg-type]
+    states = states_of([(count,)], dtype, optimizer).per_rank(loop.ranks, loop.shard)
+    data: dict[str, Any] = {"parameters": count, "ranks": loop.ranks, "shard": loop.shard, "total_bytes": states.total}
+    data |= {"states": dataclasses.asdict(states)}
+    return Answer(data, _states_text(count, states, source, loop))
+
+
+def _states_text(count: int, states: States, source: SourceOptions, loop: Loop) -> str:
+    from remat.cli.screen import aligned
+
+    per_rank = f", one of {loop.ranks} ranks ({loop.shard or 'nothing shared'})" if loop.ranks > 1 else ""
+    title = f"{count:,} parameters, {source.dtype or 'fp32'}, {source.optimizer or 'adamw'}{per_rank}: states alone"
+    rows = [("parameters", states.parameters), ("gradients", states.gradients), *states.optimizer.items()]
+    width = len(gib(states.total))
+    table = [
+        (name, f"{gib(size):>{width}}", f"{size / 1e9:,.2f} GB") for name, size in [*rows, ("in all", states.total)]
+    ]
+    return f"{title}\n\n{aligned(table)}\n\nactivations, temporaries and what is gathered come on top: --model"
+
+
+# The screen
+
+
+def _answer(estimates: Sequence[Estimate], levers: list[Lever] | None) -> Answer:
+    from remat.workload.training_loop import Loop
+
+    first = estimates[0]
+    data = first.to_json()
+    data["other_accumulation"] = [
+        {"loop": Loop.of(other.about).to_json(), "peaks": dataclasses.asdict(other.peaks)} for other in estimates[1:]
+    ]
+    data["levers"] = None if levers is None else [dataclasses.asdict(lever) for lever in levers]
+    return Answer(data, _text(estimates, levers))
+
+
+def _text(estimates: Sequence[Estimate], levers: list[Lever] | None) -> str:
+    from remat.cli.screen import heading
+
+    first = estimates[0]
+    paragraphs = [
+        heading(first.about, first.target, first.costs),
+        _peaks_text(estimates),
+        f"at the peak, {first.peaks.at}\n{_shares(first.peaks.parts)}",
+    ]
+    if first.peaks.modules:
+        paragraphs.append(f"of activations, logits and loss\n{_shares(first.peaks.modules, MODULES)}")
+    paragraphs.append(_speed_text(first))
+    if levers is not None:
+        paragraphs.append(_levers_text(levers))
+    return "\n\n".join(paragraphs)
+
+
+def _peaks_text(estimates: Sequence[Estimate]) -> str:
+    from remat.cli.screen import aligned, reserved_rows
+
+    first = estimates[0]
+    peaks = first.peaks
+    rows: list[tuple[str, ...]] = [
+        ("peak", gib(peaks.peak_bytes), f"of {gib(first.memory_bytes)} on {first.target}"),
+        *reserved_rows([each.to_json() for each in first.allocator]),
+        *_eager_row(peaks),
+        ("first step", gib(peaks.first_step_bytes), "the optimizer's state does not exist before it steps"),
+        *((name, gib(size), "") for name, size in peaks.phases.items()),
+    ]
+    for other in estimates[1:]:
+        several = other.about["accumulation"] > 1
+        what = "accumulating" if several else "not accumulating"
+        why = "gradients are alive through forward" if several else "gradients are let go after each step"
+        rows.append((what, gib(other.peaks.peak_bytes), why))
+    return aligned(rows)
+
+
+def _eager_row(peaks: Peaks) -> list[tuple[str, ...]]:
+    """Only where it makes a difference."""
+    if peaks.eager_bytes is None or peaks.eager_bytes < EAGER_MATTERS * peaks.peak_bytes:
+        return []
+    return [("in eager mode", gib(peaks.eager_bytes), "local variables of the model's code hold what a trace lets go")]
+
+
+def _shares(parts: dict[str, int], most: int = 1 << 30) -> str:
+    """Bytes and shares, largest first; what is small or beyond the first `most` in one row."""
+    from remat.cli.screen import aligned
+
+    total = sum(parts.values())
+    ordered = sorted(parts.items(), key=lambda item: -item[1])
+    large = [(name, size) for name, size in ordered[:most] if 100 * size >= total]
+    if rest := total - sum(size for _, size in large):
+        large.append(("all else", rest))
+    width = max(len(gib(size)) for _, size in large)
+    return aligned((name, f"{gib(size):>{width}}", f"{100 * size / total:5.1f} %") for name, size in large)
+
+
+def _speed_text(found: Estimate) -> str:
+    from remat.cli.screen import aligned
+
+    speed, estimated = found.speed, " (estimated)" if found.costs == "estimated" else ""
+    rate = f"{speed.tokens_per_s:,.0f} tokens/s" if speed.tokens_per_s else f"{speed.samples_per_s:,.1f} samples/s"
+    size = f"{speed.tokens:,} tokens" if speed.tokens else f"{speed.samples:,} samples"
+    rows: list[tuple[str, ...]] = [("optimizer step", f"{ms(speed.update_time_us)}{estimated}", f"{size}, {rate}")]
+    if speed.mfu is not None and speed.hfu is not None:
+        recomputed = "" if speed.hfu == speed.mfu else f"; HFU {100 * speed.hfu:.1f} % with what is recomputed"
+        flops = f"{speed.model_flops / 1e12:,.1f} TFLOP{recomputed}"
+        rows.append(("utilisation", f"MFU {100 * speed.mfu:.1f} %{estimated}", flops))
+    return aligned(rows)
+
+
+def _levers_text(levers: list[Lever]) -> str:
+    from remat.cli.screen import aligned
+
+    if not levers:
+        return "no lever frees anything"
+    rows = [(lever.what, f"frees {gib(lever.frees_bytes)}", f"leaves {gib(lever.peak_bytes)}") for lever in levers]
+    return f"levers, each alone, without checkpointing\n{aligned(rows)}"

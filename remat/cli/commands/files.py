@@ -1,0 +1,47 @@
+"""Files that commands write: their names, what is refused before the work, and what says how to make a model again."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from remat.errors import UsageError
+
+if TYPE_CHECKING:
+    from remat.cli.model_spec import ModelSpec
+
+SPEC = "model_spec"  # key of a plan's or profile's `about`: how to make its workload again
+
+
+def require_writable(path: Path) -> None:
+    """Find out that a file cannot be written before the work, not after it."""
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder; name a file to write.")
+    require_folder(path.absolute().parent, path)
+
+
+def require_folder(folder: Path, path: Path) -> None:
+    """The same of a folder in which `path` is to be written."""
+    if not folder.is_dir():
+        raise UsageError(f"{path} cannot be written: there is no folder {folder}.")
+    if not os.access(folder, os.W_OK):
+        raise UsageError(f"{path} cannot be written: the folder {folder} is read-only.")
+
+
+def file_name(workload: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", workload).strip("-.") or "model"
+
+
+def about_with(spec: ModelSpec | None, about: dict[str, Any], path: Path) -> dict[str, Any]:
+    """`about` with what it takes to make the workload again from a file at `path`."""
+    others = {name: value for name, value in about.items() if name != SPEC}
+    return others if spec is None else {**others, SPEC: spec.to_json(path.absolute().parent)}
+
+
+def spec_in(about: dict[str, Any], path: Path) -> ModelSpec | None:
+    """What the file at `path` says in `about`; None where it says nothing that makes sense."""
+    from remat.cli.model_spec import ModelSpec
+
+    return ModelSpec.from_json(about.get(SPEC), path.absolute().parent)

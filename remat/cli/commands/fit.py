@@ -1,0 +1,212 @@
+"""`remat fit`, and its screen: micro-batch, accumulation and plan together, beside the classic ladder."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from remat.cli.commands import Answer
+from remat.cli.commands.files import about_with, file_name, require_writable
+from remat.cli.commands.options import BudgetOptions, ExecutionOptions, Json, SearchOptions, StepOptions
+from remat.cli.commands.source import Source, budget_for, headroom_on_top, opened, usable, workload_of
+from remat.errors import UsageError
+from remat.units import gib
+
+if TYPE_CHECKING:
+    from remat.evaluation.plan import Plan
+    from remat.planning.budget import Budget
+    from remat.planning.fit import Fit
+    from remat.planning.micro_batches import Candidate
+
+
+def fit(
+    budget: BudgetOptions,
+    step: StepOptions,
+    search: SearchOptions,
+    how: ExecutionOptions,
+    global_batch: Annotated[
+        int | None,
+        typer.Option(min=1, help="Samples of all ranks in an optimizer step; finds the fastest way to run them."),
+    ] = None,
+    max_batch: Annotated[bool, typer.Option("--max-batch", help="Find the largest micro-batch that fits.")] = False,
+    max_seq: Annotated[bool, typer.Option("--max-seq", help="Find the longest sequence that fits the batch.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="The plan file.", show_default="NAME.plan.json in this folder")
+    ] = None,
+    as_json: Json = False,
+) -> Answer:
+    """Choose micro-batch, accumulation and plan together, for the least time per token."""
+    from remat.cli.screen import live_line
+
+    _require_one_question(global_batch, max_batch, max_seq, step)
+    require_writable(out or Path("new.plan.json"))
+    with live_line() as line:
+        from remat.execution.executions import load
+
+        found = opened(step, line, load(how.name))
+        execution = load(how.name)
+        limit = budget_for(budget, found.target, usable(found) if execution.compiler is None else None)
+        from remat.planning.fit import fit, largest_batch, longest_sequence
+
+        assert found.spec is not None and found.place is not None
+        options: dict[str, Any] = {
+            "loop": found.loop,
+            "execution": how.name,
+            "limits": search.limits(line),
+            "on_try": line.say,
+        }
+        workload = workload_of(found.spec)
+        with headroom_on_top(limit):
+            if global_batch is not None:
+                fitted = fit(workload, found.place, limit, global_batch, **options)
+                path = _save(fitted.plan, found, limit, out)
+                return _fit_answer(fitted, path)
+            ask = largest_batch if max_batch else longest_sequence
+            plan = ask(workload, found.place, limit, **options)
+    return _plan_answer(plan, _save(plan, found, limit, out), "max_batch" if max_batch else "max_seq")
+
+
+def _require_one_question(global_batch: int | None, max_batch: bool, max_seq: bool, step: StepOptions) -> None:
+    asked = [global_batch is not None, max_batch, max_seq]
+    if sum(asked) != 1:
+        raise UsageError("ask one thing: --global-batch N, --max-batch or --max-seq.")
+    if global_batch is not None and step.accumulation is not None:
+        raise UsageError("--accumulation is what fit chooses for a --global-batch; leave it out.")
+    if not max_seq and step.batch_size is not None:
+        raise UsageError("--batch-size is what fit chooses; leave it out, or ask for --max-seq.")
+    if max_seq and step.seq_len is not None:
+        raise UsageError("--seq-len is what --max-seq finds; leave it out.")
+
+
+def _save(plan: Plan, source: Source, limit: Budget, out: Path | None) -> Path:
+    assert source.spec is not None
+    path = out or Path(f"{file_name(plan.about['workload'])}.plan.json")
+    spec = source.spec.changed(batch_size=plan.about["batch_size"], seq_len=plan.about["seq_len"])
+    about = {**about_with(spec, plan.about, path), "headroom_bytes": limit.given_bytes - limit.limit_bytes}
+    dataclasses.replace(plan, about=about).save(path)
+    return path
+
+
+# The screen
+
+
+def _plan_answer(plan: Plan, path: Path, question: str) -> Answer:
+    from remat.cli.screen import plan_text
+
+    found = plan.about["batch_size"] if question == "max_batch" else plan.about["seq_len"]
+    data = {
+        "model": plan.about["workload"],
+        question: found,
+        "batch_size": plan.about["batch_size"],
+        "seq_len": plan.about["seq_len"],
+        "budget_bytes": plan.budget_bytes,
+        "target": plan.target,
+        "costs": plan.costs,
+        "predicted": plan.predicted,
+        "plan_path": str(path),
+    }
+    what = f"largest micro-batch: {found}" if question == "max_batch" else f"longest sequence: {found}"
+    return Answer(data, f"{what}\n\n{plan_text(plan)}\n\nwrote {path}\nnext: remat validate {path}")
+
+
+def _fit_answer(found: Fit, path: Path) -> Answer:
+    def shown(candidate: Candidate | None) -> dict[str, Any] | None:
+        if candidate is None:
+            return None
+        return {**candidate.to_json(), "samples_per_s": found.samples_per_s(candidate)}
+
+    data = {
+        "model": found.about["workload"],
+        "target": found.target,
+        "costs": found.costs,
+        "budget_bytes": found.budget_bytes,
+        "global_batch": found.samples,
+        "ranks": found.ranks,
+        "rungs": {name: shown(candidate) for name, candidate in found.rungs.items()},
+        "candidates": [shown(candidate) for candidate in found.candidates],
+        "loss_weights": list(found.weights),
+        "predicted": found.plan.predicted,
+        "plan_path": str(path),
+    }
+    return Answer(data, _fit_text(found, path))
+
+
+def _fit_text(found: Fit, path: Path) -> str:
+    from remat.cli.screen import columns, heading
+
+    per_token, ranks = found.about["seq_len"] is not None, f" over {found.ranks} ranks" if found.ranks > 1 else ""
+    title = heading({**found.about, "accumulation": 1}, found.target, found.costs)
+    unit = gib(found.budget_bytes).split()[1]
+    rate = "tokens/s" if per_token else "samples/s"
+    header = ("", "micro-batch", "steps", f"peak\n{unit}", "recompute\n%", "time\nms", rate)
+    rows = [_cells(name, candidate, found, unit) for name, candidate in found.rungs.items()]
+    above, lines = columns(header, rows)
+    table = "\n".join(["  " + line.rstrip() for line in (*above, *lines)])
+    return "\n\n".join(
+        [
+            f"{title}\nglobal batch {found.samples}{ranks} within {gib(found.budget_bytes)}",
+            table,
+            _verdict(found),
+            "\n".join([*_notes(found), f"wrote {path}", f"next: remat validate {path}"]),
+        ]
+    )
+
+
+def _cells(name: str, candidate: Candidate | None, found: Fit, unit: str) -> tuple[str, ...]:
+    from remat.units import parse_bytes
+
+    if candidate is None:
+        return name, "nothing fits", "", "", "", "", ""
+    last = f", last {candidate.last}" if candidate.last != candidate.micro_batch else ""
+    size = f"{candidate.peak_bytes / parse_bytes(f'1{unit}'):.2f}"
+    if candidate.time_us is None or candidate.overhead is None:
+        return name, f"{candidate.micro_batch}{last}", f"{candidate.accumulation}", size, "", "does not fit", ""
+    rate = (found.samples_per_s(candidate) or 0.0) * (found.about["seq_len"] or 1)
+    return (
+        name,
+        f"{candidate.micro_batch}{last}",
+        f"{candidate.accumulation}",
+        size,
+        f"{100 * candidate.overhead:.1f}",
+        f"{candidate.time_us / 1000:,.1f}",
+        f"{rate:,.0f}" if found.about["seq_len"] else f"{rate:,.1f}",
+    )
+
+
+def _verdict(found: Fit) -> str:
+    """Which won and why, in a sentence."""
+    best = found.best
+    ladder = {name: rung for name, rung in found.rungs.items() if rung is not None and rung is not best}
+    fitting = {name: rung for name, rung in ladder.items() if rung.time_us is not None}
+    how = f"micro-batch {best.micro_batch} x {best.accumulation}"
+    if not fitting or best.time_us is None:
+        return f"only the joint optimum fits: {how}."
+    name = min(fitting, key=lambda name: fitting[name].time_us or 0.0)
+    rival = fitting[name]
+    faster = (rival.time_us or 0.0) / best.time_us - 1
+    if faster < 0.0005:
+        same = "the same as" if best.micro_batch == rival.micro_batch else "as fast as"
+        return f"{how} is {same} the best rung of the ladder, `{name}`: nothing is gained by recomputing differently."
+    why = []
+    if best.micro_batch > rival.micro_batch:
+        again = f"{100 * (best.overhead or 0):.1f} %"
+        why.append(f"a larger micro-batch than {rival.micro_batch} pays for recomputing {again}")
+    elif best.micro_batch < rival.micro_batch:
+        why.append(f"a smaller micro-batch than {rival.micro_batch} needs less recomputing")
+    else:
+        why.append(f"it recomputes {100 * (best.overhead or 0):.1f} % instead of {100 * (rival.overhead or 0):.1f} %")
+    return f"{how} is {100 * faster:.1f} % faster than the best rung of the ladder, `{name}`: {'; '.join(why)}."
+
+
+def _notes(found: Fit) -> list[str]:
+    notes = []
+    if found.best.last != found.best.micro_batch:
+        weights = sorted(set(found.weights), reverse=True)
+        first, last = weights[0], weights[-1]
+        notes.append(f"multiply the mean loss of a micro-batch by {first:.4g}, of the last one by {last:.4g}")
+    if found.ranks > 1:
+        notes.append("communication between ranks is not in these times")
+    return notes

@@ -1,0 +1,320 @@
+"""Options, each described once, in groups that commands share.
+
+A command takes a group as one parameter (`search: SearchOptions`). `spread` lays groups out for typer, one option for
+each field, and gathers them again when the command is called.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import math
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from remat.cli.commands import Answer
+from remat.errors import UsageError
+
+if TYPE_CHECKING:
+    from remat.cli.model_spec import ModelSpec
+    from remat.cli.screen import LiveLine
+    from remat.formulation.solution import Limits
+    from remat.workload.training_loop import Loop
+
+STEP, LOOP, SEARCH = "The training step", "The training loop", "The search"  # titles in --help
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and all else on stderr.")]
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.", show_default=False)]
+PlanInPlaceOfModel = Annotated[
+    Path | None,
+    typer.Option("--plan", help="A plan file: its step, under it. In place of --model.", show_default=False),
+]
+
+
+def _option(*names: str, panel: str = STEP, **about: Any) -> Any:
+    return typer.Option(*names, show_default=about.pop("show_default", False), rich_help_panel=panel, **about)
+
+
+Allocator = Annotated[
+    str | None,
+    _option(
+        "--allocator",
+        show_default="PYTORCH_CUDA_ALLOC_CONF here, or PyTorch's defaults",
+        help="Settings of PYTORCH_CUDA_ALLOC_CONF that training will run with (expandable_segments:True), for what the "
+        "caching allocator is predicted to reserve; '' for PyTorch's defaults.",
+    ),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelOptions:
+    """`--model` and what shapes its workload: the fields of a `ModelSpec`."""
+
+    model: Annotated[
+        str | None,
+        _option(
+            help="A ready-made model (see `remat models`), path/to/file.py:function that returns a remat.Workload, a "
+            "folder with a config.json, or the id of a language model on the Hugging Face hub. The first that "
+            "fits."
+        ),
+    ] = None
+    batch_size: Annotated[int | None, _option(min=1, help="Samples in a batch.")] = None
+    seq_len: Annotated[int | None, _option(min=1, help="Tokens in a sample.")] = None
+    image_size: Annotated[int | None, _option(min=1, help="Side of the images, for ready-made image models.")] = None
+    dtype: Annotated[
+        str | None,
+        _option(
+            help="amp (fp32 weights, bf16 autocast), fp32, bf16 (weights, gradients and state), bf16-master (bf16 "
+            "weights and gradients, fp32 copies and state in the optimizer) or bf16-master-grads (fp32 gradients too)."
+        ),
+    ] = None
+    optimizer: Annotated[
+        str | None,
+        _option(
+            help="A class of torch.optim in any case (adamw, sgd, ...), with its form if that matters (adamw:fused, "
+            "adamw:foreach, adamw:single); adamw8bit and its like of bitsandbytes; or none."
+        ),
+    ] = None
+
+    padded: Annotated[
+        bool | None,
+        _option(
+            "--padded",
+            help="Batches of text have padding: an attention mask with zeros, so other kernels and bytes than without. "
+            "Batches that happen to have none train with such a plan too.",
+        ),
+    ] = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The fields of this class and of those that extend it that were given."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    def spec(self) -> ModelSpec:
+        """What is asked for; UsageError without a model."""
+        if self.model is None:
+            raise UsageError(
+                "--model is missing: a ready-made model (see `remat models`), file.py:function, a folder or a hub id."
+            )
+        from remat.cli.model_spec import ModelSpec
+
+        return ModelSpec(**{field.name: getattr(self, field.name) for field in dataclasses.fields(ModelOptions)})
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOptions(ModelOptions):
+    """A model, and what its step runs on."""
+
+    target: Annotated[
+        str | None,
+        _option(
+            help="Device to plan for: cuda (this machine's GPU), cpu, h100-80gb, h100-pcie, h100-nvl, h200, h200-nvl, "
+            "gh200, a100-40gb, a100-80gb, a100-80gb-pcie or rtx4090; auto is this machine's GPU, or else h100-80gb."
+        ),
+    ] = None
+    accumulation: Annotated[
+        int | None,
+        _option(min=1, help="Micro-batches per optimizer step. More than one keeps gradients alive."),
+    ] = None
+    clip_grad_norm: Annotated[
+        bool | None, _option("--clip-grad-norm", panel=LOOP, help="Gradients are clipped to a largest norm.")
+    ] = None
+    ema: Annotated[bool | None, _option("--ema", panel=LOOP, help="A running average of the weights is kept.")] = None
+    ddp: Annotated[
+        bool | None, _option("--ddp", panel=LOOP, help="DistributedDataParallel's gradient buckets are there.")
+    ] = None
+    ranks: Annotated[int | None, _option(min=1, panel=LOOP, help="Devices that share the data.")] = None
+    shard: Annotated[
+        str | None,
+        _option(
+            panel=LOOP,
+            help="What the ranks share: zero1 optimizer state, zero2 gradients too, zero3 parameters too (FSDP).",
+        ),
+    ] = None
+
+    holds: Annotated[
+        str | None,
+        _option(
+            panel=LOOP,
+            show_default="loss",
+            help="What the loop keeps until the next forward returns: no more than the loss, or all outputs of the "
+            "model, as `logits, loss = model(x, y)` in a loop does.",
+        ),
+    ] = None
+
+    def loop(self) -> Loop:
+        """What training does around the step; UsageError where it contradicts itself."""
+        from remat.workload.training_loop import Loop
+
+        names = (field.name for field in dataclasses.fields(Loop))
+        return Loop(**{name: value for name in names if (value := getattr(self, name)) is not None})
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceOptions(StepOptions):
+    """A step: of a model, or out of a profile."""
+
+    profile: Annotated[
+        Path | None, _option(help="A file of `remat profile`, in place of --model and all that goes with it.")
+    ] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class BudgetOptions:
+    budget: Annotated[
+        str,
+        typer.Option(
+            help="Limit on the peak of the whole step: bytes with a unit (20GiB, 20GB, 21474836480B), or 90% of "
+            "the target's memory; auto is what does not run out of memory there."
+        ),
+    ]
+    headroom: Annotated[
+        str | None,
+        typer.Option(
+            help="Subtracted from the budget first: bytes with a unit, or a percentage of it.",
+            show_default="0; where --budget auto is not simulated, 10%",
+        ),
+    ] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchOptions:
+    time_limit: Annotated[
+        float | None,
+        _option(panel=SEARCH, show_default="none", help="Seconds for a solver; the best plan by then is taken."),
+    ] = None
+    seed: Annotated[int, _option(panel=SEARCH, show_default=True, min=0, max=2**31 - 1, help="Seed of solvers.")] = 0
+
+    def __post_init__(self) -> None:
+        if self.time_limit is not None and not 0 < self.time_limit < math.inf:
+            raise UsageError(f"--time-limit {self.time_limit} is not a positive number of seconds.")
+
+    def limits(self, line: LiveLine) -> Limits:
+        from remat.formulation.solution import Limits
+
+        return Limits(time_s=self.time_limit, seed=self.seed, on_progress=line.solved)
+
+
+@dataclasses.dataclass(frozen=True)
+class EachSearchOptions(SearchOptions):
+    """A search of several solvers or budgets, which must not stay with one for ever."""
+
+    time_limit: Annotated[
+        float | None, _option(panel=SEARCH, show_default=True, help="Seconds for each; the best plan by then is taken.")
+    ] = 60.0
+    strategies: Annotated[
+        str | None,
+        _option(
+            panel=SEARCH,
+            show_default="the heuristics and exact",
+            help="Names with commas between (every-block,sqrt-n,exact), or all; a wrong name shows the list.",
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.strategies is None:
+            return
+        from remat.solvers import STRATEGIES
+
+        wrong = [name for name in self._named if name not in (*STRATEGIES, "all")]
+        if wrong or not self._named:
+            what = f"there is no strategy {wrong[0]!r}" if wrong else "--strategies names none"
+            raise UsageError(f"{what}; choose from {', '.join(STRATEGIES)}, or all.")
+
+    @property
+    def _named(self) -> list[str]:
+        return [name.strip() for name in (self.strategies or "").split(",") if name.strip()]
+
+    @property
+    def names(self) -> Sequence[str] | None:
+        """The strategies asked for; None leaves the choice."""
+        from remat.solvers import STRATEGIES
+
+        return STRATEGIES if "all" in self._named else self._named or None
+
+
+@dataclasses.dataclass(frozen=True)
+class ExecutionOptions:
+    """How the step will run."""
+
+    execution: Annotated[
+        str | None,
+        _option(
+            panel=SEARCH,
+            show_default="eager",
+            help="How the step will run. eager: captured graphs, any run of nodes a region. modules: whole modules are "
+            "regions, as FSDP2 (fully_shard) needs. inductor, aot_eager: compiled so, on this machine, every plan "
+            "replayed compiled.",
+        ),
+    ] = None
+    regions: Annotated[str | None, _option(hidden=True, help="Now --execution.")] = None
+    compiler: Annotated[str | None, _option(hidden=True, help="Now --execution.")] = None
+
+    def __post_init__(self) -> None:
+        from remat.execution.executions import NAMES
+
+        if self.regions not in (None, "nodes", "modules"):
+            raise UsageError(f"--regions is nodes or modules, not {self.regions!r}; or use --execution.")
+        if len(self._given) > 1:
+            raise UsageError(
+                f"--execution, --regions and --compiler say the same: {' and '.join(self._given)}; use one."
+            )
+        if self.name not in NAMES:
+            raise UsageError(f"there is no execution {self.name!r}; choose {', '.join(NAMES)}.")
+
+    @property
+    def _given(self) -> list[str]:
+        aliases = {"modules": self.regions == "modules" and "modules", "": self.compiler}
+        return [name for name in (self.execution, *aliases.values()) if name]
+
+    @property
+    def name(self) -> str:
+        return self._given[0] if self._given else "eager"
+
+
+GROUPS = (
+    *(ModelOptions, StepOptions, SourceOptions, BudgetOptions),
+    *(SearchOptions, EachSearchOptions, ExecutionOptions),
+)
+
+
+def spread(command: Callable[..., Answer]) -> Callable[..., Answer]:
+    """`command` with a parameter for every field of the groups that it takes."""
+    hints = typing.get_type_hints(command, include_extras=True)
+    groups = {name: hint for name, hint in hints.items() if hint in GROUPS}
+
+    @functools.wraps(command)
+    def run(**given: Any) -> Answer:
+        gathered = {
+            name: group(**{field.name: given.pop(field.name) for field in dataclasses.fields(group)})
+            for name, group in groups.items()
+        }
+        return command(**gathered, **given)
+
+    parameters = [
+        parameter
+        for parameter in inspect.signature(command).parameters.values()
+        for parameter in (
+            _fields(groups[parameter.name])
+            if parameter.name in groups
+            else [parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY)]
+        )
+    ]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run
+
+
+def _fields(group: type) -> Iterator[inspect.Parameter]:
+    hints = typing.get_type_hints(group, include_extras=True)
+    for field in dataclasses.fields(group):
+        default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+        yield inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name]
+        )

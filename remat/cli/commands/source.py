@@ -1,0 +1,201 @@
+"""The step that a command is about: of a model, to be recorded, or out of a profile; and the budget that it gets."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from remat.cli.commands.files import spec_in
+from remat.cli.commands.options import BudgetOptions, SourceOptions, StepOptions
+from remat.errors import Infeasible, UsageError
+from remat.units import gib
+
+if TYPE_CHECKING:
+    from remat.cli.model_spec import ModelSpec
+    from remat.cli.screen import LiveLine
+    from remat.costing.planning_device import PlanningDevice
+    from remat.costing.profile import Profile
+    from remat.evaluation.plan import Plan
+    from remat.execution.base import Execution
+    from remat.planning.advice import Lever
+    from remat.planning.budget import Budget
+    from remat.recording.fake_step import FakeStep
+    from remat.workload.target import Target
+    from remat.workload.training_loop import Loop
+    from remat.workload.workload import Workload
+
+MOST_LEVERS = 4  # that a refusal names
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """What is known before anything slow begins, and how to go on.
+
+    spec    how to make the workload again; None where a profile does not say
+    record  the profile, and the step to replay plans on; a profile out of a file has none
+    place, loop  what it is recorded for; None where it was recorded before
+    """
+
+    target: Target
+    spec: ModelSpec | None
+    record: Callable[[], tuple[Profile, FakeStep | None]]
+    place: PlanningDevice | None = None
+    loop: Loop | None = None
+
+
+def opened(options: StepOptions, line: LiveLine, execution: Execution | None = None) -> Source:
+    """The step that `options` name, to run as `execution` says. Raises UsageError."""
+    if isinstance(options, SourceOptions) and options.profile is not None:
+        _refuse_beside_profile(options)
+        found = _from_profile(options.profile, line)
+    else:
+        found = _from_model(options, line, execution)
+    if execution is not None:
+        execution.require(found.place, found.loop)
+    return found
+
+
+def _from_plan(path: Path, line: LiveLine) -> tuple[Source, Plan]:
+    line.say("loading PyTorch")
+    from remat.costing.planning_device import find_planning_device
+    from remat.evaluation.plan import Plan
+    from remat.workload.training_loop import Loop
+
+    plan = Plan.load(path)
+    spec = spec_in(plan.about, path)
+    if spec is None:
+        raise UsageError(f"{path} does not say how to build its model; make the plan with `remat plan --model`.")
+    return _recorded(spec, find_planning_device(plan.target), Loop.of(plan.about), line), plan
+
+
+def opened_step(options: SourceOptions, plan: Path | None, line: LiveLine) -> tuple[Source, Plan | None]:
+    """The step that `options` or a plan file name, and the plan. Raises UsageError."""
+    if plan is None:
+        return opened(options, line), None
+    if options.given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in options.given)
+        raise UsageError(f"{names} cannot go with --plan: the plan says what it is for.")
+    return _from_plan(plan, line)
+
+
+def allocator_of(plan: Plan | None, given: str | None) -> str | None:
+    """The allocator's settings to assume: those given, or else those that the plan assumes."""
+    if given is not None or plan is None or not plan.predicted.get("allocator"):
+        return given
+    return str(plan.predicted["allocator"][0]["settings"])
+
+
+def _from_profile(path: Path, line: LiveLine) -> Source:
+    line.say(f"reading {path}")
+    from remat.costing.profile import Profile
+
+    profile = Profile.load(path)
+    return Source(profile.target, spec_in(profile.graph.about, path), lambda: (profile, None))
+
+
+def _from_model(options: StepOptions, line: LiveLine, execution: Execution | None) -> Source:
+    line.say("loading PyTorch")
+    from remat.costing.planning_device import find_planning_device
+
+    spec, loop = options.spec(), options.loop()
+    compiled = execution is not None and execution.compiler is not None
+    return _recorded(spec, find_planning_device(options.target or "auto"), loop, line, compiled=compiled)
+
+
+def _recorded(spec: ModelSpec, place: PlanningDevice, loop: Loop, line: LiveLine, *, compiled: bool = False) -> Source:
+    def record() -> tuple[Profile, FakeStep]:
+        from remat.planning.profiling import fake_step, profile_step
+
+        line.say(f"recording {spec.model}")
+        step = fake_step(workload_of(spec), place, loop=loop, compiled=compiled)
+        return profile_step(step, place, on_progress=line.measured), step
+
+    return Source(place.target, spec, record, place, loop)
+
+
+def _refuse_beside_profile(options: SourceOptions) -> None:
+    given = [f"--{name.replace('_', '-')}" for name in options.given if name != "profile"]
+    if given:
+        raise UsageError(
+            f"{', '.join(given)} cannot go with --profile: the profile holds one step on one target. "
+            "Give the option to `remat profile`, or use --model in its place."
+        )
+
+
+def workload_of(spec: ModelSpec) -> Workload:
+    from remat.cli.screen import quiet_torch
+
+    quiet_torch()
+    return spec.workload()
+
+
+# Budgets
+
+
+def usable(found: Source) -> int | None:
+    """What the caching allocator can reserve where the step of `found` runs; None without CUDA."""
+    from remat.costing.planning_device import PlanningDevice
+    from remat.planning.budget import usable_bytes
+
+    return usable_bytes(found.place or PlanningDevice(found.target, None))
+
+
+def budget_for(options: BudgetOptions, target: Target, usable_bytes: int | None = None) -> Budget:
+    """The budget that `options` mean on `target`, with a warning where it is more than the target has.
+
+    usable_bytes  as for `parse_budget`
+    """
+    from remat.cli.screen import tell
+    from remat.planning.budget import parse_budget
+
+    limit = parse_budget(options.budget, options.headroom, target.memory_bytes, usable_bytes)
+    if limit.given_bytes > target.memory_bytes:
+        tell(
+            "warning",
+            f"the budget of {gib(limit.given_bytes)} is more than the {gib(target.memory_bytes)} of {target.name}; "
+            "it is planned for all the same.",
+            "bold yellow",
+        )
+    return limit
+
+
+@contextlib.contextmanager
+def headroom_on_top(limit: Budget) -> Iterator[None]:
+    """A refusal names the least peak; what the headroom takes comes on top of that."""
+    try:
+        yield
+    except Infeasible as error:
+        if not (headroom := limit.given_bytes - limit.limit_bytes):
+            raise
+        message = f"{error} The headroom of {gib(headroom)} comes on top."
+        raise Infeasible(message, error.minimum_budget_bytes, error.breakdown) from error
+
+
+@contextlib.contextmanager
+def levers_where_infeasible(source: Source, profile: Profile, limit: Budget, line: LiveLine) -> Iterator[None]:
+    """A refusal also says which lever would make room: what is found by recording the step again with each."""
+    try:
+        yield
+    except Infeasible as error:
+        if source.spec is None or source.place is None or source.loop is None or error.minimum_budget_bytes is None:
+            raise
+        line.say("looking for what would make room")
+        from remat.planning.advice import advise, least_peak_of
+
+        whole = profile.whole or profile.graph
+        levers = advise(workload_of(source.spec), source.place, source.loop, whole, least_peak_of)
+        message = f"{error} {_levers_text(levers, limit.limit_bytes)}"
+        raise Infeasible(message, error.minimum_budget_bytes, error.breakdown) from error
+
+
+def _levers_text(levers: Sequence[Lever], limit_bytes: int) -> str:
+    """The levers that make the budget feasible, or else those that help most."""
+    enough = [lever for lever in levers if lever.peak_bytes <= limit_bytes]
+    shown = (enough or list(levers))[:MOST_LEVERS]
+    if not shown:
+        return "No lever that was tried makes room."
+    listing = "; ".join(f"{lever.what} needs {gib(lever.peak_bytes)}" for lever in shown)
+    return f"{'What would fit' if enough else 'None of these alone is enough'}: {listing}."

@@ -1,0 +1,180 @@
+"""`remat sweep`, and its screen: a table of the curve, and the curve and the other strategies as characters."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from remat.cli.commands import Answer
+from remat.cli.commands.files import require_writable
+from remat.cli.commands.options import EachSearchOptions, ExecutionOptions, Json, SourceOptions
+from remat.cli.commands.source import opened
+from remat.units import gib, ms, parse_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
+    from rich.text import Text
+
+    from remat.planning.sweep import Point, Sweep
+
+WIDEST, HEIGHT = 72, 14  # of the chart, in characters
+CURVE, MARKS = "●", "□△◇▽✚×○▷◁☆▪▴"
+NO_BREAK = "\u00a0"
+PLAIN_CURVE, PLAIN_MARKS = "@", "abcdefghijklmnopqrstuvwxyz"  # where there is only ASCII
+
+
+def sweep(
+    source: SourceOptions,
+    search: EachSearchOptions,
+    how: ExecutionOptions,
+    points: Annotated[int, typer.Option(min=2, max=1000, help="Budgets to solve for, at most.")] = 20,
+    plot: Annotated[
+        Path | None,
+        typer.Option(show_default=False, help="Draw the curve: a .png, a .svg, or a .html to point at."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(show_default=False, help="Write the curve to a JSON file.")] = None,
+    as_json: Json = False,
+) -> Answer:
+    """Trace how time falls as the budget rises, from the least that does to no checkpointing at all.
+
+    Ctrl-C keeps the points so far.
+    """
+    from remat.cli.screen import live_line
+
+    for path in filter(None, (plot, out)):
+        require_writable(path)
+    if plot is not None:
+        from remat.cli.plots.sweep_plot import require
+
+        require(plot)
+    with live_line() as line:
+        line.say("loading PyTorch")
+        from remat.execution.executions import load
+        from remat.planning.sweep import sweep
+
+        found = opened(source, line, load(how.name))
+        profile, step = found.record()
+
+        line.say("looking for the least feasible budget")
+        swept = sweep(
+            profile,
+            points=points,
+            limits=search.limits(line),
+            strategies=search.names,
+            step=step,
+            execution=how.name,
+            on_point=lambda name, number, count: line.say(f"{name}, point {number} of {count}"),
+        )
+    if out is not None:
+        from remat.evaluation.plan import write_atomically
+
+        write_atomically(out, json.dumps(swept.to_json(), indent=1) + "\n")
+    if plot is not None:
+        from remat.cli.plots.sweep_plot import draw
+
+        draw(swept, plot)
+    written = {name: str(path) for name, path in (("curve", out), ("plot", plot)) if path is not None}
+    return Answer({**swept.to_json(), "paths": written}, Screen(swept, tuple(written.values())))
+
+
+# The screen
+
+
+@dataclasses.dataclass(frozen=True)
+class Screen:
+    """A sweep as lines."""
+
+    sweep: Sweep
+    files: tuple[str, ...] = ()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        from rich.text import Text
+
+        from remat.cli.screen import aligned, columns, heading
+
+        found, plain = self.sweep, self.sweep.without_checkpointing
+        yield Text(heading(found.about, found.target, found.costs, found.execution) + "\n")
+        without = ("without checkpointing", gib(plain["peak_bytes"]), f"{ms(plain['step_time_us'])} a step")
+        yield Text(aligned([without]) + "\n")
+        unit = gib(plain["peak_bytes"]).split()[1]
+        titles = (
+            f"budget\n{unit}",
+            f"peak\n{unit}",
+            "step\nms",
+            "overhead\n%",
+            "gap\n%",
+            "regions",
+            "saved",
+            "wall\ns",
+        )
+        header, lines = columns(titles, [_cells(point, unit) for point in found.points], names=0)
+        yield Text("\n".join(header), style="bold")
+        yield Text("\n".join(lines) + "\n")
+        yield from _chart(found, unit, options)
+        yield Text("\n" + "\n".join(_notes(found, self.files)))
+
+
+def _cells(point: Point, unit: str) -> list[str]:
+    size = parse_bytes(f"1{unit}")
+    return [
+        f"{point.budget_bytes / size:.2f}",
+        f"{point.peak_bytes / size:.2f}",
+        f"{point.step_time_us / 1000:.1f}",
+        f"{100 * point.overhead:.1f}",
+        "-" if point.gap is None else f"{100 * point.gap:.2f}",
+        f"{point.regions}",
+        f"{point.saved}",
+        f"{point.wall_s:.1f}",
+    ]
+
+
+def _chart(found: Sweep, unit: str, options: ConsoleOptions) -> Iterator[Text]:
+    """Overhead over peak, a character for every plan; the curve is drawn over the others."""
+    from rich.text import Text
+
+    curve, marks = (PLAIN_CURVE, PLAIN_MARKS) if options.ascii_only else (CURVE, MARKS)
+    others = found.by_strategy()
+    series = [(marks[i % len(marks)], points) for i, points in enumerate(others.values())]
+    everything: Sequence[Point] = (*found.points, *found.others)
+    least, most = (pick(point.peak_bytes for point in everything) for pick in (min, max))
+    highest = max(point.overhead for point in everything) or 1.0
+    width, size = min(options.max_width - 9, WIDEST), parse_bytes(f"1{unit}")
+    cells = [[" "] * width for _ in range(HEIGHT)]
+    for mark, points in (*series, (curve, found.points)):
+        for point in points:
+            column = round((width - 1) * (point.peak_bytes - least) / max(most - least, 1))
+            cells[round((HEIGHT - 1) * (1 - point.overhead / highest))][column] = mark
+    side, corner, below = ("|", "+", "-") if options.ascii_only else ("│", "└", "─")
+    for i, row in enumerate(cells):
+        label = f"{100 * highest * (1 - i / (HEIGHT - 1)):5.1f} %" if i in (0, HEIGHT - 1) else ""
+        line = Text(f"{label:>7} {side}{''.join(row)}".rstrip())
+        line.highlight_words([curve], "bold green")
+        yield line
+    left, right = f"{least / size:.2f}", f"{most / size:.2f} {unit}"
+    yield Text(f"{'':8}{corner}{below * width}\n{'':9}{left}{right:>{width - len(left)}}")
+    legend = [f"{curve} exact", *(f"{mark} {name}" for (mark, _), name in zip(series, others, strict=True))]
+    glued = "  ".join(entry.replace(" ", NO_BREAK) for entry in legend)
+    for text in textwrap.wrap(glued, width, break_on_hyphens=False):
+        yield Text(f"{'':9}{text.replace(NO_BREAK, ' ')}", style="dim")
+
+
+def _notes(found: Sweep, files: tuple[str, ...]) -> Iterator[str]:
+    from remat.cli.screen import execution_notes
+
+    if found.costs == "estimated":
+        yield "step times are estimated"
+    yield from execution_notes(found.execution)
+    unproved = sum(point.status != "optimal" for point in found.points)
+    if unproved:
+        yield f"{unproved} of {len(found.points)} points are not proved optimal; raise --time-limit"
+    if found.interrupted:
+        yield "interrupted: these are the points found so far"
+    yield from (f"wrote {path}" for path in files)
+    how = "" if found.execution == "eager" else f" --execution {found.execution}"
+    yield f"next: remat plan{how} with one of these as --budget"

@@ -1,0 +1,123 @@
+"""`remat timeline`: the bytes alive over a step, by category, as a plot and for PyTorch's memory viewer."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from remat.cli.commands import Answer
+from remat.cli.commands.files import require_writable
+from remat.cli.commands.options import Allocator, Json, PlanInPlaceOfModel, SourceOptions
+from remat.cli.commands.source import allocator_of, opened_step, workload_of
+from remat.errors import UsageError
+from remat.units import gib, ms, parse_bytes
+
+if TYPE_CHECKING:
+    from remat.cli.model_spec import ModelSpec
+    from remat.cli.screen import LiveLine
+    from remat.planning.timeline import Timeline
+
+BAR, STEPS = 44, 16  # of the chart on the screen: columns, and rows of time
+
+
+def timeline(
+    source: SourceOptions,
+    plan: PlanInPlaceOfModel = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Draw this line too: bytes with a unit. A plan brings its own.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw to this file: .png, .svg, or .html to point at.", show_default=False)
+    ] = None,
+    snapshot: Annotated[
+        Path | None,
+        typer.Option(help="Write a pickle for PyTorch's memory viewer (pytorch.org/memory_viz).", show_default=False),
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Also run the step here, on the CPU, and draw what its allocator did.")
+    ] = False,
+    allocator: Allocator = None,
+    as_json: Json = False,
+) -> Answer:
+    """Show the bytes alive over the time of a step, by category."""
+    from remat.cli.screen import live_line
+
+    for path in (plot, snapshot):
+        if path is not None:
+            require_writable(path)
+    if plot is not None:
+        from remat.cli.plots.sweep_plot import require
+
+        require(plot)
+    with live_line() as line:
+        found, loaded = opened_step(source, plan, line)
+        profile, _ = found.record()
+        from remat.execution.regions_in_graph import require_regions_in
+        from remat.planning.timeline import save_snapshot, timeline
+
+        regions = require_regions_in(loaded, profile.graph) if loaded is not None else ()
+        limit = loaded.budget_bytes if loaded is not None else None
+        if budget is not None:
+            limit = parse_bytes(budget, what="budget", whole_bytes=profile.target.memory_bytes)
+        made = timeline(profile, regions, limit, allocator_of(loaded, allocator))
+        if measure:
+            made = _measured(made, found.spec, loaded, line)
+        if plot is not None:
+            from remat.cli.plots.timeline_plot import draw
+
+            draw(made, plot)
+        if snapshot is not None:
+            save_snapshot(profile, regions, snapshot)
+    return _answer(made, plot, snapshot)
+
+
+def _measured(made: Timeline, spec: ModelSpec | None, plan: Any, line: LiveLine) -> Timeline:
+    if spec is None:
+        raise UsageError("--measure runs the step, and the profile does not say how to build it; use --model.")
+    if made.target != "cpu":
+        raise UsageError(
+            f"--measure runs the step on this machine's CPU, and the timeline is of {made.target}; add --target cpu. "
+            "On a GPU, torch.cuda.memory._record_memory_history writes what the viewer shows beside --snapshot."
+        )
+    from remat.validation.training import alive_over_step
+
+    line.say("running the step")
+    return dataclasses.replace(made, measured=alive_over_step(workload_of(spec), plan, made.about))
+
+
+# The screen
+
+
+def _answer(made: Timeline, plot: Path | None, snapshot: Path | None) -> Answer:
+    files = {"plot_path": str(plot) if plot else None, "snapshot_path": str(snapshot) if snapshot else None}
+    return Answer({**made.to_json(), **files}, _text(made, [str(path) for path in (plot, snapshot) if path]))
+
+
+def _text(made: Timeline, files: list[str]) -> str:
+    from remat.cli.screen import aligned, heading
+
+    total = made.alive_bytes
+    most = max(made.peak_bytes, made.budget_bytes or 0)
+    rows = []
+    end = float(made.time_us[-1]) or 1.0
+    for number in range(STEPS):
+        inside = (made.time_us >= end * number / STEPS) & (made.time_us <= end * (number + 1) / STEPS)
+        if not inside.any():
+            continue
+        at = int((total * inside).argmax())
+        largest = max(made.parts, key=lambda name: made.parts[name][at])
+        bar = "#" * round(BAR * int(total[at]) / most)
+        rows.append((f"{ms(float(made.time_us[at]))}", f"{gib(int(total[at]))}", f"{bar:<{BAR}}", largest))
+    lines = [heading(made.about, made.target, made.costs), aligned(rows)]
+    peak = f"peak {gib(made.peak_bytes)} after {ms(made.peak_us)}"
+    if made.budget_bytes is not None:
+        peak += f", budget {gib(made.budget_bytes)}"
+    if made.measured is not None and len(made.measured[1]):
+        peak += f", measured {gib(int(made.measured[1].max()))}"
+    for each in made.allocator:
+        peak += f"; reserved {gib(each.reserved_bytes)} ({each.settings or 'default allocator'}, simulated)"
+    notes = [peak, *(f"wrote {path}" for path in files)]
+    return "\n\n".join([*lines, "\n".join(notes)])

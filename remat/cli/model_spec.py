@@ -1,0 +1,342 @@
+"""What `--model` and its options mean: a Workload, from the first of four places that knows it.
+
+1. a ready-made one, by its name (`remat.models`)
+2. `path/to/file.py:function`: a function without arguments that returns a `remat.Workload`
+3. an existing folder with the `config.json` of a Hugging Face language model, causal or for masked tokens; no network
+   is used
+4. the id of one on the Hugging Face hub; its configuration is fetched, its weights never
+
+A `ModelSpec` holds what was asked for, so that a plan or profile file can say how to make the workload again. Paths
+in a file are relative to the file's folder: a plan and a model that lie together may move together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import difflib
+import functools
+import hashlib
+import importlib
+import importlib.util
+import os
+import re
+import socket
+import sys
+import traceback
+import types
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from remat import models
+from remat.errors import RematError, UsageError, is_out_of_memory
+from remat.models.common import padded, text_workload, transformers
+from remat.recording.fake_step import describe
+from remat.workload.optimizers import optimizer_named
+from remat.workload.workload import DTypePolicy, Workload
+
+# What a causal language model from a configuration trains on, unless the options say otherwise.
+CAUSAL_BATCH_SIZE = 8
+CAUSAL_SEQ_LEN = 1024
+
+_FILE = re.compile(r"(?P<path>.+\.py)(?::(?P<function>.*))?")
+_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSpec:
+    """`--model` and the options that shape its workload; None leaves the workload's own."""
+
+    model: str
+    batch_size: int | None = None
+    seq_len: int | None = None
+    image_size: int | None = None
+    dtype: str | None = None
+    optimizer: str | None = None
+    padded: bool | None = None
+
+    def workload(self) -> Workload:
+        """The workload asked for. Raises UsageError where there is none, or it does not take an option."""
+        workload, path = find(self.model, self.image_size)
+        if self.seq_len is not None and workload.seq_len is None:
+            raise UsageError(
+                f"sequence length {self.seq_len} was given, but model {workload.name} has none. Leave it out."
+            )
+        workload = workload.sized(self.batch_size, self.seq_len)
+        if self.padded:
+            if path is not None:
+                raise UsageError(
+                    f"--padded is for models by name; let the `batch` of {workload.name} return an attention mask with "
+                    "zeros."
+                )
+            workload = padded(workload)
+        if self.optimizer is not None:
+            workload = dataclasses.replace(workload, optimizer=optimizer_named(self.optimizer))
+        if self.dtype is not None:
+            workload = workload.with_dtype(cast(DTypePolicy, self.dtype))
+        return guarded(workload, path)
+
+    def changed(self, **options: Any) -> ModelSpec:
+        """The same with those `options` that are not None."""
+        return dataclasses.replace(self, **{name: value for name, value in options.items() if value is not None})
+
+    def to_json(self, folder: Path) -> dict[str, Any]:
+        """For a file in `folder`."""
+        fields = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        return {**fields, "model": _moved(self.model, lambda path: os.path.relpath(path, folder))}
+
+    @staticmethod
+    def from_json(data: Any, folder: Path) -> ModelSpec | None:
+        """The spec in a file in `folder`; None where there is none that makes sense."""
+        known = {field.name for field in dataclasses.fields(ModelSpec)}
+        if not isinstance(data, dict) or not isinstance(data.get("model"), str) or not set(data) <= known:
+            return None
+        return ModelSpec(**{**data, "model": _moved(data["model"], lambda path: folder / path, folder)})
+
+
+def _moved(model: str, move: Callable[[str], Any], folder: Path = Path()) -> str:
+    """`model` with its path, if it is one, seen from elsewhere; `folder` is where a relative path starts now."""
+    if model in models.REGISTRY:
+        return model
+    if match := _FILE.fullmatch(model):
+        return f"{move(match['path'])}:{match['function']}"
+    return str(move(model)) if (folder / model).is_dir() else model
+
+
+def find(model: str, image_size: int | None = None) -> tuple[Workload, Path | None]:
+    """The workload that `model` names, and the file that it comes from, if it is a user's."""
+    if model in models.REGISTRY:
+        return models.build(model, image_size), None
+    if image_size is not None:
+        raise UsageError(
+            f"image size {image_size} was given, but only {', '.join(models.IMAGES)} take one; {model!r} does not."
+        )
+    if match := _FILE.fullmatch(model):
+        path = Path(match["path"]).expanduser()
+        return from_file(path, match["function"]), path
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return from_folder(folder), None
+    return from_hub(model), None
+
+
+# 2. A function in a file
+
+
+def from_file(path: Path, function: str | None) -> Workload:
+    """What `function` in the Python file at `path` returns."""
+    if not path.is_file():
+        raise UsageError(f"there is no file {path}.")
+    if not function:
+        raise UsageError(f"{path} alone is not enough: name the function that returns the workload, {path}:function.")
+    module = load(path)
+    make = getattr(module, function, None)
+    if not callable(make):
+        raise UsageError(f"{path} has no function {function!r}{_functions_of(module, function)}")
+    with blaming(f"{path}:{function}", path):
+        workload = make()
+    if not isinstance(workload, Workload):
+        raise UsageError(f"{path}:{function} returned {_a(workload)}, and must return a remat.Workload.")
+    return workload
+
+
+_LOADED: dict[Path, tuple[int, types.ModuleType]] = {}  # what `load` executed, with the time at which it was written
+
+
+def load(path: Path) -> types.ModuleType:
+    """The Python file at `path` as a module, able to import what lies next to it, as if it were run.
+
+    A file is executed once in a process, and again only when it was written anew: one that registers an operator
+    would fail the second time. What imports it by its name gets the same module, so its classes can be pickled.
+    """
+    absolute = path.resolve()
+    written = absolute.stat().st_mtime_ns
+    if absolute in _LOADED and _LOADED[absolute][0] == written:
+        return _LOADED[absolute][1]
+    if str(absolute.parent) not in sys.path:
+        sys.path.insert(0, str(absolute.parent))
+    name = _module_name(absolute)
+    if absolute not in _LOADED and name in sys.modules:  # the user's own program imported it
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, absolute)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        with blaming(f"{path}", path):
+            spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    _LOADED[absolute] = (written, module)
+    return module
+
+
+def _module_name(path: Path) -> str:
+    """The name by which `import` finds the file; one of its own where that name is another module's."""
+    importlib.invalidate_caches()
+    try:
+        found = importlib.util.find_spec(path.stem)
+    except (ImportError, ValueError):  # no name of a module; one that was made without a spec
+        found = None
+    if found is not None and found.origin is not None and Path(found.origin).resolve() == path:
+        return path.stem
+    return f"_remat_model_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+
+
+def _functions_of(module: types.ModuleType, wanted: str) -> str:
+    own = [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, types.FunctionType) and value.__module__ == module.__name__ and not name.startswith("_")
+    ]
+    close = difflib.get_close_matches(wanted, own)
+    if close:
+        return f". Did you mean {' or '.join(close)}?"
+    return f"; it has {', '.join(own)}." if own else "; it has none at all."
+
+
+def _a(value: Any) -> str:
+    return "None" if value is None else f"an object of type {type(value).__name__}"
+
+
+# 3. and 4. A Hugging Face configuration
+
+
+def from_folder(folder: Path) -> Workload:
+    """The language model whose `config.json` lies in `folder`."""
+    if not (folder / "config.json").is_file():
+        raise UsageError(f"the folder {folder} has no config.json, so it is not a Hugging Face model.")
+    try:
+        config = _library().AutoConfig.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # the library raises OSError, ValueError, KeyError, and its dependencies' own
+        raise UsageError(f"{folder / 'config.json'} cannot be used: {describe(error)}") from error
+    return text_workload_of(folder.resolve().name, config)
+
+
+def from_hub(model: str) -> Workload:
+    """The language model with id `model` on the Hugging Face hub, or in its cache on this machine."""
+    close = difflib.get_close_matches(model, models.names())
+    meant = f" (did you mean {' or '.join(close)}?)" if close else ""
+    unknown = f"model {model!r} is not known: it is no ready-made model{meant}, no file.py:function, no folder"
+    # A slip of the pen is not worth a question to the hub, where most ids have an owner.
+    if not _HUB_ID.fullmatch(model) or (close and "/" not in model):
+        raise UsageError(f"{unknown}, and no OWNER/NAME of the Hugging Face hub. `remat models` lists what is ready.")
+    library, reachable = _library(), hub_answers()
+    try:
+        config = library.AutoConfig.from_pretrained(model, trust_remote_code=False, local_files_only=not reachable)
+    except Exception as error:  # as above
+        why = describe(error) if reachable else "the hub cannot be reached, and the model is not in its local cache"
+        raise UsageError(f"{unknown}, and not to be had from the Hugging Face hub: {why}.") from error
+    return text_workload_of(model.rpartition("/")[2], config)
+
+
+def hub_answers() -> bool:
+    """Whether it is worth asking the hub: without a network its client retries for half a minute."""
+    if urllib.request.getproxies():
+        return True
+    host = urllib.parse.urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co").hostname
+    try:
+        socket.getaddrinfo(host, 443)
+    except OSError:
+        return False
+    return True
+
+
+def text_workload_of(name: str, config: Any) -> Workload:
+    """Training of the language model of `config`, with random weights in fp32 under bf16 autocast.
+
+    It is the causal one, unless the configuration names one for masked tokens (BERT) as its architecture.
+    """
+    make, loss_type = _language_model(name, config)
+
+    def build() -> nn.Module:
+        own = copy.deepcopy(config)  # a model writes into its configuration
+        own.use_cache = False
+        if hasattr(own, "num_experts_per_tok"):
+            own._experts_implementation = "batched_mm"  # as in models/qwen3_moe.py
+        model = make.from_config(own, dtype=torch.float32)
+        if getattr(model, "loss_type", None) is None:
+            model.loss_type = loss_type  # as in models/gpt2.py
+        return cast(nn.Module, model.train())
+
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    return text_workload(
+        name,
+        build,
+        vocab=text.vocab_size,
+        positions=positions,
+        batch_size=CAUSAL_BATCH_SIZE,
+        seq_len=min(CAUSAL_SEQ_LEN, positions or CAUSAL_SEQ_LEN),
+    )
+
+
+def _language_model(name: str, config: Any) -> tuple[Any, str]:
+    """What makes the language model of `config`, and the loss that the library has for it."""
+    library = _library()
+    masked = library.MODEL_FOR_MASKED_LM_MAPPING
+    if type(config) in masked and masked[type(config)].__name__ in (config.architectures or ()):
+        return library.AutoModelForMaskedLM, "ForMaskedLM"
+    if type(config) in library.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return library.AutoModelForCausalLM, "ForCausalLM"
+    raise UsageError(
+        f"{name} is a configuration of type {config.model_type!r}, which is no causal language model, nor one for "
+        "masked tokens. Write a function that returns a remat.Workload, and give it as file.py:function."
+    )
+
+
+def _library() -> Any:
+    """`transformers`, kept from writing progress and advice over our own lines."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    return transformers()
+
+
+# Errors of other people's functions
+
+
+def guarded(workload: Workload, path: Path | None) -> Workload:
+    """The same workload; what its functions raise becomes a UsageError that says where. `step` is the recorder's."""
+
+    def guard(name: str) -> Any:
+        function = getattr(workload, name)
+
+        @functools.wraps(function)
+        def call(*args: Any) -> Any:
+            with blaming(f"`{name}` of {workload.name}", path):
+                return function(*args)
+
+        return call
+
+    own = ("build", "batch", "optimizer") if workload.optimizer is not None else ("build", "batch")
+    return dataclasses.replace(workload, **{name: guard(name) for name in own})
+
+
+@contextlib.contextmanager
+def blaming(what: str, path: Path | None) -> Iterator[None]:
+    """Turn an exception into a UsageError: `what` raised it, and in which line of the file at `path`."""
+    try:
+        yield
+    except RematError:
+        raise
+    except (Exception, SystemExit) as error:
+        if is_out_of_memory(error):
+            raise
+        raise UsageError(f"{what} raises {describe(error)}{_line_of(error, path)}.") from error
+
+
+def _line_of(error: BaseException, path: Path | None) -> str:
+    """Where in the user's file, as ` (file.py:12)`; the innermost line anywhere if no line of that file is to blame."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    if path is None or not frames or isinstance(error, SyntaxError):  # whose text has it
+        return ""
+    own = [frame for frame in frames if frame.filename == str(path.resolve())]
+    return f" ({path}:{own[-1].lineno})" if own else f" ({frames[-1].filename}:{frames[-1].lineno})"

@@ -1,0 +1,174 @@
+"""Plot: a sweep as a picture (PNG, SVG by matplotlib) or as a page to point at (HTML by plotly, works offline).
+
+Both packages are optional; what is asked for decides which is needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from remat.errors import UsageError
+from remat.units import GIB, gib, ms
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from remat.planning.sweep import Point, Sweep
+
+PACKAGES = {".png": "matplotlib", ".svg": "matplotlib", ".html": "plotly"}
+X, Y = "peak of the whole training step, GiB", "recompute time, % of the step"
+COLOUR = "#0b3d91"
+OTHERS = ("#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#8c6d31", "#777777", "#5e3c99", "#b2182b", "#35978f")
+MARKERS = (  # matplotlib's name, plotly's name
+    ("s", "square"),
+    ("^", "triangle-up"),
+    ("D", "diamond"),
+    ("v", "triangle-down"),
+    ("P", "cross"),
+    ("X", "x"),
+    ("p", "pentagon"),
+    (">", "triangle-right"),
+    ("<", "triangle-left"),
+    ("*", "star"),
+)
+
+
+def require(path: Path) -> None:
+    """Raise where `path` cannot be drawn: UsageError for its ending, ModuleNotFoundError for a missing package."""
+    package = PACKAGES.get(path.suffix.lower())
+    if package is None:
+        raise UsageError(f"{path} cannot be drawn: a plot is a file that ends in .png, .svg or .html.")
+    if importlib.util.find_spec(package) is None:
+        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+
+
+def draw(sweep: Sweep, path: Path) -> None:
+    """Write the plot that the ending of `path` asks for."""
+    require(path)
+    if path.suffix.lower() == ".html":
+        _draw_page(sweep, path)
+    else:
+        _draw_picture(sweep, path)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Series:
+    """The points of a strategy and how they look; `marker` is (matplotlib's name, plotly's)."""
+
+    label: str
+    points: Sequence[Point]
+    colour: str
+    marker: tuple[str, str]
+
+    @property
+    def peaks(self) -> list[float]:
+        return [point.peak_bytes / GIB for point in self.points]
+
+    @property
+    def overheads(self) -> list[float]:
+        return [100 * point.overhead for point in self.points]
+
+    @property
+    def bounds(self) -> list[float]:
+        """For each point what is proved of the next: a bound for all that lies between them, in the same unit."""
+        proved = [
+            0.0
+            if not point.recompute_time_us
+            else 100 * point.overhead * (point.bound_us or 0) / point.recompute_time_us
+            for point in self.points
+        ]
+        return [*proved[1:], *proved[-1:]]
+
+
+def _others(sweep: Sweep) -> Iterator[_Series]:
+    for i, (name, points) in enumerate(sweep.by_strategy().items()):
+        yield _Series(name, points, OTHERS[i % len(OTHERS)], MARKERS[i % len(MARKERS)])
+
+
+def _curve(sweep: Sweep) -> _Series:
+    proved = all(point.status == "optimal" for point in sweep.points)
+    label = "remat, proved optimal" if proved else "remat (hollow: not proved optimal)"
+    return _Series(label, sweep.points, COLOUR, ("o", "circle"))
+
+
+def _title(sweep: Sweep) -> str:
+    about = sweep.about
+    size = f"{about['batch_size']}" + (f" x {about['seq_len']}" if about["seq_len"] is not None else "")
+    return f"{about['workload']}, batch {size}, on {sweep.target} ({sweep.costs} costs)"
+
+
+def _draw_picture(sweep: Sweep, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.8), dpi=160, layout="constrained")
+    axes = figure.subplots()
+    for series in _others(sweep):
+        look: dict[str, Any] = {"linestyle": "", "markersize": 6, "markeredgewidth": 0, "alpha": 0.9}
+        axes.plot(
+            series.peaks, series.overheads, marker=series.marker[0], color=series.colour, label=series.label, **look
+        )
+    _draw_curve(axes, _curve(sweep))
+    axes.set(xlabel=X, ylabel=Y, title=_title(sweep))
+    axes.set_ylim(bottom=min(-1.0, -0.03 * axes.get_ylim()[1]))
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(*_curve_first(axes), loc="upper right", ncols=2, frameon=False)
+    figure.savefig(path, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+
+
+def _draw_curve(axes: Axes, curve: _Series) -> None:
+    """A line to guide the eye, and shaded what is known between points: no worse than the left, no better than the
+    bound of the right one."""
+    look: dict[str, Any] = {"color": curve.colour, "markersize": 5, "zorder": 5}
+    axes.plot(curve.peaks, curve.overheads, marker="o", linewidth=1.4, label=curve.label, **look)
+    shade: dict[str, Any] = {"step": "post", "color": curve.colour, "alpha": 0.1, "linewidth": 0}
+    axes.fill_between(curve.peaks, curve.overheads, curve.bounds, label="range of the optimum in between", **shade)
+    for point, peak, overhead in zip(curve.points, curve.peaks, curve.overheads, strict=True):
+        if point.status != "optimal":
+            axes.plot(peak, overhead, "o", markerfacecolor="white", **look)
+
+
+def _curve_first(axes: Axes) -> tuple[list[Any], list[str]]:
+    handles, labels = axes.get_legend_handles_labels()
+    return [*handles[-2:], *handles[:-2]], [*labels[-2:], *labels[:-2]]
+
+
+def _draw_page(sweep: Sweep, path: Path) -> None:
+    from plotly import graph_objects
+
+    figure = graph_objects.Figure()
+    for series in (_curve(sweep), *_others(sweep)):
+        on_curve = series.points is sweep.points
+        marks = [
+            series.marker[1] + ("-open" if on_curve and point.status != "optimal" else "") for point in series.points
+        ]
+        figure.add_scatter(
+            x=series.peaks,
+            y=series.overheads,
+            name=series.label,
+            mode="lines+markers" if on_curve else "markers",
+            marker={"symbol": marks, "size": 9, "color": series.colour},
+            text=[_hover(point) for point in series.points],
+            hovertemplate="%{text}<extra></extra>",
+        )
+    figure.update_layout(
+        title=_title(sweep), xaxis_title=X, yaxis_title=Y, template="plotly_white", hovermode="closest"
+    )
+    figure.write_html(path, include_plotlyjs=True)
+
+
+def _hover(point: Point) -> str:
+    saved = f", {point.saved} outputs saved" if point.saved else ""
+    rows = [
+        f"<b>{point.strategy}</b>",
+        f"budget {gib(point.budget_bytes)}",
+        f"peak {gib(point.peak_bytes)}",
+        f"overhead {100 * point.overhead:.2f} %, {ms(point.recompute_time_us)}",
+        f"gap {100 * point.gap:.2f} %" if point.gap is not None else "",
+        f"{point.regions} regions{saved}",
+    ]
+    return "<br>".join(filter(None, rows))

@@ -1,0 +1,336 @@
+"""What a person sees: plans as aligned text, errors as one line, and a live line while something takes long.
+
+Text goes to stdout when the work is done, everything else to stderr as it happens; the live line is drawn only where
+stderr is a terminal. Times that come from estimated costs carry that word wherever they appear.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from remat.evaluation.graph import NOT_UNTRACED
+from remat.units import gib, ms
+
+if TYPE_CHECKING:
+    from remat.evaluation.plan import NodeRef, PlacedRegion, Plan
+
+DEBUG = "REMAT_DEBUG"  # set in the environment: nothing is kept off the screen
+INDENT = "  "
+LIBRARIES = ("torch", "transformers", "huggingface_hub")  # whose warnings are about nothing a reader can change
+
+
+def aligned(rows: Iterable[tuple[str, ...]], indent: str = INDENT) -> str:
+    """Rows as text, every column but the last as wide as its widest entry."""
+    table = list(rows)
+    widths = [max(map(len, column)) for column in zip(*(row[:-1] for row in table), strict=True)]
+    return "\n".join(
+        (indent + "".join(f"{cell:{width}}   " for cell, width in zip(row, widths, strict=False)) + row[-1]).rstrip()
+        for row in table
+    )
+
+
+def plan_text(plan: Plan) -> str:
+    """A plan's promise: what it is for, what it costs, and how good it is."""
+    return "\n\n".join(
+        [
+            heading(plan.about, plan.target, plan.costs, plan.execution),
+            aligned([*_promise(plan), *(_decision(plan) if plan.regions else ())]),
+            *([] if plan.regions else [_without_regions(plan)]),
+            *_caveats(plan),
+            f"at the peak{_eagerly(plan)}, {plan.predicted['peak_at']}\n{breakdown_text(plan.predicted['breakdown'])}",
+        ]
+    )
+
+
+def _caveats(plan: Plan) -> Iterator[str]:
+    """What a prediction leaves out, and what the plan does that nobody asked for."""
+    if plan.about.get("own_checkpoints"):
+        yield (
+            f"the model calls torch.utils.checkpoint itself ({_count(plan.about['own_checkpoints'], 'time')}): under a "
+            'plan these calls do nothing, and "without checkpointing" is without them too'
+        )
+    if unmeasured := plan.predicted.get("unmeasured_kernels"):
+        yield (
+            f"{_count(unmeasured, 'kind')} of kernel could not be measured: what they need beside their outputs is "
+            "not in the peak, as remat validate will tell"
+        )
+
+
+def columns(header: Sequence[str], rows: Iterable[Sequence[str]], names: int = 1) -> tuple[list[str], list[str]]:
+    """A table: the first `names` columns stand to the left, the numbers after them to the right.
+
+    (lines of the header, lines of the rows); the lines of a header are separated by \\n, and it ends level.
+    """
+    titles = [title.split("\n") for title in header]
+    height = max(map(len, titles))
+    above = list(zip(*([""] * (height - len(title)) + title for title in titles), strict=True))
+    table = [*above, *rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [
+        "  ".join(
+            f"{cell:{'<' if i < names else '>'}{width}}"
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in table
+    ]
+    return lines[:height], lines[height:]
+
+
+_RUN_AS = {"inductor": " compiled by inductor", "aot_eager": " compiled by aot_eager"}
+
+
+def execution_notes(execution: str) -> Iterator[str]:
+    """What a reader of a table has to know of how the step runs."""
+    if execution == "modules":
+        yield "regions are whole modules: nothing is saved inside of them, and they hold what local variables hold"
+    if execution in _RUN_AS:
+        yield f"peaks are replayed as {execution} compiles the step; no bound holds for other plans"
+
+
+def heading(about: dict[str, Any], target: str, costs: str, execution: str = "eager") -> str:
+    """The step that something is about, and what it is for."""
+    sizes = f"batch {about['batch_size']}"
+    if about["seq_len"] is not None:
+        sizes += f" x {about['seq_len']}"
+    weights = " and ".join(about["parameter_dtypes"]) + " weights"
+    autocast = f", {about['autocast']} autocast" if about["autocast"] else ""
+    accumulated = f", accumulated over {about['accumulation']}" if about["accumulation"] > 1 else ""
+    step = f"{sizes}{accumulated}, {weights}{autocast}, {about['optimizer'] or 'no optimizer'}"
+    return f"{about['workload']}{_RUN_AS.get(execution, '')} on {target}, costs {costs}: {step}{_assumed(about)}"
+
+
+def _assumed(about: dict[str, Any]) -> str:
+    """A line for what a prediction for a target by name rests on."""
+    if not about.get("assumes"):
+        return ""
+    attention = f"; attention: {' and '.join(about['attention'])}" if about["attention"] else ""
+    missing = about["workspaces_not_counted"]
+    left = f"; workspaces are counted but for {' and '.join(missing)}, known only where measured" if missing else ""
+    return f"\nassumed there: {about['assumes']}{attention}{left}"
+
+
+def _eagerly(plan: Plan) -> str:
+    """What stands where a plan for compiled execution is told of as if it ran eagerly."""
+    if plan.execution not in _RUN_AS or "evaluator_peak_bytes" not in plan.predicted:
+        return ""
+    return f" of its eager execution, {gib(plan.predicted['evaluator_peak_bytes'])}"
+
+
+_TRACED = "traced: it does not run otherwise on tensors without data, and may need more"
+
+
+def _promise(plan: Plan) -> list[tuple[str, ...]]:
+    plain, predicted, headroom_bytes = plan.without_checkpointing, plan.predicted, plan.about.get("headroom_bytes", 0)
+    left = f"less {gib(headroom_bytes)} of headroom: {gib(plan.budget_bytes)}" if headroom_bytes else ""
+    return [
+        ("without checkpointing", gib(plain["peak_bytes"]), _labelled(f"{ms(plain['step_time_us'])} a step", plan)),
+        *([("", "", _TRACED)] if NOT_UNTRACED in plan.about else []),
+        ("budget", gib(plan.budget_bytes + headroom_bytes), left),
+        ("predicted peak", gib(predicted["peak_bytes"]), _labelled(f"{ms(predicted['step_time_us'])} a step", plan)),
+        *_evaluator_row(plan),
+        *reserved_rows(predicted.get("allocator", ())),
+    ]
+
+
+def _evaluator_row(plan: Plan) -> list[tuple[str, ...]]:
+    """A line where the model of memory is wrong about a plan that it should know."""
+    evaluated = plan.predicted.get("evaluator_peak_bytes", plan.predicted["peak_bytes"])
+    if (apart := evaluated - plan.predicted["peak_bytes"]) == 0 or plan.execution != "eager":
+        return []
+    return [("", f"{apart:+,} B", "by the evaluator, which is wrong here; the peak is the replay's")]
+
+
+def reserved_rows(found: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """What the caching allocator makes of a peak; `found` as `Footprint.to_json` says it."""
+    rows: list[tuple[str, ...]] = []
+    for each in found:
+        settings, allocated = each["settings"] or "PyTorch's default allocator", gib(each["allocated_bytes"])
+        what = f"simulated, {settings}; allocated {allocated}"
+        rows.append(("" if rows else "reserved", gib(each["reserved_bytes"]), what))
+    return rows
+
+
+def _without_regions(plan: Plan) -> str:
+    """Whether a plan that recomputes nothing has to be applied."""
+    plain_bytes = plan.without_checkpointing["peak_bytes"]
+    if plain_bytes <= plan.budget_bytes:
+        return "no checkpointing needed: the whole step fits as it is"
+    return (
+        f"nothing is recomputed, but apply this plan: the step fits because its forward is then traced. Without the "
+        f"plan, local variables of the model's code hold what a trace lets go, and it needs {gib(plain_bytes)}"
+    )
+
+
+def _decision(plan: Plan) -> list[tuple[str, ...]]:
+    predicted, solver = plan.predicted, plan.solver
+    nested = sum(bool(region.inner) for region in plan.regions)
+    does = [
+        *(["whole modules"] if plan.execution == "modules" else []),
+        *([f"{nested} nested"] if nested else []),
+        f"{_count(predicted['recomputed_nodes'], 'node')} recomputed",
+        f"{_count(sum(map(_saves, plan.regions)), 'output')} saved",
+    ]
+    compiled = plan.execution in _RUN_AS
+    quality = (
+        f"best of those replayed under {plan.execution}, no bound" if compiled else f"gap {100 * solver['gap']:.2f} %"
+    )
+    proof = f"{quality}, {solver['name']}, {solver['wall_s']:.1f} s"
+    rows: list[tuple[str, ...]] = [
+        (
+            "overhead",
+            f"{100 * predicted['overhead']:.1f} %",
+            _labelled(f"{ms(predicted['recompute_time_us'])} of recomputation", plan),
+        ),
+        ("regions", f"{len(plan.regions)}", ", ".join(does)),
+        ("solver", solver["status"], proof),
+    ]
+    if solver["status"] != "optimal" and not compiled:
+        rows.append(
+            ("", "", _labelled(f"best plan found; every plan recomputes for {ms(solver['bound_us'])} or more", plan))
+        )
+    return rows
+
+
+def _labelled(text: str, plan: Plan) -> str:
+    return f"{text} (estimated)" if plan.costs == "estimated" else text
+
+
+def profile_text(found: dict[str, Any], about: dict[str, Any]) -> str:
+    """What a profile holds; `found` is what `remat profile --json` prints."""
+    plain = found["without_checkpointing"]
+    estimated = " (estimated)" if found["costs"] == "estimated" else ""
+    rows = [
+        ("without checkpointing", f"{gib(plain['peak_bytes'])}   {ms(plain['step_time_us'])} a step{estimated}"),
+        ("recorded", f"{found['nodes']} nodes, {found['operators']} operators of {found['kinds']} kinds"),
+    ]
+    if found["not_measured"]:
+        rows.append(("not measured", ", ".join(sorted({row["op"] for row in found["not_measured"]}))))
+    return f"{heading(about, found['target'], found['costs'])}\n\n{aligned(rows)}"
+
+
+def breakdown_text(parts: dict[str, int]) -> str:
+    """Bytes by category, largest first; the small change below one percent of the whole in one row."""
+    total = sum(parts.values())
+    large = {name: size for name, size in parts.items() if 100 * size >= total}
+    rows = [(name, gib(size)) for name, size in sorted(large.items(), key=lambda item: -item[1])]
+    if rest := total - sum(large.values()):
+        rows.append(("all else", gib(rest)))
+    width = max((len(size) for _, size in rows), default=0)
+    return aligned((name, f"{size:>{width}}") for name, size in rows)
+
+
+def regions_text(plan: Plan) -> str:
+    """Every region: its nodes, and what it saves."""
+    lines = []
+    for number, region in enumerate(plan.regions, start=1):
+        lines += _region_lines(region, f"region {number}", INDENT)
+    return "\n".join(lines)
+
+
+def _region_lines(region: PlacedRegion, title: str, indent: str) -> list[str]:
+    saved = f", {len(region.saved)} saved" if region.saved else ""
+    random = f", {len(region.random)} random" if region.random else ""
+    lines = [f"{indent}{title}   {_span(region)}   {_count(region.count_nodes(), 'node')}{saved}{random}"]
+    if region.saved:
+        names = [(f"{INDENT}saves {ref.name}", ref.module) for ref in region.saved]
+        lines += aligned(names, indent).splitlines()
+    for number, inner in enumerate(region.inner, start=1):
+        lines += _region_lines(inner, f"inner {number}", indent + INDENT)
+    return lines
+
+
+def _span(region: PlacedRegion) -> str:
+    first, last = _place_of(region.first), _place_of(region.last)
+    call = f"call {region.call}: " if region.call else ""
+    if region.module:
+        return f"{call}{region.module} (module)"
+    return call + (first if first == last else f"{first} .. {last}")
+
+
+def _place_of(ref: NodeRef) -> str:
+    return ref.module or f"`{ref.name}`"
+
+
+def _saves(region: PlacedRegion) -> int:
+    return len(region.saved) + sum(map(_saves, region.inner))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def put(answer: RenderableType) -> None:
+    """Print an answer on stdout: in colour on a terminal, and whole wherever it goes."""
+    if isinstance(answer, str):
+        print(answer)
+    else:
+        Console(soft_wrap=True, highlight=False).print(answer)
+    sys.stdout.flush()
+
+
+# Beside the answer
+
+
+def tell(label: str, message: str, style: str) -> None:
+    """One line on stderr, such as `error: ...`, its label in colour on a terminal."""
+    Console(stderr=True, soft_wrap=True).print(Text.assemble((f"{label}: ", style), message))
+
+
+class LiveLine:
+    """The line on stderr that says what is going on; `say` and the two callbacks change it."""
+
+    def __init__(self, progress: Progress):
+        self._progress = progress
+        self._stage = ""
+        self._task = progress.add_task("", total=None)
+
+    def say(self, what: str) -> None:
+        """A stage of unknown length."""
+        self._stage = what
+        self._progress.remove_task(self._task)  # a task that had a total keeps it
+        self._task = self._progress.add_task(what, total=None)
+
+    def measured(self, done: int, total: int) -> None:
+        """Progress of measuring."""
+        self._progress.update(self._task, description="measuring operators", completed=done, total=total)
+
+    def solved(self, objective_us: float, bound_us: float) -> None:
+        """Progress of a solver within a stage."""
+        gap = 100 * max(objective_us - bound_us, 0.0) / max(objective_us, 1.0)
+        found = f"{ms(objective_us)} of recomputation, within {gap:.1f} % of the best"
+        self._progress.update(self._task, description=f"{self._stage}: {found}")
+
+
+@contextlib.contextmanager
+def live_line() -> Iterator[LiveLine]:
+    """A `LiveLine` for a while; it leaves nothing behind, and draws nothing where stderr is no terminal."""
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn())
+    shown = console.is_terminal and sys.stderr.isatty()
+    with Progress(*columns, console=console, transient=True, redirect_stdout=False, disable=not shown) as progress:
+        yield LiveLine(progress)
+
+
+@contextlib.contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Drop the warnings of the libraries underneath, unless in debugging."""
+    with warnings.catch_warnings():
+        for library in () if os.environ.get(DEBUG) else LIBRARIES:
+            warnings.filterwarnings("ignore", module=rf"{library}(\.|$)")
+        yield
+
+
+def quiet_torch() -> None:
+    """Keep torch's log of tracebacks off the screen, unless in debugging; torch must be loaded already."""
+    if not os.environ.get(DEBUG):
+        logging.getLogger("torch").setLevel(logging.CRITICAL)

@@ -1,0 +1,100 @@
+"""Costs: how long every kind of operator takes, and what its kernel needs beside its outputs.
+
+Either measured on a device (`operator_timing.py`), or estimated from a target's roofline, here. The two are never
+mixed, and whatever is derived from estimated costs is labelled so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import numpy as np
+
+from remat.costing.roofline import kernel_us
+from remat.costing.workspaces import cublas_bytes, with_libraries, without_formula, workspace_bytes
+from remat.evaluation.graph import Graph, OpKind
+from remat.workload.target import Target
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """Rows parallel to `Graph.kinds`.
+
+    source           "measured" or "estimated"       device   name of the device or target
+    time_us          median time of one call         spread   half the interquartile range over the median
+    workspace_bytes  peak of the kernel's own allocations, beyond inputs and outputs
+    about            repeats, versions, date
+    """
+
+    source: Literal["measured", "estimated"]
+    device: str
+    time_us: tuple[float, ...]
+    workspace_bytes: tuple[int, ...]
+    spread: tuple[float, ...] = ()
+    about: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def per_op_us(self, graph: Graph) -> np.ndarray:
+        """Time of every operator of `graph`, in microseconds."""
+        return np.array(self.time_us, dtype=np.float64)[graph.op_kind]
+
+    def workspace_per_op(self, graph: Graph) -> np.ndarray:
+        """Workspace of every operator of `graph`, in bytes."""
+        return np.array(self.workspace_bytes, dtype=np.int64)[graph.op_kind]
+
+    def workspace_of(self, graph: Graph) -> dict[tuple[str, str], int]:
+        """Kernels' own bytes by operator and signature, for a replay."""
+        return {kind.key: size for kind, size in zip(graph.kinds, self.workspace_bytes, strict=True)}
+
+    def step_time_us(self, graph: Graph) -> float:
+        """Time of the step without checkpointing: its operators one after the other."""
+        return float(self.per_op_us(graph).sum())
+
+    def update_time_us(self, graph: Graph, micro_batches: int, recompute_us: float = 0.0) -> float:
+        """Time of one optimizer step over so many micro-batches, each recomputing for `recompute_us`."""
+        times = self.per_op_us(graph)
+        micro_batch_us, rest_us = float(times[: graph.backward_end].sum()), float(times[graph.backward_end :].sum())
+        return micro_batches * (micro_batch_us + recompute_us) + rest_us
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Costs:
+        rows = {name: tuple(data[name]) for name in ("time_us", "workspace_bytes", "spread")}
+        return Costs(data["source"], data["device"], **rows, about=data["about"])
+
+
+def kind_key(kind: OpKind) -> str:
+    """What two kinds have in common if they cost the same: operator, shapes, strides, dtypes, arguments."""
+    return f"{kind.name} {kind.signature}"
+
+
+def estimate(graph: Graph, target: Target) -> Costs:
+    """Costs of `graph` on a target that is not at hand: times by `roofline.py`, workspaces by `workspaces.py`."""
+    return Costs(
+        source="estimated",
+        device=target.name,
+        time_us=tuple(kernel_us(kind, target) for kind in graph.kinds),
+        workspace_bytes=tuple(workspace_bytes(kind, target) for kind in graph.kinds),
+        about={"model": "roofline"},
+    )
+
+
+def with_library_workspaces(graph: Graph, target: Target, costs: Costs | None = None) -> Graph:
+    """`graph` on `target`, with what its libraries keep: measured for one thread, or by formula."""
+    if target.device != "cuda":
+        return graph
+    measured = costs is not None and costs.source == "measured"
+    return with_libraries(graph, costs.about["library_bytes"] if measured and costs else cublas_bytes(target))
+
+
+def assumptions(graph: Graph, target: Target) -> dict[str, Any]:
+    """What a prediction for a target by name rests on: versions, attention kernels, workspaces that are not counted."""
+    names = {kind.name.removeprefix("aten._scaled_dot_product_") for kind in graph.kinds}
+    attention = sorted(name.removesuffix("_attention.default") for name in names if name.endswith("_attention.default"))
+    return {
+        "assumes": target.assumes,
+        "attention": attention,
+        "workspaces_not_counted": list(without_formula(graph.kinds)) if target.device == "cuda" else [],
+    }

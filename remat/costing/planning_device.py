@@ -1,0 +1,57 @@
+"""The device that a plan is for: a target, and whether it is at hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from remat.errors import UsageError
+from remat.workload.target import TARGETS, Target, named
+
+DEFAULT_TARGET = "h100-80gb"
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanningDevice:
+    """Where a plan is for: a target, and the device at hand whose kernels it runs, if it is this machine's."""
+
+    target: Target
+    device: torch.device | None
+
+    @property
+    def substituted(self) -> bool:
+        """Whether the target's kernels have to be put in place of this machine's."""
+        return self.device is None and self.target.device == "cuda"
+
+
+def find_planning_device(name: str) -> PlanningDevice:
+    """The place that `--target name` means.
+
+    auto  this machine's GPU, or else `DEFAULT_TARGET`      cuda  this machine's GPU, or a UsageError
+    cpu   this machine's CPU                                any other: a target by name
+    """
+    from remat.costing.operator_timing import device_target
+
+    if name == "cpu":
+        return PlanningDevice(device_target(torch.device("cpu")), torch.device("cpu"))
+    if name in ("auto", "cuda") and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+        return PlanningDevice(device_target(device), device)
+    if name == "cuda":
+        raise UsageError(
+            "--target cuda needs a CUDA device, and PyTorch sees none on this machine; "
+            f"name a target instead, for example {DEFAULT_TARGET}."
+        )
+    if name == "auto":
+        name = DEFAULT_TARGET
+    target = named(name, TARGETS, torch.__version__.partition("+")[0], installed_cudnn())
+    if target is None:
+        raise UsageError(f"target {name!r} is not known; choose auto, cuda, cpu, {', '.join(TARGETS)}.")
+    return PlanningDevice(target, None)
+
+
+def installed_cudnn() -> tuple[int, ...] | None:
+    """Version of the cuDNN that this torch has, None where it is built without."""
+    found = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    return (found // 10000, found // 100 % 100, found % 100) if found else None  # 92000 is 9.20.0

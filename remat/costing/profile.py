@@ -1,0 +1,56 @@
+"""A Profile: a Graph with its Costs, as a file. Taken on the machine that has the GPU, solved on any other."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+from remat.costing.costs import Costs
+from remat.errors import UsageError
+from remat.evaluation.graph import Graph
+from remat.evaluation.plan import read_json, write_atomically
+from remat.workload.target import Target
+
+FORMAT = "remat-profile"
+
+
+VERSION = 2  # 2: what the loop holds, which an older remat would not count
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """What one step runs, allocates and keeps, and what it costs on `target`.
+
+    whole  the graph as recorded, where `graph` is one rank's share of it; not part of the file
+    """
+
+    graph: Graph
+    costs: Costs
+    target: Target
+    whole: Graph | None = None
+
+    def workspace_of(self) -> dict[tuple[str, str], int]:
+        """Kernels' own bytes by operator and signature, for a replay."""
+        return self.costs.workspace_of(self.graph)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the profile file atomically."""
+        data = {
+            "format": FORMAT,
+            "version": VERSION,
+            "target": dataclasses.asdict(self.target),
+            "costs": self.costs.to_json(),
+            "graph": self.graph.to_json(),
+        }
+        write_atomically(Path(path), json.dumps(data) + "\n")
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Profile:
+        """Read a profile file. Raises `UsageError` where it is missing, corrupt or of a newer version."""
+        data = read_json(Path(path), FORMAT, VERSION, "profile")
+        try:
+            return Profile(Graph.from_json(data["graph"]), Costs.from_json(data["costs"]), Target(**data["target"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"{path} is not a complete profile ({type(error).__name__}: {error}).") from error

@@ -1,0 +1,199 @@
+"""The cache of measured kernels: one file for each device and torch version, in the user's cache folder.
+
+A kernel that is called with what it does not expect may end the process (it reads a device's pointer on the host, say),
+and everything measured before would be lost with it, again and again. So rows are saved every few seconds, and the kind
+that is being measured has a file of its own while it lasts: one that a dead process left behind names what killed it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import platform
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from remat.costing.costs import kind_key
+from remat.errors import UsageError
+from remat.evaluation.graph import OpKind
+from remat.evaluation.plan import write_atomically
+
+_FORMAT = "remat-kernel-costs"
+_VERSION = 1
+_MARKER = ".trying"
+SAVE_S = 5.0
+FATAL = "it ended the process in which it was last measured"
+
+
+class NotMeasurable(Exception):
+    """The kind cannot be made again or run; says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class KindCost:
+    """One row of `Costs`."""
+
+    time_us: float
+    spread: float
+    workspace_bytes: int
+
+
+def default_cache() -> Path | None:
+    """`$XDG_CACHE_HOME/remat` or `~/.cache/remat`; None where there is no home."""
+    if root := os.environ.get("XDG_CACHE_HOME"):
+        return Path(root) / "remat"
+    try:
+        return Path.home() / ".cache" / "remat"
+    except RuntimeError:
+        return None
+
+
+class Cache:
+    """Rows measured earlier on one device with one torch version; a context that saves on the way out.
+
+    It is a convenience and never an error: a file that cannot be read is measured again, a folder that cannot
+    be written is left alone. Saving also happens on an interrupt, so that what was measured is not lost.
+    """
+
+    def __init__(self, path: Path | None):
+        self.path = path
+        self.rows: dict[str, KindCost] = {}
+        self.library_bytes = 0
+        self.rates: dict[str, float] = {}
+        self.fatal: set[str] = set()  # kinds that ended the process which measured them
+        self._saved_at = time.monotonic()
+
+    def row(self, kind: OpKind) -> KindCost | None:
+        return self.rows.get(_hash(kind))
+
+    def add(self, kind: OpKind, row: KindCost) -> KindCost:
+        self.rows[_hash(kind)] = row
+        if time.monotonic() - self._saved_at >= SAVE_S:
+            self.save()
+        return row
+
+    @contextlib.contextmanager
+    def trying(self, kind: OpKind) -> Iterator[None]:
+        """While `kind` is measured. Raises NotMeasurable where that has ended a process before."""
+        key = _hash(kind)
+        if key in self.fatal:
+            raise NotMeasurable(FATAL)
+        if self.path is None:
+            yield
+            return
+        marker = self.path.with_name(f"{self.path.stem}.{os.getpid()}{_MARKER}")
+        with contextlib.suppress(OSError):
+            marker.parent.mkdir(parents=True, exist_ok=True)
+            marker.write_text(key)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                marker.unlink()
+
+    def note_fatal(self, kind: OpKind) -> None:
+        self.fatal.add(_hash(kind))
+        self.save()
+
+    @staticmethod
+    def open(folder: Path | None, device: torch.device) -> Cache:
+        if folder is None:
+            return Cache(None)
+        name = f"{device_name(device)} torch {torch.__version__}"
+        slug = re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
+        cache = Cache(folder / f"{slug}.json")
+        cache._load()
+        cache._collect_fatal()
+        return cache
+
+    def _collect_fatal(self) -> None:
+        """What processes were measuring when they died."""
+        assert self.path is not None
+        for marker in self.path.parent.glob(f"{self.path.stem}.*{_MARKER}"):
+            pid = marker.name.removesuffix(_MARKER).rpartition(".")[2]
+            with contextlib.suppress(OSError):
+                if pid.isdigit() and not _is_alive(int(pid)):
+                    self.fatal.add(marker.read_text())
+                    self.save()
+                    marker.unlink()
+
+    def _load(self) -> None:
+        """Add what the file has and this does not; a corrupt or foreign file has nothing."""
+        if self.path is None:
+            return
+        try:
+            data = json.loads(self.path.read_text())
+            if data["format"] != _FORMAT or data["version"] != _VERSION:
+                return
+            rows = {key: KindCost(float(t), float(s), int(w)) for key, (t, s, w) in data["rows"].items()}
+            rates = {name: float(rate) for name, rate in data["rates"].items()}
+            library_bytes = int(data["library_bytes"])
+            fatal = set(map(str, data.get("fatal", ())))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return
+        self.rows = {**rows, **self.rows}
+        self.rates = {**rates, **self.rates}
+        self.library_bytes = max(self.library_bytes, library_bytes)
+        self.fatal |= fatal
+
+    def save(self) -> None:
+        self._saved_at = time.monotonic()
+        if self.path is None or not (self.rows or self.rates or self.fatal):
+            return
+        self._load()  # another process may have written meanwhile
+        data = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "library_bytes": self.library_bytes,
+            "rates": self.rates,
+            "fatal": sorted(self.fatal),
+            "rows": {key: dataclasses.astuple(row) for key, row in self.rows.items()},
+        }
+        with contextlib.suppress(OSError, UsageError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.path, json.dumps(data))
+
+    def __enter__(self) -> Cache:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.save()
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # somebody else's
+        return True
+    return True
+
+
+def _hash(kind: OpKind) -> str:
+    return hashlib.sha256(kind_key(kind).encode()).hexdigest()[:24]
+
+
+def device_name(device: torch.device) -> str:
+    """What results measured on `device` are filed under."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"cpu {_cpu_model()}, {threads} thread{'s' if threads != 1 else ''}"
+
+
+@functools.cache
+def _cpu_model() -> str:
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

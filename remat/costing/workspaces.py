@@ -1,0 +1,196 @@
+"""Workspaces: what kernels of a CUDA target allocate beyond their outputs, by formula, and what libraries keep.
+
+Fakes do not show these bytes, and a target by name is not at hand to measure them (`operator_timing.py` does where it
+is). So the families that matter in training have a formula each, read in the sources that its docstring names. Two
+kinds:
+
+* A *workspace* lives during one operator: `FORMULAS`, one function a family, from the signature of the kind.
+* *Library workspaces* last: cuBLAS is given one for every handle and stream when it is first used, and a handle belongs
+  to a thread. Forward runs in the caller's thread and backward in one of autograd's, so a step that multiplies in both
+  keeps two. They are fixed bytes of the step, which `max_memory_allocated` counts.
+
+Convolutions and recurrent layers have no formula: cuDNN chooses an algorithm, with its workspace, by heuristics of its
+own. They are named by `without_formula`, and whoever prints a plan for a target says so. Everything else is taken to
+need nothing: pointwise kernels and most reductions do; a reduction to few numbers needs some kilobytes.
+
+Rejected: fitting formulas to measurements of one device, which say nothing about the next library version.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from remat.evaluation.graph import LIBRARY_WORKSPACES, Graph, OpKind
+from remat.units import MIB
+from remat.workload.target import Target
+
+_ROWS = 10  # NROWS_PER_THREAD of EmbeddingBackwardKernel.cu
+_FEW_INDICES = 3072
+_MOST_THREADS = 1024
+_INDEX_BYTES = 8
+_FLOAT_BYTES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tensor:
+    """A tensor of a signature."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    item_bytes: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+_ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
+
+
+def _tensor(kind: OpKind, position: int) -> _Tensor:
+    shape, stride, dtype = kind.signature[0][position]["tensor"]
+    return _Tensor(tuple(shape), tuple(stride), _ITEM_BYTES.get(dtype, 1))
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def flash_attention_backward(kind: OpKind, target: Target) -> int:
+    """`dq_accum`, `softmax_d`, expanded dk and dv for grouped heads, contiguous copies of dout and out.
+
+    `mha_bwd` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp and `_flash_attention_backward` in
+    attention_backward.cu, torch 2.11 to 2.15; algorithms that need not be deterministic.
+    """
+    gradient, query, key, _, output = (_tensor(kind, position) for position in range(5))
+    batch, heads, length, size = query.shape
+    padded = _up(length, 128)
+    size_padded = _up(size, 32 if size <= 128 else 64)
+    total = batch * padded * heads * (size_padded + 1) * _FLOAT_BYTES
+    if key.shape[1] != heads:
+        total += 2 * batch * key.shape[2] * heads * size * query.item_bytes
+    return total + sum(t.numel * t.item_bytes for t in (gradient, output) if not _by_token(t))
+
+
+def _by_token(tensor: _Tensor) -> bool:
+    """Whether (batch, heads, length, size) is laid out as a contiguous (batch, length, heads, size)."""
+    _, heads, length, size = tensor.shape
+    expected = (length * heads * size, size, heads * size, 1)
+    pairs = zip(tensor.shape, tensor.stride, expected, strict=True)
+    return all(extent == 1 or stride == wanted for extent, stride, wanted in pairs)
+
+
+def cudnn_attention_backward(kind: OpKind, target: Target) -> int:
+    """`dQ_accum` and `softmax_sum`, what cuDNN's frontend adds to the workspace; its engine may ask for more.
+
+    `CompositeSDPABackwardNode` in node/scaled_dot_product_flash_attention.h of cudnn-frontend 1.23; cuDNN >= 9.0.
+    The gradients of grouped keys and values are expanded inside the engine: not counted.
+    """
+    batch, heads, length, size = _tensor(kind, 1).shape
+    return batch * heads * length * (size + 1) * _FLOAT_BYTES
+
+
+def efficient_attention_backward(kind: OpKind, target: Target) -> int:
+    """`delta`, fp32 blocks of dq, and of dk and dv where 16-bit heads are too wide for registers.
+
+    `_efficient_attention_backward` in attention_backward.cu, `Params::workspace_size` in
+    mem_eff_attention/kernel_backward.h and the kernels of kernels/cutlassB.h for compute capability 8.0 and up, torch
+    2.11 to 2.15.
+    """
+    query, key, value = (_tensor(kind, position) for position in (1, 2, 3))
+    batch, heads, length, size = query.shape
+    wide = max(size, value.shape[-1])
+    rows, columns = (64, 64) if wide <= 64 else (128, 128 if query.item_bytes == 2 and wide <= 128 else 64)
+    blocks = -(-length // rows) * -(-size // columns) * (rows * columns * _FLOAT_BYTES + 16)
+    if query.item_bytes == 2 and wide > 128:
+        splits = max(min(-(-key.shape[2] // columns), 200 // (batch * heads)), 1)
+        blocks += splits * columns * (_up(size, rows) + _up(value.shape[-1], rows)) * _FLOAT_BYTES
+    return batch * heads * (length * _FLOAT_BYTES + blocks)
+
+
+def embedding_backward(kind: OpKind, target: Target) -> int:
+    """Sorted indices, segments, and one fp32 row for every partial segment (or one for every row of the table).
+
+    `embedding_dense_backward_cuda` in aten/src/ATen/native/cuda/Embedding.cu and `embedding_backward_cuda_kernel` in
+    EmbeddingBackwardKernel.cu, torch 2.11 to 2.15. The temporary storage of CUB's sort is gone when the rows are made.
+    """
+    gradient, indices, rows = _tensor(kind, 0), _tensor(kind, 1), int(kind.signature[0][2])
+    count, width = indices.numel, gradient.shape[-1]
+    by_frequency = bool(kind.signature[0][4])
+    if count <= _FEW_INDICES and not by_frequency:
+        return 0
+    segments = min(count, rows)
+    partial = count // _ROWS + segments
+    columns = count * (3 + by_frequency) + 2 * segments + partial
+    if _is_fused(segments, partial, width, target):
+        accumulated = rows * width * _FLOAT_BYTES if gradient.item_bytes < _FLOAT_BYTES else 0
+        return (columns + partial) * _INDEX_BYTES + accumulated
+    return columns * _INDEX_BYTES + partial * width * max(gradient.item_bytes, _FLOAT_BYTES)
+
+
+def _is_fused(segments: int, partial: int, width: int, target: Target) -> bool:
+    """Whether few long segments are added atomically, without a row for each part (pytorch #172454, January 2026)."""
+    padded = _up(width, 32)
+    blocks = -(-segments * padded // min(padded, _MOST_THREADS))
+    return blocks < 4 * target.processors and partial > 4 * blocks
+
+
+FORMULAS: dict[str, Callable[[OpKind, Target], int]] = {
+    "aten._scaled_dot_product_flash_attention_backward.default": flash_attention_backward,
+    "aten._scaled_dot_product_cudnn_attention_backward.default": cudnn_attention_backward,
+    "aten._scaled_dot_product_efficient_attention_backward.default": efficient_attention_backward,
+    "aten.embedding_dense_backward.default": embedding_backward,
+}
+
+MEASURED_ONLY = ("convolution", "cudnn_convolution", "miopen_convolution", "_cudnn_rnn", "_thnn_fused", "mkldnn_rnn")
+
+
+def workspace_bytes(kind: OpKind, target: Target) -> int:
+    """The kernel's own bytes on a CUDA target; 0 where there is no formula."""
+    formula = FORMULAS.get(kind.name)
+    return formula(kind, target) if formula and target.device == "cuda" else 0
+
+
+def without_formula(kinds: Sequence[OpKind]) -> tuple[str, ...]:
+    """Operators of a step whose workspace is known only where it is measured, by name."""
+    names = {kind.name.removeprefix("aten.").partition(".")[0] for kind in kinds}
+    return tuple(sorted(name for name in names if name.startswith(MEASURED_ONLY)))
+
+
+# What lasts
+
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "_scaled_mm", "_addmm_activation")
+
+
+def cublas_bytes(target: Target) -> int:
+    """cuBLAS's workspace for one handle and stream, as torch sets it; cublasLt shares it.
+
+    `parseChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp: 32 MiB on compute capability 9 (10 and 12
+    from torch 2.12 on: pytorch #175344), else :4096:2:16:8. Shared with cublasLt since torch 2.11 (pytorch #168175).
+    `CUBLAS_WORKSPACE_CONFIG` changes it.
+    """
+    major = target.capability // 10
+    if major == 9 or (major in (10, 12) and target.torch_release >= (2, 12)):
+        return 32 * MIB
+    return 2 * 4 * MIB + 8 * MIB // 64
+
+
+def handles(graph: Graph) -> int:
+    """Threads of the step that call cuBLAS: forward's, and backward's."""
+    multiplies = [kind.name.removeprefix("aten.").partition(".")[0] in _PRODUCTS for kind in graph.kinds]
+    phases = graph.op_kind[: graph.forward_end], graph.op_kind[graph.forward_end : graph.backward_end]
+    return sum(any(multiplies[kind] for kind in set(phase.tolist())) for phase in phases)
+
+
+def with_libraries(graph: Graph, bytes_per_handle: int) -> Graph:
+    """`graph` with the workspaces that libraries keep from the first step on."""
+    size = handles(graph) * bytes_per_handle
+    if not size:
+        return graph
+    fixed: dict[str, Any] = {**graph.fixed_bytes, LIBRARY_WORKSPACES: size}
+    first = graph.first_step_bytes and graph.first_step_bytes + size
+    untraced = graph.untraced_bytes + size
+    return dataclasses.replace(graph, fixed_bytes=fixed, first_step_bytes=first, untraced_bytes=untraced)

@@ -1,0 +1,138 @@
+"""Casts: what autocast casts on a CUDA device, and the copies of weights that it keeps. (Rules 1-4, `substitute.py`)"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+Tensor = torch.Tensor
+Call = Callable[..., Any]
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True)
+class CudnnAttention:
+    """What cuDNN's attention takes: any dropout, or multiples of 1/16; heads up to 128 wide, or 256 wide ones too."""
+
+    any_dropout: bool = False
+    wide_heads: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What a rule must know: the autocast dtype, and cuDNN's attention where it is tried first."""
+
+    autocast: torch.dtype | None
+    cudnn_attention: CudnnAttention | None = None
+
+
+class _WeightCasts:
+    """The copies of weights that the outermost autocast context keeps: id -> (weight, copy).
+
+    The weight is held as well, so that its id stays its own.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.copies: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+
+_weight_casts = _WeightCasts()
+
+
+@contextlib.contextmanager
+def weight_cast_cache() -> Iterator[None]:
+    """Cast each float32 leaf that requires a gradient once, and keep the copy until the outermost exit."""
+    _weight_casts.depth += 1
+    try:
+        yield
+    finally:
+        _weight_casts.depth -= 1
+        if _weight_casts.depth == 0:
+            _weight_casts.copies.clear()
+
+
+def enter_autocast(*args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
+    """Stands for `_enter_autocast` in a graph: casts are decided already, only the cache is opened."""
+    context = weight_cast_cache()
+    context.__enter__()
+    return context
+
+
+def exit_autocast(context: contextlib.AbstractContextManager[None]) -> None:
+    """Stands for `_exit_autocast` in a graph."""
+    context.__exit__(None, None, None)
+
+
+def dtype_of_region(
+    outer: torch.dtype | None,
+    device_type: str,
+    dtype: torch.dtype | None = None,
+    enabled: bool = True,
+    cache_enabled: bool | None = None,
+) -> torch.dtype | None:
+    if not enabled:
+        return None
+    return dtype or outer or torch.get_autocast_dtype(device_type)
+
+
+def eligible(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
+
+
+def cast(values: Any, dtype: torch.dtype) -> Any:
+    """`values` with every tensor that autocast casts cast to `dtype`."""
+    return tree_map(functools.partial(_cast_one, dtype), values)
+
+
+def _cast_one(dtype: torch.dtype, value: Any) -> Any:
+    if not eligible(value) or value.dtype == dtype:
+        return value
+    is_weight = value.dtype == torch.float32 and value.requires_grad and value.is_leaf and not value._is_view()
+    if not (is_weight and _weight_casts.depth):
+        return value.to(dtype)
+    key = (id(value), dtype)
+    if key not in _weight_casts.copies:
+        _weight_casts.copies[key] = value, value.to(dtype)
+    return _weight_casts.copies[key][1]
+
+
+def lower_precision(device: Device, function: Call, *args: Any, **kwargs: Any) -> Any:
+    """Rule 1."""
+    if device.autocast:
+        args, kwargs = cast((args, kwargs), device.autocast)
+    return function(*args, **kwargs)
+
+
+def float32(device: Device, function: Call, *args: Any, **kwargs: Any) -> Any:
+    """Rule 2."""
+    if device.autocast:
+        args, kwargs = cast((args, kwargs), torch.float32)
+    return function(*args, **kwargs)
+
+
+def float32_result(device: Device, function: Call, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Rule 3."""
+    if device.autocast and eligible(input) and asked_dtype(args, kwargs) is None:
+        kwargs["dtype"] = torch.float32
+    return function(input, *args, **kwargs)
+
+
+def promote(device: Device, function: Call, *args: Any, **kwargs: Any) -> Any:
+    """Rule 4."""
+    if device.autocast:
+        tensors = [value for value in tree_leaves((args, kwargs)) if eligible(value)]
+        widest = torch.float32 if any(t.dtype == torch.float32 for t in tensors) else device.autocast
+        args, kwargs = cast((args, kwargs), widest)
+    return function(*args, **kwargs)
+
+
+def asked_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
+    positional = next((arg for arg in args if isinstance(arg, torch.dtype)), None)
+    return positional or kwargs.get("dtype")

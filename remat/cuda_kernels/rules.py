@@ -1,0 +1,238 @@
+"""The table: name of a dispatcher entry -> rule by which a CUDA device runs it. (Rules 5 and 8-13, `substitute.py`)"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._prims_common import suggest_memory_format
+from torch.torch_version import TorchVersion
+
+import remat.cuda_kernels.stand_ins  # noqa: F401  what it defines is called through torch.ops
+from remat.cuda_kernels.attention import attention, dropout
+from remat.cuda_kernels.autocast import (
+    LOW_PRECISION,
+    Call,
+    Device,
+    Tensor,
+    asked_dtype,
+    cast,
+    eligible,
+    float32,
+    float32_result,
+    lower_precision,
+    promote,
+)
+from remat.errors import CaptureError
+
+RMS_NORM_IN_FLOAT32 = TorchVersion(torch.__version__) >= "2.12"  # on the list of ATen/autocast_mode.h since then
+
+aten = torch.ops.aten
+Rule = Callable[..., Any]
+
+
+def name_of(function: Call) -> str:
+    """The dispatcher's name: `Tensor.__pow__` and `operator.pow` are pow, `torch.special.exp2` is exp2."""
+    name = function.__name__
+    if name.startswith("__") and name.endswith("__"):
+        name = name[2:-2]
+    return name.removeprefix("special_")
+
+
+def softmax(device: Device, function: Call, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Rule 5: softmax and log-softmax."""
+    asked = asked_dtype(args, kwargs)
+    if asked is None and device.autocast and eligible(input):
+        asked = kwargs["dtype"] = torch.float32
+    if input.dtype == torch.float16 and asked == torch.float32:
+        dim = kwargs["dim"] if "dim" in kwargs else args[0]
+        kernel = aten._log_softmax if "log" in name_of(function) else aten._softmax
+        return kernel(input, dim, True)
+    return function(input, *args, **kwargs)
+
+
+def linear(device: Device, function: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Rule 8. torch adds the bias out of place for any subclass of Tensor, and fakes are one."""
+    if device.autocast:
+        input, weight, bias = cast((input, weight, bias), device.autocast)
+    if bias is None or input.dim() == 2 or input.is_contiguous():
+        return function(input, weight, bias)
+    return torch.matmul(input, weight.t()).add_(bias)
+
+
+def batch_norm(
+    device: Device,
+    function: Call,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    """Rule 9. Autocast leaves batch norm alone: it runs in the dtype of its input."""
+    has_statistics = running_mean is not None and running_var is not None
+    if (
+        cudnn_enabled
+        and weight is not None
+        and bias is not None
+        and torch.bfloat16 not in (input.dtype, weight.dtype)
+        and (input.dtype != torch.float16 or weight.dtype == torch.float32)
+        and (has_statistics or (running_mean is None and running_var is None and training))
+        and input.dim() >= 3
+        and input.shape[0] <= (880801 if training else 65535)
+        and 0 < input.numel() < 2**31 - 1
+    ):
+        input = input.contiguous(memory_format=suggest_memory_format(input))
+        return aten.cudnn_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)[0]
+    return function(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled)
+
+
+def layer_norm(
+    device: Device,
+    function: Call,
+    input: Tensor,
+    normalized_shape: list[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Tensor:
+    """Rule 10."""
+    if device.autocast:
+        input, weight, bias = cast((input, weight, bias), torch.float32)
+    if input.dtype in LOW_PRECISION:
+        return torch.ops.remat.native_layer_norm(input, len(normalized_shape), weight, bias)[0]
+    return function(input, normalized_shape, weight, bias, eps, cudnn_enable)
+
+
+def rms_norm(
+    device: Device,
+    function: Call,
+    input: Tensor,
+    normalized_shape: list[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    """Rule 11. CUDA is unfused, as the CPU is, for mixed dtypes and channels-last inputs."""
+    if device.autocast and RMS_NORM_IN_FLOAT32:
+        input, weight = cast((input, weight), torch.float32)
+    same_dtype = weight is None or weight.dtype == input.dtype
+    if same_dtype and suggest_memory_format(input) == torch.contiguous_format and not input.is_complex():
+        return torch.ops.remat._fused_rms_norm(input, len(normalized_shape), weight)[0]
+    return function(input, normalized_shape, weight, eps)
+
+
+def cross_entropy(
+    device: Device, function: Call, input: Tensor, target: Tensor, weight: Tensor | None = None, *rest: Any
+) -> Tensor:
+    """Rule 12. The C++ function asks log-softmax for the dtype of the logits, which autocast respects.
+
+    `rest` is reduction, ignore_index, label_smoothing. Soft targets and label smoothing have no `nll_loss`
+    alone in them; their sums are approximated by casting the logits.
+    """
+    if not device.autocast or not eligible(input) or input.dtype == torch.float32:
+        return function(input, target, weight, *rest)
+    label_smoothing = rest[2] if len(rest) > 2 else 0.0
+    if input.shape == target.shape or label_smoothing > 0:
+        return function(*cast((input, target, weight), torch.float32), *rest)
+    logs = torch.log_softmax(input, 0 if input.dim() == 1 else 1, input.dtype)
+    logs, weight = cast((logs, weight), torch.float32)
+    return torch._C._nn.nll_loss_nd(logs, target, weight, *rest[:2])
+
+
+def refuse(device: Device, function: Call, *args: Any, **kwargs: Any) -> Any:
+    """Rule 13."""
+    raise CaptureError(
+        f"`{name_of(function)}` cannot be planned for a CUDA device from here: its kernels are not modelled. "
+        "Profile the workload on the device itself."
+    )
+
+
+def refuse_under_autocast(device: Device, function: Call, *args: Any, **kwargs: Any) -> Any:
+    """Rule 13, for what CUDA's autocast refuses too."""
+    if device.autocast:
+        raise CaptureError(
+            f"`{name_of(function)}` is an error under CUDA's autocast. Use `binary_cross_entropy_with_logits`."
+        )
+    return function(*args, **kwargs)
+
+
+# The table
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+LOWER_PRECISION_NAMES = _names(
+    """
+    _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d
+    convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot addbmm baddbmm bmm chain_matmul
+    linalg_multi_dot lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+    """
+)
+
+FLOAT32_NAMES = _names(
+    """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus
+    native_layer_norm group_norm frobenius_norm nuclear_norm cosine_similarity poisson_nll_loss
+    cosine_embedding_loss nll_loss nll_loss2d nll_loss_nd hinge_embedding_loss kl_div l1_loss
+    smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss
+    triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm
+    logsumexp upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d
+    upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d
+    _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa
+    """
+)
+
+FLOAT32_RESULT_NAMES = _names(
+    """
+    prod cumprod cumsum linalg_vector_norm linalg_matrix_norm linalg_norm sum norm
+    """
+)
+
+PROMOTE_NAMES = _names(
+    """
+    addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
+    """
+)
+
+CASTS = (lower_precision, float32, float32_result, promote, refuse_under_autocast)
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(LOWER_PRECISION_NAMES, lower_precision),
+    **dict.fromkeys(FLOAT32_NAMES, float32),
+    **dict.fromkeys(FLOAT32_RESULT_NAMES, float32_result),
+    **dict.fromkeys(PROMOTE_NAMES, promote),
+    "softmax": softmax,
+    "log_softmax": softmax,
+    "dropout": dropout,
+    "scaled_dot_product_attention": attention,
+    "linear": linear,
+    "batch_norm": batch_norm,
+    "layer_norm": layer_norm,
+    "rms_norm": rms_norm,
+    "cross_entropy_loss": cross_entropy,
+    "binary_cross_entropy": refuse_under_autocast,
+    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), refuse),
+}
+
+# Python functions of torch that call nothing of the above: both devices dispatch them alike.
+ALIKE = frozenset(
+    _names(
+        """
+        adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d
+        adaptive_max_pool3d alpha_dropout celu dropout1d dropout2d dropout3d elu embedding
+        feature_alpha_dropout fold glu hardsigmoid hardswish hardtanh leaky_relu mish pad relu relu6
+        selu sigmoid silu tanh threshold unfold split meshgrid broadcast_tensors broadcast_shapes
+        """
+    )
+)
+
+# The methods of Tensor written in Python that call something of the above.
+PYTHON_METHODS = frozenset({Tensor.norm, Tensor.__rpow__})

@@ -1,0 +1,220 @@
+"""What a CUDA device would dispatch to, executed on fake CPU tensors.
+
+Fake tensors on device "cuda" need a CUDA build of torch, and a step on fake CPU tensors dispatches the CPU's
+kernels: another attention, another dropout mask, another autocast list, other bytes. So the *calls* of a
+captured graph are replaced: each becomes the same call as CUDA makes it under `torch.autocast("cuda")`, with
+the kernels that CUDA selects. Those run forward and backward on fakes of any device, and save what they save
+on a GPU. The CPU's own autocast must be off while such a graph runs.
+
+The one table is `RULES` (`rules.py`): name of a dispatcher entry -> rule. Python functions of torch
+(`F.normalize`, `F.multi_head_attention_forward`, `Tensor.norm`) have no row of their own: they are run as they
+are, and the entries that they call are looked up. Composite C++ functions hide their inner calls, so those that
+matter have a rule each. Rules are numbered:
+
+  Rule 1   lower_precision  casts all floating tensors to the autocast dtype
+  Rule 2   float32          casts them to float32
+  Rule 3   float32_result   asks for a float32 result, unless a dtype was asked for
+  Rule 4   promote          casts them to the widest among them
+  Rule 5   softmax          rule 3; float16 -> float32 is one kernel on CUDA, without a copy of the input
+  Rule 6   dropout          keeps a bool mask, fused, where 0 < p < 1
+  Rule 7   attention        flash, memory-efficient, cuDNN or unfused, in the order that CUDA tries them
+  Rule 8   linear           rule 1; adds the bias in place where the input cannot be flattened
+  Rule 9   batch_norm       cuDNN's, if it takes these dtypes
+  Rule 10  layer_norm       rule 2; statistics are float32, also for 16-bit inputs
+  Rule 11  rms_norm         rule 2 from torch 2.12 on; one fused kernel, which saves the input and one number a row
+  Rule 12  cross_entropy    log-softmax in the dtype of the logits, then rule 2 for the loss
+  Rule 13  refuse           what is not modelled, by name
+
+The dispatcher's own lists are in `ATen/autocast_mode.h`, the choice of attention in `sdp_utils.cpp`; both are
+followed as of torch 2.13. A `TorchDispatchMode` was rejected: casts must be seen by autograd. So were
+overriding kernels of the AutocastCPU key, which is global to the process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+import types
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from remat.cuda_kernels.autocast import (
+    Call,
+    CudnnAttention,
+    Device,
+    Tensor,
+    dtype_of_region,
+    enter_autocast,
+    exit_autocast,
+)
+from remat.cuda_kernels.rules import ALIKE, CASTS, PYTHON_METHODS, RULES, name_of
+from remat.errors import CaptureError
+
+
+def substitute(
+    graph_module: torch.fx.GraphModule, autocast: torch.dtype | None, *, cudnn_attention: CudnnAttention | None = None
+) -> None:
+    """Replace, in place, what the nodes call by what CUDA calls; nodes keep number, order and names.
+
+    autocast         dtype of the `torch.autocast` around the step, None without
+    cudnn_attention  what cuDNN's attention takes, where the device prefers it to flash attention
+    """
+    regions = [autocast]
+    for node in graph_module.graph.nodes:
+        if node.target is torch.amp.autocast_mode._enter_autocast:
+            regions.append(dtype_of_region(autocast, *node.args, **node.kwargs))
+            node.target = enter_autocast
+        elif node.target is torch.amp.autocast_mode._exit_autocast:
+            regions.pop()
+            node.target = exit_autocast
+        else:
+            function = _called(node)
+            if function is not None and _differs(function, regions[-1]):
+                _retarget(node, _on_cuda(function, Device(regions[-1], cudnn_attention)))
+    graph_module.recompile()
+
+
+@dataclasses.dataclass(frozen=True)
+class OnCuda:
+    """A function of torch as CUDA would run it: the target of a substituted node."""
+
+    function: Call
+    device: Device
+
+    @property
+    def __name__(self) -> str:  # fx writes it into the code of the graph
+        return f"cuda_{name_of(self.function)}"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return run(self.function, self.device, args, kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _from_path, (*_path(self.function), self.device)
+
+
+def run(function: Call, device: Device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function of torch as CUDA would."""
+    if _is_python(function):
+        with _Inside(device):
+            return _without_overrides(function)(*args, **kwargs)
+    rule = RULES.get(name_of(function))
+    return rule(device, function, *args, **kwargs) if rule else function(*args, **kwargs)
+
+
+class _Inside(TorchFunctionMode):
+    """Applies the table to whatever a Python function of torch calls."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, func: Call, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return run(func, self.device, args, kwargs or {})
+
+
+class Untraced(TorchFunctionMode):
+    """Applies the table to an untraced forward, whose autocast is what `torch.autocast("cpu", ...)` says."""
+
+    def __init__(self, *, cudnn_attention: CudnnAttention | None = None) -> None:
+        super().__init__()
+        self.cudnn_attention = cudnn_attention
+
+    def __torch_function__(self, func: Call, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        if not _differs(func, autocast):
+            return func(*args, **(kwargs or {}))
+        with torch.autocast("cpu", enabled=False):
+            return run(func, Device(autocast, self.cudnn_attention), args, kwargs or {})
+
+
+# Finding and replacing calls
+
+
+def _is_python(function: Call) -> bool:
+    if not isinstance(function, types.FunctionType) or function.__name__ in ALIKE:
+        return False
+    # Where its body was written: `max_pool2d` is a wrapper from elsewhere, and calls nothing of the table.
+    home = function.__globals__.get("__name__")
+    return function in PYTHON_METHODS or home in ("torch.nn.functional", "torch.functional")
+
+
+def _is_torch(function: Call) -> bool:
+    module = getattr(function, "__module__", None) or ""
+    return isinstance(function, types.MethodDescriptorType) or module.split(".")[0] in ("torch", "_operator")
+
+
+def _differs(function: Call, autocast: torch.dtype | None) -> bool:
+    """Whether CUDA may run this function differently from the CPU."""
+    if not hasattr(function, "__name__") or not _is_torch(function):
+        return False
+    if _is_python(function):
+        return True
+    rule = RULES.get(name_of(function))
+    return rule is not None and (autocast is not None or rule not in CASTS)
+
+
+def _called(node: torch.fx.Node) -> Call | None:
+    if node.op == "call_function" and callable(node.target):
+        return node.target
+    if node.op == "call_method":
+        return getattr(Tensor, str(node.target), None)
+    return None
+
+
+@functools.cache
+def _on_cuda(function: Call, device: Device) -> OnCuda:
+    """One object for equal targets, so that the code of a graph names it once."""
+    return OnCuda(function, device)
+
+
+def _retarget(node: torch.fx.Node, target: OnCuda) -> None:
+    """Make `node` call a function; the graph finds nodes by operation and target: both change at once."""
+    table = node.graph._find_nodes_lookup_table
+    table.remove(node)
+    node.op = "call_function"
+    node.target = target
+    if node not in table:
+        table.insert(node)
+
+
+@functools.cache
+def _without_overrides(function: types.FunctionType) -> Call:
+    """A Python function of torch that runs its own body, whatever `__torch_function__` is active."""
+    never = dict.fromkeys(("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _never)
+    copy = types.FunctionType(
+        function.__code__, {**function.__globals__, **never}, function.__name__, None, function.__closure__
+    )
+    copy.__defaults__, copy.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    return copy
+
+
+def _never(*args: Any) -> bool:
+    return False
+
+
+_HOMES: dict[str, Any] = {
+    "torch.nn.functional": torch.nn.functional,
+    "torch.Tensor": Tensor,
+    "torch": torch,
+    "torch._C._nn": torch._C._nn,
+    "torch.linalg": torch.linalg,
+    "torch.special": torch.special,
+    "torch.functional": torch.functional,
+    "operator": operator,
+}
+
+
+def _path(function: Call) -> tuple[str, str]:
+    """Where a function of torch is found: the builtin ones do not pickle by themselves."""
+    for home, owner in _HOMES.items():
+        for name in (function.__name__, name_of(function)):
+            if getattr(owner, name, None) is function or getattr(owner, name, None) == function:
+                return home, name
+    raise CaptureError(f"`{function!r}` is a function of torch that has no public name.")
+
+
+def _from_path(home: str, name: str, device: Device) -> OnCuda:
+    return _on_cuda(getattr(_HOMES[home], name), device)

@@ -1,0 +1,596 @@
+"""The memory and time of a step under a plan, computed from its Graph.
+
+This is the evaluator: it knows no solver, judges every plan alike, and is what the integer program has to agree
+with. It states how the executor (`rewrite.py`: `torch.utils.checkpoint`, non-reentrant, early stop) behaves:
+
+Rule 1  Operators run in recorded order. The local life of a storage is what was recorded, whatever the plan.
+Rule 2  A save made outside regions keeps its storage until its recorded release.
+Rule 3  A region keeps the values that it takes while it runs, and then, with the outputs that it saves, until the
+        last release of a save made inside it, asked for or not; a saved output moves from the region to autograd when
+        it is replayed.
+Rule 4  A region is recomputed before the first operator of backward that follows a request for one of its saves,
+        from its first operator to its last save (early stop). What it saves lives until it has been used (the
+        checkpoint hands it out and forgets it), everything else as long as in forward, at most until the recomputation
+        ends.
+        A region that opens or closes a context (autocast) is recomputed to its end.
+Rule 5  While a region with inner ones is recomputed, an inner region runs as in forward: it keeps its inputs until it
+        is recomputed itself, when one of its own saves is asked for.
+Rule 6  Counters of a module are not advanced by a recomputation. Batch normalisation works there on copies of its
+        running statistics, which autograd saves.
+Rule 7  A cast that belongs to a saved node (autocast's copies) is not saved; it is made again, and so is a constant
+        (`torch.tensor(2.0)`). So is a cast that autocast remembered from before a region: in forward it lasts as long
+        as autocast is on, in a recomputation as long as that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from remat.evaluation.graph import OPTIMIZER_STATE, Graph
+from remat.evaluation.plan import Region
+
+_Position = Callable[[np.ndarray], np.ndarray]
+
+
+def _none() -> np.ndarray:
+    return np.zeros(0, dtype=np.int64)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Curve:
+    """A step under a plan, one entry per operator that runs.
+
+    alive_bytes  bytes alive during it, fixed bytes, workspaces and outputs held from the step before included
+    op           the recorded operator: in a recomputation maybe a cast from before its region (Rule 7)
+    region       index of the top-level region that it recomputes for, -1 in forward, backward and optimizer
+    runs         False where a saved node's operator is only replayed from what was saved
+    """
+
+    alive_bytes: np.ndarray
+    op: np.ndarray
+    region: np.ndarray
+    runs: np.ndarray
+
+    @property
+    def peak_bytes(self) -> int:
+        return int(self.alive_bytes.max())
+
+    @property
+    def peak_at(self) -> int:
+        return int(self.alive_bytes.argmax())
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Lives:
+    """Every storage of a step under a plan, once per time that it is made, and the timeline that it lives on.
+
+    storage, size_bytes, birth, death  columns over lives: a storage of the graph, and the positions between which it
+                                       is alive
+    op, region, runs                   columns over positions, as in `Curve`
+    """
+
+    storage: np.ndarray
+    size_bytes: np.ndarray
+    birth: np.ndarray
+    death: np.ndarray
+    op: np.ndarray
+    region: np.ndarray
+    runs: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Copies:
+    storage: np.ndarray
+    size_bytes: np.ndarray
+    birth: np.ndarray
+    death: np.ndarray
+
+
+def _joined(parts: Sequence[tuple[np.ndarray, int]]) -> tuple[np.ndarray, np.ndarray]:
+    """All parts in one array, and the number of the part that each entry is from."""
+    if not parts:
+        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    lengths = [len(part) for part, _ in parts]
+    return np.concatenate([part for part, _ in parts]), np.repeat([number for _, number in parts], lengths)
+
+
+@dataclasses.dataclass
+class Recomputation:
+    """Operators [first, stop), inserted before backward operator `trigger`.
+
+    top      index of the top-level region          level  0, or 1 for an inner one
+    packs    the saves that it makes again          release  last operator during which its inputs are kept
+    inner    those of the regions that it holds     start    its position on the timeline
+    casts    storages of older casts that it makes again, in order          cast_at  before which operators (Rule 7)
+    """
+
+    region: Region
+    top: int
+    first: int
+    stop: int
+    trigger: int
+    release: int
+    level: int
+    packs: np.ndarray
+    inner: tuple[Recomputation, ...] = ()
+    casts: np.ndarray = dataclasses.field(default_factory=_none)
+    cast_at: np.ndarray = dataclasses.field(default_factory=_none)
+    start: int = -1
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.first + len(self.casts)
+
+    @property
+    def last(self) -> int:
+        """Its last position on the timeline."""
+        return self.start + self.length - 1
+
+    def positions(self, ops: Any) -> Any:
+        """Where its own operators are on the timeline."""
+        return self.start + ops - self.first + np.searchsorted(self.cast_at, ops, side="right")
+
+    @property
+    def cast_positions(self) -> np.ndarray:
+        return self.start + self.cast_at - self.first + np.arange(len(self.casts))
+
+
+def _placed(recomputations: Sequence[Recomputation], by: np.ndarray, ops: np.ndarray) -> np.ndarray:
+    """Positions on the timeline of operators, each of the recomputation that `by` says."""
+    shift = np.array([r.start - r.first for r in recomputations], dtype=np.int64)
+    placed = shift[by] + ops
+    for i, r in enumerate(recomputations):
+        if len(r.casts):
+            placed[by == i] = r.positions(ops[by == i])
+    return placed
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    """What `Recomputation` says of a region that holds no regions, wherever it stands."""
+
+    first: int
+    stop: int
+    trigger: int
+    release: int
+    packs: np.ndarray
+    casts: np.ndarray
+    cast_at: np.ndarray
+
+    def of(self, region: Region, top: int, level: int) -> Recomputation:
+        columns = (self.first, self.stop, self.trigger, self.release, level, self.packs)
+        return Recomputation(region, top, *columns, casts=self.casts, cast_at=self.cast_at)
+
+
+class Memory:
+    """The evaluator for one Graph; `workspace_bytes` per operator is what kernels take beside their outputs."""
+
+    def __init__(self, graph: Graph, workspace_bytes: np.ndarray | None = None):
+        self.graph = graph
+        self.workspace_bytes = np.zeros(graph.op_count, dtype=np.int64) if workspace_bytes is None else workspace_bytes
+        packs = graph.packs
+        self.kept = np.flatnonzero((packs.storage >= 0) & (packs.release >= graph.forward_end))
+        self._inputs: dict[tuple[int, int], frozenset[int]] = {}
+        self._input_arrays: dict[tuple[int, int], np.ndarray] = {}
+        self._leaves: dict[tuple[int, int], _Leaf | None] = {}
+        self.node_first = np.array([node.first for node in graph.nodes], dtype=np.int64)
+        self.node_end = np.array([node.end for node in graph.nodes], dtype=np.int64)
+
+    def inputs(self, first: int, end: int) -> frozenset[int]:
+        """Storages, made before node `first`, of the values that nodes first..end-1 take. (Rule 3)"""
+        key = (first, end)
+        if key not in self._inputs:
+            nodes = self.graph.nodes
+            sources = {source for node in nodes[first:end] for source in node.inputs if source < first}
+            self._inputs[key] = frozenset(storage for source in sources for storage in nodes[source].values)
+        return self._inputs[key]
+
+    def _inputs_array(self, region: Region) -> np.ndarray:
+        """`inputs` of a region, in order."""
+        key = (region.first, region.end)
+        if key not in self._input_arrays:
+            self._input_arrays[key] = np.array(sorted(self.inputs(*key)), dtype=np.int64)
+        return self._input_arrays[key]
+
+    @functools.cached_property
+    def peak_without_regions(self) -> int:
+        """Peak of a plan of no regions, whose forward is traced all the same."""
+        return self.curve(()).peak_bytes
+
+    @functools.cached_property
+    def peak_without_checkpointing(self) -> int:
+        """Peak of the step as it runs where there is no plan; where that is not known, of a plan of no regions."""
+        return max(self.peak_without_regions, int(self.graph.untraced_bytes.max(initial=0)))
+
+    def first_step_peak(self, regions: Sequence[Region]) -> int:
+        """Peak of the very first step, in which the optimizer makes its state."""
+        graph, curve = self.graph, self.curve(regions)
+        alive = curve.alive_bytes - self.held_bytes(curve.op, curve.region)  # there is no step before
+        before = alive[curve.op < graph.backward_end].max()
+        return max(int(before) - graph.fixed_bytes.get(OPTIMIZER_STATE, 0), graph.first_step_bytes)
+
+    def packs_in(self, first: int, end: int) -> np.ndarray:
+        """Indices of the saves made by nodes first..end-1, in order."""
+        low, high = np.searchsorted(self.graph.packs.node, (first, end))
+        return np.arange(low, high)
+
+    def curve(self, regions: Sequence[Region], *, plain: tuple[int, int] | None = None) -> Curve:
+        """Bytes alive at every operator of a step under `regions` (disjoint, in order).
+
+        plain  count what autograd keeps outside regions for nodes first..end-1 only: the share of one run, for
+               the rows of the integer program
+        """
+        lives = self.lives(regions, plain)
+        change = np.zeros(len(lives.op) + 1, dtype=np.int64)
+        np.add.at(change, lives.birth, lives.size_bytes)
+        np.subtract.at(change, lives.death + 1, lives.size_bytes)
+        alive = np.cumsum(change[:-1]) + self.graph.fixed_total
+        alive += np.where(lives.runs, self.workspace_bytes[lives.op], 0)
+        alive += self.held_bytes(lives.op, lives.region)
+        return Curve(alive, lives.op, lives.region, lives.runs)
+
+    def held_bytes(self, op: np.ndarray, region: np.ndarray) -> np.ndarray:
+        """What the loop holds of the step before at positions of a timeline: it lets go of it within forward."""
+        sizes = np.zeros(len(op), dtype=np.int64)
+        for size, until in self.graph.held:
+            sizes[(op < until) & (region < 0)] += size
+        return sizes
+
+    def lives(self, regions: Sequence[Region], plain: tuple[int, int] | None = None) -> Lives:
+        """When every storage of the step is alive: the recorded ones first, then those made again, then copies."""
+        recomputations = self._recomputations(regions)
+        position, ops, owner = self._timeline(recomputations)
+        storages = self.graph.storages
+        death = position(self._deaths_of_originals(regions, recomputations, plain))
+        again, again_birth, again_death, made_by = self._made_again(recomputations, position)
+        runs = np.ones(len(ops), dtype=bool)
+        for i, recomputation in enumerate(recomputations):
+            if recomputation.region.saved:
+                is_saved = np.zeros(len(storages.birth), dtype=bool)
+                is_saved[self.saved_storages(recomputation.region)] = True
+                saved = (made_by == i) & is_saved[again]
+                death[again[saved]] = np.maximum(death[again[saved]], again_death[saved])
+                self._end_with_replay(death, recomputation)
+                made_by[saved] = -1
+            self._mark_replayed(runs, recomputation)
+        instances = made_by >= 0
+        again, again_birth, again_death = again[instances], again_birth[instances], again_death[instances]
+        copies = self._copies(recomputations, position)
+        return Lives(
+            storage=np.concatenate([np.arange(len(storages.birth)), again, copies.storage]),
+            size_bytes=np.concatenate([storages.size_bytes, storages.size_bytes[again], copies.size_bytes]),
+            birth=np.concatenate([position(storages.birth), again_birth, copies.birth]),
+            death=np.concatenate([death, again_death, copies.death]),
+            op=ops,
+            region=owner,
+            runs=runs,
+        )
+
+    def saved_storages(self, region: Region) -> np.ndarray:
+        """Storages that a region saves for its saved nodes: what they allocate, casts aside. (Rule 7)"""
+        if not region.saved:
+            return np.zeros(0, dtype=np.int64)
+        return np.sort(np.concatenate([self._allocated[node] for node in region.saved]))
+
+    @functools.cached_property
+    def _allocated(self) -> list[np.ndarray]:
+        """For every node the storages that it allocates, casts aside."""
+        storages = self.graph.storages
+        own = np.flatnonzero((storages.cast == 0) & (storages.node >= 0))
+        own = own[np.argsort(storages.node[own], kind="stable")]
+        borders = np.searchsorted(storages.node[own], np.arange(len(self.graph.nodes) + 1))
+        return [own[a:b] for a, b in itertools.pairwise(borders)]
+
+    def recompute_time_us(self, regions: Sequence[Region], op_time_us: np.ndarray) -> float:
+        """Time of everything that runs a second (third, ...) time under `regions`."""
+        curve = self.curve(regions)
+        again = (curve.region >= 0) & curve.runs
+        return float(op_time_us[curve.op[again]].sum())
+
+    def nested_time(self, region: Region, time_until: np.ndarray) -> int:
+        """Time of recomputing `region` and its inner regions, from the time of all operators before each."""
+        return sum(self.time_of(r, time_until) for r in self._recomputations([region]))
+
+    def time_of(self, r: Recomputation, time_until: np.ndarray) -> int:
+        """Time of recomputation `r` alone, whatever it saves."""
+        cast = self.graph.storages.birth[r.casts]
+        return int(time_until[r.stop] - time_until[r.first] + (time_until[cast + 1] - time_until[cast]).sum())
+
+    def recomputed_nodes(self, regions: Sequence[Region]) -> int:
+        """How many nodes are called again, a node of an inner region once per level."""
+        count = 0
+        for r in self._recomputations(regions):
+            last = self._last_called(r.region)
+            count += last + 1 - r.region.first - sum(v <= last for v in r.region.saved)
+        return count
+
+    # How the timeline comes about
+
+    def recomputation(self, region: Region) -> Recomputation | None:
+        """When and how far `region` is recomputed; None if nothing of it is asked for."""
+        found = self._recomputations([region])
+        return next((r for r in found if r.level == 0), None)
+
+    def _recomputations(self, regions: Sequence[Region]) -> list[Recomputation]:
+        found: list[Recomputation] = []
+        for top, region in enumerate(regions):
+            inner = [self._recomputation(part, top, level=1) for part in region.inner]
+            outer = self._outer(region, top, [r for r in inner if r]) if region.inner else None
+            found += [r for r in (outer or self._recomputation(region, top, level=0), *inner) if r]
+        return sorted(found, key=lambda r: (r.trigger, r.level, -r.first))
+
+    def _recomputation(self, region: Region, top: int, level: int) -> Recomputation | None:
+        key = (region.first, region.end)
+        if key not in self._leaves:
+            self._leaves[key] = self._leaf(region)
+        leaf = self._leaves[key]
+        return None if leaf is None else leaf.of(region, top, level)
+
+    def _leaf(self, region: Region) -> _Leaf | None:
+        """The recomputation of a region that holds no regions. (Rule 4)"""
+        table, packs = self.graph.packs, self.packs_in(region.first, region.end)
+        asked = table.unpack[packs]
+        if not (asked >= 0).any():
+            return None
+        stop = self._stop(region, int(table.at[packs].max()))
+        casts, cast_at = self._casts_again(region, stop)
+        return _Leaf(
+            first=int(self.node_first[region.first]),
+            stop=stop,
+            trigger=int(asked[asked >= 0].min()),
+            release=int(table.release[packs].max()),
+            packs=packs,
+            casts=casts,
+            cast_at=cast_at,
+        )
+
+    def _casts_again(self, region: Region, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """(storages of casts, before which operators): casts from before `region` that its recomputation makes again.
+
+        (Rule 7)
+        """
+        if not self._reuses:
+            return _none(), _none()
+        found: dict[int, int] = {}
+        for node in range(region.first, self._last_called(region) + 1):
+            record = self.graph.nodes[node]
+            for u, at in zip(record.reused, record.reused_at, strict=True):
+                if self.graph.storages.node[u] < region.first and at <= stop:
+                    found.setdefault(u, at)
+        return np.array(list(found), dtype=np.int64), np.array(list(found.values()), dtype=np.int64)
+
+    @functools.cached_property
+    def _reuses(self) -> bool:
+        return any(node.reused for node in self.graph.nodes)
+
+    def _stop(self, region: Region, last_save: int) -> int:
+        """Where the recomputation of `region` ends: at its last save, unless a context might be open there."""
+        return int(self.node_end[region.end - 1]) if self._holds_context(region) else last_save
+
+    def _last_called(self, region: Region) -> int:
+        """The last node of `region` that its recomputation calls; it goes up to where the last inner region begins."""
+        if self._holds_context(region):
+            return region.end - 1
+        saving = self.graph.packs.node[self.packs_in(region.first, region.end)]
+        if not region.inner:
+            return int(saving[-1])
+        own = [v for v in saving.tolist() if not any(v in part for part in region.inner)]
+        return max([region.first - 1, *(first - 1 for first in self._entered(region)), *own])
+
+    def _entered(self, region: Region) -> list[int]:
+        """Where inner regions of `region` begin that are given a tensor; its recomputation goes up to the last one."""
+        return [part.first for part in region.inner if self.inputs(part.first, part.end) or self._takes_fixed(part)]
+
+    def _takes_fixed(self, region: Region) -> bool:
+        """Whether `region` is handed a parameter or the like; a counter's is not, for autograd need not keep it."""
+        nodes = self.graph.nodes[region.first : region.end]
+        return any(node.takes_fixed and node.effect != "counter" for node in nodes)
+
+    def _holds_context(self, region: Region) -> bool:
+        return bool(self._bracketed[region.end] > self._bracketed[region.first])
+
+    @functools.cached_property
+    def _bracketed(self) -> np.ndarray:
+        """How many nodes before each are inside a context or close one."""
+        nodes = self.graph.nodes
+        inside = [node.bracketed or (i > 0 and nodes[i - 1].bracketed) for i, node in enumerate(nodes)]
+        return np.concatenate([[0], np.cumsum(inside)])
+
+    def _outer(self, region: Region, top: int, inner: list[Recomputation]) -> Recomputation | None:
+        """The recomputation of a region that holds regions. (Rule 5)"""
+        table, packs = self.graph.packs, self.packs_in(region.first, region.end)
+        starts, ends = ([getattr(part, side) for part in region.inner] for side in ("first", "end"))
+        holder = np.searchsorted(starts, table.node[packs], side="right") - 1
+        packs = packs[(holder < 0) | (table.node[packs] >= np.array(ends)[holder])]
+        asked = table.unpack[packs]
+        triggers = [*asked[asked >= 0].tolist(), *(r.trigger for r in inner)]
+        if not triggers:
+            return None
+        entered = self.node_first[[region.first, *self._entered(region)]].tolist()
+        stop = self._stop(region, max([*table.at[packs].tolist(), *entered]))
+        casts, cast_at = self._casts_again(region, stop)
+        return Recomputation(
+            region,
+            top,
+            first=int(self.node_first[region.first]),
+            stop=stop,
+            trigger=min(triggers),
+            release=max([*table.release[packs].tolist(), *(r.release for r in inner)]),
+            level=0,
+            packs=packs,
+            inner=tuple(inner),
+            casts=casts,
+            cast_at=cast_at,
+        )
+
+    def _timeline(self, recomputations: list[Recomputation]) -> tuple[_Position, np.ndarray, np.ndarray]:
+        """(map from recorded operators to positions, operator at each position, its region or -1)."""
+        count = self.graph.op_count
+        triggers = np.array([r.trigger for r in recomputations], dtype=np.int64)
+        lengths = np.array([r.length for r in recomputations], dtype=np.int64)
+        total = np.concatenate([[0], np.cumsum(lengths)])
+
+        def position(op: np.ndarray) -> np.ndarray:
+            return op + total[np.searchsorted(triggers, op, side="right")]
+
+        ops = np.empty(count + int(total[-1]), dtype=np.int64)
+        owner = np.full(len(ops), -1, dtype=np.int64)
+        ops[position(np.arange(count))] = np.arange(count)
+        for r, before in zip(recomputations, total, strict=False):
+            r.start = r.trigger + int(before)
+            owner[r.start : r.last + 1] = r.top
+            if len(r.casts):
+                ops[r.positions(np.arange(r.first, r.stop))] = np.arange(r.first, r.stop)
+                ops[r.cast_positions] = self.graph.storages.birth[r.casts]
+            else:
+                ops[r.start : r.last + 1] = np.arange(r.first, r.stop)
+        return position, ops, owner
+
+    def _deaths_of_originals(
+        self, regions: Sequence[Region], recomputations: list[Recomputation], only: tuple[int, int] | None
+    ) -> np.ndarray:
+        """Last recorded operator during which each storage made in forward is alive. (Rules 1-3)"""
+        table = self.graph.packs
+        death = self.graph.storages.death.copy()
+        plain = np.flatnonzero(table.storage >= 0)
+        if only is not None:
+            plain = plain[(table.node[plain] >= only[0]) & (table.node[plain] < only[1])]
+        for region in regions:
+            plain = plain[(table.node[plain] < region.first) | (table.node[plain] >= region.end)]
+        np.maximum.at(death, table.storage[plain], table.release[plain])
+        parts = [part for region in regions for part in (region, *region.inner)]
+        if parts:
+            taken = [self._inputs_array(part) for part in parts]
+            until = self.node_end[[part.end - 1 for part in parts]] - 1
+            np.maximum.at(death, np.concatenate(taken), np.repeat(until, [len(found) for found in taken]))
+        for r in recomputations:
+            if r.level == 0:
+                keeps = self._inputs_array(r.region)
+                death[keeps] = np.maximum(death[keeps], r.release)
+                if not r.region.saved:
+                    continue
+                saved = self.saved_storages(r.region)
+                replayed = self.graph.storages.node[saved] <= self._last_called(r.region)
+                death[saved] = np.maximum(death[saved], np.where(replayed, r.trigger - 1, r.release))
+        asked = {r.region for r in recomputations if r.level == 0}
+        for region in regions:
+            if region not in asked:
+                packs = self.packs_in(region.first, region.end)
+                keeps = np.concatenate([self._inputs_array(region), self.saved_storages(region)])
+                last = int(table.release[packs].max(initial=int(self.node_end[region.end - 1]) - 1))
+                death[keeps] = np.maximum(death[keeps], last)
+        return death
+
+    def _made_again(
+        self, recomputations: list[Recomputation], position: _Position
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """(storages made again, their births, their deaths, which recomputation makes them). (Rules 4, 5 and 7)"""
+        storages, table = self.graph.storages, self.graph.packs
+        first = np.array([r.first for r in recomputations], dtype=np.int64)
+        stop = np.array([r.stop for r in recomputations], dtype=np.int64)
+        low, high = np.searchsorted(storages.birth, first), np.searchsorted(storages.birth, stop)
+        count = high - low
+        place = np.cumsum(count) - count - low  # storage u made by recomputation r is entry u + place[r]
+        by = np.repeat(np.arange(len(recomputations)), count)
+        made = np.arange(int(count.sum())) - place[by]
+        ends = np.array([r.last for r in recomputations], dtype=np.int64)
+        in_it = storages.death[made] < stop[by]
+        death = np.where(in_it, _placed(recomputations, by, storages.death[made]), ends[by])
+
+        def live_until_used(packs: np.ndarray, by: np.ndarray) -> None:
+            storage, used = table.storage[packs], table.used[packs]
+            own = (storage >= low[by]) & (storage < high[by]) & (used >= 0)
+            np.maximum.at(death, storage[own] + place[by[own]], position(used[own]))
+
+        packs, owner = _joined([(r.packs, i) for i, r in enumerate(recomputations)])
+        live_until_used(packs, owner)
+        for i, idle, end in self._idle(recomputations):
+            keeps = self._inputs_array(idle)
+            own = keeps[(keeps >= low[i]) & (keeps < high[i])]
+            np.maximum.at(death, own + place[i], recomputations[i].positions(end - 1))
+        for i, outer in enumerate(recomputations):
+            if not outer.inner:
+                continue
+            keeps, inner = _joined([(self._inputs_array(part.region), k) for k, part in enumerate(outer.inner)])
+            own = (keeps >= low[i]) & (keeps < high[i])
+            until = position(np.array([part.trigger for part in outer.inner])) - 1
+            np.maximum.at(death, keeps[own] + place[i], until[inner[own]])
+            packs, inner_of_pack = _joined([(part.packs, k) for k, part in enumerate(outer.inner)])
+            # A pair (inner region, storage) as one number, to find the saves of what that region takes.
+            pairs = inner_of_pack * (1 << 32) + table.storage[packs]
+            again = packs[np.isin(pairs, inner[own] * (1 << 32) + keeps[own])]
+            live_until_used(again, np.full(len(again), i))
+        birth = _placed(recomputations, by, storages.birth[made])
+        casts = self._cast_again(recomputations, position)
+        own_and_casts = zip((made, birth, death, by), casts, strict=True)
+        columns = [np.concatenate(pair) if len(casts[0]) else pair[0] for pair in own_and_casts]
+        return columns[0], columns[1], columns[2], columns[3]
+
+    def _cast_again(
+        self, recomputations: list[Recomputation], position: _Position
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """As `_made_again`, of casts from before a region: autocast remembers them while it is recomputed. (Rule 7)"""
+        table = self.graph.packs
+        casts, by = _joined([(r.casts, i) for i, r in enumerate(recomputations)])
+        birth, _ = _joined([(r.cast_positions, i) for i, r in enumerate(recomputations) if len(r.casts)])
+        death = np.array([r.last for r in recomputations], dtype=np.int64)[by]
+        for k, u in enumerate(casts.tolist()):
+            packs = recomputations[by[k]].packs
+            used = table.used[packs[table.storage[packs] == u]]
+            death[k] = max([death[k], *position(used[used >= 0]).tolist()])
+        return casts, birth, death, by
+
+    def _idle(self, recomputations: list[Recomputation]) -> Iterator[tuple[int, Region, int]]:
+        """Inner regions that run in a recomputation and are never asked for a save: (which, region, end in operators).
+
+        They keep their inputs while they run. (Rule 5)
+        """
+        for i, r in enumerate(recomputations):
+            asked = {part.region for part in r.inner}
+            for part in r.region.inner:
+                if part not in asked:
+                    yield i, part, min(int(self.node_end[part.end - 1]), r.stop)
+
+    def _copies(self, recomputations: list[Recomputation], position: _Position) -> _Copies:
+        """Copies of module state, counted with the first storage of their node. (Rule 6)"""
+        table = self.graph.packs
+        packs, by = _joined([(r.packs, i) for i, r in enumerate(recomputations)])
+        stop = np.array([r.stop for r in recomputations], dtype=np.int64)
+        copied = (table.copy_bytes[packs] > 0) & (table.at[packs] < stop[by])
+        packs, by = packs[copied], by[copied]
+        birth = _placed(recomputations, by, table.at[packs])
+        return _Copies(
+            self._first_storage[table.node[packs]], table.copy_bytes[packs], birth, position(table.used[packs])
+        )
+
+    @functools.cached_property
+    def _first_storage(self) -> np.ndarray:
+        """For every node a storage that it makes, or 0."""
+        first = np.zeros(len(self.graph.nodes), dtype=np.int64)
+        made = self.graph.storages.node >= 0
+        first[self.graph.storages.node[made][::-1]] = np.flatnonzero(made)[::-1]
+        return first
+
+    def _end_with_replay(self, deaths: np.ndarray, r: Recomputation) -> None:
+        """What the last replayed node saved beyond the early stop goes when the recomputation ends."""
+        saved = self.saved_storages(r.region)
+        unused = saved[(self.graph.storages.birth[saved] >= r.stop)]
+        unused = unused[self.graph.storages.node[unused] <= self._last_called(r.region)]
+        deaths[unused] = np.maximum(deaths[unused], r.last)
+
+    def _mark_replayed(self, runs: np.ndarray, r: Recomputation) -> None:
+        counters = [i for i in self._counters if i in r.region]
+        for node in (*r.region.saved, *counters):
+            begin, end = max(self.node_first[node], r.first), min(self.node_end[node], r.stop)
+            for op in range(begin, end):
+                runs[r.positions(op)] = self.graph.is_made_again[op]
+
+    @functools.cached_property
+    def _counters(self) -> list[int]:
+        return [i for i, node in enumerate(self.graph.nodes) if node.effect == "counter"]

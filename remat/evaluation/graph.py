@@ -1,0 +1,342 @@
+"""A Graph: one training step, recorded as what it runs, what it allocates and what autograd keeps.
+
+The record is made once, without checkpointing (`recorder.py`). Everything later (the memory of any plan, the
+integer program, the estimated time) is computed from it, without torch, so a step recorded on a GPU machine can be
+planned on a laptop.
+
+The record distinguishes three ways in which a storage can be alive, because a plan changes each differently:
+
+* *local*: somebody other than autograd refers to it: a value that a later node takes, a result that the caller
+  holds, a gradient on its way. `Storages.death` is the last operator during which that is so. A plan does not
+  change it.
+* *packed*: autograd keeps it for a backward. Every single save is a row of `Packs`, with the operator after which
+  it is let go.  A region drops its packs in forward and makes them again when it is recomputed.
+* *fixed*: it was there before the step (parameters, buffers, optimizer state, the batch): `Graph.fixed_bytes`.
+
+Operators are numbered through the step: `forward_end` first ones are the forward, then the backward up to
+`backward_end`, then the optimizer. A storage with birth b and death d is alive during operators b..d inclusive.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from remat.evaluation.identity import Identity, NodeId, canonical
+from remat.units import gib
+
+OPTIMIZER_STATE = "optimizer state"  # in `Graph.fixed_bytes`: what the first step lacks
+LIBRARY_WORKSPACES = "library workspaces"  # in `Graph.fixed_bytes`: what cuBLAS keeps, see `workspaces.py`
+OUTSIDE = -1  # Node.call of what the step computes outside the captured graphs
+CAST = "aten._to_copy.default"  # the operator kind that changes the dtype
+MADE_AGAIN = (CAST, "aten.lift_fresh.default")  # kinds whose result is never saved; the second brings in a constant
+CALLED_MODULES = "called_modules"  # key of `Graph.about`: paths of the modules whose forward was called
+IDENTITY = ("anchor", "tensors", "draws", "made_bytes")  # fields of a Node that its `NodeId` has too
+UNKNOWN = -1  # Node.tensors in a record from before nodes had an identity
+NOT_UNTRACED = "not_untraced"  # ... why nothing is known of the step untraced
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """One operator of a captured fx graph (or, with call = OUTSIDE, what the step ran between two graphs).
+
+    name     its name in the fx graph          op       what it calls, as text
+    module   path of the module that it is in  call     which graph call of the step it belongs to
+    inputs   nodes whose values it takes       values   storages that its value refers to (fixed ones left out); of what
+                                                        ran between two graphs, those that a later node takes
+    first    first of its forward operators    end      one past its last forward operator
+    random   it draws random numbers
+    effect   what it does to storages older than itself: "" nothing, "batch_norm" and "counter" update module
+             state in a known way, "other" updates the state of a module in a way that must happen exactly once
+    mutates  older nodes whose values it changes in place
+    crossable  its value is a single tensor, so that it can enter and leave a region
+    bracketed  a context (autocast, no_grad) is open after it that a later node closes
+    wired    those of `inputs` that are nodes of the same graph call
+    takes_fixed  it takes a tensor that was there before the step: a parameter, a buffer, the batch
+    reused   storages of casts that an older node made and that nobody hands to this one: autocast remembers those of
+             weights                           reused_at  operators before which they would be made otherwise
+    anchor, tensors, draws, made_bytes  see `identity.NodeId`
+    """
+
+    name: str
+    op: str
+    module: str
+    call: int
+    inputs: tuple[int, ...]
+    values: tuple[int, ...]
+    first: int
+    end: int
+    random: bool = False
+    effect: str = ""
+    mutates: tuple[int, ...] = ()
+    crossable: bool = True
+    bracketed: bool = False
+    wired: tuple[int, ...] = ()
+    takes_fixed: bool = False
+    reused: tuple[int, ...] = ()
+    reused_at: tuple[int, ...] = ()
+    anchor: bool = False
+    tensors: int = UNKNOWN
+    draws: bool = False
+    made_bytes: int = 0
+
+
+_BLOCK = re.compile(r"^(.*?\.)?\d+(?=\.|$)")
+
+
+def block_of(module: str) -> str | None:
+    """The outermost numbered module that `module` is part of: a layer of the model. None outside layers."""
+    match = _BLOCK.match(module)
+    return match[0] if match else None
+
+
+def fingerprint(rows: Iterable[tuple[str, str, list[int]]]) -> str:
+    """Hash of a captured graph: (what a node calls, its module, ordinals of its inputs) for every node in order.
+
+    Shapes, names and versions are left out. Only plans of file version 1 are known by nothing else: two versions of a
+    library spell one graph in two ways, see `identity.py`.
+    """
+    return hashlib.sha256(json.dumps(list(rows)).encode()).hexdigest()[:16]
+
+
+@dataclasses.dataclass(frozen=True)
+class OpKind:
+    """An operator with the shapes, strides and dtypes of its arguments: what is timed once.
+
+    name   aten overload                       signature  its arguments, as JSON can say them
+    flops  floating-point operations           moved_bytes  bytes read and written at least once
+    dtype  of the arithmetic
+    """
+
+    name: str
+    signature: Any
+    flops: int
+    moved_bytes: int
+    dtype: str
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Operator and signature: what kernels' own bytes are known by in a replay."""
+        return self.name, json.dumps(self.signature)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Storages:
+    """Columns over storages: size, first and last operator of their local life, producing node (-1 in backward).
+
+    cast   1 where the producing operator only changes the dtype, or brings in a constant: such a result is never saved,
+            it is made again
+    """
+
+    size_bytes: np.ndarray
+    birth: np.ndarray
+    death: np.ndarray
+    node: np.ndarray
+    cast: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Packs:
+    """Columns over the tensors that autograd saved, in the order of saving.
+
+    node     node during which it was saved    storage  which storage, -1 for fixed ones
+    copy_bytes  size of the copy of module state that is saved in its place when the node is recomputed, or 0
+    at       operators run before the saving   unpack   operators run before backward asked for it, -1 if never
+    used     last operator of the gradient function that asked for it, -1 if never
+    release  last operator during which autograd still keeps it (a little later: the engine sums broadcast
+             gradients before it lets go)
+    """
+
+    node: np.ndarray
+    storage: np.ndarray
+    copy_bytes: np.ndarray
+    at: np.ndarray
+    unpack: np.ndarray
+    used: np.ndarray
+    release: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """One parameter: what the states of training hold for it, for sharding them.
+
+    gradient_bytes  0 where it needs no gradient      state_bytes  of the optimizer, after its first step
+    gradient        storage that is its gradient when backward ends; -1: none, or one from before the step
+    state_tensors   `state_bytes` tensor by tensor; empty in files from before it was recorded
+    """
+
+    name: str
+    size_bytes: int
+    gradient_bytes: int = 0
+    state_bytes: int = 0
+    gradient: int = -1
+    state_tensors: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Graph:
+    """One recorded training step.
+
+    op_kind, op_node   columns over operators: index into `kinds`, and the node it belongs to: in forward the node
+                       that ran it, in backward the node whose gradient it computes
+    fixed_bytes        what was there before the step, by category
+    parameter_gradients  storages that are a parameter's gradient when backward ends
+    about              where it came from: workload, batch size, sequence length, dtype policy, device, versions
+    parameters         one by one, in the order of the model
+    gathered           storages that sharding added: shards of other ranks, while they are needed
+    first_step_bytes   most bytes alive while the optimizer runs for the first time, and makes its state; 0: not known
+    untraced_bytes     alive during every operator of the same step where nothing is traced (`untraced.py`): fixed bytes
+                       and kernels' own included; empty: not known
+    held               outputs of the step before that the loop still holds, as (bytes, operators before which they are
+                       there)
+    """
+
+    nodes: tuple[Node, ...]
+    kinds: tuple[OpKind, ...]
+    op_kind: np.ndarray
+    op_node: np.ndarray
+    storages: Storages
+    packs: Packs
+    forward_end: int
+    backward_end: int
+    fixed_bytes: dict[str, int]
+    parameter_gradients: tuple[int, ...]
+    about: dict[str, Any]
+    parameters: tuple[Parameter, ...] = ()
+    first_step_bytes: int = 0
+    gathered: tuple[int, ...] = ()
+    untraced_bytes: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    held: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def op_count(self) -> int:
+        return len(self.op_kind)
+
+    @property
+    def fixed_total(self) -> int:
+        return sum(self.fixed_bytes.values())
+
+    @functools.cached_property
+    def is_made_again(self) -> np.ndarray:
+        """For every operator whether its result is made again where its node is saved."""
+        return np.array([kind.name in MADE_AGAIN for kind in self.kinds], dtype=bool)[self.op_kind]
+
+    @property
+    def unseen_bytes(self) -> int:
+        """Of the fixed bytes what no replay sees: Python numbers kept as tensors, libraries' workspaces."""
+        return self.fixed_bytes.get("numbers", 0) + self.fixed_bytes.get(LIBRARY_WORKSPACES, 0)
+
+    @functools.cached_property
+    def call_nodes(self) -> tuple[tuple[int, ...], ...]:
+        """The nodes of every graph call, in order."""
+        calls: dict[int, list[int]] = {}
+        for i, node in enumerate(self.nodes):
+            calls.setdefault(node.call, []).append(i)
+        calls.pop(OUTSIDE, None)
+        return tuple(tuple(calls[call]) for call in sorted(calls))
+
+    @functools.cached_property
+    def fingerprints(self) -> tuple[str, ...]:
+        """`fingerprint` of every graph call, in order."""
+        return tuple(map(self._fingerprint_of, self.call_nodes))
+
+    @functools.cached_property
+    def identities(self) -> tuple[Identity, ...]:
+        """What every graph call is known by; empty where the record is from before there was such a thing."""
+        if any(self.nodes[i].tensors == UNKNOWN for members in self.call_nodes for i in members):
+            return ()
+        return tuple(map(self._identity_of, self.call_nodes))
+
+    def _identity_of(self, members: tuple[int, ...]) -> Identity:
+        ordinal = {i: k for k, i in enumerate(members)}
+        return tuple(
+            NodeId(
+                canonical(node.op),
+                node.module,
+                tuple(ordinal[j] for j in node.wired),
+                **{name: getattr(node, name) for name in IDENTITY},
+            )
+            for node in (self.nodes[i] for i in members)
+        )
+
+    def _fingerprint_of(self, members: tuple[int, ...]) -> str:
+        ordinal = {i: k for k, i in enumerate(members)}
+        return fingerprint(
+            (self.nodes[i].op, self.nodes[i].module, [ordinal[j] for j in self.nodes[i].wired]) for i in members
+        )
+
+    def __str__(self) -> str:
+        packed = np.unique(self.packs.storage[self.packs.storage >= 0])
+        return (
+            f"Graph of {self.about.get('workload', '?')}: {len(self.nodes)} nodes, {self.forward_end} forward and "
+            f"{self.backward_end - self.forward_end} backward operators of {len(self.kinds)} kinds; "
+            f"autograd keeps {gib(int(self.storages.size_bytes[packed].sum()))}; fixed {gib(self.fixed_total)}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "nodes": [dataclasses.astuple(node) for node in self.nodes],
+            "kinds": [dataclasses.astuple(kind) for kind in self.kinds],
+            "op_kind": self.op_kind.tolist(),
+            "op_node": self.op_node.tolist(),
+            "storages": _columns_to_json(self.storages),
+            "packs": _columns_to_json(self.packs),
+            "forward_end": self.forward_end,
+            "backward_end": self.backward_end,
+            "fixed_bytes": self.fixed_bytes,
+            "parameter_gradients": list(self.parameter_gradients),
+            "about": self.about,
+            "parameters": [dataclasses.astuple(parameter) for parameter in self.parameters],
+            "first_step_bytes": self.first_step_bytes,
+            "gathered": list(self.gathered),
+            "untraced_bytes": self.untraced_bytes.tolist(),
+            "held": [list(row) for row in self.held],
+        }
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Graph:
+        """Inverse of `to_json`; raises KeyError, TypeError or ValueError where `data` is not a Graph."""
+        nodes = tuple(_node_from_json(row) for row in data["nodes"])
+        return Graph(
+            nodes=nodes,
+            kinds=tuple(OpKind(*row) for row in data["kinds"]),
+            op_kind=np.array(data["op_kind"], dtype=np.int64),
+            op_node=np.array(data["op_node"], dtype=np.int64),
+            storages=Storages(**_columns_from_json(data["storages"])),
+            packs=Packs(**_columns_from_json(data["packs"])),
+            forward_end=data["forward_end"],
+            backward_end=data["backward_end"],
+            fixed_bytes=data["fixed_bytes"],
+            parameter_gradients=tuple(data["parameter_gradients"]),
+            about=data["about"],
+            parameters=tuple(_parameter_from_json(row) for row in data.get("parameters", ())),
+            first_step_bytes=data.get("first_step_bytes", 0),
+            gathered=tuple(data.get("gathered", ())),
+            untraced_bytes=np.array(data.get("untraced_bytes", ()), dtype=np.int64),
+            held=tuple((size, until) for size, until in data.get("held", ())),
+        )
+
+
+def _node_from_json(row: list[Any]) -> Node:
+    values: list[Any] = [tuple(value) if isinstance(value, list) else value for value in row]
+    return Node(*values)
+
+
+def _parameter_from_json(row: list[Any]) -> Parameter:
+    parameter = Parameter(*row)
+    return dataclasses.replace(parameter, state_tensors=tuple(parameter.state_tensors))
+
+
+def _columns_to_json(table: Storages | Packs) -> dict[str, list[int]]:
+    return {field.name: getattr(table, field.name).tolist() for field in dataclasses.fields(table)}
+
+
+def _columns_from_json(columns: dict[str, list[int]]) -> dict[str, np.ndarray]:
+    return {name: np.array(values, dtype=np.int64) for name, values in columns.items()}

@@ -1,0 +1,300 @@
+"""A Plan: which runs of nodes are regions, and what each region saves.
+
+Inside the planner nodes are numbers (`Graph.nodes`). In the plan file a node is a call and an ordinal within it, with
+the name and the module path beside it for a person to read. What stands at that ordinal is in the file too
+(`Plan.identities`), so that `apply` finds it again in a graph that is spelled in another way (`placing.py`).
+
+File version 1 has no identities; such a plan applies to a graph of the same names and wiring. Versions 1 and 2 say in
+two fields how a plan executes (`regions_are`, and `compiler` in `about`), version 3 in one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import remat
+from remat.errors import UsageError
+from remat.evaluation.graph import OUTSIDE, Graph
+from remat.evaluation.identity import Identity, from_lines, to_lines
+from remat.units import gib, ms
+
+FORMAT = "remat-plan"
+VERSION = 3
+RegionKind = Literal["nodes", "modules"]
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Region:
+    """Nodes first..end-1, wrapped in one `torch.utils.checkpoint` call.
+
+    saved  nodes whose outputs are kept from forward to the recomputation
+    inner  regions inside this one, disjoint and in order; a region with inner ones saves nothing itself
+    """
+
+    first: int
+    end: int
+    saved: tuple[int, ...] = ()
+    inner: tuple[Region, ...] = ()
+
+    def __contains__(self, node: object) -> bool:
+        return isinstance(node, int) and self.first <= node < self.end
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeRef:
+    """A node as the plan file names it: graph call, ordinal in that call; name and module are for reading."""
+
+    call: int
+    ordinal: int
+    name: str
+    module: str
+
+
+@dataclasses.dataclass(frozen=True)
+class PlacedRegion:
+    """A region by reference: nodes `first`..`last` inclusive of one call.
+
+    saved   nodes whose outputs are kept
+    random  nodes that draw random numbers: recomputed with the generator state that they had in forward
+    once    nodes that update module state: not done again when recomputed
+    module  path of the module whose forward the region is, "" where it is a run of nodes
+    """
+
+    first: NodeRef
+    last: NodeRef
+    saved: tuple[NodeRef, ...] = ()
+    random: tuple[NodeRef, ...] = ()
+    once: tuple[NodeRef, ...] = ()
+    inner: tuple[PlacedRegion, ...] = ()
+    module: str = ""
+
+    @property
+    def call(self) -> int:
+        return self.first.call
+
+    def count_nodes(self) -> int:
+        return self.last.ordinal - self.first.ordinal + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a solver decided, for which graph and budget, and what it promises.
+
+    regions       the decisions                     fingerprints  of the graph, one per call
+    about         of the Graph: workload, batch size, sequence length, dtype policy, versions
+    target        device planned for                costs         "measured" or "estimated"
+    budget_bytes  limit on the peak of the step     predicted     peak_bytes, step_time_us, recompute_time_us, ...
+    solver        name, status, objective_us, bound_us, gap, wall_s
+    space         what "optimal" ranges over: cuts, nesting depth, saves
+    execution     how the step runs: "eager", "modules", "inductor", "aot_eager" (see `execution/`)
+    identities    what the nodes of each graph call are known by; empty in plans of file version 1
+    """
+
+    regions: tuple[PlacedRegion, ...]
+    fingerprints: tuple[str, ...]
+    about: dict[str, Any]
+    target: str
+    costs: str
+    budget_bytes: int
+    predicted: dict[str, Any]
+    without_checkpointing: dict[str, Any]
+    solver: dict[str, Any]
+    space: dict[str, Any]
+    execution: str = "eager"
+    identities: tuple[Identity, ...] = dataclasses.field(default=(), repr=False)
+
+    @property
+    def is_of_modules(self) -> bool:
+        """Whether its regions are the forward of whole modules."""
+        return any(region.module for region in self.regions)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan file atomically: a reader sees the old file or the new one."""
+        write_atomically(Path(path), json.dumps(self.to_json(), indent=1) + "\n")
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Plan:
+        """Read a plan file. Raises `UsageError` where it is missing, corrupt or of a newer version."""
+        return Plan.from_json(read_json(Path(path), FORMAT, VERSION, "plan"), str(path))
+
+    def to_json(self) -> dict[str, Any]:
+        data = dataclasses.asdict(dataclasses.replace(self, identities=()))
+        head = {"format": FORMAT, "version": VERSION, "remat": remat.__version__}
+        return {**head, **data, "identities": _identities_to_json(self.identities)}
+
+    @staticmethod
+    def from_json(data: dict[str, Any], where: str = "plan") -> Plan:
+        try:
+            younger = ("execution", "identities")
+            fields = {field.name: data[field.name] for field in dataclasses.fields(Plan) if field.name not in younger}
+            fields["identities"] = () if data.get("version") == 1 else _identities_from_json(data["identities"])
+            fields["execution"], fields["about"] = _execution_from_json(data)
+            fields["regions"] = tuple(_region_from_json(row) for row in fields["regions"])
+            fields["fingerprints"] = tuple(fields["fingerprints"])
+            return Plan(**fields)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UsageError(
+                f"{where} is not a complete plan file ({type(error).__name__}: {error}); "
+                "write it again with `remat plan`."
+            ) from error
+
+    def __str__(self) -> str:
+        predicted, plain = self.predicted, self.without_checkpointing
+        saved = sum(len(region.saved) for region in self.regions)
+        nested = sum(bool(region.inner) for region in self.regions)
+        nodes = sum(region.count_nodes() for region in self.regions)
+        return "\n".join(
+            [
+                f"Plan for {self.about.get('workload')} on {self.target} within {gib(self.budget_bytes)}",
+                f"  regions    {len(self.regions):4d}   ({nested} nested, {nodes} nodes, {saved} saved)",
+                f"  peak       {gib(predicted['peak_bytes'])} predicted, "
+                f"{gib(plain['peak_bytes'])} without checkpointing",
+                f"  step time  {ms(predicted['step_time_us'])} ({self.costs}), "
+                f"+{100 * predicted['overhead']:.1f} % recomputation",
+                f"  solver     {self.solver['name']}: {self.solver['status']}, gap {100 * self.solver['gap']:.2f} %",
+                *(f"  traced     {sentence}" for sentence in traced_branches(self.about)),
+            ]
+        )
+
+
+def traced_branches(about: Mapping[str, Any]) -> list[str]:
+    """Of each branch of eager mode that could not be captured, a sentence."""
+    return [
+        f"{asker} asks {predicate}, and its eager branch cannot be traced: kernels and roundings may differ"
+        for asker, predicate in (about.get("traced_branches") or {}).items()
+    ]
+
+
+def place(
+    graph: Graph, regions: tuple[Region, ...], modules: Sequence[tuple[int, int, str]] | None = None
+) -> tuple[PlacedRegion, ...]:
+    """`regions` by reference, as the plan file holds them; `modules` as in `Space`."""
+    path_of = {(first, end): path for first, end, path in modules or ()}
+    ordinals: dict[int, int] = {}
+    refs = []
+    for node in graph.nodes:
+        ordinal = ordinals.get(node.call, 0)
+        ordinals[node.call] = ordinal + 1
+        refs.append(NodeRef(node.call, ordinal, node.name, node.module))
+
+    def placed(region: Region) -> PlacedRegion:
+        first, last = refs[region.first], refs[region.end - 1]
+        assert first.call == last.call != OUTSIDE
+        inside = range(region.first, region.end)
+        return PlacedRegion(
+            first,
+            last,
+            saved=tuple(refs[v] for v in region.saved),
+            random=tuple(refs[v] for v in inside if graph.nodes[v].random and v not in region.saved),
+            once=tuple(refs[v] for v in inside if graph.nodes[v].effect),
+            inner=tuple(map(placed, region.inner)),
+            module=path_of.get((region.first, region.end), ""),
+        )
+
+    return tuple(placed(region) for region in regions)
+
+
+def unplace(graph: Graph, regions: tuple[PlacedRegion, ...]) -> tuple[Region, ...]:
+    """Inverse of `place` on a graph with the same fingerprints."""
+    index: dict[tuple[int, int], int] = {}
+    ordinals: dict[int, int] = {}
+    for i, node in enumerate(graph.nodes):
+        ordinal = ordinals.get(node.call, 0)
+        ordinals[node.call] = ordinal + 1
+        index[node.call, ordinal] = i
+
+    def region_of(placed: PlacedRegion) -> Region:
+        return Region(
+            index[placed.call, placed.first.ordinal],
+            index[placed.call, placed.last.ordinal] + 1,
+            tuple(index[ref.call, ref.ordinal] for ref in placed.saved),
+            tuple(map(region_of, placed.inner)),
+        )
+
+    return tuple(map(region_of, regions))
+
+
+def _region_from_json(row: dict[str, Any]) -> PlacedRegion:
+    def refs(name: str) -> tuple[NodeRef, ...]:
+        return tuple(NodeRef(**ref) for ref in row[name])
+
+    return PlacedRegion(
+        NodeRef(**row["first"]),
+        NodeRef(**row["last"]),
+        saved=refs("saved"),
+        random=refs("random"),
+        once=refs("once"),
+        inner=tuple(_region_from_json(inner) for inner in row["inner"]),
+        module=str(row.get("module", "")),
+    )
+
+
+def _identities_to_json(identities: tuple[Identity, ...]) -> dict[str, Any]:
+    """Every graph once, and which of them each call is: a loop over layers calls one graph many times."""
+    different = list(dict.fromkeys(identities))
+    return {
+        "calls": [different.index(identity) for identity in identities],
+        "graphs": [to_lines(identity) for identity in different],
+    }
+
+
+def _identities_from_json(data: dict[str, Any]) -> tuple[Identity, ...]:
+    graphs = [from_lines(lines) for lines in data["graphs"]]
+    return tuple(graphs[i] for i in data["calls"])
+
+
+def _execution_from_json(data: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """(how the plan executes, what else `about` says); files before version 3 said it in two fields."""
+    about = dict(data["about"])
+    if "execution" in data:
+        found = data["execution"]
+        if not isinstance(found, str):
+            raise ValueError(f"an execution is named {found!r}")
+        return found, about
+    compiler = about.pop("compiler", None)
+    kind = data.get("regions_are", "nodes")
+    if kind not in ("nodes", "modules"):
+        raise ValueError(f"regions are {kind!r}")
+    return "modules" if kind == "modules" else compiler or "eager", about
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write `text` to `path` so that no half-written file can be seen; raises `UsageError` if it cannot be."""
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}.") from error
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except OSError as error:
+        os.unlink(temporary)
+        raise UsageError(f"{path} cannot be written: {error.strerror}.") from error
+
+
+def read_json(path: Path, form: str, version: int, what: str) -> dict[str, Any]:
+    """The JSON document at `path`, if it is a `form` of at most `version`; otherwise a `UsageError`."""
+    try:
+        data = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UsageError(f"there is no {what} file at {path}.") from None
+    except OSError as error:
+        raise UsageError(f"the {what} file {path} cannot be read: {error.strerror}.") from error
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UsageError(f"{path} is not a {what} file: {error}.") from error
+    if not isinstance(data, dict) or data.get("format") != form:
+        raise UsageError(f"{path} is not a {what} file: it lacks `format: {form}`.")
+    found = data.get("version")
+    if not isinstance(found, int) or found > version:
+        raise UsageError(
+            f"{path} has {what} version {found}; this remat reads up to {version}. Update remat or plan again."
+        )
+    return data

@@ -1,0 +1,139 @@
+"""Execution: a way to run a plan's step, with what the planner has to know of it.
+
+Each way is a folder here: the executor, which training loads (`executions.py` names it), and an `Execution`, which
+planning and validation load. What differs between ways is stated there and nowhere else: what a region may be, what
+operators cost, what a step then needs, and which budget to ask a solver for next.
+
+A solver is asked for plans within an *evaluator's* budget. The step that runs under such a plan is replayed on fake
+tensors, and may need other than the evaluator says: nothing else where traced graphs run in eager mode, more where
+Python's local variables hold on to values, less or more where a compiler saves and fuses by its own lights.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from remat.costing.profile import Profile
+from remat.errors import UsageError
+from remat.evaluation.graph import Graph
+from remat.evaluation.plan import PlacedRegion, RegionKind
+from remat.formulation.problem import Problem
+from remat.formulation.search_space import DEPTH, Space
+from remat.formulation.solution import Solution
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from remat.costing.planning_device import PlanningDevice
+    from remat.recording.fake_step import FakeStep
+    from remat.workload.training_loop import Loop
+
+MOST_TRIES = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Try:
+    """One plan that was replayed.
+
+    asked_bytes      the evaluator's budget that it was asked for under
+    evaluator_bytes  its peak by the evaluator
+    peak_bytes       its peak by the replay
+    """
+
+    asked_bytes: int
+    evaluator_bytes: int
+    peak_bytes: int
+
+
+class Execution(abc.ABC):
+    """A way to run a plan's step.
+
+    name            `Plan.execution`, `--execution`
+    regions         what a region is: a run of "nodes" of the captured graph, or the forward of one of its "modules"
+    is_exact        whether what the evaluator says is what the step needs
+    compiler        the compiler that the step must run under; None where it must not run under any
+    bound_carries   whether no plan within the budget, run this way, can recompute for less than the evaluator's bound
+    most_tries      plans that are replayed for one budget, at most
+    patience_s      seconds for the solver where none are given; None: the solver's own default
+    """
+
+    name: str
+    regions: RegionKind = "nodes"
+    is_exact: bool = False
+    compiler: str | None = None
+    bound_carries: bool = True
+    most_tries: int = MOST_TRIES
+    patience_s: float | None = None
+
+    def require(self, device: PlanningDevice | None, loop: Loop | None) -> None:  # noqa: B027
+        """Raise UsageError where no plan can be made for this way to run; a profile out of a file has no `device`."""
+
+    @abc.abstractmethod
+    def space(self, graph: Graph, depth: int | None = None) -> Space:
+        """The plans that can run this way; regions nest `depth` deep, by default as deep as they may."""
+
+    def pose(self, profile: Profile, space: Space, budget_bytes: int) -> Problem:
+        """The problem of the least recomputation within the evaluator's budget."""
+        return Problem(profile.graph, profile.costs, space, budget_bytes)
+
+    def price(self, profile: Profile) -> Profile:
+        """`profile`, with what operators cost when they run this way."""
+        return profile
+
+    @abc.abstractmethod
+    def replay(
+        self,
+        step: FakeStep,
+        graph: Graph,
+        regions: Sequence[PlacedRegion],
+        *,
+        alignment_bytes: int,
+        workspace_of: dict[tuple[str, str], int],
+    ) -> np.ndarray:
+        """Bytes alive at every operator of the step as it runs under `regions`, all that it takes included.
+
+        graph         the record of `step`: it knows what no fake tensor shows (wrapped numbers)
+        workspace_of  kernels' own bytes by operator and signature, see `Profile.workspace_of`
+        """
+
+    @abc.abstractmethod
+    def trivial(self, problem: Problem, replayed: Callable[[], int] | None) -> Solution | None:
+        """The plan of no regions, where it keeps the budget; `replayed` is its peak, None where nothing is replayed."""
+
+    def without_plan(self, problem: Problem, replayed: Callable[[], int] | None) -> int:
+        """Peak of the step as people run it who have no plan."""
+        return problem.memory.peak_without_checkpointing
+
+    def first_budget(self, problem: Problem, least_bytes: Callable[[], int]) -> int:
+        """The evaluator's budget to begin with; `least_bytes` as in `next_budget`."""
+        return problem.budget_bytes
+
+    def next_budget(self, problem: Problem, tries: Sequence[Try], least_bytes: Callable[[], int]) -> int | None:
+        """The evaluator's budget to ask for after `tries`; None where the search is over.
+
+        Lower the evaluator's budget by the replay's excess: plans of a smaller budget are plans of a larger one too.
+
+        least_bytes  the least that the evaluator grants any plan
+        """
+        last = tries[-1]
+        excess = last.peak_bytes - problem.budget_bytes
+        return None if excess <= 0 else last.asked_bytes - excess
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """What training calls in place of `model`, with or without a plan in it."""
+        return model
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def require_depth(execution: Execution, depth: int | None, most: int = DEPTH) -> int:
+    """`depth`, or the deepest nesting; raises UsageError where regions cannot nest so deep."""
+    if depth is not None and depth > most:
+        raise UsageError(f"under --execution {execution} regions do not nest; leave --depth {depth} out.")
+    return most if depth is None else depth

@@ -1,0 +1,1 @@
+"""Captured graphs whose regions are tags for a compiler: Inductor, or AOTAutograd alone."""

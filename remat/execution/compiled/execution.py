@@ -1,0 +1,110 @@
+"""Compiled execution: captured graphs compiled with their regions as tags, by Inductor or by AOTAutograd alone.
+
+The evaluator speaks of eager execution, and what a compiler saves, fuses and uses twice is not in it. So several eager
+budgets are asked for, and of the plans whose compiled replay keeps the budget the one with the least recomputation is
+taken. The budget is kept as far as the replay is right. No bound holds for other plans, so none is given.
+
+The code that Inductor generates depends on the machine (its device, on the CPU also the number of threads), so the
+target must be the machine at hand. Under Inductor operators are priced as fused (`fusion.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import numpy as np
+import torch
+from torch import nn
+
+from remat.costing.planning_device import PlanningDevice
+from remat.costing.profile import Profile
+from remat.errors import UsageError
+from remat.evaluation.graph import Graph
+from remat.evaluation.plan import PlacedRegion
+from remat.execution.base import Execution, Try, require_depth
+from remat.execution.compiled.compiling import AOT_EAGER, INDUCTOR
+from remat.execution.compiled.fusion import fused
+from remat.execution.compiled.replay import replay_compiled
+from remat.formulation.problem import Problem
+from remat.formulation.search_space import Space, find_space
+from remat.formulation.solution import NONE_NEEDED, Solution
+from remat.recording.fake_step import FakeStep
+from remat.workload.training_loop import Loop
+
+NEAR = 0.02  # of the budget: what is left of it is not worth another replay
+
+
+class CompiledExecution(Execution):
+    bound_carries = False
+    most_tries = 6
+
+    def __init__(self, compiler: str):
+        self.name = self.compiler = compiler
+
+    def require(self, device: PlanningDevice | None, loop: Loop | None) -> None:
+        if device is None:
+            raise UsageError("a plan for compiled execution compiles the model, and a profile has none; use --model.")
+        if device.device is None:
+            raise UsageError(
+                f"what {self.name} makes of a model is known only where it runs, and {device.target.name} is not this "
+                "machine's; use --target cpu, or cuda on a machine that has it."
+            )
+        if loop is not None and loop.shard is not None:
+            raise UsageError("a plan for compiled execution does not know shards; leave --shard out.")
+
+    def space(self, graph: Graph, depth: int | None = None) -> Space:
+        return find_space(graph, depth=require_depth(self, depth, most=1))
+
+    def price(self, profile: Profile) -> Profile:
+        return fused(profile) if self.name == INDUCTOR else profile
+
+    def replay(
+        self,
+        step: FakeStep,
+        graph: Graph,
+        regions: Sequence[PlacedRegion],
+        *,
+        alignment_bytes: int,
+        workspace_of: dict[tuple[str, str], int],
+    ) -> np.ndarray:
+        alive = replay_compiled(
+            step,
+            regions,
+            compiler=self.name,
+            alignment_bytes=alignment_bytes,
+            workspace_of=workspace_of,
+            device=step.device,
+        )
+        return alive + graph.unseen_bytes
+
+    def trivial(self, problem: Problem, replayed: Callable[[], int] | None) -> Solution | None:
+        if replayed is not None and replayed() <= problem.budget_bytes:
+            return Solution(NONE_NEEDED, "feasible", replayed_bytes=replayed())
+        return None
+
+    def without_plan(self, problem: Problem, replayed: Callable[[], int] | None) -> int:
+        """Of the untouched step, compiled."""
+        return super().without_plan(problem, replayed) if replayed is None else replayed()
+
+    def first_budget(self, problem: Problem, least_bytes: Callable[[], int]) -> int:
+        return min(max(problem.budget_bytes, least_bytes()), problem.memory.peak_without_regions - 1)
+
+    def next_budget(self, problem: Problem, tries: Sequence[Try], least_bytes: Callable[[], int]) -> int | None:
+        """Towards the budget from where the last plan is; halfway where that was asked for already."""
+        limit, last, asked = problem.budget_bytes, tries[-1], {each.asked_bytes for each in tries}
+        if 0 <= limit - last.peak_bytes <= NEAR * limit:
+            return None
+        most = problem.memory.peak_without_regions - 1
+        low = max((each.asked_bytes for each in tries if each.peak_bytes <= limit), default=least_bytes())
+        high = min((each.asked_bytes for each in tries if each.peak_bytes > limit), default=most)
+        towards = min(max(last.asked_bytes + limit - last.peak_bytes, low), high)
+        if towards in asked:
+            towards = (low + high) // 2
+        return None if towards in asked else towards
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        return cast(nn.Module, torch.compile(model, backend=self.name))
+
+
+EXECUTIONS = {name: CompiledExecution(name) for name in (INDUCTOR, AOT_EAGER)}

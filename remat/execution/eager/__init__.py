@@ -1,0 +1,1 @@
+"""Captured graphs, run node by node, their regions under `torch.utils.checkpoint`."""

@@ -1,0 +1,50 @@
+"""Eager execution: captured graphs run node by node, their regions under `torch.utils.checkpoint`.
+
+The evaluator knows this way to the byte, so what it says is what the replay finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from remat.evaluation.graph import Graph
+from remat.evaluation.plan import PlacedRegion
+from remat.execution.base import Execution, require_depth
+from remat.execution.eager.replay import replay
+from remat.formulation.problem import Problem
+from remat.formulation.search_space import Space, find_space
+from remat.formulation.solution import NONE_NEEDED, TRACING_ALONE, Solution
+from remat.recording.fake_step import FakeStep
+
+
+class EagerExecution(Execution):
+    name = "eager"
+    is_exact = True
+
+    def space(self, graph: Graph, depth: int | None = None) -> Space:
+        return find_space(graph, depth=require_depth(self, depth))
+
+    def replay(
+        self,
+        step: FakeStep,
+        graph: Graph,
+        regions: Sequence[PlacedRegion],
+        *,
+        alignment_bytes: int,
+        workspace_of: dict[tuple[str, str], int],
+    ) -> np.ndarray:
+        alive = replay(step, regions, alignment_bytes=alignment_bytes, workspace_of=workspace_of)
+        return alive + graph.unseen_bytes
+
+    def trivial(self, problem: Problem, replayed: Callable[[], int] | None) -> Solution | None:
+        """None is needed where the untraced step keeps the budget; where only the traced one does, it is applied."""
+        if problem.memory.peak_without_checkpointing <= problem.budget_bytes:
+            return Solution(NONE_NEEDED, "optimal")
+        if problem.memory.peak_without_regions <= problem.budget_bytes:
+            return Solution(TRACING_ALONE, "optimal")
+        return None
+
+
+EXECUTIONS = {"eager": EagerExecution()}

@@ -1,0 +1,35 @@
+"""Replay: run the rewritten step on fake tensors and see what is alive.
+
+The executor itself is the judge here: the same rewrite that training uses, the same autograd, no model of memory.
+`Memory.curve` should equal it byte for byte; no plan is handed out that the replay has not accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from remat.evaluation.plan import PlacedRegion
+from remat.execution.eager.rewritten_calls import RewrittenCalls
+from remat.recording.fake_step import FakeStep
+from remat.recording.tracked_step import track
+from remat.recording.tracker import Tracker
+
+
+def replay(
+    step: FakeStep,
+    regions: Sequence[PlacedRegion],
+    *,
+    alignment_bytes: int = 1,
+    workspace_of: Mapping[tuple[str, str], int] | None = None,
+) -> np.ndarray:
+    """Bytes alive at every operator of the step under `regions`, fixed bytes included.
+
+    workspace_of  kernel's own bytes by operator and signature, see `Profile.workspace_of`
+    """
+    run_call, step.run_call = step.run_call, RewrittenCalls(regions, recompute_context=step.recompute_context)
+    try:
+        return track(step, Tracker(alignment_bytes)).alive(workspace_of)
+    finally:
+        step.run_call = run_call

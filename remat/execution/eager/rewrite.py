@@ -1,0 +1,439 @@
+"""Rewrite: cut a captured graph into regions and run them under `torch.utils.checkpoint`.
+
+Rules that the rewritten graph keeps:
+
+Rule 1  Nodes run in the captured order, and call what they called, so the same kernels are dispatched.
+Rule 2  A random node that is recomputed gets the generator state that it had in forward, and the generator is put
+        back afterwards. So the stream of random numbers is the untouched one, whatever is saved around it.
+Rule 3  The output of a saved node is kept, below autograd: when the region is recomputed its operators are not run,
+        but autograd still sees them, and saves what they save. (`saving.py`)
+Rule 4  What changes module state (running statistics, counters) changes it in forward only.
+Rule 5  An inner region records and replays in the recomputation of the outer one; in forward it only drops.
+
+Only nodes that need Rules 2-4 are wrapped; all others are called as they stand, so that a region costs no more than
+plain `torch.utils.checkpoint` does. torch's own selective checkpointing intercepts every operator of a region,
+restores the generator once per region (wrong as soon as one random node is saved and a later one is not), and
+identifies what it saves by counting operators, which differ between devices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from remat.capture.nodes import as_function, bracket_of, called, captured_nodes, may_draw, replace_target, with_name
+from remat.errors import RematError
+from remat.execution.eager.saving import RanAgain, Replay, Result, Save, note_versions
+
+_RUNNING = ("running_mean", "running_var")
+
+
+@dataclasses.dataclass(frozen=True)
+class CallRegion:
+    """A region within one graph call, in ordinals of that call: nodes first..last inclusive.
+
+    saved   nodes whose outputs are kept    random  nodes that draw random numbers
+    once    nodes that update module state
+    """
+
+    first: int
+    last: int
+    saved: frozenset[int] = frozenset()
+    random: frozenset[int] = frozenset()
+    once: frozenset[int] = frozenset()
+    inner: tuple[CallRegion, ...] = ()
+
+
+@dataclasses.dataclass
+class Counts:
+    """What really happened in one step: regions entered, and nodes run again. A saved node counts if it ran again."""
+
+    regions: int = 0
+    recomputed_nodes: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class RewriteOptions:
+    """counts   where what happens is counted
+    observe  count every recomputed node, at the price of a Python call per node
+    recompute_context  what recomputations run under
+    """
+
+    counts: Counts
+    observe: bool = False
+    recompute_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+
+
+class RegionRun:
+    """One execution of one region: what it recorded in forward, for its recomputation.
+
+    replaying  it is being recomputed for its own backward
+    again      its nodes run another time: in that recomputation, or in that of the region around it
+
+    A random node whose generator is where the random node before it left it needs no state of its own: in the
+    recomputation that is so again. The generator is put back when the recomputation ends.
+    """
+
+    __slots__ = ("_before", "_drawn_on", "_outer", "_saved", "_states", "children", "options", "replaying")
+
+    def __init__(self, options: RewriteOptions, outer: RegionRun | None = None):
+        self.options = options
+        self.replaying = False
+        self.children: dict[int, RegionRun] = {}
+        self._outer = outer
+        self._drawn_on: torch.device | None = None  # whose generator is as the last random node left it
+        self._states: dict[int, Any] = {}
+        self._before: dict[torch.device, Any] = {}  # generators as they were when the recomputation began to draw
+        self._saved: dict[int, list[Result]] = {}
+
+    @property
+    def again(self) -> bool:
+        return self.replaying or (self._outer is not None and self._outer.again)
+
+    def contexts(self) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
+        return _NOTHING, _Recomputation(self)
+
+    def child(self, key: int) -> RegionRun:
+        """The execution of inner region `key`; in the recomputation the same one as in forward. (Rule 5)"""
+        self._drawn_on = None
+        if key not in self.children:
+            self.children[key] = RegionRun(self.options, self)
+        return self.children[key]
+
+    def random(self, key: int, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run random node `key`. (Rule 2)"""
+        device = _device_of(args, kwargs)
+        if device is None:
+            return function(*args, **kwargs)
+        if self.again:
+            self._go_back(key, device)
+        elif device != self._drawn_on:
+            self._states[key], self._drawn_on = _get_state(device), device
+        return function(*args, **kwargs)
+
+    def _go_back(self, key: int, device: torch.device) -> None:
+        """Put the generator where it was before random node `key`; `restore` undoes it."""
+        if (state := self._states.get(key)) is None:
+            return
+        run: RegionRun | None = self
+        while run is not None and not run.replaying:
+            run = run._outer
+        assert run is not None
+        if device not in run._before:
+            run._before[device] = _get_state(device)
+        _set_state(device, state)
+
+    def restore(self) -> None:
+        """Put generators back to where they were before the recomputation."""
+        while self._before:
+            _set_state(*self._before.popitem())
+
+    def saved(self, key: int, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run saved node `key`, or replay what it gave. (Rule 3)"""
+        if not self.replaying:
+            if self._outer is not None and not self.again:  # Rule 5
+                self._drawn_on = None
+                return function(*args, **kwargs)
+            with Save() as save:
+                value = function(*args, **kwargs)
+            self._saved[key] = save.results
+            if save.drawn:
+                self._drawn_on = None
+            return value
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        if key not in self._saved:
+            raise RematError(
+                "a region that saves outputs was asked to recompute twice; call backward(retain_graph=True) for the "
+                "first backward, or plan without saved nodes."
+            )
+        try:
+            return self._replayed(Replay(self._saved[key] if keep else self._saved.pop(key)), function, args, kwargs)
+        finally:  # an early stop is an exception
+            if keep:
+                note_versions(self._saved[key])
+
+    def _replayed(self, replay: Replay, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not self.options.observe:
+            with replay:
+                return function(*args, **kwargs)
+        with (watch := RanAgain()), replay:
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.options.counts.recomputed_nodes += watch.found
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+class _Recomputation:
+    """What `run` is recomputed under; entered once for every backward through the region."""
+
+    __slots__ = ("_context", "_run")
+
+    def __init__(self, run: RegionRun):
+        self._run = run
+
+    def __enter__(self) -> None:
+        self._context = self._run.options.recompute_context()
+        self._context.__enter__()
+        self._run.replaying = True
+
+    def __exit__(self, *error: Any) -> None:
+        self._run.replaying = False
+        self._run.restore()
+        self._context.__exit__(*error)
+
+
+def _device_of(args: Any, kwargs: Any) -> torch.device | None:
+    """The device whose generator a random node uses; None under fake tensors, which draw nothing."""
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        return None
+    if args and isinstance(args[0], torch.Tensor):
+        return args[0].device
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, torch.Tensor):
+            return leaf.device
+    return torch.device(kwargs.get("device") or "cpu")
+
+
+def _get_state(device: torch.device | None) -> Any:
+    if device is None:
+        return None
+    if device.type == "cpu":
+        return torch.get_rng_state().numpy().tobytes()
+    return torch.get_device_module(device).get_rng_state(device)
+
+
+def _set_state(device: torch.device | None, state: Any) -> None:
+    if device is None:
+        return
+    if device.type == "cpu":
+        torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+# What the nodes of a rewritten graph call. A body's first argument is its region's execution, `run`.
+
+
+def _states_of(node: fx.Node) -> tuple[Any, ...]:
+    """The module state that a node updates: running statistics, or the counter itself."""
+    if called(node) != "batch_norm":
+        return node.args[:1]
+    return (*node.args[1:3], *(node.kwargs.get(name) for name in _RUNNING))
+
+
+def _all_once(region: CallRegion) -> frozenset[int]:
+    return region.once.union(*map(_all_once, region.inner))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Body:
+    """The nodes of a region as a function (run, *state, *inputs).
+
+    early_stop  end a recomputation at the last tensor that backward needs; not where that might be between the opening
+                and the closing of a context, which would stay open
+
+    The first `states` inputs are module state that the region updates. They are passed on as they are: autograd
+    would refuse to give back a saved tensor that has changed since.
+    """
+
+    function: fx.GraphModule
+    states: int
+    early_stop: bool
+
+    def __call__(self, run: RegionRun, state: tuple[Any, ...], *inputs: Any) -> Any:
+        return self.function.forward(run, *state, *inputs)
+
+    def checkpointed(self, run: RegionRun, inputs: tuple[Any, ...]) -> Any:
+        return checkpoint(
+            self,
+            run,
+            inputs[: self.states],
+            *inputs[self.states :],
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=run.contexts,
+            early_stop=self.early_stop,
+        )
+
+
+def _top_region(body: _Body, options: RewriteOptions, name: str) -> Callable[..., Any]:
+    def call(*inputs: Any) -> Any:
+        options.counts.regions += 1
+        return body.checkpointed(RegionRun(options), inputs)
+
+    return with_name(call, name)
+
+
+def _inner_region(body: _Body, key: int, name: str) -> Callable[..., Any]:
+    def call(run: RegionRun, *inputs: Any) -> Any:
+        return body.checkpointed(run.child(key), inputs)
+
+    return with_name(call, name)
+
+
+def _random(function: Callable[..., Any], key: int) -> Callable[..., Any]:
+    def call(run: RegionRun, *args: Any, **kwargs: Any) -> Any:
+        return run.random(key, function, args, kwargs)
+
+    return call
+
+
+def _saved(function: Callable[..., Any], key: int) -> Callable[..., Any]:
+    def call(run: RegionRun, *args: Any, **kwargs: Any) -> Any:
+        return run.saved(key, function, args, kwargs)
+
+    return call
+
+
+def _once(function: Callable[..., Any], key: int) -> Callable[..., Any]:
+    """A counter: what it returns is what it changed. (Rule 4)"""
+
+    def call(run: RegionRun, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if run.again else function(*args, **kwargs)
+
+    return call
+
+
+def _batch_norm(function: Callable[..., Any], key: int) -> Callable[..., Any]:
+    """Batch normalisation in training: running statistics do not enter its output. (Rule 4)
+
+    Autograd saves them all the same, so the recomputation works on copies and not without them.
+    """
+
+    def call(run: RegionRun, *args: Any, **kwargs: Any) -> Any:
+        if not run.again:
+            return function(*args, **kwargs)
+        args = (*args[:1], *(statistic.clone() for statistic in args[1:3]), *args[3:])
+        running = {name: kwargs[name].clone() for name in _RUNNING if name in kwargs}
+        return function(*args, **{**kwargs, **running})
+
+    return call
+
+
+def _plain(function: Callable[..., Any], key: int) -> Callable[..., Any]:
+    """A node that needs nothing of its region, in the form of those that do."""
+
+    def call(run: RegionRun, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _counted(wrapped: Callable[..., Any]) -> Callable[..., Any]:
+    """Any node of a body that is not saved, when recomputations are counted."""
+
+    def call(run: RegionRun, *args: Any, **kwargs: Any) -> Any:
+        run.options.counts.recomputed_nodes += run.again
+        return wrapped(run, *args, **kwargs)
+
+    return call
+
+
+def rewrite(graph_module: fx.GraphModule, regions: Sequence[CallRegion], options: RewriteOptions) -> fx.GraphModule:
+    """`graph_module` with `regions` (disjoint, in order) as submodules run under checkpoint.
+
+    Parameters stay inputs of the graph, as Dynamo made them. The result has passed `lint()`.
+    """
+    return _Rewriter(graph_module, options).top(regions)
+
+
+class _Rewriter:
+    def __init__(self, source: fx.GraphModule, options: RewriteOptions):
+        self._source = source
+        self._nodes = captured_nodes(source)
+        self._ordinal = {node: i for i, node in enumerate(self._nodes)}
+        self._options = options
+
+    def top(self, regions: Sequence[CallRegion]) -> fx.GraphModule:
+        """The whole graph: nodes outside regions as they stand."""
+        graph = fx.Graph()
+        environment: dict[fx.Node, fx.Node] = {}
+        owner = {i: region for region in regions for i in range(region.first, region.last + 1)}
+        for node in self._source.graph.nodes:
+            ordinal = self._ordinal.get(node, -1)
+            region = owner.get(ordinal)
+            if region is None:
+                environment[node] = graph.node_copy(node, lambda n: environment[n])
+            elif ordinal == region.last:
+                self._call_region(graph, region, environment, None)
+        return self._module(graph)
+
+    def _call_region(
+        self, graph: fx.Graph, region: CallRegion, environment: dict[fx.Node, fx.Node], run: fx.Node | None
+    ) -> None:
+        """Add the call of `region` to `graph`; `run` is the enclosing region's execution, if there is one."""
+        states, inputs, outputs = self._boundary(region)
+        inputs = [*states, *inputs]
+        inside = self._nodes[region.first : region.last + 1]
+        early_stop = not any(bracket_of(node) for node in inside)
+        body = _Body(self._body(region, inputs, outputs), len(states), early_stop)
+        name, arguments = f"region_{region.first}_{region.last}", [environment[n] for n in inputs]
+        if run is None:
+            call = graph.call_function(_top_region(body, self._options, name), tuple(arguments))
+        else:
+            call = graph.call_function(_inner_region(body, region.first, name), (run, *arguments))
+        if len(outputs) == 1:
+            environment[outputs[0]] = call
+            return
+        for i, output in enumerate(outputs):
+            environment[output] = graph.call_function(operator.getitem, (call, i))
+
+    def _boundary(self, region: CallRegion) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
+        """(module state that the region updates, its other inputs, its outputs)"""
+        inside = self._nodes[region.first : region.last + 1]
+        members = set(inside)
+        inputs = dict.fromkeys(n for node in inside for n in node.all_input_nodes if n not in members)
+        outputs = [node for node in inside if any(user not in members for user in node.users)]
+        updating = [self._nodes[i] for i in sorted(_all_once(region))]
+        states = [n for n in inputs if any(n in _states_of(node) for node in updating)]
+        return states, [n for n in inputs if n not in states], outputs
+
+    def _body(self, region: CallRegion, inputs: list[fx.Node], outputs: list[fx.Node]) -> fx.GraphModule:
+        graph = fx.Graph()
+        run = graph.placeholder("run")
+        environment = {node: graph.placeholder(f"{node.name}_in") for node in inputs}
+        owner = {i: part for part in region.inner for i in range(part.first, part.last + 1)}
+        for ordinal in range(region.first, region.last + 1):
+            node, inner = self._nodes[ordinal], owner.get(ordinal)
+            if inner is None:
+                environment[node] = copy = graph.node_copy(node, lambda n: environment[n])
+                self._wrap(copy, region, ordinal, run)
+            elif ordinal == inner.last:
+                self._call_region(graph, inner, environment, run)
+        values = tuple(environment[node] for node in outputs)
+        graph.output(values[0] if len(values) == 1 else values)
+        return self._module(graph)
+
+    def _wrap(self, node: fx.Node, region: CallRegion, ordinal: int, run: fx.Node) -> None:
+        """Let `node` be called through `run` where Rules 2-4 need it."""
+        if ordinal in region.once:
+            wrapper: Callable[..., Any] = _batch_norm if called(node) == "batch_norm" else _once
+        elif ordinal in region.saved:
+            wrapper = _saved
+        elif ordinal in region.random or may_draw(node):
+            wrapper = _random
+        elif self._options.observe:
+            wrapper = _plain
+        else:
+            return
+        function = wrapper(as_function(node), ordinal)
+        if self._options.observe and ordinal not in region.saved:
+            function = _counted(function)
+        replace_target(node, with_name(function, wrapper.__name__))
+        node.args = (run, *node.args)
+
+    def _module(self, graph: fx.Graph) -> fx.GraphModule:
+        graph.lint()
+        targets = {str(n.target) for n in graph.nodes if n.op == "get_attr"}
+        return fx.GraphModule({name: getattr(self._source, name) for name in targets}, graph)

@@ -1,0 +1,61 @@
+"""The graph calls of a forward, each run with its regions."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from remat.evaluation.plan import PlacedRegion
+from remat.execution.eager.rewrite import CallRegion, Counts, RewriteOptions, rewrite
+
+
+def regions_by_call(regions: Sequence[PlacedRegion]) -> dict[int, tuple[CallRegion, ...]]:
+    """The regions of each graph call, in ordinals of that call."""
+    calls: dict[int, list[CallRegion]] = {}
+    for region in regions:
+        calls.setdefault(region.call, []).append(_call_region(region))
+    return {call: tuple(found) for call, found in calls.items()}
+
+
+def _call_region(region: PlacedRegion) -> CallRegion:
+    return CallRegion(
+        region.first.ordinal,
+        region.last.ordinal,
+        saved=frozenset(ref.ordinal for ref in region.saved),
+        random=frozenset(ref.ordinal for ref in region.random),
+        once=frozenset(ref.ordinal for ref in region.once),
+        inner=tuple(map(_call_region, region.inner)),
+    )
+
+
+class RewrittenCalls:
+    """Runs each graph call of a forward with its regions; rewritten graphs are made once.
+
+    find  where the regions of a call are in its graph; by default where `regions` say
+    """
+
+    def __init__(
+        self,
+        regions: Sequence[PlacedRegion],
+        *,
+        observe: bool = False,
+        recompute_context: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
+        find: Callable[[int, fx.GraphModule], tuple[CallRegion, ...]] | None = None,
+    ):
+        by_call = regions_by_call(regions)
+        self.counts = Counts()
+        self._options = RewriteOptions(self.counts, observe, recompute_context or contextlib.nullcontext)
+        self._calls = frozenset(by_call)
+        self._find = find or (lambda call, graph_module: by_call[call])
+        self._rewritten: dict[tuple[int, int], fx.GraphModule] = {}
+
+    def __call__(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
+        if call not in self._calls:
+            return graph_module(*args)
+        key = (call, id(graph_module))
+        if key not in self._rewritten:
+            self._rewritten[key] = rewrite(graph_module, self._find(call, graph_module), self._options)
+        return self._rewritten[key](*args)

@@ -1,0 +1,1 @@
+"""The forward of whole modules under `torch.utils.checkpoint`, untraced, as FSDP2 needs it."""

@@ -1,0 +1,63 @@
+"""Modules: the forward of whole modules under `torch.utils.checkpoint`, untraced, as FSDP2 needs them.
+
+The evaluator speaks of the traced graph. An untraced forward may need more, because its local variables hold on to
+what the graph has let go. Lower the evaluator's budget by what the plan at hand needs more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from remat.costing.profile import Profile
+from remat.evaluation.graph import Graph
+from remat.evaluation.plan import PlacedRegion, RegionKind
+from remat.execution.base import Execution, Try, require_depth
+from remat.execution.modules.replay import replay_modules
+from remat.execution.modules.search_space import find_module_space
+from remat.formulation.problem import Problem
+from remat.formulation.search_space import Space
+from remat.formulation.solution import NONE_NEEDED, Solution
+from remat.recording.fake_step import FakeStep
+
+
+class ModulesExecution(Execution):
+    name = "modules"
+    regions: RegionKind = "modules"
+    patience_s = 15.0  # a proof may take long (see the decision note on regions of modules)
+
+    def space(self, graph: Graph, depth: int | None = None) -> Space:
+        require_depth(self, depth, most=1)
+        return find_module_space(graph)
+
+    def pose(self, profile: Profile, space: Space, budget_bytes: int) -> Problem:
+        problem = super().pose(profile, space, budget_bytes)
+        problem.runs = tuple(
+            run for run in problem.runs if run.region is None or space.allows(run.region.first, run.region.end)
+        )
+        return problem
+
+    def replay(
+        self,
+        step: FakeStep,
+        graph: Graph,
+        regions: Sequence[PlacedRegion],
+        *,
+        alignment_bytes: int,
+        workspace_of: dict[tuple[str, str], int],
+    ) -> np.ndarray:
+        alive = replay_modules(step, regions, alignment_bytes=alignment_bytes, workspace_of=workspace_of)
+        return alive + graph.unseen_bytes
+
+    def trivial(self, problem: Problem, replayed: Callable[[], int] | None) -> Solution | None:
+        needed = problem.memory.peak_without_checkpointing if replayed is None else replayed()
+        return Solution(NONE_NEEDED, "optimal", replayed_bytes=needed) if needed <= problem.budget_bytes else None
+
+    def next_budget(self, problem: Problem, tries: Sequence[Try], least_bytes: Callable[[], int]) -> int | None:
+        lowered = super().next_budget(problem, tries, least_bytes)
+        more = tries[-1].peak_bytes - tries[-1].evaluator_bytes
+        return None if lowered is None else min(problem.budget_bytes - more, lowered)
+
+
+EXECUTIONS = {"modules": ModulesExecution()}

@@ -1,0 +1,339 @@
+"""Modules as regions: run the forward of chosen modules under `torch.utils.checkpoint`, and nothing else.
+
+The executor of plans whose regions are modules (`search_space.py`). Nothing is traced: the forward of each module
+that is a region is replaced by a `ModuleRegion`, and that of the model by one that counts. Hooks (those of
+`fully_shard` above all) belong to `Module.__call__`, outside; so parameters are gathered before a region runs, and
+before it is recomputed, and freed after it.
+
+Rule 1  A region's recomputation draws the random numbers of its forward, and leaves the generators as it found them.
+Rule 2  Running statistics and counters of batch normalisation change in forward only; the recomputation works on
+        copies, because autograd saves them.
+Rule 3  Every region is entered exactly once in a training forward. Otherwise the plan is not this model's.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from remat.capture.attention_masks import PADDING, all_ones, masks_of
+from remat.capture.dynamo import named_tensors, without_cache
+from remat.errors import PlanMismatch, UsageError
+from remat.evaluation.plan import PlacedRegion
+from remat.execution.eager.rewrite import Counts
+from remat.execution.planned_forward import PlannedForward, checkpoints_itself, dtypes_of
+from remat.workload.held_outputs import LastOutputs
+
+_STATISTICS, _COUNTER = ("running_mean", "running_var"), "num_batches_tracked"
+Context = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+@dataclasses.dataclass
+class ModuleCounts(Counts):
+    """What happened: regions entered, and how often each was recomputed, by path."""
+
+    recomputed: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+
+
+class ModuleRegions:
+    """The regions of one model, as they are installed in it.
+
+    entered  regions entered in this forward, by path
+    compare  called with every module that is about to run, its parameters gathered if they were sharded
+    """
+
+    def __init__(self, model: nn.Module, regions: Sequence[PlacedRegion]):
+        self.model = model
+        self.counts = ModuleCounts()
+        self.entered: collections.Counter[str] = collections.Counter()
+        self.recompute_context: Context = contextlib.nullcontext
+        self.compare: Callable[[nn.Module], None] | None = None
+        self.installed = [ModuleRegion(self, self._module(region), region) for region in regions]
+        for region in self.installed:
+            region.module.forward = region
+
+    def _module(self, region: PlacedRegion) -> nn.Module:
+        try:
+            return self.model.get_submodule(region.module)
+        except AttributeError:
+            raise PlanMismatch(
+                f"the plan has a region {region.module!r}, and this model has no such module; "
+                "make a plan for this model."
+            ) from None
+
+    @property
+    def active(self) -> bool:
+        return torch.is_grad_enabled() and self.model.training
+
+    def enter(self, region: ModuleRegion) -> None:
+        self.counts.regions += 1
+        self.entered[region.path] += 1
+        if self.compare is not None:
+            self.compare(region.module)
+
+    def remove(self) -> None:
+        for region in self.installed:
+            if region.module.__dict__.get("forward") is region:
+                if region.replaced is None:
+                    del region.module.__dict__["forward"]
+                else:
+                    region.module.forward = region.replaced
+
+    def require_all_entered(self) -> None:
+        """Raise unless the forward that has just ended entered every region once. (Rule 3)"""
+        for region in self.installed:
+            if (count := self.entered[region.path]) != 1:
+                raise PlanMismatch(
+                    f"the plan's region {region.path!r} ran {count} times in this forward, not once; "
+                    "make a plan for this model, or plan with --execution eager."
+                )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies count for themselves."""
+        fresh = {
+            "counts": ModuleCounts(),
+            "entered": collections.Counter(),
+            "recompute_context": contextlib.nullcontext,
+        }
+        return {**self.__dict__, **fresh}
+
+
+class ModuleRegion:
+    """The forward of a module that is a region."""
+
+    def __init__(self, regions: ModuleRegions, module: nn.Module, placed: PlacedRegion):
+        self.regions = regions
+        self.module = module
+        self.path = placed.module
+        self.random = bool(placed.random)
+        self.replaced = module.__dict__.get("forward")
+        self.norms = [m for m in module.modules() if m._buffers.get("running_mean") is not None] if placed.once else []
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """The forward without the plan."""
+        return self.replaced or type(self.module).forward.__get__(self.module)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:  # for inspect.signature
+        return self.original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.regions.active:
+            return self.original(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            _refuse_trace()
+        self.regions.enter(self)
+        return checkpoint(
+            self._run,
+            tuple(kwargs),
+            *args,
+            *kwargs.values(),
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=_Recomputation(self, _random_states(self.module, args, kwargs) if self.random else {}).contexts,
+        )
+
+    def _run(self, names: tuple[str, ...], *values: Any) -> Any:
+        """The original forward; the last of `values` are keyword arguments.
+
+        They are given to `checkpoint` one by one, because only of tensors given so does autograd notice changes.
+        """
+        positional = len(values) - len(names)
+        return self.original(*values[:positional], **dict(zip(names, values[positional:], strict=True)))
+
+
+@torch._dynamo.disable
+def _refuse_trace() -> None:
+    """Where a compiler's trace ends: it would not see the regions, and nothing would be recomputed."""
+    raise UsageError(
+        "a plan of modules runs in eager mode only: leave torch.compile out, or make a plan of nodes for it "
+        "(`remat plan --depth 1`, without --execution modules)."
+    )
+
+
+class _Recomputation:
+    """What one call of a region is recomputed under; entered once for every backward through it."""
+
+    def __init__(self, region: ModuleRegion, states: dict[torch.device, Any]):
+        self._region = region
+        self._states = states
+        self._stack = contextlib.ExitStack()
+
+    def contexts(self) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
+        return contextlib.nullcontext(), self
+
+    def __enter__(self) -> None:
+        regions = self._region.regions
+        regions.counts.recomputed[self._region.path] += 1
+        self._stack.enter_context(regions.recompute_context())
+        self._stack.enter_context(_drawing_from(self._states))
+        for norm in self._region.norms:
+            self._stack.enter_context(_on_copies(norm))
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+
+# Random numbers (Rule 1)
+
+
+def _random_states(module: nn.Module, args: Any, kwargs: Any) -> dict[torch.device, Any]:
+    """States of the CPU's generator and of that of the module's device; none under fake tensors, which draw nothing."""
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        return {}
+    tensors = (leaf for leaf in (*tree_leaves((args, kwargs)), *module.parameters()) if isinstance(leaf, torch.Tensor))
+    devices = {torch.device("cpu"), next((tensor.device for tensor in tensors), torch.device("cpu"))}
+    return {device: _state_of(device) for device in devices}
+
+
+@contextlib.contextmanager
+def _drawing_from(states: Mapping[torch.device, Any]) -> Iterator[None]:
+    """The generators of these devices in these states, and as they were afterwards."""
+    before = {device: _state_of(device) for device in states}
+    try:
+        for device, state in states.items():
+            _set_state(device, state)
+        yield
+    finally:
+        for device, state in before.items():
+            _set_state(device, state)
+
+
+def _state_of(device: torch.device) -> Any:
+    """The state of a device's generator; the CPU's, of 5 KiB, where PyTorch's allocator does not count it."""
+    if device.type == "cpu":
+        return torch.get_rng_state().numpy().tobytes()
+    return torch.get_device_module(device).get_rng_state(device)
+
+
+def _set_state(device: torch.device, state: Any) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+# Batch normalisation (Rule 2)
+
+
+@contextlib.contextmanager
+def _on_copies(norm: nn.Module) -> Iterator[None]:
+    """`norm` with a forward that leaves its running statistics and its counter alone."""
+    had = norm.__dict__.get("forward")
+    if isinstance(had, ModuleRegion):  # the region is the normalisation itself
+        replaced, had.replaced = had.replaced, _keeping_state(norm, had.original)
+    else:
+        norm.__dict__["forward"] = _keeping_state(norm, norm.forward)
+    try:
+        yield
+    finally:
+        if isinstance(had, ModuleRegion):
+            had.replaced = replaced
+        elif had is None:
+            del norm.__dict__["forward"]
+        else:
+            norm.__dict__["forward"] = had
+
+
+def _keeping_state(norm: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    state = norm._buffers
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        kept = {name: state[name] for name in (*_STATISTICS, _COUNTER) if name in state}
+        try:
+            for name in _STATISTICS:
+                if (statistic := state.get(name)) is not None:
+                    state[name] = statistic.clone()
+            if _COUNTER in state:
+                state[_COUNTER] = None
+            return forward(*args, **kwargs)
+        finally:
+            state.update(kept)
+
+    return run
+
+
+# A model with such a plan
+
+
+class PlannedModules(PlannedForward):
+    """The forward of a model whose plan has modules for regions: the original one, held to the plan."""
+
+    calls: ModuleRegions  # type: ignore[assignment]
+
+    def install(self) -> None:
+        """Put the regions in; raises PlanMismatch for a plan of another model."""
+        self._compare_size()
+        self.calls = ModuleRegions(self.model, self.plan.regions)
+
+    def _compare_size(self) -> None:
+        if (grown := self._grown()) is not None:
+            raise PlanMismatch(f"the plan was made for {self.plan.about['workload']!r}, another model: {grown}.")
+
+    def take_out(self) -> None:
+        self.calls.remove()
+
+    def _prepare(self) -> None:
+        self._warned: set[str] = set()
+        self._last_outputs = LastOutputs()
+        self._compared_dtypes = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.calls.active:
+            return self._unplanned(args, kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            _refuse_trace()
+        first, self._compared_dtypes = not self._compared_dtypes, True
+        if first:
+            self._compare_size()
+            self._compare_autocast()
+            self._compare_trainable(frames=6)
+            self._warn_of_own_checkpointing()
+        self._compare_batch(args, kwargs)
+        self._compare_loop()
+        self._compare_masks(args, kwargs)
+        self.calls.entered.clear()
+        self.calls.compare = self._compare_region if first else None
+        with without_cache(self.model):
+            result = self.original(*args, **kwargs)
+        self.calls.require_all_entered()
+        self._note_outputs(result, args, kwargs)
+        return result
+
+    def _compare_masks(self, args: Any, kwargs: Any) -> None:
+        """Untraced, the model looks at its masks by itself; what they cost was planned for or not."""
+        if self._planned_masks.padded or not masks_of(named_tensors(self.original, args, kwargs), all_ones).padded:
+            return
+        self._not_as_planned("padding", f"{PADDING}.")
+
+    def _warn_of_own_checkpointing(self) -> None:
+        if checkpoints_itself(self.model):
+            warnings.warn(
+                "gradient_checkpointing is on in this model, and a plan of modules is applied too: what both "
+                "checkpoint is recomputed twice. Turn it off; the plan decides what is recomputed.",
+                stacklevel=5,
+            )
+
+    def _compare_region(self, module: nn.Module) -> None:
+        """The dtypes that a region computes in: sharding may keep parameters in others."""
+        found, planned = dtypes_of(module), self.plan.about["parameter_dtypes"]
+        if not set(found) <= set(planned):
+            raise PlanMismatch(f"the plan is for parameters of {planned}, a region of this model has {found}.")
+
+    def watch(self, *, observe: bool, recompute_context: Context | None = None) -> ModuleCounts:
+        self.calls.counts = ModuleCounts()
+        self.calls.recompute_context = recompute_context or contextlib.nullcontext
+        return self.calls.counts
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "calls": self.calls}

@@ -1,0 +1,110 @@
+"""Placing: find a plan's regions in the graph at hand.
+
+A plan names nodes by their ordinals in the graph calls that it was made for, and holds those calls' identity
+(`identity.py`). A graph that is the same, however spelled, has a counterpart of every anchor, and the regions are moved
+there:
+
+Rule 1  A border stays right behind the last node before it that both graphs have. Where no region may begin or end
+        there (a context is open, a tuple crosses), it moves on, as far as the next node that both have.
+Rule 2  A save whose node has no counterpart is dropped: there is nothing to keep. Only loose nodes have none.
+Rule 3  Which nodes of a region draw random numbers or update state is read off the graph at hand; what the plan
+        lists is added.
+
+Between two anchors lie views, and what costs little: on which side of a border they fall changes no bytes worth a rule.
+
+A plan of file version 1 has no identity; it fits a graph of the same fingerprint, as it stands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import fx
+
+from remat.capture.anchors import Reading, identity_of, module_path, read
+from remat.capture.nodes import called, captured_nodes
+from remat.errors import PlanMismatch
+from remat.evaluation.graph import fingerprint
+from remat.evaluation.identity import Difference, Fit, Unlike, compare, position_of
+from remat.evaluation.plan import Plan
+from remat.execution.eager.rewrite import CallRegion
+from remat.execution.eager.rewritten_calls import regions_by_call
+
+
+class Placer:
+    """The regions of one plan in the graphs that a model is captured as."""
+
+    def __init__(self, plan: Plan):
+        self._plan = plan
+        self._planned = regions_by_call(plan.regions)
+
+    @property
+    def call_count(self) -> int:
+        return len(self._plan.fingerprints)
+
+    def fit(self, call: int, graph_module: fx.GraphModule, *, same_shapes: bool = False) -> Fit | Unlike:
+        """Where the nodes of graph call number `call` of the plan are in `graph_module`."""
+        nodes = len(captured_nodes(graph_module))
+        if call >= self.call_count:
+            return Unlike(call, nodes)
+        if not self._plan.identities:
+            alike = fingerprint_of(graph_module) == self._plan.fingerprints[call]
+            return Fit(tuple(range(nodes)), nodes) if alike else Unlike(call, nodes)
+        fit = compare(self._plan.identities[call], identity_of(graph_module), same_shapes=same_shapes)
+        return Unlike(call, nodes, fit) if isinstance(fit, Difference) else fit
+
+    def fits_some(self, graph_module: fx.GraphModule) -> bool:
+        """Whether `graph_module` is that of any graph call of the plan."""
+        return bool(self.every(graph_module))
+
+    def every(self, graph_module: fx.GraphModule) -> dict[int, tuple[CallRegion, ...]]:
+        """The regions of every graph call of the plan that `graph_module` is."""
+        return {
+            call: self.regions(call, graph_module)
+            for call in range(self.call_count)
+            if isinstance(self.fit(call, graph_module), Fit)
+        }
+
+    def regions(self, call: int, graph_module: fx.GraphModule) -> tuple[CallRegion, ...]:
+        """The regions of graph call number `call` in `graph_module`; raises PlanMismatch where it is another graph."""
+        regions = self._planned.get(call, ())
+        fit = self.fit(call, graph_module)
+        if isinstance(fit, Unlike):
+            raise PlanMismatch(f"another graph than planned for {fit}; make a plan for this model.")
+        if not regions or not self._plan.identities:
+            return regions
+        reading = read(graph_module)
+        if fit.is_exact:
+            reading = dataclasses.replace(reading, cuts=None)
+        return tuple(_moved(region, fit, reading) for region in regions)
+
+
+def fingerprint_of(graph_module: fx.GraphModule) -> str:
+    """Fingerprint of a captured graph, as `Graph.fingerprints` has it."""
+    nodes = captured_nodes(graph_module)
+    ordinal = {node: i for i, node in enumerate(nodes)}
+    return fingerprint(
+        (called(n), module_path(n), sorted({ordinal[i] for i in n.all_input_nodes if i in ordinal})) for n in nodes
+    )
+
+
+def _moved(region: CallRegion, fit: Fit, reading: Reading) -> CallRegion:
+    """`region`, in ordinals of the graph at hand."""
+    first = position_of(region.first, fit, reading.cuts)
+    end = position_of(region.last + 1, fit, reading.cuts)
+    saved = frozenset(fit.to[i] for i in region.saved) - {-1}
+    inside = frozenset(range(first, end)) - saved
+    random = frozenset(fit.to[i] for i in region.random)
+    if -1 in random:
+        raise PlanMismatch("a node that drew random numbers when planned is not in this graph; plan again.")
+    return CallRegion(
+        first,
+        end - 1,
+        saved=saved,
+        random=inside & (random | reading.random),
+        once=inside & (frozenset(fit.to[i] for i in region.once) | reading.once),
+        inner=tuple(_moved(inner, fit, reading) for inner in region.inner),
+    )
+
+
+# In a recorded graph

@@ -1,0 +1,541 @@
+"""Apply: install a plan in a model, in place.
+
+The model keeps its class, parameters and `state_dict`. Its `forward` becomes a `PlannedForward`: a training forward is
+traced by Dynamo and run with the plan's regions, everything else (evaluation, `no_grad`, `generate`) runs the
+original forward. A plan that does not belong to the model raises `PlanMismatch` at the first training forward: a plan
+that silently does nothing would be worse than an error.
+
+Under `torch.compile` the outer trace stops at a training forward, which is then captured as ever, and compiled with
+its regions (`compiling.py`) by the compiler that was asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import fx, nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch.utils._pytree import tree_leaves
+
+from remat.capture.attention_masks import PADDING, Masks, takes_mask
+from remat.capture.circumstances import differences, given_to, hooked, state_of, versions
+from remat.capture.dynamo import (
+    GraphCalls,
+    SizesNotOpen,
+    element_counts,
+    forget_traces,
+    frames_traced,
+    named_tensors,
+    without_cache,
+)
+from remat.capture.eager_answers import Answers, innermost
+from remat.capture.settling import Before, Unsettled, complete, install_recording_hooks
+from remat.errors import CaptureError, PlanMismatch, UsageError, is_out_of_memory
+from remat.evaluation.identity import Fit
+from remat.evaluation.plan import Plan
+from remat.execution.compiled.compiling import COMPILERS, Backend, CompiledCalls, name_of, require_kept
+from remat.execution.eager.rewrite import Counts
+from remat.execution.eager.rewritten_calls import RewrittenCalls
+from remat.execution.placing import Placer
+from remat.units import gib
+from remat.workload.held_outputs import LastOutputs
+from remat.workload.training_loop import Loop
+from remat.workload.workload import trainable
+
+OnLarger = Literal["warn", "refuse"]
+
+MANY_TRACES = 16
+SMALL_CHANGE = 0.001  # of the planned peak: what may be taken more and is at most told of
+
+_COMPILES_ITSELF = (
+    "a planned model compiles its own training forward, and cannot be a part of another's trace: leave fullgraph=True "
+    'out, or compile the model without remat.apply and with backend="remat"'
+)
+
+
+class PlannedForward:
+    """The forward of a model that has a plan."""
+
+    def __init__(self, model: nn.Module, plan: Plan, on_larger: OnLarger, observe: bool):
+        self.model = model
+        self.plan = plan
+        self.on_larger = on_larger
+        self.observe = observe
+        self.replaced = model.__dict__.get("forward")
+        self._prepare()
+
+    def install(self) -> None:
+        """Change what else must change in the model, for executors that do."""
+
+    def take_out(self) -> None:
+        """Undo `install`."""
+
+    def _prepare(self) -> None:
+        self._placer = Placer(self.plan)
+        self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}  # of the forward that is running
+        self.calls = RewrittenCalls(self.plan.regions, observe=self.observe, find=self._placer.regions)
+        self._fitting: dict[int, fx.GraphModule] = {}  # kept, so that an id stays its own
+        self._warned: set[str] = set()
+        self._last_outputs = LastOutputs()
+        self._mismatch: PlanMismatch | None = None
+        self._more: str = ""  # what a graph that fits takes beyond what was planned
+        self._settled = False  # whether a forward of training ran since the last that was none
+        self._before: Before | None = None  # the forward that is running
+        self._graphs: GraphCalls | None = None
+        self._running: GraphCalls | None = None  # the one whose forward is on
+        self._compiled: dict[int, tuple[Backend, GraphCalls]] = {}  # the compiler is kept, so that an id stays its own
+
+    @property
+    def original(self) -> Any:
+        """The forward without the plan."""
+        return self.replaced or type(self.model).forward.__get__(self.model)
+
+    # What libraries ask a forward: which arguments it takes, and its function without the model, to wrap and rebind.
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.original)
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self(*args, **kwargs)
+
+        forward.planned = self  # type: ignore[attr-defined]
+        return forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not (torch.is_grad_enabled() and self.model.training):
+            self._settled = False  # some models change themselves for evaluation, and back in the next forward
+            return self._unplanned(args, kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            return _leave_trace(self, args, kwargs)
+        if not self._learns(args, kwargs):
+            return self.original(*args, **kwargs)
+        if self._graphs is None:
+            self._compare_model()
+            self._settle()
+            # A forward that is one graph can be traced again as long as nothing of it has run.
+            fits = self._placer.fits_some if self._is_one_graph else None
+            self._graphs = self._traced(run_call=self._run_call, fits=fits)
+        self._compare_autocast()
+        self._compare_compiler(None)
+        self._compare_batch(args, kwargs)
+        self._compare_loop()
+        try:
+            return self._run(self._graphs, args, kwargs)
+        except (SizesNotOpen, CaptureError):
+            if not self._graphs.opens_sizes or self._graphs.count:
+                raise
+        self._graphs = self._traced(run_call=self._run_call)
+        return self._run(self._graphs, args, kwargs)
+
+    def _unplanned(self, args: Any, kwargs: Any) -> Any:
+        """The forward of a model that is not in training mode; tells who trains all the same."""
+        result = self.original(*args, **kwargs)
+        if torch.is_grad_enabled() and "eval" not in self._warned and not torch.compiler.is_compiling():
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    leaf.register_hook(self._warn_of_eval)
+                    break
+        return result
+
+    def _warn_of_eval(self, gradient: torch.Tensor) -> None:
+        self._warn(
+            "eval",
+            "a backward goes through a forward that ran without the plan, because the model is in evaluation mode "
+            f"(as `from_pretrained` leaves it): call model.train() before training. The budget of "
+            f"{gib(self.plan.budget_bytes)} is not kept.",
+            frames=2,
+        )
+
+    def _settle(self) -> None:
+        install_recording_hooks(self.model, self.plan.about.get("recording_models", ()))
+
+    def _judge_or_leave(self, call: int) -> None:
+        """Leave the first forward of training whose graph is another than planned: the model may change in it."""
+        if self._settled or (call and self._before is None):
+            return
+        self._before = self._before or Before(self.model)
+        raise Unsettled("the model may not be complete before its first forward.")
+
+    def _traced(self, **given: Any) -> GraphCalls:
+        """The forward, traced under the answers and for the masks that the plan was made with."""
+        traced = self.plan.about.get("traced_branches")
+        answers = None if traced is None else Answers(traced)
+        return GraphCalls(self.original, answers=answers, planned=self._planned_masks, **given)
+
+    @property
+    def _planned_masks(self) -> Masks:
+        """What batches were planned for; plans from before there was a choice were for explicit masks, if any."""
+        return Masks(**self.plan.about.get("masks", {"padded": True, "packed": True}))
+
+    @property
+    def _is_one_graph(self) -> bool:
+        return len(self.plan.fingerprints) == 1
+
+    def _learns(self, args: Any, kwargs: Any) -> bool:
+        """Whether anything gets a gradient. With adapters turned off (`disable_adapter` of peft) nothing does."""
+        given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        return any(tensor.requires_grad for tensor in itertools.chain(self.model.parameters(), given))
+
+    def run_compiled(self, inner: Backend, args: Any, kwargs: Any) -> Any:
+        """A training forward whose graphs are compiled by `inner` with the plan's regions."""
+        if not self._learns(args, kwargs):
+            return self.original(*args, **kwargs)
+        if id(inner) not in self._compiled:
+            self._compare_model()
+            self._settle()
+            require_kept(self.plan.regions, inner)
+
+            def compile_call(call: int, graph_module: fx.GraphModule, example_inputs: list[Any]) -> CompiledCalls:
+                if (mismatch := self._graph_mismatch(call, graph_module)) is not None:
+                    self._judge_or_leave(call)
+                    raise mismatch
+                self._fitting[id(graph_module)] = graph_module
+                regions = self._placer.every(graph_module)
+                return CompiledCalls(regions, graph_module, example_inputs, inner, self.calls.counts)
+
+            graphs = self._traced(compile_call=compile_call)
+            self._compiled[id(inner)] = (inner, graphs)
+        self._compare_autocast()
+        self._compare_compiler(name_of(inner))
+        self._compare_batch(args, kwargs)
+        self._compare_loop()
+        return self._run(self._compiled[id(inner)][1], args, kwargs)
+
+    def _run(self, graphs: GraphCalls, args: Any, kwargs: Any) -> Any:
+        known, traced, leave, self._mismatch = len(self._fitting), frames_traced(), False, None
+        self._running = graphs
+        self._before = None if self._settled or self._fitting else Before(self.model)
+        self._arguments = args, kwargs
+        try:
+            with without_cache(self.model):
+                result = graphs(*args, **kwargs)
+        except Unsettled:
+            leave = True
+        except Exception as error:
+            if frames_traced() > traced:
+                forget_traces()
+            if self._mismatch is None or not is_out_of_memory(error):
+                raise
+            raise self._mismatch from error
+        finally:
+            self._arguments = (), {}
+        self._settled = True
+        if leave:
+            return self._run_completed(graphs, args, kwargs)
+        if self._mismatch is not None:
+            raise self._mismatch
+        self._compare_calls(graphs.count)
+        if len(self._fitting) > known:
+            self._compare_trainable()
+            self._warn_of_traces()
+            if self._more:
+                self._not_as_planned("more", self._more)
+        self._note_outputs(result, args, kwargs)
+        return result
+
+    def _run_completed(self, graphs: GraphCalls, args: Any, kwargs: Any) -> Any:
+        """`_run`, after the model's own forward may have completed the model."""
+        assert self._before is not None
+        try:
+            complete(self._before, self.original, args, kwargs)
+        finally:
+            if not self._fitting:  # later, its guards tell what has changed
+                forget_traces()
+        return self._run(graphs, args, kwargs)
+
+    def watch(
+        self,
+        *,
+        observe: bool,
+        recompute_context: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
+    ) -> Counts:
+        """From now on run the regions with these options, without tracing again; returns their new counts.
+
+        observe  see `apply`        recompute_context  what recomputations run under
+        """
+        self._placer = Placer(self.plan)
+        self.calls = RewrittenCalls(
+            self.plan.regions, observe=observe, recompute_context=recompute_context, find=self._placer.regions
+        )
+        return self.calls.counts
+
+    def _run_call(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
+        if id(graph_module) not in self._fitting:
+            # A forward that is about to raise has another graph: its own error counts, so this one waits for the end.
+            self._mismatch = self._mismatch or self._graph_mismatch(call, graph_module)
+            if self._mismatch is not None:
+                self._judge_or_leave(call)
+                return graph_module(*args)
+            self._fitting[id(graph_module)] = graph_module
+        return self.calls(call, graph_module, args)
+
+    # What the plan is compared with
+
+    def _compare_model(self) -> None:
+        self._refuse_sharded()
+        self._compare_parameters(self.model)
+
+    def _refuse_sharded(self) -> None:
+        fsdp = sys.modules.get("torch.distributed.fsdp")
+        if fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in self.model.modules()):
+            raise PlanMismatch(
+                "this model is sharded by fully_shard, whose hooks the regions of this plan would run past; "
+                "plan with --execution modules."
+            )
+
+    def _graph_mismatch(self, call: int, graph_module: fx.GraphModule) -> PlanMismatch | None:
+        given = given_to(self.original, *self._arguments)
+        fit = self._placer.fit(call, graph_module, same_shapes=given == self.plan.about.get("batch"))
+        if isinstance(fit, Fit):
+            return self._larger_mismatch(fit, graph_module)
+        return self._mismatch_of(f"whose graph differs from this model's {fit}", given, graph_module)
+
+    def _mismatch_of(self, what: str, given: dict[str, str], graph_module: fx.GraphModule) -> PlanMismatch:
+        """`what`, everything that is known to differ, and what to do about it."""
+        found = {"batch": given, "versions": versions(), **state_of(self.model)}
+        said = [f"the plan was made for {self.plan.about['workload']!r}, {what}", *differences(self.plan.about, found)]
+        return PlanMismatch(f"{'; '.join([*said, self._remedy(graph_module)])}.")
+
+    def _larger_mismatch(self, fit: Fit, graph_module: fx.GraphModule) -> PlanMismatch | None:
+        """Refuse a graph that is spelled in another way and takes more than the budget has room for, or note it."""
+        peak_bytes = self.plan.predicted["peak_bytes"]
+        if peak_bytes + fit.more_bytes <= max(self.plan.budget_bytes, peak_bytes):
+            return None
+        text = (
+            f"the forward makes up to {gib(fit.more_bytes)} more than when planned ({fit.more_of}), and the plan has "
+            f"{gib(max(self.plan.budget_bytes - peak_bytes, 0))} to spare"
+        )
+        if fit.more_bytes > SMALL_CHANGE * peak_bytes:
+            return self._mismatch_of(text, given_to(self.original, *self._arguments), graph_module)
+        self._more = f"{text}; make a plan for this model."
+        return None
+
+    def _remedy(self, graph_module: fx.GraphModule) -> str:
+        """What to do about another graph, by what may have made it another."""
+        if (grown := self._grown()) is not None:
+            return grown
+        if (masked := self._masked(graph_module)) is not None:
+            return masked
+        if checkpoints_itself(self.model):
+            return "turn gradient_checkpointing off in this model, the plan decides what is recomputed, or plan with it"
+        if new := [path for path in hooked(self.model) if path not in self.plan.about.get("hooked", ())]:
+            return f"make a plan for this model with its hooks (on {', '.join(new[:3])})"
+        return "use the model as planned, or make a plan for it as it is"
+
+    def _grown(self) -> str | None:
+        """What to do where the model has other parameters than when it was planned; None where it has the same."""
+        planned, found = self.plan.about.get("parameter_count"), sum(p.numel() for p in self.model.parameters())
+        if planned in (None, found):
+            return None
+        return (
+            f"it has {found} parameters, and had {planned} when planned: make a plan with a workload whose `build` "
+            "returns the model as it is trained, adapters (LoRA) included"
+        )
+
+    def _masked(self, graph_module: fx.GraphModule) -> str | None:
+        """What to do where batches ask for another attention mask than planned; None where they do not."""
+        assert self._running is not None
+        seen, planned = self._running.seen, self._planned_masks
+        if seen.packed and not planned.packed:
+            return (
+                "the position ids of this batch do not count up (several sequences are packed in a row), and so "
+                "attention takes an explicit mask, which needs another kernel and other bytes: plan with a workload "
+                "whose batch has them"
+            )
+        if seen.padded and not planned.padded:
+            return PADDING
+        if seen.ones and not (planned.ones or planned.padded) and takes_mask(graph_module):
+            return (
+                "this batch has an attention mask, and the plan is for batches without; this model uses it, though it "
+                "is of ones only. Leave it out, or plan with --padded"
+            )
+        return None
+
+    def _compare_calls(self, count: int) -> None:
+        if count != len(self.plan.fingerprints):
+            raise PlanMismatch(
+                f"the plan is for a model of {len(self.plan.fingerprints)} graph calls, this forward made {count}; "
+                + (
+                    "make a plan for this model."
+                    if count
+                    else "it ran where nothing is captured: under a torch.func transform or a dispatch mode, "
+                    "or with Dynamo disabled."
+                )
+            )
+
+    def _compare_parameters(self, model: nn.Module) -> None:
+        found, planned = dtypes_of(model), self.plan.about["parameter_dtypes"]
+        if found != planned:
+            raise PlanMismatch(f"the plan is for parameters of {planned}, this model has {found}.")
+
+    def _compare_autocast(self) -> None:
+        device = next((p.device.type for p in self.model.parameters()), "cpu")
+        enabled, planned = torch.is_autocast_enabled(device), self.plan.about["autocast"]
+        autocast = _name(torch.get_autocast_dtype(device)) if enabled else None
+        if autocast != planned:
+            raise PlanMismatch(
+                f"the plan is for {_policy(planned)}, this forward runs {_policy(autocast)}; "
+                "use the same torch.autocast context or plan with the other --dtype."
+            )
+
+    def _compare_compiler(self, found: str | None) -> None:
+        planned = self.plan.execution
+        if planned not in COMPILERS or found == planned:
+            return
+        self._not_as_planned(
+            "compiler",
+            f"{f'compiled by {found}' if found else 'uncompiled'}, the step needs other than the planned "
+            f"{gib(self.plan.predicted['peak_bytes'])}, which is what it needs compiled by {planned}; compile it so, "
+            "or make a plan for how it runs.",
+        )
+
+    def _compare_batch(self, args: Any, kwargs: Any) -> None:
+        elements = element_counts(named_tensors(self.original, args, kwargs))
+        inputs = self.plan.about.get("batch_inputs", {})
+        if names := inputs.keys() & elements.keys():  # what else comes, such as a mask, is not what makes it large
+            planned, found = (sum(of[name] for name in names) for of in (inputs, elements))
+        else:
+            planned, found = self.plan.about.get("batch_elements"), sum(elements.values())
+        if not planned or found <= planned:
+            return
+        self._not_as_planned(
+            "batch",
+            f"this batch has {found} elements, the plan was made for {planned} "
+            f"(batch size {self.plan.about['batch_size']}): its peak will exceed the planned "
+            f"{gib(self.plan.predicted['peak_bytes'])} and be about {gib(self._peak_of(found / planned))}; "
+            "reduce the batch or make a plan for this one.",
+        )
+
+    def _note_outputs(self, outputs: Any, args: Any, kwargs: Any) -> None:
+        if "held" not in self._warned:
+            self._last_outputs.note(outputs, (args, kwargs))
+
+    def _compare_loop(self) -> None:
+        """Whether what the last step left behind is gone, or the plan knows that the loop keeps it."""
+        loop = Loop.of(self.plan.about)
+        self._compare_gradients(loop)
+        self._compare_held(loop.holds_outputs)
+
+    def _compare_gradients(self, loop: Loop) -> None:
+        if loop.accumulates or loop.ddp or loop.shard is not None or "gradients" in self._warned:
+            return
+        first = next((p for p in self.model.parameters() if p.requires_grad), None)
+        if first is None or first.grad is None:
+            return
+        alive = sum(p.grad.nbytes for p in trainable(self.model) if p.grad is not None)
+        if (peak := self.plan.predicted["peak_bytes"]) + alive > self.plan.budget_bytes:
+            self._not_as_planned(
+                "gradients",
+                f"{gib(alive)} of gradients are there as a forward begins, and the plan is for a loop without: the "
+                f"peak may exceed the planned {gib(peak)} by as much, and with it the budget of "
+                f"{gib(self.plan.budget_bytes)}. Set gradients to None after each step "
+                "(optimizer.zero_grad(set_to_none=True)), or plan for the loop (--accumulation).",
+                frames=8,
+            )
+
+    def _compare_held(self, declared: bool) -> None:
+        sizes = self._last_outputs.alive(self.model, but_last=declared)
+        held_bytes, peak = sum(sizes.values()), self.plan.predicted["peak_bytes"]
+        if held_bytes < SMALL_CHANGE * peak or peak + held_bytes <= self.plan.budget_bytes:
+            return
+        largest = sorted(sizes, key=lambda name: -sizes[name])
+        named = ", ".join(f"`{name}` {gib(sizes[name])}" for name in largest[:3]) + (", ..." if largest[3:] else "")
+        which = "forwards before the last" if declared else "the last forward"
+        remedy = "" if declared else ", or make a plan for a loop that holds them (--holds outputs)"
+        self._not_as_planned(
+            "held",
+            f"{gib(held_bytes)} of outputs of {which} are still held as the next begins ({named}): the peak may exceed "
+            f"the planned {gib(peak)} by as much, and with it the budget of {gib(self.plan.budget_bytes)}. "
+            f"Let go of them before the next forward (`del` the names that hold them){remedy}.",
+            frames=7,
+        )
+        self._last_outputs.forget()
+
+    def _compare_trainable(self, frames: int = 7) -> None:
+        planned = self.plan.about.get("trainable_count")
+        found = sum(p.numel() for p in trainable(self.model))
+        if planned is not None and found > planned:
+            self._not_as_planned(
+                "trainable",
+                f"{found} parameters require gradients, {planned} did when the plan was made: the peak will exceed "
+                f"the planned {gib(self.plan.predicted['peak_bytes'])}; make a plan for the model as it is now.",
+                frames=frames,
+            )
+
+    def _warn_of_traces(self) -> None:
+        traces = len(self._fitting) // len(self.plan.fingerprints)
+        if traces >= MANY_TRACES:
+            self._warn(
+                "traces",
+                f"this forward was traced {traces} times, because batches of so many shapes came and its graph depends "
+                "on them: each takes seconds and stays in memory. Pad batches to a few lengths (buckets).",
+                frames=7,
+            )
+
+    def _not_as_planned(self, what: str, text: str, frames: int = 6) -> None:
+        """Warn of what may take more than planned, so many frames below the caller, or refuse it."""
+        if self.on_larger == "refuse":
+            raise PlanMismatch(text)
+        self._warn(what, text, frames + 1)
+
+    def _warn(self, what: str, text: str, frames: int) -> None:
+        """Warn of `what`, once."""
+        if what not in self._warned:
+            self._warned.add(what)
+            warnings.warn(text, stacklevel=frames)
+
+    def _peak_of(self, times: float) -> int:
+        """Predicted peak of a batch so many times as large as planned, if all but the model's state grows with it."""
+        peak, parts = self.plan.predicted["peak_bytes"], self.plan.predicted.get("breakdown", {})
+        state = sum(parts.get(name, 0) for name in ("parameters", "buffers", "optimizer state", "gradients"))
+        return int(state + (peak - state) * times)
+
+    # Copies and pickles hold the model and the plan; what was traced is traced again.
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("model", "plan", "on_larger", "observe", "replaced")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._prepare()
+
+
+@torch._dynamo.disable(recursive=False, reason=_COMPILES_ITSELF)
+def _leave_trace(planned: PlannedForward, args: Any, kwargs: Any) -> Any:
+    """Where an outer trace stops. Only this frame is skipped: the compiler that was asked for can still be seen."""
+    return _compiled_forward(planned, get_eval_frame_callback(), args, kwargs)
+
+
+@torch._dynamo.disable
+def _compiled_forward(planned: PlannedForward, callback: Any, args: Any, kwargs: Any) -> Any:
+    inner = innermost(callback)
+    if inner is None:
+        raise UsageError(f"{_COMPILES_ITSELF}.")
+    return planned.run_compiled(inner, args, kwargs)
+
+
+def dtypes_of(model: nn.Module) -> list[str]:
+    return sorted({_name(p.dtype) for p in model.parameters()})
+
+
+def checkpoints_itself(model: nn.Module) -> bool:
+    """Whether a transformers model's own checkpointing is on."""
+    return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _policy(autocast: str | None) -> str:
+    return f"autocast to {autocast}" if autocast else "no autocast"

@@ -1,0 +1,58 @@
+"""The regions of a plan in a step that was recorded here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from remat.capture.circumstances import differences
+from remat.errors import PlanMismatch
+from remat.evaluation.graph import Graph
+from remat.evaluation.identity import Difference, Fit, Unlike, compare, position_of
+from remat.evaluation.plan import PlacedRegion, Plan, Region
+from remat.formulation.search_space import legal_cuts
+
+
+def require_regions_in(plan: Plan, graph: Graph) -> tuple[Region, ...]:
+    """The regions of `plan` in a step recorded here; raises PlanMismatch where it is of another model."""
+    regions = regions_in(plan, graph)
+    if isinstance(regions, Unlike):
+        said = [f"{regions}", *differences(plan.about, graph.about)]
+        raise PlanMismatch(
+            f"the plan was made for {plan.about.get('workload')!r}, whose graph differs from that of "
+            f"{graph.about['workload']!r} here {'; '.join(said)}; use it as planned, or make a plan for this model."
+        )
+    return regions
+
+
+def regions_in(plan: Plan, graph: Graph) -> tuple[Region, ...] | Unlike:
+    """The regions of `plan` in a step recorded here, or why it is another's."""
+    if len(graph.call_nodes) != len(plan.fingerprints):
+        return Unlike(min(len(graph.call_nodes), len(plan.fingerprints)), len(graph.nodes))
+    if not plan.identities or not graph.identities:
+        if graph.fingerprints != plan.fingerprints:
+            return Unlike(0, len(graph.nodes))
+        fits: list[Fit | Difference] = [Fit(tuple(range(len(m))), len(m)) for m in graph.call_nodes]
+    else:
+        same_shapes = plan.about.get("batch") == graph.about.get("batch")
+        fits = [compare(a, b, same_shapes=same_shapes) for a, b in zip(plan.identities, graph.identities, strict=True)]
+    for call, fit in enumerate(fits):
+        if isinstance(fit, Difference):
+            return Unlike(call, len(graph.call_nodes[call]), fit)
+    found = [fit for fit in fits if isinstance(fit, Fit)]
+    cuts = frozenset(legal_cuts(graph)) if not plan.is_of_modules else None
+    return tuple(_placed_in(region, graph, found, cuts) for region in plan.regions)
+
+
+def _placed_in(region: PlacedRegion, graph: Graph, fits: Sequence[Fit], cuts: frozenset[int] | None) -> Region:
+    nodes, fit = graph.call_nodes[region.call], fits[region.call]
+    here = None
+    if cuts is not None and not fit.is_exact:
+        here = {i for i, node in enumerate(nodes) if node in cuts} | {len(nodes)}
+    first, end = (position_of(p, fit, here) for p in (region.first.ordinal, region.last.ordinal + 1))
+    saved = (fit.to[ref.ordinal] for ref in region.saved)
+    return Region(
+        nodes[first],
+        nodes[end - 1] + 1,
+        tuple(sorted(nodes[i] for i in saved if i >= 0)),
+        tuple(_placed_in(inner, graph, fits, cuts) for inner in region.inner),
+    )

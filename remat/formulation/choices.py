@@ -1,0 +1,122 @@
+"""What a plan is made of and what limits it: runs, their shapes and rows, and storages with several reasons to be kept.
+
+`problem.py` finds them; solvers read them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from remat.evaluation.plan import Region
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """An operator at which a run has much alive, in terms that hold for all runs alike (`symmetry.py`).
+
+    op           counted from the run's first forward operator if `recomputing`, else from its first backward one
+    bytes        alive there if nothing but the run kept anything, less what the step itself has alive at the run's
+                 first backward operator
+    spare_bytes  workspace that is not taken there if the node that runs is saved
+    made_bytes   what that node has made by then, alive once whether it is saved or made again
+    """
+
+    op: int
+    recomputing: bool
+    bytes: int
+    spare_bytes: int = 0
+    made_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What runs alike share: time to recompute one once, in ns, and where its memory is tested first.
+
+    highest      where the run has most alive           start  where its recomputation begins, if it may save
+    firm         where it has most alive even if the node that runs is saved
+    never_again  nodes after the last save, counted from the run's first: early stop leaves them out, so saving them
+                 gains nothing
+    kept_until   the last operator at which a region keeps what it takes, counted from its first backward one
+    """
+
+    time_ns: int = 0
+    highest: Point | None = None
+    firm: Point | None = None
+    start: Point | None = None
+    never_again: tuple[int, ...] = ()
+    kept_until: int = 0
+
+    @property
+    def points(self) -> tuple[Point, ...]:
+        """All of them in the order of time, once."""
+        found = {point for point in (self.highest, self.firm, self.start) if point is not None}
+        return tuple(sorted(found, key=lambda point: (not point.recomputing, point.op)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Segments a..b-1, plain (`region` None; then b = a + 1) or one region, of a certain shape."""
+
+    a: int
+    b: int
+    region: Region | None
+    shape: Shape
+
+    @property
+    def time_ns(self) -> int:
+        return self.shape.time_ns
+
+    @property
+    def never_again(self) -> frozenset[int]:
+        if self.region is None:
+            return frozenset()
+        return frozenset(self.region.first + offset for offset in self.shape.never_again)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """bytes + prefix(before) without `alive` + sum of saves <= budget, if the run is chosen.
+
+    run     index of the run; None: holds for every plan, and `plain` and `kept` list what is kept instead
+    op      the operator at which it holds          alive  storages that `bytes` counts already
+    plain   segment -> bytes kept if it is plain    kept   (storage, site) -> bytes
+    """
+
+    run: int | None
+    op: int
+    bytes: int
+    before: int = 0
+    alive: frozenset[int] = frozenset()
+    saves: tuple[tuple[int, int], ...] = ()
+    plain: tuple[tuple[int, int], ...] = ()
+    kept: tuple[tuple[int, int], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """A storage with more than one reason to outlive its forward.
+
+    segment  where it is made                  sites   segments with a reason to keep it, ascending
+    packed   sites at which autograd saves it, if they are plain
+    taken    (source, site): a region that holds `site` but starts after `source` takes it as an input
+    savers   node that makes it, if saving that node saves it
+    """
+
+    storage: int
+    size_bytes: int
+    segment: int
+    sites: tuple[int, ...]
+    packed: frozenset[int]
+    taken: tuple[tuple[int, int], ...]
+    saver: int | None
+    death: int
+
+    def wanted_by(self, run: Run) -> bool:
+        """Whether `run`, which holds the last site, keeps it there."""
+        if run.region is None:
+            return self.sites[-1] in self.packed
+        return any(source < run.a <= site < run.b for source, site in self.taken)
+
+    def site_before(self, segment: int) -> int | None:
+        """The last site before `segment`."""
+        return max((site for site in self.sites if site < segment), default=None)

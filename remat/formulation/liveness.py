@@ -1,0 +1,157 @@
+"""What outlives its forward in a graph cut into segments, why, and how large it is.
+
+Autograd keeps what it saves in a plain segment; a region keeps what it takes, and what it saves. Most storages have one
+such reason, in the segment that makes them: they are its *own*. Those that several segments may want to keep (a
+residual stream, a mask, an encoder's output) have to be counted once, whoever wants them: they are `kept`. What
+somebody holds through backward anyway is neither.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from remat.costing.costs import Costs
+from remat.evaluation.evaluator import Memory
+from remat.evaluation.graph import Graph
+from remat.formulation.choices import Kept
+from remat.formulation.search_space import Space
+
+NS = 1000  # nanoseconds in a microsecond: objectives are integers
+
+
+class Keeping:
+    """One graph, its costs, and the segments and saves of a space."""
+
+    def __init__(self, graph: Graph, costs: Costs, space: Space):
+        self.graph = graph
+        self.space = space
+        self.memory = Memory(graph, costs.workspace_per_op(graph))
+        self.op_time_ns = np.round(costs.per_op_us(graph) * NS).astype(np.int64)
+        for node in graph.nodes:
+            if node.effect == "counter":  # never recomputed
+                self.op_time_ns[node.first : node.end] = 0
+
+    @functools.cached_property
+    def segment_of_node(self) -> np.ndarray:
+        lengths = [segment.end - segment.first for segment in self.space.segments]
+        return np.repeat(np.arange(len(lengths)), lengths)
+
+    # Saves
+
+    @functools.cached_property
+    def save_time_ns(self) -> dict[int, int]:
+        """Time of recomputing each node that may be saved, casts aside; nodes that take no time are left out."""
+        times = {}
+        for node in self.space.saveable:
+            record = self.graph.nodes[node]
+            ops = [op for op in range(record.first, record.end) if not self.graph.is_made_again[op]]
+            time = int(self.op_time_ns[ops].sum())
+            if time > 0:
+                times[node] = time
+        return times
+
+    @functools.cached_property
+    def saved_by(self) -> dict[int, list[int]]:
+        """Storages that each node to save keeps."""
+        storages = self.graph.storages
+        found: dict[int, list[int]] = {node: [] for node in self.save_time_ns}
+        for storage in np.flatnonzero(storages.cast == 0).tolist():
+            node = int(storages.node[storage])
+            if node in found:
+                found[node].append(storage)
+        return found
+
+    @functools.cached_property
+    def _reasons(self) -> tuple[dict[int, dict[int, int]], dict[int, set[tuple[int, int]]]]:
+        """(segment -> storages that autograd keeps if it is plain, with release; storage -> (source, site))."""
+        graph, segment = self.graph, self.segment_of_node
+        packed: dict[int, dict[int, int]] = {s: {} for s in range(len(self.space.segments))}
+        for p in self.memory.kept.tolist():
+            site, storage = int(segment[graph.packs.node[p]]), int(graph.packs.storage[p])
+            packed[site][storage] = max(packed[site].get(storage, -1), int(graph.packs.release[p]))
+        taken: dict[int, set[tuple[int, int]]] = {}
+        for i, node in enumerate(graph.nodes):
+            for source in node.inputs:
+                if segment[source] < segment[i]:
+                    for storage in graph.nodes[source].values:
+                        taken.setdefault(storage, set()).add((int(segment[source]), int(segment[i])))
+        return packed, taken
+
+    @functools.cached_property
+    def kept(self) -> dict[int, Kept]:
+        """Storages that several runs may want to keep; `own_bytes` has the others."""
+        packed, taken = self._reasons
+        storages, segment = self.graph.storages, self.segment_of_node
+        sites: dict[int, set[int]] = {u: {site for _, site in pairs} for u, pairs in taken.items()}
+        for site, found in packed.items():
+            for u in found:
+                if u in sites or segment[storages.node[u]] != site:
+                    sites.setdefault(u, set())
+        for site, found in packed.items():
+            for u in found:
+                if u in sites:
+                    sites[u].add(site)
+        saver = {u: node for node, saved in self.saved_by.items() for u in saved}
+        result = {}
+        for u, found_sites in sites.items():
+            if storages.death[u] >= self.graph.forward_end:
+                continue  # somebody holds it through backward: it is local
+            made = int(segment[storages.node[u]])
+            all_sites = {*found_sites, made} if u in saver else found_sites
+            result[u] = Kept(
+                storage=u,
+                size_bytes=int(storages.size_bytes[u]),
+                segment=made,
+                sites=tuple(sorted(all_sites)),
+                packed=frozenset(site for site in all_sites if u in packed[site]),
+                taken=tuple(sorted(taken.get(u, ()))),
+                saver=saver.get(u),
+                death=int(storages.death[u]),
+            )
+        return result
+
+    def is_own(self, storage: int) -> bool:
+        """Whether only its own segment can keep it, and it is not held anyway."""
+        return storage not in self.kept and self.graph.storages.death[storage] < self.graph.forward_end
+
+    @functools.cached_property
+    def own(self) -> list[list[int]]:
+        """For every segment the storages made there that only its being plain keeps."""
+        packed, _ = self._reasons
+        return [[u for u in packed[s] if self.is_own(u)] for s in range(len(self.space.segments))]
+
+    @functools.cached_property
+    def closing(self) -> list[list[Kept]]:
+        """For every segment the storages whose last site it is."""
+        found: list[list[Kept]] = [[] for _ in self.space.segments]
+        for kept in self.kept.values():
+            found[kept.sites[-1]].append(kept)
+        return found
+
+    @functools.cached_property
+    def saves_in(self) -> list[list[int]]:
+        """For every segment its nodes that may be saved."""
+        found: list[list[int]] = [[] for _ in self.space.segments]
+        for node in self.save_time_ns:
+            found[int(self.segment_of_node[node])].append(node)
+        return found
+
+    @functools.cached_property
+    def is_packed(self) -> np.ndarray:
+        """Which storages autograd would keep for backward."""
+        packed = np.zeros(len(self.graph.storages.birth), dtype=bool)
+        packed[self.graph.packs.storage[self.memory.kept]] = True
+        return packed
+
+    @functools.cached_property
+    def own_bytes(self) -> list[int]:
+        sizes = self.graph.storages.size_bytes
+        return [int(sum(sizes[u] for u in storages)) for storages in self.own]
+
+    @functools.cached_property
+    def save_bytes(self) -> dict[int, int]:
+        """Bytes that saving each node keeps and no other reason does."""
+        sizes = self.graph.storages.size_bytes
+        return {node: int(sum(sizes[u] for u in saved if self.is_own(u))) for node, saved in self.saved_by.items()}

@@ -1,0 +1,358 @@
+"""Pose: turn a Graph, Costs and a budget into the data of an integer program.
+
+The forward is cut into segments 0..m-1 (`search_space.py`). A *run* is a segment left plain, or an interval [a, b) of
+segments made one region, possibly holding inner ones. A plan chooses runs that partition the segments, and nodes to
+save inside chosen regions. Memory at one operator under a plan has three parts, and so has a `Row`:
+
+* what does not depend on other runs: local life, and all that the run itself has alive there (`Row.bytes`);
+* what earlier runs keep for their own backward (`Row.before`): the prefix sum over segments < a of what plain
+  segments keep, what regions take, and what they save, every storage counted once (`Kept`);
+* what the run's own saves add or spare there (`Row.saves`).
+
+The rows are exact: evaluated at a plan they give `Memory.curve` at that operator. There are many; a solver starts
+with the few that `first_rows` gives and asks for others where the evaluator finds its plan over budget. Leaving
+rows out never overstates a peak, so a bound stays a bound.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from remat.costing.costs import Costs
+from remat.evaluation.evaluator import Curve
+from remat.evaluation.graph import Graph
+from remat.evaluation.plan import Region
+from remat.formulation.choices import Point, Row, Run, Shape
+from remat.formulation.liveness import Keeping
+from remat.formulation.search_space import Space
+from remat.formulation.symmetry import classes
+
+INNER_WIDTHS = (1, 2, 4)  # segments in an inner region
+PLAIN = -1  # stands for the width of what is no region
+
+
+class Problem(Keeping):
+    """The data of the program for one graph, space and budget."""
+
+    def __init__(self, graph: Graph, costs: Costs, space: Space, budget_bytes: int):
+        super().__init__(graph, costs, space)
+        self.budget_bytes = budget_bytes
+        self.step_time_us = costs.step_time_us(graph)
+        self._alike_runs: dict[tuple[int, ...], int] = {}
+        self._shapes: dict[tuple[int, int], Shape | None] = {}
+        self._inner_regions: dict[tuple[int, int], Region] = {}
+
+    def with_budget(self, budget_bytes: int) -> Problem:
+        """The same problem under another budget; what was computed about the graph is shared."""
+        other = object.__new__(Problem)
+        other.__dict__.update(self.__dict__)
+        other.budget_bytes = budget_bytes
+        return other
+
+    @property
+    def without_checkpointing(self) -> dict[str, Any]:
+        """Peak and time of the step as it runs without a plan, for all that is compared with it."""
+        return {"peak_bytes": self.memory.peak_without_checkpointing, "step_time_us": self.step_time_us}
+
+    def __str__(self) -> str:
+        regions = sum(run.region is not None for run in self.runs)
+        return (
+            f"Problem: {len(self.space.segments)} segments, {regions} possible regions, {len(self.save_time_ns)} "
+            f"nodes to save, {len(self.kept)} storages kept for several reasons"
+        )
+
+    # Segments
+
+    @functools.cached_property
+    def backward_of(self) -> list[tuple[int, int]]:
+        """For every segment its backward operators [first, end); backward visits segments in reverse."""
+        graph = self.graph
+        nodes = graph.op_node[graph.forward_end : graph.backward_end]
+        last = len(self.space.segments) - 1
+        segments = np.where(nodes >= 0, self.segment_of_node[nodes], last)
+        segments = np.minimum.accumulate(segments)
+        bounds = graph.forward_end + np.searchsorted(-segments, -np.arange(last + 1), side="left")
+        ends = graph.forward_end + np.searchsorted(-segments, -np.arange(last + 1), side="right")
+        return list(zip(bounds.tolist(), ends.tolist(), strict=True))
+
+    # Runs
+
+    @functools.cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """Every run: the plain ones, in order of segments, and then the regions."""
+        plain = (Run(s, s + 1, None, self._plain_shape(s)) for s in range(len(self.space.segments)))
+        return (*plain, *self._find_regions())
+
+    def _find_regions(self) -> Iterator[Run]:
+        calls = [self.graph.nodes[segment.first].call for segment in self.space.segments]
+        for start, stop in self.space.stretches():
+            for a in range(start, stop):
+                alike: tuple[int, ...] = (self._alike[a],)
+                for b in range(a + 1, min(stop, a + self.space.longest) + 1):
+                    if calls[b - 1] != calls[a]:
+                        break
+                    number = self._alike_runs.setdefault(alike, len(self._alike_runs))
+                    for width, region in self._regions(a, b):
+                        shape = self._region_shape(a, b, region, (number, width))
+                        if shape is not None:
+                            yield Run(a, b, region, shape)
+                    if b < len(self._alike):
+                        alike = (number, self._alike[b])
+
+    @functools.cached_property
+    def _alike(self) -> list[int]:
+        return classes(self.memory, self.space.segments, self.backward_of, self.op_time_ns, self._local_bytes)
+
+    def _regions(self, a: int, b: int) -> Iterator[tuple[int, Region]]:
+        """The ways to execute segments a..b-1 as a region: whole (0), or as regions of `width` segments each."""
+        segments = self.space.segments
+        first, end = segments[a].first, segments[b - 1].end
+        yield 0, Region(first, end)
+        if self.space.depth < 2:
+            return
+        for width in INNER_WIDTHS:
+            if (b - a) % width == 0 and b - a >= max(2 * width, 3):
+                inner = tuple(self._inner_region(i, i + width) for i in range(a, b, width))
+                yield width, Region(first, end, inner=inner)
+
+    def _inner_region(self, a: int, b: int) -> Region:
+        """Segments a..b-1 as a region; the same few stand in many runs."""
+        if (a, b) not in self._inner_regions:
+            self._inner_regions[a, b] = Region(self.space.segments[a].first, self.space.segments[b - 1].end)
+        return self._inner_regions[a, b]
+
+    # Shapes
+
+    def _plain_shape(self, a: int) -> Shape:
+        key = (self._alike_runs.setdefault((self._alike[a],), len(self._alike_runs)), PLAIN)
+        if key not in self._shapes:
+            highest, *_ = self._points(Run(a, a + 1, None, Shape()))
+            self._shapes[key] = Shape(highest=highest)
+        shape = self._shapes[key]
+        assert shape is not None
+        return shape
+
+    def _region_shape(self, a: int, b: int, region: Region, key: tuple[int, int]) -> Shape | None:
+        if key not in self._shapes:
+            self._shapes[key] = self._find_region_shape(a, b, region)
+        return self._shapes[key]
+
+    def _find_region_shape(self, a: int, b: int, region: Region) -> Shape | None:
+        recomputation = self.memory.recomputation(region)
+        if recomputation is None:
+            return None
+        highest, firm, start = self._points(Run(a, b, region, Shape()))
+        kept_until = recomputation.release - self.backward_of[b - 1][0]
+        time_ns = self.memory.nested_time(region, self.time_until)
+        if region.inner:
+            return Shape(time_ns, highest, kept_until=kept_until)
+        ends = self.memory.node_end[region.first : region.end]
+        never = tuple(np.flatnonzero(ends > recomputation.stop).tolist())
+        return Shape(time_ns, highest, firm, start, never, kept_until)
+
+    def _points(self, run: Run) -> tuple[Point | None, Point | None, Point | None]:
+        """Where `run` has most alive, where it has most even if what runs there is saved, and where it starts again."""
+        curve = self.curve_of(run)
+        positions = self.positions_of(run, curve)
+        if not len(positions):
+            return None, None, None
+        alive = curve.alive_bytes[positions]
+        spared = np.where(curve.region[positions] >= 0, self._spare[0][curve.op[positions]], 0)
+        again = np.flatnonzero(curve.region >= 0)
+        return (
+            self._point(run, curve, int(positions[alive.argmax()])),
+            self._point(run, curve, int(positions[(alive - spared).argmax()])) if len(again) else None,
+            self._point(run, curve, int(again[0])) if len(again) else None,
+        )
+
+    def _point(self, run: Run, curve: Curve, position: int) -> Point:
+        op, recomputing = self._op_at(run, curve, position), bool(curve.region[position] >= 0)
+        alive = int(curve.alive_bytes[position]) - self.local_bytes_at(run)
+        spare, made = (int(column[op]) if recomputing else 0 for column in self._spare)
+        return Point(op - self._anchor(run, recomputing), recomputing, alive, spare, made)
+
+    @functools.cached_property
+    def _spare(self) -> tuple[np.ndarray, np.ndarray]:
+        """For every operator of a node that may be saved its workspace, and what the node has made by then."""
+        graph = self.graph
+        spare = np.where(np.isin(graph.op_node, list(self.save_time_ns)), self.memory.workspace_bytes, 0)
+        made = np.zeros_like(spare)
+        for node, saved in self.saved_by.items():
+            for u in saved:
+                made[graph.storages.birth[u] : graph.nodes[node].end] += graph.storages.size_bytes[u]
+        return spare, made
+
+    def _anchor(self, run: Run, recomputing: bool) -> int:
+        """The operator from which a point of `run` counts."""
+        if recomputing:
+            return int(self.memory.node_first[self.space.segments[run.a].first])
+        return self.backward_of[run.b - 1][0]
+
+    def local_bytes_at(self, run: Run) -> int:
+        """Bytes that the step itself has alive at the run's first backward operator."""
+        first = min(self.backward_of[run.b - 1][0], self.graph.op_count - 1)
+        return int(self._local_bytes[first])
+
+    @functools.cached_property
+    def _local_bytes(self) -> np.ndarray:
+        """Bytes alive at every operator if nothing were kept for backward."""
+        return self.memory.curve((), plain=(0, 0)).alive_bytes
+
+    def runs_of(self, regions: Sequence[Region]) -> set[int]:
+        """Indices of the runs that a plan of this space consists of; KeyError for a plan of another space."""
+        chosen = {self._run_of(region) for region in regions}
+        covered = {s for i in chosen for s in range(self.runs[i].a, self.runs[i].b)}
+        return chosen | (set(range(len(self.space.segments))) - covered)
+
+    def _run_of(self, region: Region) -> int:
+        index = self._index[region.first, region.end, len(region.inner)]
+        found = self.runs[index].region
+        if found is None or found.inner != region.inner:
+            raise KeyError(region)
+        return index
+
+    @functools.cached_property
+    def _index(self) -> dict[tuple[int, int, int], int]:
+        regions = ((i, run.region) for i, run in enumerate(self.runs) if run.region)
+        return {(region.first, region.end, len(region.inner)): i for i, region in regions}
+
+    def run_at(self, regions: Sequence[Region], op: int, top: int) -> int:
+        """The run of a plan that recomputes region `top`, or else whose backward operator `op` is."""
+        if top >= 0:
+            return next(i for i in self.runs_of([regions[top]]) if self.runs[i].region)
+        segment = next(s for s, (first, end) in enumerate(self.backward_of) if first <= op < end)
+        return next(i for i in self.runs_of(regions) if self.runs[i].a <= segment < self.runs[i].b)
+
+    @functools.cached_property
+    def time_until(self) -> np.ndarray:
+        """Time in ns of the operators before each."""
+        return np.concatenate([[0], np.cumsum(self.op_time_ns)])
+
+    def objective_ns(self, regions: Sequence[Region]) -> int:
+        """Recompute time of a plan of this space, as the program counts it."""
+        runs = self.runs_of(regions)
+        saved = (v for region in regions for v in region.saved)
+        return sum(self.runs[i].time_ns for i in runs) - sum(self.save_time_ns[v] for v in saved)
+
+    # Rows
+
+    def curve_of(self, run: Run) -> Curve:
+        """Bytes alive if nothing but `run` kept anything: `Row.bytes` for its operators."""
+        segment = self.space.segments[run.a]
+        if run.region is None:
+            return self.memory.curve((), plain=(segment.first, segment.end))
+        return self.memory.curve((run.region,), plain=(0, 0))
+
+    def positions_of(self, run: Run, curve: Curve) -> np.ndarray:
+        """Positions on `curve` of the operators during which `run` is being recomputed or differentiated."""
+        first, end = self.backward_of[run.b - 1][0], self.backward_of[run.a][1]
+        own = (curve.op >= first) & (curve.op < end) & (curve.region < 0)
+        return np.flatnonzero(own | (curve.region >= 0))
+
+    def first_rows(self, index: int) -> list[Row]:
+        """The rows of a run with which a solver starts: its highest point, and the start of its recomputation."""
+        run = self.runs[index]
+        local = self.local_bytes_at(run)
+        return [
+            self._row(index, self._anchor(run, point.recomputing) + point.op, point.recomputing, local + point.bytes)
+            for point in run.shape.points
+        ]
+
+    def row(self, index: int, curve: Curve, position: int) -> Row:
+        """The exact row of run `index` at `position` of its own curve."""
+        recomputing = bool(curve.region[position] >= 0)
+        op = self._op_at(self.runs[index], curve, position)
+        return self._row(index, op, recomputing, int(curve.alive_bytes[position]))
+
+    def _op_at(self, run: Run, curve: Curve, position: int) -> int:
+        """The operator at `position` of the run's own curve; for a cast from before its region the one before it."""
+        op = int(curve.op[position])
+        if curve.region[position] < 0:
+            return op
+        assert run.region is not None
+        first = int(self.memory.node_first[run.region.first])
+        if op >= first:
+            return op
+        again = curve.op[:position][curve.region[:position] >= 0]
+        own = again[again >= first]
+        return int(own[-1]) if len(own) else first - 1
+
+    def _row(self, index: int, op: int, recomputing: bool, alive_bytes: int) -> Row:
+        run = self.runs[index]
+        return Row(
+            run=index,
+            op=op,
+            bytes=alive_bytes,
+            before=run.a,
+            alive=self._alive(run, op, recomputing),
+            saves=self._save_terms(run, op, recomputing),
+        )
+
+    def _alive(self, run: Run, op: int, recomputing: bool) -> frozenset[int]:
+        """Storages from before `run` that its row counts already."""
+        if run.region is None:
+            packed, _ = self._reasons
+            return frozenset(u for u, release in packed[run.a].items() if release >= op and u in self.kept)
+        recomputation = self.memory.recomputation(run.region)
+        assert recomputation is not None
+        if not recomputing and op > recomputation.release:
+            return frozenset()
+        return frozenset(u for u in self.memory.inputs(run.region.first, run.region.end) if u in self.kept)
+
+    def _save_terms(self, run: Run, op: int, recomputing: bool) -> tuple[tuple[int, int], ...]:
+        """What saving each node of `run` adds at this operator: all that is not made again yet."""
+        if run.region is None or run.region.inner:
+            return ()
+        recomputation = self.memory.recomputation(run.region)
+        assert recomputation is not None
+        if not recomputing and op >= recomputation.trigger:
+            return ()
+        storages = self.graph.storages
+        terms = []
+        for node in range(run.region.first, run.region.end):
+            if node not in self.saved_by or node in run.never_again:
+                continue
+            waiting = [u for u in self.saved_by[node] if not recomputing or storages.birth[u] > op]
+            size = int(sum(storages.size_bytes[u] for u in waiting if storages.death[u] < self.graph.forward_end))
+            record = self.graph.nodes[node]
+            if recomputing and record.first <= op < record.end and not self.graph.is_made_again[op]:
+                size -= int(self.memory.workspace_bytes[op])
+            if size:
+                terms.append((node, size))
+        return tuple(terms)
+
+    @functools.cached_property
+    def forward_rows(self) -> tuple[Row, ...]:
+        """Rows of forward operators that no later one dominates: what is kept only grows."""
+        local = self._local_bytes[: self.graph.forward_end]
+        later = np.concatenate([np.maximum.accumulate(local[::-1])[::-1][1:], [-1]])
+        return tuple(self.forward_row(int(op)) for op in np.flatnonzero(local > later))
+
+    def forward_row(self, op: int) -> Row:
+        """The row of forward operator `op`: whatever was made before it and is kept for any reason."""
+        storages = self.graph.storages
+
+        def gone(found: list[int]) -> int:
+            return int(sum(storages.size_bytes[u] for u in found if storages.death[u] < op))
+
+        plain = ((s, gone(found)) for s, found in enumerate(self.own))
+        saves = ((v, gone([u for u in found if self.is_own(u)])) for v, found in self.saved_by.items())
+        kept = ((k.storage, k.sites[-1]) for k in self.kept.values() if k.death < op)
+        return Row(
+            run=None,
+            op=op,
+            bytes=int(self._local_bytes[op]),
+            plain=tuple((s, size) for s, size in plain if size),
+            saves=tuple((v, size) for v, size in saves if size),
+            kept=tuple(kept),
+        )
+
+    @functools.cached_property
+    def optimizer_peak_bytes(self) -> int:
+        """Peak after backward: the same under every plan."""
+        alive = self._local_bytes[self.graph.backward_end :]
+        return int(alive.max()) if len(alive) else self.graph.fixed_total

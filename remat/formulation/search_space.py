@@ -1,0 +1,230 @@
+"""The space that a solver searches: where regions may begin and end, and what they may save.
+
+A *cut* is a position between two nodes where a region may begin or end. Every position where only single tensors
+cross, no context is open and no value is about to be changed in place is legal; the solver is given those where few
+storages cross. In a transformer these are the residual stream's positions between attention and MLP halves.
+Storages that live through a large part of the forward or are used by many layers (attention masks, rotary tables, an
+encoder's output) are not counted as crossing: they would hide every cut.
+
+The borders of the model's layers are always cuts, so that no plan of whole layers is missed.
+
+Runs of nodes between neighbouring cuts are *segments*. "Optimal" always means: among plans made of these segments,
+these saves and this nesting depth. `Space.about` says so in the plan file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+
+from remat.evaluation.graph import OUTSIDE, Graph, block_of
+from remat.evaluation.plan import RegionKind
+
+DEPTH = 2  # of nesting
+LONG_LIFE = 0.3  # of the nodes
+MANY_LAYERS = 3
+MOST_SEGMENTS = 200
+SMALLEST_SEGMENT = 0.05  # of the average traffic: smaller ones are merged into a neighbour
+FEWEST_SEGMENTS = 4
+MOST_INTERVALS = 100_000  # of segments that may be a region: beyond that, the length of a region is limited ...
+SHORTEST_LIMIT = 60  # ... to no less than this
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Nodes first..end-1; `plain` if no region may contain it."""
+
+    first: int
+    end: int
+    plain: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Space:
+    """Segments in order, covering all nodes; `saveable` nodes; how deep regions may nest, and how long one may be.
+
+    longest  segments in a region, at most
+    modules  where regions are modules: (first node, end, path) of each module that may be one, and nothing else may;
+             see `search_space.py`
+    """
+
+    segments: tuple[Segment, ...]
+    saveable: tuple[int, ...]
+    depth: int
+    longest: int = 1 << 30
+    modules: tuple[tuple[int, int, str], ...] | None = None
+
+    def allows(self, first: int, end: int) -> bool:
+        """Whether nodes first..end-1 may be a region, as far as modules are concerned."""
+        return self.modules is None or (first, end) in self._modules
+
+    @functools.cached_property
+    def _modules(self) -> frozenset[tuple[int, int]]:
+        return frozenset((first, end) for first, end, _ in self.modules or ())
+
+    @property
+    def kind(self) -> RegionKind:
+        """What regions of this space are."""
+        return "nodes" if self.modules is None else "modules"
+
+    def about(self) -> dict[str, int]:
+        """For the plan file: what "optimal" ranges over."""
+        free = sum(not segment.plain for segment in self.segments)
+        return {
+            **({} if self.modules is None else {"modules": len(self.modules)}),
+            "segments": free,
+            "saveable_nodes": len(self.saveable),
+            "nesting_depth": self.depth,
+            "longest_region_segments": min(self.longest, len(self.segments)),
+        }
+
+    def stretches(self) -> Iterator[tuple[int, int]]:
+        """Maximal runs [a, b) of segments that are not plain; they may span graph calls, which no region does."""
+        start = None
+        for i, segment in enumerate(self.segments):
+            if segment.plain:
+                if start is not None:
+                    yield start, i
+                start = None
+            elif start is None:
+                start = i
+        if start is not None:
+            yield start, len(self.segments)
+
+
+def find_space(graph: Graph, *, depth: int = DEPTH) -> Space:
+    """The default space of `graph`."""
+    legal = legal_cuts(graph)
+    crossing = _crossing(graph)
+    for most in (1, 2, 3, 10**9):
+        cuts = [p for p in legal if len(crossing[p]) <= most]
+        if len(cuts) >= FEWEST_SEGMENTS:
+            break
+    forced = forced_cuts(graph) | {cut for block in blocks(graph) for cut in block}
+    cuts = _merge_small(graph, sorted({*cuts, *forced}), forced, crossing)
+    allowed = set(legal)
+    plain_nodes = {i for i, node in enumerate(graph.nodes) if node.call == OUTSIDE or node.effect == "other"}
+    segments = tuple(
+        Segment(first, end, not allowed.issuperset((first, end)) or any(i in plain_nodes for i in range(first, end)))
+        for first, end in itertools.pairwise(cuts)
+    )
+    return Space(segments, saveable(graph), depth, longest=max(MOST_INTERVALS // len(segments), SHORTEST_LIMIT))
+
+
+def legal_cuts(graph: Graph) -> list[int]:
+    """Positions p, between nodes p-1 and p, where a region may begin or end."""
+    count = len(graph.nodes)
+    legal = np.ones(count + 1, dtype=bool)
+    last_use = last_uses(graph)
+    for i, node in enumerate(graph.nodes):
+        if not node.crossable and last_use[i] > i:
+            legal[i + 1 : last_use[i] + 1] = False
+        if node.bracketed:
+            legal[i + 1] = False
+        for producer in node.mutates:
+            legal[producer + 1 : i + 1] = False
+    return [p for p in range(count + 1) if legal[p]]
+
+
+def last_uses(graph: Graph) -> list[int]:
+    """For every node the last node that takes its value, or itself."""
+    last = list(range(len(graph.nodes)))
+    for i, node in enumerate(graph.nodes):
+        for source in node.inputs:
+            last[source] = max(last[source], i)
+    return last
+
+
+def saveable(graph: Graph) -> tuple[int, ...]:
+    """Nodes whose outputs a region may save: they allocate, and neither change a value nor have theirs changed.
+
+    What somebody holds through backward anyway is left out.
+    """
+    changed = {producer for node in graph.nodes for producer in node.mutates}
+    held = graph.storages.death >= graph.forward_end
+    allocating = set(graph.storages.node[graph.storages.cast == 0].tolist()) - set(graph.storages.node[held].tolist())
+    return tuple(
+        i
+        for i, node in enumerate(graph.nodes)
+        if node.call != OUTSIDE and not node.effect and not node.mutates and i not in changed and i in allocating
+    )
+
+
+def forced_cuts(graph: Graph) -> set[int]:
+    """Ends of the graph, borders between graph calls, and both sides of nodes that must stay plain."""
+    nodes = graph.nodes
+    forced = {0, len(nodes)}
+    for i, node in enumerate(nodes):
+        if i and node.call != nodes[i - 1].call:
+            forced.add(i)
+        if node.effect == "other":
+            forced |= {i, i + 1}
+    return forced
+
+
+def _crossing(graph: Graph) -> list[frozenset[int]]:
+    """For every position the storages that cross it, long-lived ones left out."""
+    count = len(graph.nodes)
+    end: dict[int, int] = {}
+    begin: dict[int, int] = {}
+    layers: dict[int, set[str | None]] = {}
+    for i, last in enumerate(last_uses(graph)):
+        for storage in graph.nodes[i].values:
+            begin.setdefault(storage, i)
+            end[storage] = max(end.get(storage, 0), last)
+        for source in graph.nodes[i].inputs:
+            for storage in graph.nodes[source].values:
+                layers.setdefault(storage, set()).add(block_of(graph.nodes[i].module))
+    crossing: list[set[int]] = [set() for _ in range(count + 1)]
+    for storage, first in begin.items():
+        if end[storage] - first <= LONG_LIFE * count and len(layers.get(storage, ())) < MANY_LAYERS:
+            for position in range(first + 1, end[storage] + 1):
+                crossing[position].add(storage)
+    return [frozenset(storages) for storages in crossing]
+
+
+def _merge_small(graph: Graph, cuts: list[int], forced: set[int], crossing: list[frozenset[int]]) -> list[int]:
+    """Drop cuts until no segment is much smaller than the average, and there are not too many."""
+    traffic = np.array([graph.kinds[kind].moved_bytes for kind in graph.op_kind[: graph.forward_end]])
+    total = np.concatenate([[0], np.cumsum(traffic)])
+    sizes = graph.storages.size_bytes
+
+    def work(first: int, end: int) -> int:
+        begin = graph.nodes[first].first if first < len(graph.nodes) else graph.forward_end
+        stop = graph.nodes[end - 1].end
+        return int(total[max(stop, begin)] - total[begin])
+
+    def bytes_across(position: int) -> int:
+        return int(sum(sizes[u] for u in crossing[position]))
+
+    while True:
+        works = [work(a, b) for a, b in itertools.pairwise(cuts)]
+        free = [i for i in range(len(works)) if {cuts[i], cuts[i + 1]} - forced]
+        if not free:
+            return cuts
+        smallest = min(free, key=lambda i: (works[i], i))
+        few = len(cuts) - 1 <= MOST_SEGMENTS
+        if few and works[smallest] >= SMALLEST_SEGMENT * sum(works) / len(works):
+            return cuts
+        sides = [p for p in (cuts[smallest], cuts[smallest + 1]) if p not in forced]
+        cuts = [p for p in cuts if p != max(sides, key=bytes_across)]
+
+
+def blocks(graph: Graph) -> list[tuple[int, int]]:
+    """Runs of nodes [first, end) that belong to one layer of the model and may be a region."""
+    legal = set(legal_cuts(graph))
+    plain = {i for i, node in enumerate(graph.nodes) if node.call == OUTSIDE or node.effect == "other"}
+    found, start = [], 0
+    names = [None if node.call == OUTSIDE else (node.call, block_of(node.module)) for node in graph.nodes]
+    for i in range(1, len(names) + 1):
+        if i < len(names) and names[i] == names[start]:
+            continue
+        name = names[start]
+        if name and name[1] and start in legal and i in legal and not plain.intersection(range(start, i)):
+            found.append((start, i))
+        start = i
+    return found

@@ -1,0 +1,61 @@
+"""What a solver is given besides the problem, and what it gives back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal
+
+from remat.evaluation.plan import Region
+
+NONE_NEEDED, TRACING_ALONE = "none needed", "tracing alone"  # solvers of plans without regions
+Status = Literal["optimal", "feasible", "infeasible", "unknown"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """How long and how a solver may work.
+
+    time_s       wall time, None without limit       seed     of whatever it draws
+    workers      threads                             gap      relative gap at which a plan counts as optimal
+    on_progress  called with (objective_us, bound_us) whenever either improves
+    start    a plan of the same space, for a solver that can go on from one, whether or not it keeps this budget
+    """
+
+    time_s: float | None = None
+    seed: int = 0
+    workers: int = 2
+    gap: float = 0.001
+    on_progress: Callable[[float, float], None] | None = None
+    start: tuple[Region, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Solution:
+    """regions in graph order; objective and bound in microseconds of recomputation.
+
+    status       "infeasible" is proved; "unknown" means that no plan within the budget was found, in time or at all;
+                 a heuristic's `regions` are then the plan of its kind that comes nearest
+    interrupted  somebody pressed Ctrl-C
+    replayed_bytes  the peak of its plan by the replay, None where nobody replayed it
+    """
+
+    solver: str
+    status: Status
+    regions: tuple[Region, ...] = ()
+    objective_us: float = 0.0
+    bound_us: float = 0.0
+    wall_s: float = 0.0
+    rounds: int = 1
+    interrupted: bool = False
+    replayed_bytes: int | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether `regions` are a plan that keeps the budget."""
+        return self.status in ("optimal", "feasible")
+
+    @property
+    def gap(self) -> float:
+        """(objective - bound) / max(objective, 1 us)."""
+        return max(self.objective_us - self.bound_us, 0.0) / max(self.objective_us, 1.0)

@@ -1,0 +1,179 @@
+"""Advice: which lever frees how much of a step's peak, each found by recording the step again with it.
+
+A lever is something that a person can change without another model: a smaller micro-batch, another optimizer or
+another form of it, bf16 weights, states shared over ranks. Three more are computed on the recorded graph, because the
+model or its training would have to change: a loss in chunks (the logits shrink by the number of chunks), fused
+attention (the scores are never written down), and the optimizer's state in the host's memory while it is not used;
+those are labelled as such.
+
+What counts is the *judge*: a function from a graph to a peak. Asked about a step as it is, it is the peak without
+checkpointing; asked because nothing fits, the least peak of all plans.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+
+from remat.costing.costs import Costs, estimate, with_library_workspaces
+from remat.costing.planning_device import PlanningDevice
+from remat.evaluation.breakdown import HEAD, codes_of_storages
+from remat.evaluation.graph import OPTIMIZER_STATE, Graph
+from remat.evaluation.sharding import Added, shard, with_added
+from remat.formulation.problem import Problem
+from remat.formulation.search_space import find_space
+from remat.formulation.solution import Limits
+from remat.planning.profiling import fake_step
+from remat.recording.recorder import record
+from remat.solvers.least_peak import least_peak
+from remat.units import ms
+from remat.workload.optimizers import optimizer_named
+from remat.workload.target import Target
+from remat.workload.training_loop import SHARDS, Loop
+from remat.workload.workload import Workload
+
+Judge = Callable[[Graph, Costs], int]
+
+RANKS = 8  # over which sharding is tried
+CHUNKS = 8  # of the loss
+FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
+EIGHT_BIT = ("Adam", "AdamW")
+SOFTMAXES = ("aten._softmax.default", "aten._safe_softmax.default")
+LEAST_PEAK_S = 10.0
+BESIDE_SOFTMAX = 6  # operators between the scores of an attention and its output
+
+
+@dataclasses.dataclass(frozen=True)
+class Lever:
+    """What to change, the peak that is left, and what that frees (less than zero: it costs)."""
+
+    what: str
+    peak_bytes: int
+    frees_bytes: int
+
+
+def advise(workload: Workload, place: PlanningDevice, loop: Loop, whole: Graph, judge: Judge) -> list[Lever]:
+    """Every lever that frees something, the most first.
+
+    whole  the step as recorded, before any sharding
+    """
+    peak = judge(shard(whole, loop), estimate(whole, place.target))
+    found = []
+    for what, graph in _changed(workload, place, loop, whole):
+        left = judge(graph, estimate(graph, place.target))
+        found.append(Lever(what, left, peak - left))
+    return sorted((lever for lever in found if lever.frees_bytes > 0), key=lambda lever: -lever.frees_bytes)
+
+
+def least_peak_of(graph: Graph, costs: Costs) -> int:
+    """A judge: the least peak that any plan of the step has, or one close to it."""
+    problem = Problem(graph, costs, find_space(graph), 1)
+    return least_peak(problem, Limits(time_s=LEAST_PEAK_S)).peak_bytes
+
+
+def _changed(workload: Workload, place: PlanningDevice, loop: Loop, whole: Graph) -> Iterator[tuple[str, Graph]]:
+    """Each lever, and the graph of one rank with it."""
+    for what, changed in _workloads(workload, whole):
+        step = fake_step(changed, place, loop=loop)
+        again = record(step, alignment_bytes=place.target.alignment_bytes)
+        yield what, shard(with_library_workspaces(again, place.target), loop)
+    if loop.shard is None:
+        ranks = RANKS if loop.ranks == 1 else loop.ranks
+        for kind in SHARDS:
+            shared = dataclasses.replace(loop, ddp=False, ranks=ranks, shard=kind)
+            yield f"states shared over {ranks} ranks (--ranks {ranks} --shard {kind})", shard(whole, shared)
+    yield f"a loss in {CHUNKS} chunks (computed)", shard(with_chunked_loss(whole, CHUNKS), loop)
+    yield "fused attention (computed)", shard(with_fused_attention(whole), loop)
+    if place.target.device != "cpu":
+        yield _state_on_host(shard(whole, loop), place.target, loop), shard(with_state_on_host(whole), loop)
+
+
+def _state_on_host(graph: Graph, target: Target, loop: Loop) -> str:
+    """What swapping the optimizer's state out and in costs each optimizer step, with and without hiding it."""
+    swapped_bytes = 2 * graph.fixed_bytes.get(OPTIMIZER_STATE, 0)
+    meanwhile_us = estimate(graph, target).update_time_us(graph, loop.accumulation)
+    least, most = (ms(target.exposed_swap_us(swapped_bytes, behind_us)) for behind_us in (meanwhile_us, 0.0))
+    return f"optimizer state on the host until it is used (computed; waits {least} to {most} a step)"
+
+
+def _workloads(workload: Workload, whole: Graph) -> Iterator[tuple[str, Workload]]:
+    if workload.batch_size > 1:
+        size = workload.batch_size // 2
+        yield f"micro-batch {size} (and twice the accumulation)", workload.sized(size)
+    if whole.about["parameter_dtypes"] == ["float32"]:
+        yield "weights, gradients and state in bf16 (--dtype bf16)", workload.with_dtype("bf16")
+    name = whole.about["optimizer"]
+    if name in FUSED and _has_fused(name):
+        make = optimizer_named(f"{name.lower()}:fused")
+        yield f"the fused optimizer (--optimizer {name.lower()}:fused)", dataclasses.replace(workload, optimizer=make)
+    if name in EIGHT_BIT and importlib.util.find_spec("bitsandbytes") is not None:
+        make = optimizer_named(f"{name.lower()}8bit")
+        yield f"an 8-bit optimizer (--optimizer {name.lower()}8bit)", dataclasses.replace(workload, optimizer=make)
+
+
+def _has_fused(name: str) -> bool:
+    """Whether torch's class takes `fused`."""
+    return "fused" in inspect.signature(getattr(torch.optim, name)).parameters
+
+
+# Levers that are computed on the graph
+
+
+def with_chunked_loss(graph: Graph, chunks: int) -> Graph:
+    """`graph` with what comes after the last layer, logits and loss, in so many pieces, forward and backward."""
+    storages = graph.storages
+    made_in = np.where(storages.birth < graph.backward_end, graph.op_node[storages.birth], -1)
+    head = codes_of_storages(graph) == HEAD
+    first = storages.node[head].min(initial=len(graph.nodes))
+    in_backward = (storages.node < 0) & (made_in >= first)
+    in_backward[list(graph.parameter_gradients)] = False
+    return _resized(graph, head | in_backward, chunks)
+
+
+def with_fused_attention(graph: Graph) -> Graph:
+    """`graph` without the scores of attention: what a softmax of four dimensions takes, gives, and is followed by."""
+    storages, small = graph.storages, np.zeros(len(graph.storages.birth), dtype=bool)
+    for op in _softmaxes(graph):
+        own = storages.size_bytes[(storages.birth == op)].max(initial=0)
+        near = (np.abs(storages.birth - op) <= BESIDE_SOFTMAX) & (storages.size_bytes * 4 >= own)
+        node = graph.op_node[op]
+        small |= near & (own > 0)
+        if op < graph.forward_end:
+            again = (storages.node < 0) & (storages.birth < graph.backward_end)
+            again &= np.abs(graph.op_node[np.minimum(storages.birth, graph.op_count - 1)] - node) <= BESIDE_SOFTMAX
+            small |= again & (storages.size_bytes == own)
+    small[list(graph.parameter_gradients)] = False
+    return _resized(graph, small, 0)
+
+
+def with_state_on_host(graph: Graph) -> Graph:
+    """`graph` with the optimizer's state on the device only while the optimizer runs."""
+    fixed = dict(graph.fixed_bytes)
+    state = Added(fixed.pop(OPTIMIZER_STATE, 0), graph.backward_end, graph.op_count - 1, -1, "other")
+    return with_added(dataclasses.replace(graph, fixed_bytes=fixed), [state])
+
+
+def _softmaxes(graph: Graph) -> list[int]:
+    """Forward operators that are the softmax of an attention: over queries times keys, by head."""
+
+    def attends(kind: int) -> bool:
+        signature = graph.kinds[kind].signature
+        if graph.kinds[kind].name not in SOFTMAXES or not signature[0]:
+            return False
+        shape = signature[0][0].get("tensor", [[]])[0] if isinstance(signature[0][0], dict) else []
+        return len(shape) == 4
+
+    wanted = {kind for kind in range(len(graph.kinds)) if attends(kind)}
+    return [op for op in range(graph.forward_end) if int(graph.op_kind[op]) in wanted]
+
+
+def _resized(graph: Graph, chosen: np.ndarray, pieces: int) -> Graph:
+    """`graph` with the storages `chosen` in `pieces`, one at a time; none at all for 0."""
+    size = graph.storages.size_bytes.copy()
+    size[chosen] = -(-size[chosen] // pieces) if pieces else 0
+    return dataclasses.replace(graph, storages=dataclasses.replace(graph.storages, size_bytes=size))

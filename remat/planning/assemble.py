@@ -1,0 +1,99 @@
+"""A Plan from a solution, or the refusal where there is none."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from remat.costing.profile import Profile
+from remat.errors import Infeasible
+from remat.evaluation.breakdown import at_peak
+from remat.evaluation.graph import CALLED_MODULES, Graph
+from remat.evaluation.plan import Plan, place
+from remat.formulation.problem import Problem
+from remat.formulation.solution import Limits, Solution
+from remat.units import gib
+
+if TYPE_CHECKING:
+    from remat.execution.base import Execution
+    from remat.planning.search import Judge
+    from remat.solvers.least_peak import LeastPeak
+
+
+def infeasible(problem: Problem, limits: Limits) -> Infeasible:
+    """The refusal, with the least budget that would do and what takes it."""
+    from remat.solvers.least_peak import least_peak
+
+    least = least_peak(problem, limits)
+    parts = at_peak(problem.memory, least.regions)
+    curve = problem.memory.curve(least.regions)
+    listing = ", ".join(f"{name} {gib(size)}" for name, size in sorted(parts.items(), key=lambda item: -item[1]))
+    return Infeasible(
+        f"budget {gib(problem.budget_bytes)} is below the least possible peak{_at_most(least)} {gib(least.peak_bytes)} "
+        f"({where(problem.graph, int(curve.op[curve.peak_at]))}): {listing}. "
+        "Raise the budget, reduce the batch, or shrink the largest item.",
+        minimum_budget_bytes=least.peak_bytes,
+        breakdown=parts,
+    )
+
+
+def _at_most(least: LeastPeak) -> str:
+    """What stands before a least peak that is not proved to be one."""
+    if gib(least.bound_bytes) == gib(least.peak_bytes):
+        return ""
+    return f", at least {gib(least.bound_bytes)} and at most"
+
+
+def where(graph: Graph, op: int) -> str:
+    """An operator for a person: the node that it belongs to, and the phase."""
+    if op >= graph.backward_end:
+        return "the optimizer step"
+    node = graph.nodes[graph.op_node[op]]
+    module = f" in {node.module}" if node.module else ""
+    return f"node `{node.name}`{module}, {'forward' if op < graph.forward_end else 'backward'}"
+
+
+def assemble(problem: Problem, solution: Solution, profile: Profile, execution: Execution, judge: Judge | None) -> Plan:
+    """The Plan of a solution, with its predictions and its proof.
+
+    Where it has been replayed, its peak is the replay's. `predicted["evaluator_peak_bytes"]` says where the evaluator
+    expects another, as it does of modules and of compiled steps; of a plan for eager execution that is a bug.
+    """
+    graph, memory = problem.graph, problem.memory
+    recompute_us = memory.recompute_time_us(solution.regions, profile.costs.per_op_us(graph))
+    curve = memory.curve(solution.regions)
+    predicted: dict[str, Any] = {
+        "peak_bytes": curve.peak_bytes if solution.replayed_bytes is None else solution.replayed_bytes,
+        "peak_at": where(graph, int(curve.op[curve.peak_at])),
+        "step_time_us": problem.step_time_us + recompute_us,
+        "recompute_time_us": recompute_us,
+        "overhead": recompute_us / problem.step_time_us if problem.step_time_us else 0.0,
+        "recomputed_nodes": memory.recomputed_nodes(solution.regions),
+        "breakdown": at_peak(memory, solution.regions),
+        "judged_by": "evaluator" if judge is None else "replay",
+    }
+    if unmeasured := len(profile.costs.about.get("not_measured", ())):
+        predicted["unmeasured_kernels"] = unmeasured
+    if predicted["peak_bytes"] != curve.peak_bytes:
+        predicted["evaluator_peak_bytes"] = curve.peak_bytes
+    untouched = execution.without_plan(problem, None if judge is None else lambda: judge.peak(problem, ()))
+    return Plan(
+        regions=place(graph, solution.regions, problem.space.modules),
+        fingerprints=graph.fingerprints,
+        about={name: value for name, value in graph.about.items() if name != CALLED_MODULES},
+        target=profile.target.name,
+        costs=profile.costs.source,
+        budget_bytes=problem.budget_bytes,
+        predicted=predicted,
+        without_checkpointing={**problem.without_checkpointing, "peak_bytes": untouched},
+        solver={
+            "name": solution.solver,
+            "status": solution.status,
+            "objective_us": solution.objective_us,
+            "bound_us": solution.bound_us,
+            "gap": solution.gap,
+            "wall_s": round(solution.wall_s, 3),
+        },
+        space=problem.space.about(),
+        execution=execution.name,
+        identities=graph.identities,
+    )

@@ -1,0 +1,64 @@
+"""Budgets: what a person asks for, in bytes that a plan may request and the allocator may reserve."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from remat.costing.device_allocator import context_bytes
+from remat.costing.planning_device import PlanningDevice
+from remat.errors import UsageError
+from remat.reservation.fragmentation import CONTEXT_BYTES
+from remat.units import gib, parse_bytes
+
+if TYPE_CHECKING:
+    pass
+
+
+AUTO_HEADROOM = "10%"
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """limit_bytes is what plans must keep: the budget given, less the headroom.
+
+    reserved_bytes  what the caching allocator may reserve, simulated; None: whatever it does
+    """
+
+    given_bytes: int
+    limit_bytes: int
+    reserved_bytes: int | None = None
+
+
+def parse_budget(
+    budget: str | int, headroom: str | int | None, memory_bytes: int, usable_bytes: int | None = None
+) -> Budget:
+    """The budget meant by `budget`: bytes, text with a unit, `90%` or `auto` of the target's memory.
+
+    headroom      subtracted first: bytes, text with a unit or a percentage of the budget; None is 0, and 10 % for an
+                  `auto` without `usable_bytes`
+    usable_bytes  of the memory what an allocator can reserve, where it can be simulated: then `auto` means that what it
+                  reserves fits
+
+    Raises UsageError for text without a unit, and where nothing is left.
+    """
+    if budget == "auto":
+        given = memory_bytes if usable_bytes is None else usable_bytes
+        headroom = AUTO_HEADROOM if headroom is None and usable_bytes is None else headroom
+    elif isinstance(budget, int):
+        given = budget
+    else:
+        given = parse_bytes(budget, what="budget", whole_bytes=memory_bytes)
+    spare = headroom or 0
+    if isinstance(spare, str):
+        spare = parse_bytes(spare, what="headroom", whole_bytes=given)
+    if given - spare <= 0:
+        raise UsageError(f"a budget of {gib(given)} with a headroom of {gib(spare)} leaves nothing; raise the budget.")
+    return Budget(given, given - spare, given - spare if budget == "auto" and usable_bytes is not None else None)
+
+
+def usable_bytes(place: PlanningDevice) -> int | None:
+    """What the caching allocator of a CUDA card can reserve: its memory less the context; None without CUDA."""
+    if place.target.device != "cuda":
+        return None
+    return place.target.memory_bytes - (CONTEXT_BYTES if place.device is None else context_bytes(place.device))

@@ -1,0 +1,281 @@
+"""Compare: one step under one budget, planned by several strategies and judged by one evaluator.
+
+A row is what a strategy achieves, never what it claims: its plan goes through `check`, its numbers are the
+evaluator's, and with a step at hand the replay must accept it too. The best bound that any of them proves is set
+beside all of them, because they choose from the same space of plans.
+
+Where regions are modules, strategies that join layers or save inside them have no plan of their own. Where the step
+does not run as the evaluator says (`Execution.is_exact`), a peak is the replay's, as in planning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from remat.costing.profile import Profile
+from remat.evaluation.plan import Plan, Region
+from remat.execution import executions
+from remat.execution.base import Execution
+from remat.execution.executions import EAGER
+from remat.formulation import check
+from remat.formulation.problem import Problem
+from remat.formulation.solution import NONE_NEEDED, Limits, Solution, Status
+from remat.planning.assemble import assemble, infeasible
+from remat.planning.budget import Budget
+from remat.planning.search import Judge, search
+from remat.recording.fake_step import FakeStep
+from remat.solvers import EXACT, HEURISTICS, WITHOUT, load
+
+DEFAULT = (*HEURISTICS, "exact")
+NO_LIMIT = 1 << 62
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What one strategy makes of the step. None where it found no plan at all, or cannot know.
+
+    fits         the peak keeps the budget; where not, the plan is the nearest that a heuristic comes to it
+    samples_per_s, tokens_per_s  of one rank, over all micro-batches of an optimizer step
+    overhead     recompute_time_us over the step time without checkpointing
+    bound_us     what the strategy itself proves, and `gap` how far its plan is from that
+    above_bound  recompute_time_us over the best bound of the comparison, less 1; None where that is 0
+    measured     peak_bytes and step_time_us of the planned step, run at the size of `Comparison.measured_on`
+    plan         None where there is none
+    """
+
+    strategy: str
+    status: Status
+    fits: bool
+    peak_bytes: int | None
+    step_time_us: float | None
+    recompute_time_us: float | None
+    overhead: float | None
+    samples_per_s: float | None
+    tokens_per_s: float | None
+    bound_us: float | None
+    gap: float | None
+    above_bound: float | None
+    wall_s: float
+    measured: dict[str, int] | None = None
+    plan: Plan | None = dataclasses.field(default=None, repr=False)
+
+    @property
+    def rank(self) -> tuple[bool, bool, float, bool]:
+        """What fits by time, then what does not by peak, then what has no plan; among equals first what is proved."""
+        by = self.step_time_us if self.fits else self.peak_bytes
+        return not self.fits, by is None, by or 0.0, self.bound_us is None
+
+    def to_json(self) -> dict[str, Any]:
+        names = [field.name for field in dataclasses.fields(self) if field.name != "plan"]
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Heading:
+    """What stands above a table of plans: the step, the target, where its costs are from, and the step as it is."""
+
+    about: dict[str, Any]
+    target: str
+    costs: str
+    without_checkpointing: dict[str, Any]
+    execution: str
+
+    @staticmethod
+    def fields_of(profile: Profile, problem: Problem, execution: Execution) -> dict[str, Any]:
+        return {
+            "about": profile.graph.about,
+            "target": profile.target.name,
+            "costs": profile.costs.source,
+            "without_checkpointing": problem.without_checkpointing,
+            "execution": execution.name,
+        }
+
+    def heading_json(self) -> dict[str, Any]:
+        return {
+            "model": self.about["workload"],
+            "target": self.target,
+            "costs": self.costs,
+            "without_checkpointing": self.without_checkpointing,
+            "execution": self.execution,
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison(Heading):
+    """The rows, best first.
+
+    bound_us     the best that is proved: no plan within the budget recomputes for less; 0 where nothing is
+    measured_on  device, batch_size and seq_len of what was measured: a device may bear less than was planned for
+    failures     what a measurement contradicts, one sentence each
+    interrupted  somebody pressed Ctrl-C: strategies or measurements are missing
+    """
+
+    budget_bytes: int
+    rows: tuple[Row, ...]
+    bound_us: float
+    measured_on: dict[str, Any] | None = None
+    failures: tuple[str, ...] = ()
+    interrupted: bool = False
+
+    @property
+    def best(self) -> Row | None:
+        return self.rows[0] if self.rows and self.rows[0].fits else None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **self.heading_json(),
+            "budget_bytes": self.budget_bytes,
+            "bound_us": self.bound_us,
+            "rows": [row.to_json() for row in self.rows],
+            "measured_on": self.measured_on,
+            "failures": list(self.failures),
+            "interrupted": self.interrupted,
+        }
+
+
+def compare(
+    profile: Profile,
+    budget: Budget,
+    *,
+    strategies: Sequence[str] | None = None,
+    limits: Limits | None = None,
+    step: FakeStep | None = None,
+    execution: str = EAGER,
+    on_strategy: Callable[[str, int, int], None] | None = None,
+) -> Comparison:
+    """What each strategy makes of `profile` under `budget`; with `step`, every plan that fits is also replayed.
+
+    strategies   names in `solvers.STRATEGIES`; by default the quick ones
+    limits       for each strategy on its own
+    execution    how the step will run, as in `planner.plan`
+    on_strategy  called with the name of each before it begins, its number from 1, and how many there are
+
+    Raises Infeasible where it is proved that no plan fits, UsageError for an unknown strategy.
+    """
+    names, limits = tuple(dict.fromkeys(strategies or DEFAULT)), limits or Limits()
+    for name in names:
+        load(name)
+    how = executions.load(execution)
+    profile = how.price(profile)
+    problem = how.pose(profile, how.space(profile.graph), budget.limit_bytes)
+    judge = None if step is None else Judge(how, step, profile)
+    solutions: dict[str, Solution] = {}
+    interrupted = False
+    for number, name in enumerate(names, start=1):
+        if on_strategy is not None:
+            on_strategy(name, number, len(names))
+        try:
+            solutions[name] = solution_of(problem, how, name, judge, limits)
+            interrupted = solutions[name].interrupted
+        except KeyboardInterrupt:
+            if not solutions:
+                raise
+            interrupted = True
+        if interrupted:
+            break
+    rows = rows_of(problem, solutions, profile, how, judge)
+    if not any(row.fits for row in rows) and any(row.status == "infeasible" for row in rows):
+        raise infeasible(problem, limits)
+    return Comparison(
+        budget_bytes=budget.limit_bytes,
+        rows=rows,
+        bound_us=best_bound(solutions) if how.bound_carries else 0.0,
+        interrupted=interrupted,
+        **Heading.fields_of(profile, problem, how),
+    )
+
+
+def solve(problem: Problem, name: str, limits: Limits) -> Solution:
+    """The solution of the strategy `name`; a plan that does not hold raises."""
+    solution = load(name)(problem, limits)
+    if has_plan(name, solution):
+        check.require(problem if solution.fits else problem.with_budget(NO_LIMIT), solution)
+    return solution
+
+
+def solution_of(problem: Problem, how: Execution, name: str, judge: Judge | None, limits: Limits) -> Solution:
+    """What `name` makes of `problem` as the step runs."""
+    trivial = None
+    if name in EXACT:
+        trivial = how.trivial(problem, None if judge is None else lambda: judge.peak(problem, ()))
+        if trivial is not None and trivial.solver == NONE_NEEDED:
+            return trivial
+    if name == WITHOUT:  # it is not replayed: people run it untraced, and compiled where all is
+        peak = how.without_plan(problem, None if judge is None else lambda: judge.peak(problem, ()))
+        return Solution(WITHOUT, "feasible" if peak <= problem.budget_bytes else "unknown", replayed_bytes=peak)
+
+    def strategy(at: Problem) -> Solution:
+        return trivial if trivial is not None and at is problem else solve(at, name, limits)
+
+    return search(problem, how, strategy, judge, limits)
+
+
+def peak_of(problem: Problem, name: str, regions: tuple[Region, ...]) -> int:
+    """Peak by the evaluator of what `name` proposes."""
+    memory = problem.memory
+    return memory.peak_without_checkpointing if name == WITHOUT else memory.curve(regions).peak_bytes
+
+
+def has_plan(name: str, solution: Solution) -> bool:
+    """Whether the regions mean something: a heuristic shows its nearest plan where none of its kind fits."""
+    return solution.fits or name in HEURISTICS
+
+
+def best_bound(solutions: dict[str, Solution]) -> float:
+    """Microseconds that every plan within the budget recomputes for."""
+    return max((solution.bound_us for name, solution in solutions.items() if name in EXACT), default=0.0)
+
+
+def rows_of(
+    problem: Problem, solutions: dict[str, Solution], profile: Profile, how: Execution, judge: Judge | None
+) -> tuple[Row, ...]:
+    """The rows, best first; `judge` is what replayed the plans that fit, if anything did."""
+    bound_us = best_bound(solutions)
+    rows = (_row(problem, name, solution, profile, bound_us, how, judge) for name, solution in solutions.items())
+    return tuple(sorted(rows, key=lambda row: row.rank))
+
+
+def _row(
+    problem: Problem,
+    name: str,
+    solution: Solution,
+    profile: Profile,
+    best_bound_us: float,
+    how: Execution,
+    judge: Judge | None,
+) -> Row:
+    plan, exact, about = None, name in EXACT, profile.graph.about
+    fits = solution.fits
+    if has_plan(name, solution):
+        # In its file, a plan without a proof of its own gets the one that others made.
+        asked = judge if fits or not how.is_exact else None
+        proved = dataclasses.replace(
+            solution,
+            bound_us=min(best_bound_us, solution.objective_us) if how.bound_carries else 0.0,
+            replayed_bytes=None if asked is None else asked.peak(problem, solution.regions),
+        )
+        plan = assemble(problem, proved, profile, how, asked)
+    predicted: dict[str, Any] = plan.predicted if plan is not None else {}
+    step_us, again_us = predicted.get("step_time_us"), predicted.get("recompute_time_us")
+    samples_per_s = None
+    if step_us is not None and again_us is not None:
+        update_us = profile.costs.update_time_us(problem.graph, about["accumulation"], again_us)
+        samples_per_s = about["batch_size"] * about["accumulation"] / update_us * 1e6 if update_us else None
+    return Row(
+        strategy=name,
+        status=solution.status,
+        fits=fits,
+        peak_bytes=solution.replayed_bytes if name == WITHOUT else predicted.get("peak_bytes"),
+        step_time_us=step_us,
+        recompute_time_us=again_us,
+        overhead=predicted.get("overhead"),
+        samples_per_s=samples_per_s,
+        tokens_per_s=samples_per_s * about["seq_len"] if samples_per_s and about["seq_len"] else None,
+        bound_us=solution.bound_us if exact else None,
+        gap=solution.gap if exact and fits else None,
+        above_bound=max(again_us / best_bound_us - 1, 0.0) if fits and again_us is not None and best_bound_us else None,
+        wall_s=round(solution.wall_s, 3),
+        plan=plan,
+    )

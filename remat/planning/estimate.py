@@ -1,0 +1,166 @@
+"""Estimate: what a training step takes as it is, or under a plan: where every byte goes, and how fast it can be.
+
+Nothing is solved here. The bytes are the evaluator's, at the instant of the peak, by category and by module; the time
+is that of the operators one after the other. Utilisation is over the target's peak rate for the dtype that does most of
+the arithmetic: MFU counts the model's own operations, HFU also those that are recomputed (Chowdhery et al. 2022,
+appendix B).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from remat.costing.profile import Profile
+from remat.evaluation import breakdown
+from remat.evaluation.evaluator import Curve, Memory
+from remat.evaluation.graph import Graph
+from remat.evaluation.plan import Region
+from remat.planning.assemble import where
+from remat.reservation.fragmentation import Footprint, assumed_settings, footprints
+from remat.workload.training_loop import Loop
+
+PHASES = ("forward", "backward", "optimizer")
+
+
+@dataclasses.dataclass(frozen=True)
+class Peaks:
+    """The peak of the step and what it consists of; bytes throughout.
+
+    eager       peak of a forward that is not traced: its local variables hold on to what the graph has let go. None
+                under a plan, which is traced, and where it is not known
+    first_step  peak of the very first step, which makes the optimizer's state     at  where the peak is, in words
+    phases      highest in forward, backward and optimizer                         parts  at the peak, by category
+    modules     of activations, logits and loss at the peak: what made them, all layers together
+    """
+
+    peak_bytes: int
+    eager_bytes: int | None
+    first_step_bytes: int
+    at: str
+    phases: dict[str, int]
+    parts: dict[str, int]
+    modules: dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """One optimizer step on one rank; None where there are no tokens, or the target's rate is not known.
+
+    update_time_us  of all its micro-batches and the optimizer      samples  of all ranks
+    mfu, hfu        shares of the target's peak rate, the model's operations alone and with the recomputed ones
+    """
+
+    update_time_us: float
+    recompute_time_us: float
+    samples: int
+    samples_per_s: float
+    tokens: int | None
+    tokens_per_s: float | None
+    model_flops: int
+    mfu: float | None
+    hfu: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """What one loop takes around one step.
+
+    allocator  what the caching allocator makes of it, under the settings assumed and with expandable segments turned
+               on or off; empty where there is none, and of what is not traced
+    """
+
+    about: dict[str, Any]
+    target: str
+    costs: str
+    memory_bytes: int
+    peaks: Peaks
+    speed: Speed
+    allocator: tuple[Footprint, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "model": self.about["workload"],
+            "target": self.target,
+            "costs": self.costs,
+            "memory_bytes": self.memory_bytes,
+            "parameters": self.about["parameter_count"],
+            "loop": Loop.of(self.about).to_json(),
+            "peaks": dataclasses.asdict(self.peaks),
+            "allocator": [each.to_json() for each in self.allocator],
+            "speed": dataclasses.asdict(self.speed),
+        }
+
+
+def estimate(profile: Profile, regions: Sequence[Region] = (), allocator: str | None = None) -> Estimate:
+    """What the step of `profile` takes under `regions`; without regions also as Python runs it.
+
+    allocator  settings of PYTORCH_CUDA_ALLOC_CONF; those of the environment by default. Raises UsageError
+    """
+    settings = assumed_settings(profile.target, allocator)
+    graph = profile.graph
+    memory = Memory(graph, profile.costs.workspace_per_op(graph))
+    return Estimate(
+        about=graph.about,
+        target=profile.target.name,
+        costs=profile.costs.source,
+        memory_bytes=profile.target.memory_bytes,
+        peaks=_peaks(memory, regions),
+        speed=_speed(profile, memory, regions),
+        allocator=footprints(memory, regions, settings) if settings is not None else (),
+    )
+
+
+def _peaks(memory: Memory, regions: Sequence[Region]) -> Peaks:
+    curve, graph = memory.curve(regions), memory.graph
+    return Peaks(
+        peak_bytes=curve.peak_bytes,
+        eager_bytes=memory.peak_without_checkpointing if len(graph.untraced_bytes) and not regions else None,
+        first_step_bytes=memory.first_step_peak(regions),
+        at=where(graph, int(curve.op[curve.peak_at])),
+        phases=_phases(graph, curve),
+        parts=breakdown.at_peak(memory, regions),
+        modules=breakdown.by_module(memory, regions, curve.peak_at),
+    )
+
+
+def _phases(graph: Graph, curve: Curve) -> dict[str, int]:
+    phase = np.where(curve.op >= graph.backward_end, 2, np.where(curve.op >= graph.forward_end, 1, 0))
+    phase = np.where(curve.region >= 0, 1, phase)  # a recomputation is part of backward
+    return {name: int(curve.alive_bytes[phase == i].max(initial=0)) for i, name in enumerate(PHASES)}
+
+
+def _speed(profile: Profile, memory: Memory, regions: Sequence[Region]) -> Speed:
+    graph, costs, loop = profile.graph, profile.costs, Loop.of(profile.graph.about)
+    again_us = memory.recompute_time_us(regions, costs.per_op_us(graph))
+    time_us = costs.update_time_us(graph, loop.accumulation, again_us)
+    samples = graph.about["batch_size"] * loop.accumulation * loop.ranks
+    tokens = samples * graph.about["seq_len"] if graph.about["seq_len"] else None
+    flops = np.array([kind.flops for kind in graph.kinds], dtype=np.int64)[graph.op_kind]
+    curve = memory.curve(regions)
+    again = int(flops[curve.op[(curve.region >= 0) & curve.runs]].sum())
+    own, peak_rate = int(flops.sum()), profile.target.flops_per_us.get(_dtype(graph, flops))
+    most = peak_rate * time_us if peak_rate and time_us else None
+    return Speed(
+        update_time_us=time_us,
+        recompute_time_us=loop.accumulation * again_us,
+        samples=samples,
+        samples_per_s=samples / time_us * 1e6 if time_us else 0.0,
+        tokens=tokens,
+        tokens_per_s=tokens / time_us * 1e6 if tokens and time_us else None,
+        model_flops=own * loop.accumulation * loop.ranks,
+        mfu=loop.accumulation * own / most if most else None,
+        hfu=loop.accumulation * (own + again) / most if most else None,
+    )
+
+
+def _dtype(graph: Graph, flops: np.ndarray) -> str:
+    """The dtype that does most of the arithmetic."""
+    by_kind = np.bincount(graph.op_kind, flops, minlength=len(graph.kinds))
+    total: dict[str, float] = {}
+    for kind, count in zip(graph.kinds, by_kind.tolist(), strict=True):
+        total[kind.dtype] = total.get(kind.dtype, 0.0) + count
+    return max(total, key=lambda dtype: total[dtype], default="float32")

@@ -1,0 +1,109 @@
+"""Plan: from a workload and a budget to a Plan that the replay has accepted.
+
+This is the sentence of the package in code: capture and profile (`profiling.py`), pose (`Execution.pose`), solve (a
+function passed in, `solvers/exact.py` by default), check and replay (`search.py`), assemble (`assemble.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from remat.costing.planning_device import find_planning_device
+from remat.costing.profile import Profile
+from remat.evaluation.plan import Plan
+from remat.execution import executions
+from remat.execution.base import Execution
+from remat.execution.executions import EAGER
+from remat.formulation.search_space import Space
+from remat.formulation.solution import Limits
+from remat.planning.assemble import assemble
+from remat.planning.budget import Budget, parse_budget, usable_bytes
+from remat.planning.card import reserving_at_most, with_footprints
+from remat.planning.profiling import fake_step, profile_step
+from remat.planning.search import Judge, OnReplay, solve_within
+from remat.recording.fake_step import FakeStep
+from remat.reservation.fragmentation import assumed_settings
+from remat.solvers import Solver, load
+from remat.workload.training_loop import Loop
+from remat.workload.workload import Workload
+
+
+def plan(
+    workload: Workload,
+    *,
+    budget: str | int,
+    target: str = "auto",
+    headroom: str | int | None = None,
+    loop: Loop | None = None,
+    limits: Limits | None = None,
+    solver: Solver | None = None,
+    execution: str = EAGER,
+    depth: int | None = None,
+    allocator: str | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Plan:
+    """The plan with the least recomputation whose peak over the whole step stays within `budget`.
+
+    budget, headroom  see `parse_budget`         target  see `find_planning_device`
+    loop              what training does around forward and backward: accumulation, clipping, shards, ...
+    solver            any function of `remat.solvers`; the exact one by default
+    execution         how the step will run: "eager"; "modules" for regions that are whole modules, as sharding with
+                      FSDP2 needs them; "inductor" or "aot_eager" for a step compiled so, on this machine
+    depth             how deep regions may nest, by default as deep as they may: 1 for an eager plan that
+                      `torch.compile` can keep
+    allocator         settings of PYTORCH_CUDA_ALLOC_CONF to predict for; those of the environment by default
+    on_progress       called with (done, total) while costs are measured
+
+    Raises Infeasible with the least budget that would do, NoPlanInTime, CaptureError, UsageError.
+    """
+    how = executions.load(execution)
+    found = find_planning_device(target)
+    simulated = usable_bytes(found) if budget == "auto" and how.compiler is None else None
+    limit = parse_budget(budget, headroom, found.target.memory_bytes, simulated)
+    how.require(found, loop)
+    step = fake_step(workload, found, loop=loop, compiled=how.compiler is not None)
+    profile = profile_step(step, found, on_progress=on_progress)
+    return plan_profile(
+        profile, limit, limits=limits, solver=solver, step=step, execution=how, depth=depth, allocator=allocator
+    )
+
+
+def plan_profile(
+    profile: Profile,
+    budget: Budget,
+    *,
+    limits: Limits | None = None,
+    solver: Solver | None = None,
+    step: FakeStep | None = None,
+    execution: str | Execution = EAGER,
+    depth: int | None = None,
+    space: Space | None = None,
+    allocator: str | None = None,
+    on_replay: OnReplay | None = None,
+) -> Plan:
+    """`plan` from a profile. With `step`, the plan is also replayed; without, the evaluator alone judges it.
+
+    space      what is searched, by default the execution's space with regions `depth` deep
+    allocator  settings of PYTORCH_CUDA_ALLOC_CONF to predict for; those of the environment by default
+    on_replay  see `search.Judge`
+    """
+    how = executions.load(execution) if isinstance(execution, str) else execution
+    profile = how.price(profile)
+    judge = None if step is None else Judge(how, step, profile, on_replay)
+    space = space or how.space(profile.graph, depth)
+    settings = assumed_settings(profile.target, allocator) if how.compiler is None else None
+    limits, solver = limits or Limits(), solver or load("exact")
+    if limits.time_s is None:
+        limits = dataclasses.replace(limits, time_s=how.patience_s)
+
+    def within(limit_bytes: int) -> Plan:
+        problem = how.pose(profile, space, limit_bytes)
+        solution = solve_within(problem, how, solver, judge, limits)
+        made = assemble(problem, solution, profile, how, judge)
+        return made if settings is None else with_footprints(made, profile, settings)
+
+    made = within(budget.limit_bytes)
+    if settings is None or budget.reserved_bytes is None:
+        return made
+    return reserving_at_most(budget.reserved_bytes, made, within)

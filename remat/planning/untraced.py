@@ -1,0 +1,41 @@
+"""Untraced: what the step takes as people run it who have no plan.
+
+A plan's forward is traced, and a trace lets go of a value after its last use. Python does not: a local variable of the
+model's code lives until its function returns or the name is bound again (in a mixture of experts the weights picked for
+one product while those for the next are being picked). So the step without checkpointing is not a plan of no regions,
+and what it takes is recorded by itself: one more forward and backward on fake tensors, in eager mode.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from remat.costing.costs import Costs
+from remat.costing.operator_timing import measured_workspaces
+from remat.costing.workspaces import workspace_bytes
+from remat.errors import CaptureError
+from remat.evaluation.graph import NOT_UNTRACED, Graph
+from remat.execution.modules.replay import track_untraced
+from remat.recording.fake_step import FakeStep
+from remat.workload.target import Target
+
+
+def with_untraced(
+    graph: Graph, step: FakeStep, costs: Costs, target: Target, device: torch.device | None = None
+) -> Graph:
+    """`graph` with `untraced_bytes`; without them, and the reason in `about`, where fake tensors do not bear it.
+
+    step    the step that `graph` is the record of, in its steady state
+    costs   of the graph: kernels' own bytes. Those of other kernels are measured on `device`, or computed for `target`
+    """
+    try:
+        tracked = track_untraced(step, (), alignment_bytes=target.alignment_bytes)
+    except CaptureError as error:
+        return dataclasses.replace(graph, about={**graph.about, NOT_UNTRACED: str(error)})
+    known = costs.workspace_of(graph)
+    workspace_of = {kind.key: workspace_bytes(kind, target) for kind in tracked.tracker.kinds.values()} | known
+    if device is not None:
+        workspace_of |= measured_workspaces(tracked.tracker, known, device)
+    return dataclasses.replace(graph, untraced_bytes=tracked.alive(workspace_of) + graph.unseen_bytes)

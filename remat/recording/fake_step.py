@@ -1,0 +1,288 @@
+"""A workload's step on fake tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from remat.capture.anchors import identity_of
+from remat.capture.attention_masks import OnesSeen, eager_attention_masks
+from remat.capture.circumstances import given_to
+from remat.capture.dynamo import GraphCalls, fake_model, without_cache
+from remat.capture.eager_answers import Answers
+from remat.capture.grouped_products import grouped_products
+from remat.capture.settling import settle
+from remat.errors import CaptureError, RematError
+from remat.evaluation.graph import (
+    OPTIMIZER_STATE,
+    Parameter,
+)
+from remat.recording.optimizer_forms import forms_of
+from remat.recording.tracker import Tracker
+from remat.recording.view_histories import ViewHistories
+from remat.workload.held_outputs import Held
+from remat.workload.training_loop import Loop
+from remat.workload.workload import Workload, trainable
+
+NUMBER_BYTES = 16  # eight in forward, eight more while it is recomputed
+
+
+LARGEST_NORM = 1.0  # of gradients that are clipped; any number takes the same memory
+
+
+EMA_DECAY = 0.999  # likewise
+
+
+class Finish:
+    """What a training step does after backward: clipping, the optimizer, the running average, letting gradients go.
+
+    averages  the running average's tensors, parameters first; none before the first step
+    """
+
+    def __init__(self, loop: Loop, model: nn.Module, optimizer: torch.optim.Optimizer | None):
+        self.loop, self.model, self.optimizer = loop, model, optimizer
+        self.averages: list[torch.Tensor] = []
+
+    def __call__(self) -> None:
+        if self.loop.clip_grad_norm:
+            nn.utils.clip_grad_norm_(trainable(self.model), LARGEST_NORM)
+        if self.optimizer is not None:
+            self.optimizer.step()
+        if self.loop.ema:
+            self._update_averages()
+        if not self.loop.accumulates:
+            self.model.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def _update_averages(self) -> None:
+        current = [p.detach() for p in self.model.parameters()]
+        if not self.averages:
+            self.averages = [tensor.clone() for tensor in (*current, *self.model.buffers())]
+        get_ema_multi_avg_fn(EMA_DECAY)(self.averages[: len(current)], current, 1)
+
+
+class _NotedCalls(GraphCalls):
+    """Also notes what the forward is given, see `circumstances.given_to`."""
+
+    given: dict[str, str]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.given = given_to(self.function, args, kwargs)
+        return super().__call__(*args, **kwargs)
+
+
+class FakeStep:
+    """A workload's training step on fake tensors: captured once, run as often as needed.
+
+    device     the device that tensors pretend to be on
+    loop       what training does around forward and backward; its shards are not run, see `sharding.py`. It may be
+               changed between records
+    prepare    changes a captured graph before its first run (the target's kernels)
+    recompute_context  what forward and recomputations run under where kernels are substituted: the emulated cache
+               of weight casts
+    kernels_of  the type of the device whose kernels run, where that is not the type of `device`
+    eager_context  what the model's own, untraced forward runs under, for the same kernels as `prepare` gives
+    compiled       whether training will compile the step: code that asks whether it is being traced then hears so
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        *,
+        device: torch.device,
+        loop: Loop | None = None,
+        prepare: Callable[[fx.GraphModule], None] | None = None,
+        recompute_context: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
+        kernels_of: str | None = None,
+        eager_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        compiled: bool = False,
+    ):
+        self.workload = workload
+        self.device = device
+        self.mode = FakeTensorMode()
+        self.loop = loop or Loop()
+        self._prepare = prepare
+        self._prepared: dict[int, fx.GraphModule] = {}
+        self._recompute_context = recompute_context
+        self._views = ViewHistories()
+        self.eager_context = eager_context
+        self.model = fake_model(workload.build, self.mode, device)
+        with self.mode, torch.device(device), (seen := OnesSeen()):
+            self.batch = workload.batch(workload.batch_size, workload.seq_len)
+        self.run_call: Any = run_plainly
+        self._forward = self.model.forward
+        self._ones = seen
+        self._settled = compiled
+        self.capture_anew(None if compiled else Answers())
+        self._kernels_of = kernels_of or device.type
+        self.finish = Finish(self.loop, self.model, self._make_optimizer())
+        self.held = Held()
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        return self.finish.optimizer
+
+    def capture_anew(self, answers: Answers | None) -> None:
+        """Forget what was captured, and capture with `answers` from now on."""
+        self.calls = _NotedCalls(self._forward, self._run_call, answers=answers, is_ones=self._ones.hold)
+        self.model.forward = self._traced_forward
+
+    def _settle(self) -> None:
+        if not self._settled:
+            with self.mode, grouped_products():
+                settle(self)
+        self._settled = True
+
+    def _make_optimizer(self) -> torch.optim.Optimizer | None:
+        if self.workload.optimizer is None:
+            return None
+        with self.mode, Tracker() as tracker, self._after_backward(tracker):
+            return self.workload.optimizer(trainable(self.model))
+
+    @contextlib.contextmanager
+    def _after_backward(self, tracker: Tracker) -> Iterator[None]:
+        """What optimizers are made and stepped under: their questions are answered, their form is the device's."""
+        with tracker.answering(), forms_of(self._kernels_of, self.device.type):
+            yield
+
+    def _run_call(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
+        if id(graph_module) not in self._prepared:
+            identity_of(graph_module)  # before kernels are put in
+            if self._prepare is not None:
+                self._prepare(graph_module)
+            self._prepared[id(graph_module)] = graph_module
+        substituted = self._recompute_context is not None  # such kernels cast by themselves
+        autocast = torch.autocast(self.device.type, enabled=False) if substituted else contextlib.nullcontext()
+        with autocast, self._views:
+            return tree_map(self._views.renewed, self.run_call(call, graph_module, args))
+
+    @contextlib.contextmanager
+    def recompute_context(self) -> Iterator[None]:
+        """What recomputations run under."""
+        with (self._recompute_context or contextlib.nullcontext)(), self._views:
+            yield
+
+    @contextlib.contextmanager
+    def _forward_context(self) -> Iterator[None]:
+        """Autocast, which models may ask about while they are traced, and the emulated cache of casts."""
+        with (
+            autocast_context(self.device, self.workload.autocast),
+            (self._recompute_context or contextlib.nullcontext)(),
+        ):
+            yield
+
+    def forward(self) -> torch.Tensor:
+        """The loss of one forward; raises CaptureError if `step` fails or returns something else."""
+        try:
+            with self._forward_context(), self._holding():
+                loss = self.workload.step(self.model, self.batch)
+        except RematError:
+            raise
+        except DataDependentOutputException as error:
+            raise CaptureError(
+                f"the step of {self.workload.name!r} reads a number off a tensor (`item()`, `float()`, `if tensor`)"
+                f"{_line_of(error)}, and no tensor has data while planning; compute it without, or leave it out."
+            ) from error
+        except Exception as error:
+            raise CaptureError(
+                f"the step of {self.workload.name!r} fails on fake tensors: {describe(error)}"
+            ) from error
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise CaptureError(f"`step` of {self.workload.name!r} must return a scalar loss that requires grad.")
+        return loss
+
+    def _holding(self) -> contextlib.AbstractContextManager[None]:
+        return self.held.catching(self.model) if self.loop.holds_outputs else contextlib.nullcontext()
+
+    def _traced_forward(self, *args: Any, **kwargs: Any) -> Any:
+        with without_cache(self.model):
+            return self.calls(*args, **kwargs)
+
+    def eager_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward, untraced."""
+        masks = self.calls.look(args, kwargs)
+        with self.eager_context(), self._views, eager_attention_masks(masks), without_cache(self.model):
+            return self._forward(*args, **kwargs)
+
+    def warm_up(self, alignment_bytes: int = 1) -> tuple[int, Tracker]:
+        """Capture, and bring the optimizer and the gradients to their steady state.
+
+        Returns the most bytes alive after the first backward, above those that were there before it, and the tracker of
+        the first step. What the forward made is not counted: nothing of it is left but what Dynamo notes in its graphs,
+        and what the loop holds.
+        """
+        self._settle()
+        self.held.let_go()
+        self.model.zero_grad(set_to_none=True)
+        self.finish = Finish(self.loop, self.model, self._make_optimizer())
+        with self.mode, grouped_products(), Tracker(alignment_bytes) as tracker:
+            loss = self.forward()
+            forward_end = tracker.op_count
+            loss.backward()
+            del loss
+            backward_end = tracker.op_count
+            with self._after_backward(tracker):
+                self.finish()
+        return int(tracker.alive(since=forward_end)[backward_end:].max(initial=0)), tracker
+
+    def run(self, tracker: Tracker, after_forward: Callable[[], None], after_backward: Callable[[], None]) -> None:
+        """One whole step under `tracker`: forward, backward, optimizer."""
+        with self.mode, grouped_products(), tracker:
+            loss = self.forward()
+            after_forward()
+            loss.backward()
+            after_backward()
+            del loss
+            with self._after_backward(tracker):
+                self.finish()
+
+    def fix_state(self, tracker: Tracker) -> dict[str, int]:
+        """Tell `tracker` what exists before the step; returns its bytes by category."""
+        parameters = list(self.model.parameters())
+        fixed = {
+            "parameters": tracker.fix(parameters),
+            "buffers": tracker.fix(list(self.model.buffers())),
+            "batch": tracker.fix(self.batch),
+            "gradients": tracker.fix([p.grad for p in parameters if p.grad is not None]),
+            OPTIMIZER_STATE: tracker.fix(dict(self.optimizer.state)) if self.optimizer else 0,
+            "running average": tracker.fix(self.finish.averages),
+            "gradient buckets": sum(map(tracker.bytes_of, trainable(self.model))) if self.loop.ddp else 0,
+        }
+        return {name: size for name, size in fixed.items() if size}
+
+    def parameters(self, tracker: Tracker) -> Iterator[Parameter]:
+        """The parameters and what the optimizer keeps for each; of their gradients only the size."""
+        for name, p in self.model.named_parameters():
+            state = self.optimizer.state.get(p, {}) if self.optimizer else {}
+            kept = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
+            size, sizes = tracker.bytes_of(p), tuple(map(tracker.bytes_of, kept))
+            yield Parameter(name, size, size if p.requires_grad else 0, sum(sizes), state_tensors=sizes)
+
+
+def _line_of(error: BaseException) -> str:
+    """The last line of the traceback that is neither torch's nor ours, as ` at file:line`."""
+    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(("<", *ours))]
+    return f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+def describe(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def autocast_context(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+    return torch.autocast(device.type, dtype) if dtype else contextlib.nullcontext()
+
+
+def run_plainly(call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
+    return graph_module(*args)

@@ -1,0 +1,446 @@
+"""Record: run a workload's step on fake tensors once, and write down the Graph.
+
+The step runs exactly as it would in training (Dynamo's guards, autograd's engine, the real optimizer class), but no
+tensor has data. Forward and backward are recorded in one pass: a saved-tensors hook gives autograd a private copy
+of everything that it saves, so that the life of a storage without autograd and every single save can be told
+apart, and a region's behaviour follows from the record.
+
+A step is recorded in its steady state: the optimizer's state exists, and with gradient accumulation so do the
+gradients. That is the larger of the two cases. Of the first step, the part that differs is noted: the optimizer making
+its state.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import platform
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx, nn
+from torch.utils._pytree import tree_leaves
+
+from remat.capture.anchors import module_path, module_paths, updates_statistics
+from remat.capture.circumstances import state_of, versions
+from remat.capture.nodes import as_function, bracket_of, called, captured_nodes, replace_target
+from remat.capture.schemas import draws_random_numbers
+from remat.capture.settling import recording_models
+from remat.errors import CaptureError, RematError
+from remat.evaluation.graph import (
+    CALLED_MODULES,
+    CAST,
+    IDENTITY,
+    OPTIMIZER_STATE,
+    OUTSIDE,
+    Graph,
+    Node,
+    Packs,
+    Parameter,
+    Storages,
+)
+from remat.evaluation.identity import NodeId
+from remat.recording.fake_step import NUMBER_BYTES, FakeStep, describe, run_plainly
+from remat.recording.tracker import FIXED, Tracker
+from remat.workload.workload import trainable
+
+
+def record(step: FakeStep, *, alignment_bytes: int = 1) -> Graph:
+    """The Graph of `step`. Raises `CaptureError` for a model that cannot be captured, naming the operator."""
+    first_step_rise, first = step.warm_up(alignment_bytes)
+    recorder = _Recorder(alignment_bytes, step.model.buffers())
+    fixed = step.fix_state(recorder)
+    made = ("gradients", OPTIMIZER_STATE, "running average")  # by the first step itself
+    before = sum(size for name, size in fixed.items() if name not in made)
+    step.run_call = recorder.run_call
+    held: list[tuple[int, int]] = []
+
+    def note(replace: Callable[[], None]) -> None:
+        before_bytes = first.alive_now
+        replace()
+        held.append((before_bytes - first.alive_now, recorder.op_count))
+
+    step.held.replacing = note
+    with torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack):
+        step.run(recorder, recorder.after_forward, lambda: recorder.after_backward(step.model))
+    step.run_call, step.held.replacing = run_plainly, None
+    if recorder.numbers and step.device.type == "cpu" and alignment_bytes == 1:  # elsewhere they are not on the device
+        fixed["numbers"] = NUMBER_BYTES * recorder.numbers
+    paths = {path for path, _ in step.model.named_modules()}  # others, kept in a list say, have no path to be found by
+    graph = recorder.graph(
+        fixed, {**_about(step), CALLED_MODULES: [path for path in recorder.modules if path in paths]}
+    )
+    return dataclasses.replace(
+        graph,
+        parameters=tuple(recorder.parameters_of(step)),
+        first_step_bytes=before + first_step_rise + sum(size for size, _ in held),
+        held=tuple(held),
+    )
+
+
+def _about(step: FakeStep) -> dict[str, Any]:
+    workload = step.workload
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in step.model.parameters()})
+    return {
+        "workload": workload.name,
+        "batch_size": workload.batch_size,
+        "seq_len": workload.seq_len,
+        "batch_elements": sum(step.calls.elements.values()),
+        "batch_inputs": step.calls.elements,
+        "masks": dataclasses.asdict(step.calls.masks),
+        "autocast": str(workload.autocast).removeprefix("torch.") if workload.autocast else None,
+        "parameter_dtypes": dtypes,
+        "parameter_count": sum(p.numel() for p in step.model.parameters()),
+        "trainable_count": sum(p.numel() for p in trainable(step.model)),
+        "optimizer": type(step.optimizer).__name__ if step.optimizer else None,
+        "traced_branches": None if (answers := step.calls.answers) is None else answers.given_up,
+        "recording_models": recording_models(step.model),
+        "own_checkpoints": step.calls.own_checkpoints,
+        **step.loop.to_json(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "versions": versions(),
+        "batch": step.calls.given,
+        **state_of(step.model),
+    }
+
+
+class _Recorder(Tracker):
+    """Attributes operators and saves to nodes while a step runs."""
+
+    def __init__(self, alignment_bytes: int, buffers: Iterable[torch.Tensor]):
+        super().__init__(alignment_bytes)
+        self._buffers = {id(buffer.untyped_storage()) for buffer in buffers}
+        self._nodes: list[dict[str, Any]] = []
+        self.index: dict[tuple[int, str], int] = {}  # (call, name in its graph) -> node
+        self._current: int | None = None
+        self._op_nodes: list[int] = []
+        self._storage_nodes: list[int] = []
+        self._sequence: list[int] = []  # autograd sequence number at the start of each node
+        self._packs: list[dict[str, int]] = []
+        self._sequence_after = 0
+        self._open = 0
+        self._readers: dict[int, set[int]] = {}  # id of a fixed storage -> nodes of forward that take it
+        self._writers: dict[int, set[int]] = {}  # ... that change it
+        self.numbers = 0
+        self.modules: dict[str, None] = {}  # paths of those that are called, in order
+        self._forward_end = self._backward_end = -1
+        self._gradients: tuple[int, ...] = ()
+        self._gradient_of: dict[str, int] = {}
+
+    # Nodes
+
+    def run_call(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
+        self.modules.update((path, None) for node in captured_nodes(graph_module) for path in module_paths(node))
+        return _instrumented(graph_module, self, call)(*args)
+
+    def begin(
+        self,
+        call: int,
+        name: str,
+        op: str = "outside",
+        module: str = "",
+        effect: str = "other",
+        wired: set[int] = frozenset(),  # type: ignore[assignment]
+        given: set[int | None] = frozenset(),  # type: ignore[assignment]
+        known: NodeId | None = None,
+    ) -> None:
+        """A node starts; `wired` are the nodes of its graph that it takes values of, `given` those of others.
+
+        None in `given` stands for a tensor that was there before the step.
+        """
+        self._current = len(self._nodes)
+        self.index[call, name] = self._current
+        self._sequence.append(torch._C._autograd._get_sequence_nr())
+        self._nodes.append(
+            {
+                "name": name,
+                "op": op,
+                "module": module,
+                "call": call,
+                "inputs": tuple(sorted(wired.union(i for i in given if i is not None))),
+                "values": (),
+                "first": self.op_count,
+                "end": self.op_count,
+                "random": False,
+                "effect": effect,
+                "mutates": (),
+                "crossable": True,
+                "bracketed": False,
+                "wired": tuple(sorted(wired)),
+                "takes_fixed": None in given,
+                "reused": (),
+                "reused_at": (),
+                **({name: getattr(known, name) for name in IDENTITY} if known else {}),
+            }
+        )
+
+    def finish(self, value: Any, bracket: int) -> None:
+        assert self._current is not None
+        node = self._nodes[self._current]
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        storages = {self.storage_of(tensor) for tensor in tensors} - {FIXED}
+        self._open += bracket
+        node["values"] = tuple(sorted(storages))
+        node["end"] = self.op_count
+        node["crossable"] = isinstance(value, torch.Tensor)
+        node["bracketed"] = self._open > 0
+        self._sequence_after = torch._C._autograd._get_sequence_nr()
+        self._current = None
+
+    def producer(self, tensor: Any) -> int | None:
+        """The node that made the storage of `tensor`, None if it was there before the step."""
+        storage = self.storage_of(tensor) if isinstance(tensor, torch.Tensor) else FIXED
+        return None if storage == FIXED else self._storage_nodes[storage]
+
+    def take(self, tensor: torch.Tensor) -> int | None:
+        """`producer`, for a node that is handed `tensor`: so is known which values came from between two graphs."""
+        producer = self.producer(tensor)
+        if producer is not None and (node := self._nodes[producer])["call"] == OUTSIDE:
+            node["values"] = tuple(sorted({*node["values"], self.storage_of(tensor)}))
+        return producer
+
+    # Operators
+
+    def dispatched(self, op: int, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        in_forward = self._forward_end < 0
+        if in_forward and self._current is None:
+            self._begin_outside(op)
+        node = self._nodes_now(in_forward)
+        self._op_nodes.append(node)
+        self._storage_nodes += [node if in_forward else -1] * (len(self.storages) - len(self._storage_nodes))
+        if in_forward:
+            self._count_numbers(func, args)
+            self._note_effects(node, func, args, kwargs)
+            self._note_reused(op, node, args, kwargs)
+            self._nodes[node]["end"] = self.op_count
+
+    def _count_numbers(self, func: Any, args: Any) -> None:
+        """Count Python numbers given where a tensor is meant: autograd keeps each as a tensor that no hook sees."""
+        for value, argument in zip(args, func._schema.arguments, strict=False):
+            if isinstance(value, (int, float)) and str(argument.type) == "Tensor":
+                self.numbers += 1
+
+    def _begin_outside(self, first: int) -> None:
+        """Let what runs between graph calls from operator `first` on be a node of its own."""
+        last = len(self._nodes) - 1
+        if last < 0 or self._nodes[last]["call"] != OUTSIDE:
+            self.begin(OUTSIDE, f"outside_{len(self._nodes)}")
+            # Autograd has numbered the first operator already: the node begins where the one before ended.
+            self._nodes[-1]["first"], self._sequence[-1] = first, self._sequence_after
+            self._current = None
+
+    def _nodes_now(self, in_forward: bool) -> int:
+        if in_forward:
+            return len(self._nodes) - 1 if self._current is None else self._current
+        autograd_node = torch._C._current_autograd_node()
+        if autograd_node is None or self._backward_end >= 0:
+            return -1
+        number = autograd_node._sequence_nr()
+        if number >= self._sequence_end:  # gradient accumulation belongs to whoever ran before
+            return self._op_nodes[-1] if self.op_count - 1 > self._forward_end else len(self._nodes) - 1
+        return max(bisect.bisect_right(self._sequence, number) - 1, 0)
+
+    def _note_reused(self, op: int, node: int, args: Any, kwargs: Any) -> None:
+        """Note casts that an older node made, and that are no value that this one is given.
+
+        Autocast would make them before the casts that it makes for the same operator.
+        """
+        record = self._nodes[node]
+        taken = {self.storage_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        older = {u for u in taken - {FIXED} if self.storages[u].cast and self._storage_nodes[u] < node}
+        if not older:
+            return
+        given = {u for source in record["inputs"] for u in self._nodes[source]["values"]}
+        new = sorted(older - given - {*record["reused"]})
+        if not new:
+            return
+        kinds = list(self.kinds.values())
+        while op > record["first"] and kinds[self.op_kinds[op - 1]].name == CAST:
+            op -= 1
+        record["reused"] += tuple(new)
+        record["reused_at"] += (op,) * len(new)
+
+    def _note_effects(self, node: int, func: Any, args: Any, kwargs: Any) -> None:
+        record = self._nodes[node]
+        if draws_random_numbers(func, args, kwargs):
+            record["random"] = True
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor) and self.storage_of(tensor) == FIXED:
+                self._readers.setdefault(id(tensor.untyped_storage()), set()).add(node)
+        if not func._schema.is_mutable:
+            return
+        if record["effect"] == "" and any(returned.alias_info is None for returned in func._schema.returns):
+            record["effect"] = "other"  # it writes beside its result, which neither early stop nor saving provides for
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            for tensor in tree_leaves(value):
+                if isinstance(tensor, torch.Tensor):
+                    self._note_write(record, node, tensor)
+
+    def _note_write(self, record: dict[str, Any], node: int, tensor: torch.Tensor) -> None:
+        producer = self.producer(tensor)
+        if producer is None:
+            self._writers.setdefault(id(tensor.untyped_storage()), set()).add(node)
+            if record["effect"] == "":
+                record["effect"] = "other" if tensor.is_floating_point() else "counter"
+        elif producer < node:
+            record["mutates"] = (*record["mutates"], producer)
+
+    def _settle_effects(self) -> None:
+        """Whoever reads what another node changes would read something else when recomputed: it stays plain.
+
+        A counter that somebody reads is none.
+        """
+        for storage, writers in self._writers.items():
+            readers = self._readers.get(storage, set()) | writers
+            if readers == writers and all(self._nodes[node]["effect"] == "counter" for node in readers):
+                continue
+            for node in readers:
+                self._nodes[node]["effect"] = "other"
+
+    # What autograd saves
+
+    @torch._disable_dynamo
+    def pack(self, tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
+        """Give autograd a private copy, so that the life of the copy is the life of this save."""
+        if self._current is None:
+            self._begin_outside(self.op_count)
+        node = len(self._nodes) - 1 if self._current is None else self._current
+        is_state = self._nodes[node]["effect"] == "batch_norm" and id(tensor.untyped_storage()) in self._buffers
+        row = {
+            "node": node,
+            "storage": self.storage_of(tensor),
+            "copy_bytes": self._rounded(tensor.untyped_storage().nbytes()) if is_state else 0,
+            "at": self.op_count,
+            "unpack": -1,
+            "used": -1,
+            "release": -1,
+        }
+        self._packs.append(row)
+        return len(self._packs) - 1, self._copy(tensor, row, "release")
+
+    @torch._disable_dynamo
+    def unpack(self, packed: tuple[int, torch.Tensor]) -> torch.Tensor:
+        index, copy = packed
+        row = self._packs[index]
+        if row["unpack"] < 0:
+            row["unpack"] = self.op_count
+        return self._copy(copy, row, "used")
+
+    def _copy(self, tensor: torch.Tensor, row: dict[str, int], event: str) -> torch.Tensor:
+        """A private copy whose end of life is written to `row[event]`."""
+        self.paused = True
+        with torch.no_grad():
+            copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        self.paused = False
+        storage = copy.untyped_storage()
+        self._ids[id(storage)] = FIXED
+        weakref.finalize(storage, self._ended, row, event, id(storage)).atexit = False
+        return copy
+
+    def _ended(self, row: dict[str, int], event: str, key: int) -> None:
+        row[event] = self.op_count - 1
+        self._ids.pop(key, None)
+
+    # Phases
+
+    def after_forward(self) -> None:
+        self._forward_end = self.op_count
+        self._sequence_end = torch._C._autograd._get_sequence_nr()
+
+    def after_backward(self, model: nn.Module) -> None:
+        self._backward_end = self.op_count
+        self._gradient_of = {
+            name: self.storage_of(p.grad) for name, p in model.named_parameters() if p.grad is not None
+        }
+        self._gradients = tuple(sorted(set(self._gradient_of.values()) - {FIXED}))
+
+    def parameters_of(self, step: FakeStep) -> Iterator[Parameter]:
+        """The parameters, with the storages that their gradients had when backward ended."""
+        for known in step.parameters(self):
+            gradient = self._gradient_of.get(known.name, FIXED)
+            yield dataclasses.replace(known, gradient=gradient)
+
+    def graph(self, fixed: dict[str, int], about: dict[str, Any]) -> Graph:
+        last = self.op_count - 1
+        self._settle_effects()
+        nodes = tuple(Node(**node) for node in self._nodes)
+        storages = Storages(
+            size_bytes=_column(s.size_bytes for s in self.storages),
+            birth=_column(s.birth for s in self.storages),
+            death=_column(last if s.death is None else s.death for s in self.storages),
+            node=_column(self._storage_nodes),
+            cast=_column(int(s.cast) for s in self.storages),
+        )
+        packs = Packs(
+            **{
+                name: _column(last if name == "release" and row[name] < 0 else row[name] for row in self._packs)
+                for name in ("node", "storage", "copy_bytes", "at", "unpack", "used", "release")
+            }
+        )
+        return Graph(
+            nodes=nodes,
+            kinds=tuple(self.kinds.values()),
+            op_kind=_column(self.op_kinds),
+            op_node=_column(self._op_nodes),
+            storages=storages,
+            packs=packs,
+            forward_end=self._forward_end,
+            backward_end=self._backward_end,
+            fixed_bytes=fixed,
+            parameter_gradients=self._gradients,
+            about=about,
+        )
+
+
+def _column(values: Any) -> np.ndarray:
+    return np.array(list(values), dtype=np.int64)
+
+
+def _instrumented(graph_module: fx.GraphModule, recorder: _Recorder, call: int) -> fx.GraphModule:
+    """A copy of `graph_module` that tells `recorder` where each node begins and ends.
+
+    Only targets change, so that the generated code lets go of its values where the original does.
+    """
+    graph = fx.Graph()
+    environment: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(graph_module.graph, environment))
+    for node in captured_nodes(graph_module):
+        copy = environment[node]
+        replace_target(copy, _recorded(node, as_function(copy), recorder, call))
+    return fx.GraphModule(graph_module, graph)
+
+
+def _recorded(node: fx.Node, function: Callable[..., Any], recorder: _Recorder, call: int) -> Callable[..., Any]:
+    effect = "batch_norm" if updates_statistics(node) else ""
+    bracket, text, module, known = bracket_of(node), called(node), module_path(node), node.meta["identity"]
+    names = [argument.name for argument in node.all_input_nodes if argument.op not in ("placeholder", "get_attr")]
+    wiring = tree_leaves((node.args, node.kwargs))
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        wired = {recorder.index[call, name] for name in names}
+        given = {
+            recorder.take(value)  # from an earlier graph call, or nobody
+            for argument, value in zip(wiring, tree_leaves((args, kwargs)), strict=False)
+            if isinstance(argument, fx.Node) and argument.op == "placeholder" and isinstance(value, torch.Tensor)
+        }
+        recorder.begin(call, node.name, text, module, effect, wired, given, known)
+        try:
+            value = function(*args, **kwargs)
+        except RematError:
+            raise
+        except Exception as error:
+            raise CaptureError(
+                f"operator {text} (node {node.name!r}, module {module or 'the model'!r}) "
+                f"cannot run on fake tensors: {describe(error)}"
+            ) from error
+        recorder.finish(value, bracket)
+        return value
+
+    return recorded

@@ -1,0 +1,47 @@
+"""A step on fake tensors under a tracker, in its steady state."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from remat.recording.fake_step import FakeStep
+from remat.recording.tracker import Tracker
+
+
+@dataclasses.dataclass(frozen=True)
+class Tracked:
+    """A step in its steady state: what ran and was allocated from operator `first` on, and what was there before."""
+
+    tracker: Tracker
+    fixed_bytes: int
+    first: int
+
+    def alive(self, workspace_of: Mapping[tuple[str, str], int] | None) -> np.ndarray:
+        """Bytes alive at every operator of the step, fixed bytes included."""
+        return with_workspaces(self.tracker, workspace_of)[self.first :] + self.fixed_bytes
+
+
+def track(step: FakeStep, tracker: Tracker, after_forward: Callable[[], None] | None = None) -> Tracked:
+    """Run `step` under `tracker`; where the loop holds outputs, after a step whose outputs it holds."""
+    fixed = sum(step.fix_state(tracker).values())
+    if step.loop.holds_outputs:
+        step.run(tracker, after_forward or _nothing, _nothing)
+    first = tracker.op_count
+    step.run(tracker, after_forward or _nothing, _nothing)
+    return Tracked(tracker, fixed, first)
+
+
+def with_workspaces(tracker: Tracker, workspace_of: Mapping[tuple[str, str], int] | None) -> np.ndarray:
+    """Bytes alive at every operator that `tracker` has seen, kernels' own included."""
+    alive = tracker.alive()
+    if workspace_of:
+        per_kind = np.array([workspace_of.get(kind.key, 0) for kind in tracker.kinds.values()], dtype=np.int64)
+        alive = alive + per_kind[np.array(tracker.op_kinds, dtype=np.int64)]
+    return alive
+
+
+def _nothing() -> None:
+    pass

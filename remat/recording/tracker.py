@@ -1,0 +1,312 @@
+"""A Tracker sees every operator that is dispatched and every storage that comes and goes.
+
+It is the one instrument for memory under fake tensors: `recorder.py` uses it to make a Graph, `replay.py` to judge a
+plan. Storages are followed by weak references, so what is alive is what really is referred to, by Python, by
+autograd or by a region, and nothing has to be modelled.
+
+Storages that exist before tracking starts are *fixed*: they are never counted here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch._prims_common import suggest_memory_format
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from remat._torch import UnseenMode
+from remat.evaluation.graph import OpKind
+from remat.recording.in_place import InPlace
+from remat.recording.traffic import moved_bytes
+
+FIXED = -1
+_NORMALISATIONS = {torch.ops.aten.native_layer_norm.default: 2, torch.ops.aten.native_batch_norm.default: 1}  # weight
+_REDUCED_IN_PLACE = {
+    torch.ops.aten.binary_cross_entropy.default,
+    torch.ops.aten.mse_loss.default,
+    torch.ops.aten.smooth_l1_loss.default,
+    torch.ops.aten.soft_margin_loss.default,
+}
+_PRODUCTS = {"aten::mul_", "aten::_foreach_mul_"}
+_MADE_AGAIN = {torch.ops.aten._to_copy.default, torch.ops.aten.lift_fresh.default}  # graph.MADE_AGAIN
+
+# Layouts of results that CPU kernels choose otherwise than their fakes (torch 2.13): the position of the argument whose
+# memory format the first result gets, and operators whose result is laid out as the first argument, or plainly.
+_FORMATS = {
+    torch.ops.aten.native_batch_norm.default: 0,
+    torch.ops.aten.native_batch_norm_backward.default: 1,
+    torch.ops.aten.roll.default: 0,
+}
+_AS_FIRST = {
+    torch.ops.aten.elu_backward.default,
+    torch.ops.aten.hardswish_backward.default,
+    torch.ops.aten.hardtanh_backward.default,
+    torch.ops.aten.softplus_backward.default,
+}
+_PLAIN = {torch.ops.aten.log_sigmoid_forward.default, torch.ops.aten.glu_backward.default}
+
+
+@dataclasses.dataclass
+class TrackedStorage:
+    """One allocation: bytes, first and last operator of its life, the operator kind that made it."""
+
+    size_bytes: int
+    birth: int
+    death: int | None = None
+    cast: bool = False
+
+
+class Tracker(UnseenMode):
+    """Numbers operators, and notes for every storage during which of them it is alive.
+
+    Only operators that allocate or write are numbered: a view takes neither time nor memory.
+
+    alignment_bytes  allocations are rounded up to a multiple of it (512 on CUDA)
+    """
+
+    def __init__(self, alignment_bytes: int = 1):
+        super().__init__()
+        self.alignment_bytes = alignment_bytes
+        self.storages: list[TrackedStorage] = []
+        self.kinds: dict[str, OpKind] = {}
+        self.op_kinds: list[int] = []
+        self.paused = False
+        self.scalar_answers = False
+        self._products: set[int] = set()  # ids of storages of single numbers that were multiplied in place
+        self._kind_index: dict[str, int] = {}
+        self._in_place = InPlace()
+        self._taken_over: TrackedStorage | None = None  # what the last operator would have written its result over
+        self._ids: dict[int, int] = {}  # id of the Python storage -> index; entries die with their storage
+        self._keep: dict[int, Any] = {}  # finalizers
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        """While it lasts, who asks a fake tensor for its value (optimizers do) is told 1, or of a product 0.5.
+
+        NAdam divides by one less its running product of factors below one.
+        """
+        self.scalar_answers = True
+        try:
+            yield
+        finally:
+            self.scalar_answers = False
+            self._products.clear()
+
+    def _answer(self, tensor: torch.Tensor) -> float | int:
+        if not tensor.is_floating_point():
+            return 1
+        return 0.5 if id(tensor.untyped_storage()) in self._products else 1.0
+
+    @property
+    def op_count(self) -> int:
+        return len(self.op_kinds)
+
+    def fix(self, *values: Any) -> int:
+        """Mark all storages in `values` as fixed; returns the bytes of those not fixed before."""
+        total = 0
+        for tensor in tree_leaves(values):
+            if isinstance(tensor, torch.Tensor) and id(storage := tensor.untyped_storage()) not in self._ids:
+                self._ids[id(storage)] = FIXED
+                self._keep[id(storage)] = storage
+                total += self._rounded(storage.nbytes())
+        return total
+
+    def storage_of(self, tensor: torch.Tensor) -> int:
+        """Index of the storage that `tensor` refers to, FIXED for one that was there before."""
+        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # within a vmap
+            tensor = torch._C._functorch.get_unwrapped(tensor)
+        return self._ids.get(id(tensor.untyped_storage()), FIXED)
+
+    @torch._disable_dynamo  # between two graphs it would be traced itself
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
+        if self.scalar_answers and func is torch.ops.aten._local_scalar_dense.default:
+            return self._answer(args[0])
+        out = _as_kernel(func, args, func(*args, **kwargs))
+        if self.alignment_bytes == 1:  # of a CPU
+            out = _laid_out(func, args, out)
+        op = self.op_count
+        born = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and self._is_new(t)]
+        if not born and not func._schema.is_mutable:
+            return out  # a view: no kernel, no memory
+        self.op_kinds.append(self._kind(func, args, kwargs, out))
+        self._taken_over = self._overwritten(op, func, args, out)
+        for tensor in born:
+            self._follow(tensor, op, cast=func in _MADE_AGAIN)
+        if self.scalar_answers and func._schema.name in _PRODUCTS:
+            self._products.update(id(t.untyped_storage()) for t in tree_leaves(args[0]) if t.dim() == 0)
+        self.dispatched(op, func, args, kwargs, out)
+        return out
+
+    def dispatched(self, op: int, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Called after every operator, for subclasses."""
+
+    def _is_new(self, tensor: torch.Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        return id(storage) not in self._ids and storage.nbytes() > 0
+
+    def _follow(self, tensor: torch.Tensor, op: int, *, cast: bool) -> None:
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._ids:  # two outputs of one operator, one storage
+            return
+        self._ids[key] = len(self.storages)
+        tracked = TrackedStorage(self._rounded(storage.nbytes()), op, cast=cast)
+        self.storages.append(tracked)
+        weakref.finalize(storage, self._died, key, tracked).atexit = False
+
+    def _overwritten(self, op: int, func: Any, args: Any, out: Any) -> TrackedStorage | None:
+        """The storage of the first argument, if training would write the result over it; see `in_place.py`."""
+        first = args[0] if args else None
+        found = self.storage_of(first) if isinstance(first, torch.Tensor) and first.layout is torch.strided else FIXED
+        tracked = None if found == FIXED else self.storages[found]
+        birth = -1 if tracked is None else tracked.birth
+        return tracked if self._in_place.taken_over(op, func, args, birth, out) else None
+
+    def _died(self, key: int, tracked: TrackedStorage) -> None:
+        last = self.op_count - (2 if tracked is self._taken_over else 1)
+        tracked.death = max(last, tracked.birth)
+        del self._ids[key]
+
+    def bytes_of(self, tensor: torch.Tensor) -> int:
+        """What the storage of `tensor` takes."""
+        return self._rounded(tensor.untyped_storage().nbytes())
+
+    def _rounded(self, size_bytes: int) -> int:
+        return -(-size_bytes // self.alignment_bytes) * self.alignment_bytes
+
+    def _kind(self, func: Any, args: Any, kwargs: Any, out: Any) -> int:
+        signature = [[_describe(a) for a in args], {k: _describe(v) for k, v in kwargs.items()}]
+        key = f"{func} {json.dumps(signature)}"
+        index = self._kind_index.get(key)
+        if index is None:
+            index = self._kind_index[key] = len(self._kind_index)
+            self.kinds[key] = OpKind(
+                name=str(func),
+                signature=signature,
+                flops=_flops(func, args, kwargs, out),
+                moved_bytes=moved_bytes(func, args, kwargs, out),
+                dtype=_arithmetic_dtype(args, kwargs, out),
+            )
+        return index
+
+    @property
+    def alive_now(self) -> int:
+        """Bytes of the storages that are still there, now."""
+        return sum(storage.size_bytes for storage in self.storages if storage.death is None)
+
+    def alive(self, since: int = 0) -> np.ndarray:
+        """Bytes alive during each operator, of storages made by operator `since` or later."""
+        change = np.zeros(self.op_count + 1, dtype=np.int64)
+        for storage in self.storages:
+            if storage.birth < since:
+                continue
+            change[storage.birth] += storage.size_bytes
+            if storage.death is not None:
+                change[storage.death + 1] -= storage.size_bytes
+        return np.cumsum(change[:-1])
+
+
+def _as_kernel(func: Any, args: Any, out: Any) -> Any:
+    """`out` as the real CPU kernel makes it, where the fake one says otherwise (seen in torch 2.13).
+
+    Normalisation of 16-bit inputs with fp32 weights keeps its statistics in fp32; the gradient of layer
+    normalisation is contiguous whatever the strides of the incoming one. Some losses are reduced into the first of
+    their elements, on every device: the scalar keeps the memory of all (`ATen/native/Loss.cpp`).
+    """
+    if func in _REDUCED_IN_PLACE and isinstance(out, FakeTensor) and out.dim() == 0:
+        elements = torch.broadcast_shapes(args[0].shape, args[1].shape)
+        return out.new_empty(elements).as_strided((), ())
+    if not isinstance(out, (tuple, list)) or not isinstance(out[0], FakeTensor) or out[0].device.type != "cpu":
+        return out
+    if func in _NORMALISATIONS:
+        weight, (value, mean, rstd) = args[_NORMALISATIONS[func]], out
+        if weight is not None and mean.numel() and mean.dtype != weight.dtype:
+            return value, mean.to(weight.dtype), rstd.to(weight.dtype)
+    elif func is torch.ops.aten.native_layer_norm_backward.default:
+        return (out[0].contiguous(), *out[1:])
+    return out
+
+
+def _laid_out(func: Any, args: Any, out: Any) -> Any:
+    """`out` with the strides that the real CPU kernel gives it, where the fake one says otherwise."""
+    if func in _FORMATS:
+        layout = suggest_memory_format(args[_FORMATS[func]])
+    elif func in _PLAIN:
+        layout = torch.contiguous_format
+    elif func in _AS_FIRST and args[0].shape == out.shape:
+        return torch.empty_like(args[0], dtype=out.dtype)
+    else:
+        return out
+    if isinstance(out, torch.Tensor):
+        return out.contiguous(memory_format=layout)
+    if func in _FORMATS:
+        return (out[0].contiguous(memory_format=layout), *out[1:])
+    return tuple(tensor.contiguous() for tensor in out)
+
+
+def _describe(value: Any) -> Any:
+    """A JSON value from which `operator_timing.py` can build an argument like `value` again."""
+    if isinstance(value, torch.Tensor):
+        return {"tensor": [list(value.shape), list(value.stride()), _name(value.dtype)]}
+    if isinstance(value, (list, tuple)):
+        return [_describe(item) for item in value]
+    if isinstance(value, (bool, int, float, str)) or value is None:
+        return value
+    if isinstance(value, torch.dtype):
+        return {"dtype": _name(value)}
+    if isinstance(value, torch.memory_format):
+        return {"memory_format": _name(value)}
+    if isinstance(value, torch.device):
+        return {"device": value.type}
+    if isinstance(value, torch.layout):
+        return {"layout": _name(value)}
+    return {"other": str(value)}
+
+
+def _name(value: Any) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def _tensors(*values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    count = flop_registry.get(func._overloadpacket)
+    if count is None:
+        return 0
+    if "scaled_dot_product" in func.__name__:
+        args = _as_many_heads(args)
+    return int(count(*args, **kwargs, out_val=out))
+
+
+def _as_many_heads(args: Sequence[Any]) -> list[Any]:
+    """Arguments of an attention for torch's count of its operations, keys and values with as many heads as queries.
+
+    They share them in the kernel, which multiplies as often. Up to torch 2.11 the count asserts that they have as many.
+    """
+    tensors = [value for value in args[:4] if isinstance(value, torch.Tensor) and value.dim() == 4]
+    heads = max((tensor.shape[1] for tensor in tensors), default=0)
+
+    def shape(value: Any) -> Any:
+        known = isinstance(value, torch.Tensor) and value.dim() == 4
+        return torch.Size((value.shape[0], heads, *value.shape[2:])) if known else value
+
+    return [*map(shape, args[:4]), *args[4:]]
+
+
+def _arithmetic_dtype(args: Any, kwargs: Any, out: Any) -> str:
+    floats = (t.dtype for t in _tensors(args, kwargs, out) if t.is_floating_point())
+    return _name(next(floats, torch.float32))

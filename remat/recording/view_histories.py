@@ -1,0 +1,59 @@
+"""Views of fake tensors get the history that views of real ones have.
+
+Once a tensor has been written in place, autograd gives each of its views a new history. For a real tensor that is
+always `as_strided` of the base, whose backward makes a tensor of the base's size. For a tensor that dispatches to
+Python, as every fake one does, it is the view's own operator, whose backward is often a view and takes nothing
+(`CopySlices` and `view_fn` in torch/csrc/autograd). `Linear` followed by `ReLU(inplace=True)` is enough to see it:
+what a linear layer gives for more than two dimensions is a view.
+
+So on fakes every view whose base has changed since it was made is replaced by `as_strided` of the base where it is
+next used. What is computed outside captured graphs is not looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Self
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from remat.recording import in_place
+
+
+class ViewHistories(TorchFunctionMode):
+    """What fake tensors are computed under, in forward and in recomputations. May be entered again and again."""
+
+    def __init__(self) -> None:
+        self._known = WeakTensorKeyDictionary()  # view -> its version when last seen, what stands for it since
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "__get__":  # shape, dtype and the like
+            return func(*args, **(kwargs or {}))
+        args, kwargs = tree_map(self.renewed, (args, kwargs or {}))
+        attention = func is torch.nn.functional.scaled_dot_product_attention
+        with in_place.within("attention") if attention else contextlib.nullcontext():
+            return tree_map(self.renewed, func(*args, **kwargs))
+
+    def __enter__(self) -> Self:
+        in_place.count("model", 1)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        in_place.count("model", -1)
+
+    def renewed(self, value: Any) -> Any:
+        """`value`, or what stands for it if it is a view whose base has been written since it was first seen."""
+        if not (isinstance(value, FakeTensor) and value._is_view() and value.requires_grad and torch.is_grad_enabled()):
+            return value
+        version, renewed = self._known.get(value, (value._version, value))
+        if version != value._version:
+            assert value._base is not None
+            renewed = value._base.as_strided(value.size(), value.stride(), value.storage_offset())
+            self._known[renewed] = (value._version, None)
+        self._known[value] = (value._version, None if renewed is value else renewed)
+        return value if renewed is None else renewed

@@ -1,0 +1,389 @@
+"""PyTorch's caching allocator for CUDA, simulated: the memory that a process takes from the card for what it allocates.
+
+A run does not die of the bytes that tensors need. It dies of what the allocator has *reserved*: segments of the card,
+cut into blocks, that it keeps for later. Three counts, as `torch.cuda.memory_stats` has them:
+
+* requested  bytes asked for
+* allocated  bytes of the blocks handed out for them: rounded to 512, and up to 1 MiB more where a block is not split
+* reserved   bytes of the segments that the card has given
+
+The rules are those of `c10/cuda/CUDACachingAllocator.cpp` and `c10/core/AllocatorConfig.h` of torch 2.13, one stream,
+no CUDA graphs:
+
+Rule 1  A request is rounded up to 512 bytes, or to a division of a power of two (`roundup_power2_divisions`). Up to
+        1 MiB it belongs to the small pool, above to the large one.
+Rule 2  Best fit: the smallest free block of the pool that is large enough, of equal ones that at the lowest address.
+        With `max_split_size` a block of at least that size serves only requests of at least that size, and then
+        only where less than `max_non_split_rounding` is left over.
+Rule 3  A block is split where what is left over is 512 bytes or more (small pool, expandable segments), or more than
+        1 MiB (large pool), unless the request is of `max_split_size` or more.
+Rule 4  Where no block fits, the card gives a segment: 2 MiB for small requests, `large_segment_size` (20 MiB) for those
+        below 10 MiB, otherwise the request rounded up to 2 MiB.
+Rule 5  A freed block merges with free neighbours of its segment.
+Rule 6  Expandable segments: one segment for each pool, as long as the address space, into which pages of 2 MiB (small)
+        or 20 MiB (large) are mapped at the lowest address where the request then fits. Among free blocks that fit, one
+        at the end counts as large as it could grow.
+Rule 7  A card that has nothing more to give is asked again after enough blocks above `max_split_size` were given back,
+        and then after everything that is free as a whole was: segments, pages of expandable segments.
+
+Held to the allocator itself: `benchmarks/real_allocator.py` drives libc10_cuda.so of a CUDA build, with a stand-in for
+the card, and compares all counts after every event. `garbage_collection_threshold` is left out: it acts only where a
+process limits itself to a fraction of the card.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+from remat.reservation.allocator_settings import SMALLEST_BLOCK, AllocatorSettings
+from remat.units import MIB
+
+SMALL_REQUEST = MIB  # the largest
+SMALL_SEGMENT = 2 * MIB
+LARGE_REQUEST = 10 * MIB  # the smallest that gets a segment of its own size
+SEGMENT_ROUNDING = 2 * MIB
+ADDRESSES = 1 << 46  # bytes of an expandable segment where no capacity limits it
+
+
+Event = tuple[Literal["m"], int, int] | tuple[Literal["f"], int] | tuple[Literal["e"]]
+
+
+class Counts(NamedTuple):
+    """Bytes at one moment."""
+
+    requested: int
+    allocated: int
+    reserved: int
+
+
+class CardFull(MemoryError):
+    """The card has no room for a request, even after everything cached was given back."""
+
+
+class Block:
+    """A piece of a segment.
+
+    begin   where its segment begins, of an expandable one; None in any other
+    mapped  False for address space of an expandable segment without memory behind it
+    """
+
+    __slots__ = ("address", "begin", "free", "mapped", "next", "pool", "previous", "requested", "size")
+
+    def __init__(self, address: int, size: int, pool: _Pool, begin: int | None = None, *, mapped: bool = True):
+        self.address, self.size, self.pool = address, size, pool
+        self.begin, self.mapped = begin, mapped
+        self.free, self.requested = True, 0
+        self.previous: Block | None = None
+        self.next: Block | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is all of its segment."""
+        return self.previous is None and self.next is None
+
+    @property
+    def room(self) -> int:
+        """What it could grow to. (Rule 6)"""
+        after = self.next
+        return self.size + (after.size if after is not None and not after.mapped else 0)
+
+
+class _Pool:
+    """Free blocks of one kind, by (size, address), and the unmapped ends of expandable segments, by address."""
+
+    def __init__(self, *, small: bool):
+        self.small = small
+        self.free: list[tuple[int, int, Block]] = []
+        self.unmapped: list[tuple[int, Block]] = []
+
+    def add(self, block: Block) -> None:
+        if block.mapped:
+            bisect.insort(self.free, (block.size, block.address, block))
+        else:
+            bisect.insort(self.unmapped, (block.address, block))
+
+    def take_out(self, block: Block) -> None:
+        if block.mapped:
+            del self.free[bisect.bisect_left(self.free, (block.size, block.address))]
+        else:
+            del self.unmapped[bisect.bisect_left(self.unmapped, (block.address,))]
+
+
+class CachingAllocator:
+    """The allocator of one card.
+
+    requested_bytes, allocated_bytes, reserved_bytes  now; with `peak_` the most so far
+    retries  how often cached memory had to be given back for a request to succeed
+
+    capacity_bytes  what the card can give, None without limit
+    """
+
+    def __init__(self, settings: AllocatorSettings | None = None, capacity_bytes: int | None = None):
+        self.settings = settings or AllocatorSettings()
+        self.capacity_bytes = capacity_bytes
+        self.requested_bytes = self.allocated_bytes = self.reserved_bytes = 0
+        self.peak_requested_bytes = self.peak_allocated_bytes = self.peak_reserved_bytes = 0
+        self.retries = 0
+        self._small, self._large = _Pool(small=True), _Pool(small=False)
+        self._next_address = SEGMENT_ROUNDING
+
+    def malloc(self, size_bytes: int) -> Block:
+        """A block for a request of `size_bytes` > 0. Raises CardFull."""
+        size = self.settings.rounded(size_bytes)
+        pool = self._small if size <= SMALL_REQUEST else self._large
+        block = self._best_fit(pool, size) or self._from_card(pool, size)
+        if self._splits(block, size):
+            self._split(block, size)
+        block.free, block.requested = False, size_bytes
+        self.requested_bytes += size_bytes
+        self.allocated_bytes += block.size
+        self.peak_requested_bytes = max(self.peak_requested_bytes, self.requested_bytes)
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        return block
+
+    def free(self, block: Block) -> None:
+        """Give a block back to its pool. (Rule 5)"""
+        if block.free:
+            raise ValueError(f"the block at {block.address} is free already")
+        self.requested_bytes -= block.requested
+        self.allocated_bytes -= block.size
+        block.free = True
+        self._merge(block)
+        block.pool.add(block)
+
+    def empty_cache(self) -> None:
+        """Give back to the card what is free as a whole. (Rule 7)"""
+        for pool in (self._large, self._small):
+            for _, _, block in list(pool.free):
+                if block.begin is not None:
+                    self._unmap(block)
+                elif block.whole:
+                    self._release(block)
+
+    @property
+    def counts(self) -> Counts:
+        return Counts(self.requested_bytes, self.allocated_bytes, self.reserved_bytes)
+
+    def reset_peaks(self) -> None:
+        """Peaks count from now on."""
+        self.peak_requested_bytes = self.requested_bytes
+        self.peak_allocated_bytes = self.allocated_bytes
+        self.peak_reserved_bytes = self.reserved_bytes
+
+    # Finding a block (Rule 2)
+
+    def _best_fit(self, pool: _Pool, size: int) -> Block | None:
+        free, most = pool.free, self.settings.max_split_size_bytes
+        at = bisect.bisect_left(free, (size,))
+        if at == len(free):
+            return None
+        if free[at][2].begin is not None:  # Rule 6
+            while at + 1 < len(free) and free[at + 1][2].room < free[at][2].room:
+                at += 1
+        found = free[at][2]
+        if most is not None:
+            if size < most <= found.size:
+                return None
+            if size >= most and found.size >= size + self.settings.max_non_split_rounding_bytes:
+                return None
+        del free[at]
+        return found
+
+    # Splitting and merging (Rules 3 and 5)
+
+    def _splits(self, block: Block, size: int) -> bool:
+        rest, most = block.size - size, self.settings.max_split_size_bytes
+        if block.pool.small or self.settings.expandable_segments:
+            return rest >= SMALLEST_BLOCK
+        return rest > SMALL_REQUEST and (most is None or size < most)
+
+    def _split(self, block: Block, size: int) -> None:
+        rest = Block(block.address + size, block.size - size, block.pool, block.begin)
+        self._insert_after(block, rest)
+        block.size = size
+        block.pool.add(rest)
+
+    @staticmethod
+    def _insert_after(block: Block, new: Block) -> None:
+        new.previous, new.next = block, block.next
+        if block.next is not None:
+            block.next.previous = new
+        block.next = new
+
+    @staticmethod
+    def _merge(block: Block) -> None:
+        """Let `block`, which is in no pool, take in neighbours that are free and, as it is, mapped or not."""
+        before, after = block.previous, block.next
+        if before is not None and before.free and before.mapped == block.mapped:
+            before.pool.take_out(before)
+            block.address, block.size, block.previous = before.address, before.size + block.size, before.previous
+            if block.previous is not None:
+                block.previous.next = block
+        if after is not None and after.free and after.mapped == block.mapped:
+            after.pool.take_out(after)
+            block.size, block.next = block.size + after.size, after.next
+            if block.next is not None:
+                block.next.previous = block
+
+    # The card (Rules 4, 6 and 7)
+
+    def _from_card(self, pool: _Pool, size: int) -> Block:
+        get = self._expanded if self.settings.expandable_segments else self._new_segment
+        block = get(pool, size)
+        if block is None and self._gave_back_enough(pool, size):
+            block = get(pool, size)
+        if block is None:
+            self.empty_cache()
+            self.retries += 1
+            block = get(pool, size)
+        if block is None:
+            raise CardFull(
+                f"{size} bytes more do not fit beside the {self.reserved_bytes} reserved of {self.capacity_bytes}"
+            )
+        return block
+
+    def _reserve(self, size: int) -> bool:
+        if self.capacity_bytes is not None and self.reserved_bytes + size > self.capacity_bytes:
+            return False
+        self.reserved_bytes += size
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        return True
+
+    def _new_segment(self, pool: _Pool, size: int) -> Block | None:
+        if pool.small:
+            whole = SMALL_SEGMENT
+        elif size < LARGE_REQUEST:
+            whole = self.settings.large_segment_bytes
+        else:
+            whole = _rounded_up(size, SEGMENT_ROUNDING)
+        return Block(self._addresses(whole), whole, pool) if self._reserve(whole) else None
+
+    def _addresses(self, size: int) -> int:
+        address = self._next_address
+        self._next_address += _rounded_up(size, SEGMENT_ROUNDING)
+        return address
+
+    def _release(self, block: Block) -> None:
+        block.pool.take_out(block)
+        self.reserved_bytes -= block.size
+
+    def _gave_back_enough(self, pool: _Pool, size: int) -> bool:
+        """Give back blocks above `max_split_size`: one that is large enough, or else several, the largest first."""
+        most = self.settings.max_split_size_bytes
+        if most is None:
+            return False
+        wanted = max(size, most)
+        segments = [entry for entry in pool.free if entry[2].begin is None and entry[0] >= most]
+        given = 0
+        for size_bytes, _, block in segments[bisect.bisect_left(segments, (wanted,)) :][:1] or reversed(segments):
+            if given < wanted:
+                given += size_bytes
+                self._release(block)
+        return given >= wanted
+
+    def _page(self, pool: _Pool) -> int:
+        return SMALL_SEGMENT if pool.small else self.settings.large_segment_bytes
+
+    def _expanded(self, pool: _Pool, size: int) -> Block | None:
+        """A free block of at least `size` at the lowest address that allows it. (Rule 6)"""
+        block = self._expandable(pool, size)
+        if not block.mapped and not self._map(block, min(block.size, size)):
+            return None
+        while block.size < size:
+            after = block.next
+            assert after is not None
+            if not self._map(after, min(size - block.size, after.size)):
+                return None
+            block = after
+        pool.take_out(block)
+        return block
+
+    def _expandable(self, pool: _Pool, size: int) -> Block:
+        """Where free and unmapped blocks in a row have room for `size`; a new segment if nowhere."""
+        for _, start in pool.unmapped:
+            before = start.previous
+            found = before if before is not None and before.free else start
+            room, block = 0, found
+            walk: Block | None = block
+            while walk is not None and walk.free and room < size:
+                room, walk = room + walk.size, walk.next
+            if room >= size:
+                return found
+        whole = ADDRESSES if self.capacity_bytes is None else self.capacity_bytes + self.capacity_bytes // 8
+        whole = _rounded_up(whole, self._page(pool))
+        begin = self._addresses(whole)
+        new = Block(begin, whole, pool, begin, mapped=False)
+        pool.add(new)
+        return new
+
+    def _map(self, block: Block, size: int) -> bool:
+        """Put memory behind the first `size` bytes, whole pages, of an unmapped block."""
+        pool = block.pool
+        size = min(_rounded_up(size, self._page(pool)), block.size)
+        if not self._reserve(size):
+            return False
+        pool.take_out(block)
+        if size < block.size:
+            rest = Block(block.address + size, block.size - size, pool, block.begin, mapped=False)
+            self._insert_after(block, rest)
+            block.size = size
+            pool.add(rest)
+        block.mapped = True
+        self._merge(block)
+        pool.add(block)
+        return True
+
+    def _unmap(self, block: Block) -> None:
+        """Give back the whole pages of a free block."""
+        pool, page, base = block.pool, self._page(block.pool), block.begin
+        assert base is not None
+        begin = base + _rounded_up(block.address - base, page)
+        end = base + (block.address + block.size - base) // page * page
+        if begin >= end:
+            return
+        pool.take_out(block)
+        if before_size := begin - block.address:
+            before = Block(block.address, before_size, pool, block.begin)
+            before.previous, before.next = block.previous, block
+            if block.previous is not None:
+                block.previous.next = before
+            block.previous = before
+            pool.add(before)
+        if after_size := block.address + block.size - end:
+            after = Block(end, after_size, pool, block.begin)
+            self._insert_after(block, after)
+            pool.add(after)
+        block.address, block.size, block.mapped = begin, end - begin, False
+        self._merge(block)
+        self.reserved_bytes -= end - begin
+        if not block.whole:  # otherwise the segment goes
+            pool.add(block)
+
+
+def replayed(
+    events: Iterable[Event], settings: AllocatorSettings | None = None, capacity_bytes: int | None = None
+) -> list[Counts | None]:
+    """The counts after every event: ("m", id, bytes) requests, ("f", id) releases, ("e",) empties the cache.
+
+    None where a request is refused; its release then does nothing.
+    """
+    allocator, held, found = CachingAllocator(settings, capacity_bytes), dict[int, Block](), list[Counts | None]()
+    for event in events:
+        try:
+            if event[0] == "m":
+                held[event[1]] = allocator.malloc(event[2])
+            elif event[0] == "f":
+                if (block := held.pop(event[1], None)) is not None:
+                    allocator.free(block)
+            else:
+                allocator.empty_cache()
+            found.append(allocator.counts)
+        except CardFull:
+            found.append(None)
+    return found
+
+
+def _rounded_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

@@ -1,0 +1,175 @@
+"""What a step under a plan makes CUDA's caching allocator take from the card: requested, allocated, reserved.
+
+The lives of the evaluator (`Memory.lives`) say what is requested and when; `CachingAllocator` says what that takes.
+Training is fed in the order in which it happens:
+
+1. What was there before the first step: parameters one by one, buffers, then what else is fixed. Gradients that
+   accumulate count among it, one by one: they are taken to stay from one optimizer step to the next.
+2. A first step, in which the optimizer makes its state, parameter by parameter, before anything else of its own.
+3. Steps until a whole one reserves nothing more: the steady state. Peaks are those of the last.
+
+Assumptions. Within one operator: what it makes, in the recorded order; then its workspace, taken and given back; then
+what is let go. Sizes are those of the record, each rounded up to 512 bytes, which the allocator does anyway. What is
+fixed and not listed one by one (buffers, the batch, libraries' workspaces) is one block each. One stream. Nothing is
+freed to make room: a card that would be full is not asked again, so what is predicted is what is reserved without the
+stalls that giving cached memory back means.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from remat.evaluation.evaluator import Memory
+from remat.evaluation.graph import OPTIMIZER_STATE, Graph
+from remat.evaluation.plan import Region
+from remat.reservation.allocator_settings import AllocatorSettings
+from remat.reservation.caching_allocator import Block, CachingAllocator
+from remat.units import MIB
+from remat.workload.target import Target
+
+MOST_STEPS = 12
+# What a process takes from a card beside all that the allocator reserves: the context, and kernels as they are loaded.
+# After the first operators 274 MiB on a card of 2022 (pytorch/pytorch, pull request 86509), 426 MiB on an RTX 6000 Ada
+# (torch 2.10, CUDA 13: unslothai/unsloth-zoo, pull request 1053); a step's kernels come on top. Measured on the card
+# at hand where there is one (`allocator.context_bytes`).
+CONTEXT_BYTES = 600 * MIB
+
+
+@dataclasses.dataclass(frozen=True)
+class Footprint:
+    """Peaks of a step in the steady state, in bytes, under `settings` of the allocator.
+
+    steps  how many steps it took until nothing more was reserved
+    """
+
+    requested_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    settings: str
+    steps: int
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def with_more(self, size_bytes: int) -> Footprint:
+        """As much more of each: what the lives do not show."""
+        more = {name: getattr(self, name) + size_bytes for name in ("requested_bytes", "allocated_bytes")}
+        return dataclasses.replace(self, **more, reserved_bytes=self.reserved_bytes + size_bytes)
+
+
+def footprint(
+    memory: Memory,
+    regions: Sequence[Region],
+    settings: AllocatorSettings | None = None,
+    allocator: CachingAllocator | None = None,
+) -> Footprint:
+    """What the step of `memory` under `regions` takes, once training runs; `allocator` is an empty one to feed."""
+    allocator = allocator or CachingAllocator(settings)
+    step = _Step(memory, regions)
+    graph = memory.graph
+    for size in before_first_step(graph):
+        allocator.malloc(size)
+    step.run(allocator, state=states(graph))
+    steps, reserved = 1, -1
+    while allocator.reserved_bytes > reserved and steps < MOST_STEPS:
+        steps, reserved = steps + 1, allocator.reserved_bytes
+        allocator.reset_peaks()
+        step.run(allocator)
+    counts = (allocator.peak_requested_bytes, allocator.peak_allocated_bytes, allocator.reserved_bytes)
+    return Footprint(*counts, str(allocator.settings), steps)
+
+
+def assumed_settings(target: Target, text: str | None) -> AllocatorSettings | None:
+    """The settings that a prediction for `target` assumes: `text`, or the environment's; None where there is no CUDA.
+
+    Raises UsageError for settings that are not simulated.
+    """
+    if target.device != "cuda":
+        return None
+    return AllocatorSettings.from_environment() if text is None else AllocatorSettings.parse(text)
+
+
+def footprints(memory: Memory, regions: Sequence[Region], settings: AllocatorSettings) -> tuple[Footprint, Footprint]:
+    """Under `settings`, and under the same with expandable segments, or without."""
+    other = dataclasses.replace(settings, expandable_segments=not settings.expandable_segments)
+    return footprint(memory, regions, settings), footprint(memory, regions, other)
+
+
+# What training makes before and in its first step
+
+
+def before_first_step(graph: Graph) -> Iterator[int]:
+    """Sizes of what is there before the first step, in the order in which it is made."""
+    fixed = graph.fixed_bytes
+    one_by_one = {
+        "parameters": [p.size_bytes for p in graph.parameters],
+        "gradients": [p.gradient_bytes for p in graph.parameters],
+        "running average": [p.size_bytes for p in graph.parameters],
+    }
+    for name in sorted(fixed, key=lambda name: name != "parameters"):
+        if name != OPTIMIZER_STATE:
+            yield from _shared_out(fixed[name], one_by_one.get(name, ()))
+
+
+def states(graph: Graph) -> list[int]:
+    """Sizes of the optimizer's state, parameter by parameter."""
+    sizes = [size for p in graph.parameters for size in p.state_tensors or (p.state_bytes,)]
+    return list(_shared_out(graph.fixed_bytes.get(OPTIMIZER_STATE, 0), sizes))
+
+
+def _shared_out(total: int, sizes: Iterable[int]) -> Iterator[int]:
+    """`total` in pieces of these sizes, or in their proportion (one rank's share); the rest is one piece more."""
+    sizes = [size for size in sizes if size]
+    whole = sum(sizes)
+    if whole > total:
+        sizes = [size * total // whole for size in sizes]
+    yield from (size for size in sizes if size)
+    if rest := total - sum(sizes):
+        yield rest
+
+
+# One step
+
+
+class _Step:
+    """The requests and releases of one step, in order."""
+
+    def __init__(self, memory: Memory, regions: Sequence[Region]):
+        graph, lives = memory.graph, memory.lives(regions)
+        real = np.flatnonzero((lives.size_bytes > 0) & (lives.death >= lives.birth))
+        workspace = np.where(lives.runs, memory.workspace_bytes[lives.op], 0)
+        working = np.flatnonzero(workspace)
+        # What the loop holds of the step before is there when this one begins, in a block of its own.
+        until = np.array([until for _, until in graph.held], dtype=np.int64)
+        held = len(lives.size_bytes) + np.arange(len(until))
+        position = np.concatenate([np.full(len(held), -1), lives.birth[real], working, lives.death[real], until - 1])
+        kind = np.repeat([0, 0, 1, 2, 2], [len(held), len(real), len(working), len(real), len(held)])
+        who = np.concatenate([held, real, working, real, held])
+        order = np.lexsort((who, kind, position))
+        optimizer = int(np.argmax(np.append(lives.op, graph.op_count) >= graph.backward_end))
+        self._optimizer = int(np.searchsorted(position[order], optimizer))
+        self._kind, self._who = kind[order].tolist(), who[order].tolist()
+        self._sizes = [*lives.size_bytes.tolist(), *(size for size, _ in graph.held)]
+        self._workspace = workspace.tolist()
+
+    def run(self, allocator: CachingAllocator, state: Iterable[int] = ()) -> None:
+        """Feed it to `allocator`; `state` is made when the optimizer begins, and stays."""
+        held: dict[int, Block] = {}
+        self._run(allocator, held, 0, self._optimizer)
+        for size in state:
+            allocator.malloc(size)
+        self._run(allocator, held, self._optimizer, len(self._kind))
+
+    def _run(self, allocator: CachingAllocator, held: dict[int, Block], begin: int, end: int) -> None:
+        sizes, malloc, free = self._sizes, allocator.malloc, allocator.free
+        for kind, who in zip(self._kind[begin:end], self._who[begin:end], strict=True):
+            if kind == 0:
+                held[who] = malloc(sizes[who])
+            elif kind == 2:
+                free(held.pop(who))
+            else:
+                free(malloc(self._workspace[who]))

@@ -1,0 +1,101 @@
+"""The log of kernels: what a step computes with, to hold a planned step against the untouched one."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
+
+from remat._torch import UnseenMode
+from remat.capture.schemas import is_view
+
+MOST_DIFFERENCES = 5
+_CASTS = {torch.ops.aten._to_copy.default, torch.ops.aten.to.dtype}
+
+_ALLOCATING = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
+
+
+class KernelLog(UnseenMode):
+    """Writes down every operator that computes with floating-point numbers, except while paused.
+
+    Views compute nothing, nor does what only allocates: in torch 2.11 a checkpoint makes two tensors without elements.
+
+    Integers and booleans are bookkeeping: in eager mode a library may look at its data (is anything padded?)
+    where under capture it is told the answer.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self._paused = 0
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What a recomputation runs under."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if self._paused or is_view(func) or func._schema.name in _ALLOCATING or _keeps_books(func, args, kwargs, out):
+            return out
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor)]
+        if any(t.is_floating_point() or t.is_complex() for t in tensors) and not any(
+            isinstance(t, FakeTensor)  # Dynamo at work
+            for t in tensors
+        ):
+            self.found.append(_described(func, args, kwargs))
+        return out
+
+
+def _keeps_books(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
+    """Whether an operator makes constants of nothing, or only casts to a type without fractions."""
+    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    if not given:
+        return torch.Tag.nondeterministic_seeded not in func.tags
+    return func in _CASTS and not (out.is_floating_point() or out.is_complex())
+
+
+def _described(func: Any, args: Any, kwargs: Any) -> str:
+    given = [_value(arg) for arg in args] + [f"{name}={_value(arg)}" for name, arg in kwargs.items()]
+    return f"{func}({', '.join(given)})"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_value, value))}]"
+    if isinstance(value, (bool, int, float, str, torch.dtype)) or value is None:
+        return str(value)
+    return type(value).__name__
+
+
+def kernel_differences(untouched: Sequence[str], planned: Sequence[str]) -> tuple[str, ...]:
+    """The first few differences, one sentence each; empty if there are none."""
+    begin = next((i for i, (a, b) in enumerate(zip(untouched, planned, strict=False)) if a != b), None)
+    if begin is None:
+        if len(untouched) == len(planned):
+            return ()
+        begin = min(len(untouched), len(planned))
+    left, right = untouched[begin : begin + 500], planned[begin : begin + 500]  # what follows is a consequence
+    found = []
+    for tag, a, b, c, d in difflib.SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
+        if tag != "equal":
+            found.append(f"kernel {begin + a}: untouched {_listed(left[a:b])}; planned {_listed(right[c:d])}")
+    return tuple(found[:MOST_DIFFERENCES])
+
+
+def _listed(kernels: Sequence[str]) -> str:
+    if not kernels:
+        return "none"
+    return ", ".join(kernels[:2]) + (f" and {len(kernels) - 2} more" if len(kernels) > 2 else "")

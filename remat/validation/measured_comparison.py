@@ -1,0 +1,76 @@
+"""A comparison's plans, run on the device at hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from remat.errors import ValidationFailed
+from remat.planning.comparison import Comparison, Row
+from remat.solvers import WITHOUT
+from remat.validation.validating import validate
+
+if TYPE_CHECKING:
+    from remat.validation.report import Report
+    from remat.workload.workload import Workload
+
+MEASURED, SIZE = ("peak_bytes", "step_time_us"), ("device", "batch_size", "seq_len")  # of a Report
+
+
+def measure_plans(
+    comparison: Comparison,
+    workload: Workload,
+    *,
+    on_strategy: Callable[[str], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Comparison:
+    """Validate every plan that fits, all of them at one size: the largest that this device bears for each."""
+    # The longest step first, which is the likeliest to need a smaller size than the others.
+    fitting = [row for row in reversed(comparison.rows) if row.fits]
+    reports, failures, interrupted = _validated(fitting, workload, on_strategy or (lambda name: None), on_progress)
+    measured = {name: _measured_by(name, report) for name, report in reports.items()}
+    where = [{name: getattr(report, name) for name in SIZE} for report in reports.values()]
+    return dataclasses.replace(
+        comparison,
+        rows=tuple(dataclasses.replace(row, measured=measured.get(row.strategy)) for row in comparison.rows),
+        measured_on=where[0] if where else None,
+        failures=tuple(f"{name}: {what}" for name, what in failures.items()),
+        interrupted=comparison.interrupted or interrupted,
+    )
+
+
+def _measured_by(name: str, report: Report) -> dict[str, int]:
+    """Peak and time of the step under the strategy `name`: of the untouched one where that is what people run."""
+    found = report.untouched if name == WITHOUT and report.untouched["fits"] else report.measured
+    return {key: found[key] for key in MEASURED}
+
+
+def _validated(
+    rows: Sequence[Row],
+    workload: Workload,
+    on_strategy: Callable[[str], None],
+    on_progress: Callable[[int, int], None] | None,
+) -> tuple[dict[str, Report], dict[str, str], bool]:
+    """(a report by strategy, all at one size; what failed by strategy; interrupted). Equal plans run once."""
+    reports: dict[str, Report] = {}
+    failures: dict[str, str] = {}
+    size = workload.batch_size, workload.seq_len
+    while row := next((row for row in rows if row.strategy not in reports | failures), None):
+        assert row.plan is not None
+        on_strategy(row.strategy)
+        same = [other.strategy for other in rows if other.plan and other.plan.regions == row.plan.regions]
+        try:
+            report = validate(workload.sized(*size), row.plan, on_progress=on_progress)
+        except ValidationFailed as error:
+            failures |= dict.fromkeys(same, str(error))
+            continue
+        except KeyboardInterrupt:
+            return reports, failures, True
+        if (report.batch_size, report.seq_len) != size:  # too much for this plan: begin again at what it bears
+            size = report.batch_size, report.seq_len
+            reports, failures = {}, {}
+        reports |= dict.fromkeys(same, report)
+        if not report.passed:
+            failures |= dict.fromkeys(same, "the measurement contradicts the plan.")
+    return reports, failures, False

@@ -1,0 +1,116 @@
+"""Report: what a validation found, for people and as a document."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from remat.units import gib, ms
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What was found. Bytes and microseconds; `None` where nothing was run to measure it.
+
+    measured    peak_bytes (requested), step_time_us, and on CUDA allocated_bytes and reserved_bytes
+    predicted   the same; what CUDA's allocator makes of the request is simulated
+    untouched   peak_bytes, step_time_us: measured if the step `fits`, else predicted
+    limit       name and bytes of what the measured peak is held against (Rule 3)
+    recomputed_nodes    planned and observed; None where they cannot be seen, as in a compiled step
+    kernel_differences  the first few; none are seen in a compiled step
+    notes       sentences: what was reduced, predicted anew, compared elsewhere, or tolerated
+    """
+
+    workload: str
+    device: str
+    batch_size: int
+    seq_len: int | None
+    measured: dict[str, int]
+    predicted: dict[str, int]
+    untouched: dict[str, Any]
+    limit: tuple[str, int]
+    loss_equal: bool
+    gradients_equal: bool
+    max_gradient_error: float
+    recomputed_nodes: dict[str, int | None]
+    kernel_differences: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def within_budget(self) -> bool:
+        return self.measured["peak_bytes"] <= self.limit[1]
+
+    @property
+    def kernels_equal(self) -> bool:
+        return not self.kernel_differences
+
+    @property
+    def passed(self) -> bool:
+        """Whether every claim holds."""
+        nodes = self.recomputed_nodes
+        equal = self.loss_equal and self.gradients_equal and self.kernels_equal
+        return equal and nodes["observed"] in (nodes["planned"], None) and self.within_budget
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "measured": self.measured,
+            "predicted": self.predicted,
+            "untouched": self.untouched,
+            "loss_equal": self.loss_equal,
+            "gradients_equal": self.gradients_equal,
+            "max_gradient_error": self.max_gradient_error if math.isfinite(self.max_gradient_error) else None,
+            "within_budget": self.within_budget,
+            "recomputed_nodes": self.recomputed_nodes,
+            "kernels_equal": self.kernels_equal,
+            "kernel_differences": list(self.kernel_differences),
+            "device": self.device,
+            "batch_size": self.batch_size,
+            "seq_len": self.seq_len,
+            "notes": list(self.notes),
+            "passed": self.passed,
+        }
+
+    def __str__(self) -> str:
+        length = f", sequence length {self.seq_len}" if self.seq_len else ""
+        fits = "" if self.untouched["fits"] else "  (does not fit: predicted)"
+        name, limit_bytes = self.limit
+        nodes = self.recomputed_nodes
+        lines = [
+            f"{self.workload} on {self.device}, batch size {self.batch_size}{length}",
+            f"  {'':<10}{'peak':>12}{'step':>12}",
+            f"  measured  {_row(self.measured)}",
+            f"  predicted {_row(self.predicted)}",
+            f"  untouched {_row(self.untouched)}{fits}",
+            *_allocator_rows(self.measured, self.predicted),
+            f"  {name:<10}{gib(limit_bytes):>12}{'kept' if self.within_budget else 'EXCEEDED':>12}",
+            f"  loss       {_verdict(self.loss_equal)}",
+            f"  gradients  {_verdict(self.gradients_equal)}, largest error {self.max_gradient_error:.3g}",
+            f"  nodes      {_seen(nodes['observed'])} recomputed, {nodes['planned']} planned",
+            f"  kernels    {'not seen (compiled)' if nodes['observed'] is None else _verdict(self.kernels_equal)}",
+            *(f"    {difference}" for difference in self.kernel_differences),
+            *(f"  note: {note}" for note in self.notes),
+            "passed" if self.passed else "FAILED",
+        ]
+        return "\n".join(lines)
+
+
+def _row(values: dict[str, Any]) -> str:
+    return f"{gib(values['peak_bytes']):>12}{ms(values['step_time_us']):>12}"
+
+
+def _allocator_rows(measured: dict[str, int], predicted: dict[str, int]) -> list[str]:
+    """What CUDA's caching allocator made of the request, measured and simulated."""
+    return [
+        f"  {name:<10}{gib(measured[key]):>12} measured, {gib(predicted[key])} simulated"
+        for name in ("allocated", "reserved")
+        if (key := f"{name}_bytes") in measured and key in predicted
+    ]
+
+
+def _seen(count: int | None) -> str:
+    return "not seen (compiled)" if count is None else str(count)
+
+
+def _verdict(equal: bool) -> str:
+    return "equal" if equal else "DIFFERENT"

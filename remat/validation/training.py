@@ -1,0 +1,193 @@
+"""Training for real: a workload's steps on the device at hand, as often as needed and always from the same start.
+
+This is what predictions are held against: `validating.py` compares a planned step with the untouched one, `timeline.py`
+is drawn beside the allocator's own curve, and benchmarks run every optimizer. Steps are whole: forward, backward, and
+what the loop does after it (`Finish`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import random
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from remat.costing.device_allocator import Measured, allocation_events, measure_peak, measure_step, time_once_us
+from remat.evaluation.plan import Plan
+from remat.execution.apply import apply
+from remat.recording.fake_step import Finish, autocast_context
+from remat.recording.tracker import Tracker
+from remat.workload.held_outputs import Held
+from remat.workload.training_loop import Loop
+from remat.workload.workload import Workload, trainable
+
+LONG_STEP_S = 5.0  # a step that takes longer is timed once
+
+
+@contextlib.contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """`device` current, and the caller's random states as they were afterwards."""
+    states = random.getstate(), np.random.get_state()
+    on_cuda = device.type == "cuda"
+    try:
+        with (
+            torch.random.fork_rng(devices=[device] if on_cuda else []),
+            torch.cuda.device(device) if on_cuda else contextlib.nullcontext(),
+        ):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+class Training:
+    """A workload's model, batch and optimizer on the device."""
+
+    def __init__(self, workload: Workload, device: torch.device, seed: int, loop: Loop):
+        self.workload, self.device, self.loop = workload, device, loop
+        self._seed_of_steps = seed + 2
+        seed_all(seed)
+        with torch.device(device):
+            self.model = workload.build().to(device).train()
+        self._called: nn.Module = self.model
+        self._state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._tensors()}
+        self.finish, self.held = Finish(loop, self.model, None), Held()
+        self.set_batch(workload.batch_size, seed + 1)
+
+    @property
+    def prepare(self) -> Callable[[nn.Module], nn.Module]:
+        """What makes of the model what a step calls (`Execution.prepare`), anew whenever it is set."""
+        return self._prepare
+
+    @prepare.setter
+    def prepare(self, prepare: Callable[[nn.Module], nn.Module]) -> None:
+        self._prepare, self._called = prepare, prepare(self.model)
+
+    def set_batch(self, batch_size: int, seed: int) -> None:
+        seed_all(seed)
+        self.batch: Any = None
+        with torch.device(self.device):
+            batch = self.workload.batch(batch_size, self.workload.seq_len)
+        self.batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), batch)
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.model.named_parameters()
+        yield from self.model.named_buffers()
+
+    def begin_again(self) -> None:
+        """Parameters, buffers and random state as at the start; a new optimizer."""
+        self.finish = Finish(self.loop, self.model, None)
+        self.held.let_go()
+        self.model.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for name, tensor in self._tensors():
+                tensor.copy_(self._state[name])
+        release_memory(self.device)
+        if self.workload.optimizer is not None:
+            self.finish.optimizer = self.workload.optimizer(trainable(self.model))
+        seed_all(self._seed_of_steps)
+
+    def forward_and_backward(self) -> torch.Tensor:
+        holding = self.held.catching(self.model) if self.loop.holds_outputs else contextlib.nullcontext()
+        with autocast_context(self.device, self.workload.autocast), holding:
+            loss = self.workload.step(self._called, self.batch)
+        loss.backward()
+        return loss.detach()
+
+    def step(self) -> None:
+        self.forward_and_backward()
+        self.finish()
+
+    def update(self) -> None:
+        """One optimizer step over all its micro-batches; gradients are let go at its end."""
+        for _ in range(self.loop.accumulation):
+            self.forward_and_backward()
+        self.finish()
+        self.model.zero_grad(set_to_none=True)
+
+    def peak_of_update(self, alignment_bytes: int) -> int:
+        """Peak of the next optimizer step, with what exists before it."""
+        self.held.let_go()
+        before = self.bytes_before(alignment_bytes)
+        release_memory(self.device)
+        return before + measure_peak(self.from_nothing_held(self.update), self.device, requested=True)
+
+    def from_nothing_held(self, step: Callable[[], None]) -> Callable[[], None]:
+        """`step`, after one whose outputs it holds: what is let go of is seen only where it was seen to be made."""
+
+        def twice() -> None:
+            step()
+            step()
+
+        return twice if self.loop.holds_outputs else step
+
+    def bytes_before(self, alignment_bytes: int) -> int:
+        """What exists before a step: parameters, buffers, the batch, and what lasts from one step to the next."""
+        kept = (
+            [(p, p.grad) for p in self.model.parameters()],
+            list(self.model.buffers()),
+            self.batch,
+            dict(self.finish.optimizer.state) if self.finish.optimizer else None,
+            self.finish.averages,
+        )
+        tensors = [leaf for leaf in tree_leaves(kept) if isinstance(leaf, torch.Tensor)]
+        return Tracker(alignment_bytes).fix([t for t in tensors if t.device.type == self.device.type])
+
+    def measure(self, alignment_bytes: int, repeats: int) -> tuple[Measured, int]:
+        """Memory and time of a step in the steady state, and the peak of requested bytes with what exists before it."""
+        self.held.let_go()
+        before = self.bytes_before(alignment_bytes)
+        release_memory(self.device)
+        measured = measure_step(self.from_nothing_held(self.step), self.device, warm_up=0, repeats=0)
+        times = [time_once_us(self.step, self.device)]
+        if times[0] < 1e6 * LONG_STEP_S:
+            times += [time_once_us(self.step, self.device) for _ in range(repeats - 1)]
+        measured = dataclasses.replace(measured, time_us=statistics.median(times))
+        return measured, before + measured.requested_bytes
+
+
+def release_memory(device: torch.device) -> None:
+    """Collect garbage, and give the card back what is not in use.
+
+    cuBLAS lets go of its workspaces too: the next step takes them again, and they count as its own.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+
+
+def alive_over_step(
+    workload: Workload, plan: Plan | None, about: dict[str, Any], seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """(microseconds, bytes alive) over one steady-state step on the CPU, under `plan` if there is one."""
+    device = torch.device("cpu")
+    with undisturbed(device):
+        training = Training(workload, device, seed, Loop.of(about))
+        training.begin_again()
+        if plan is not None:
+            apply(training.model, plan)
+        training.step()
+        before = training.bytes_before(1)
+        release_memory(device)
+        training.held.let_go()
+        alone = len(allocation_events(training.step)) if training.loop.holds_outputs else 0
+        training.held.let_go()
+        events = allocation_events(training.from_nothing_held(training.step))
+    times, sizes = np.array([e[0] for e in events]), np.array([e[1] for e in events], dtype=np.int64)
+    times, alive = times[alone:], before + np.cumsum(sizes)[alone:]
+    return (times - times[:1]) / 1000, alive

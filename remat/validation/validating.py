@@ -1,0 +1,573 @@
+"""Validate: run the untouched and the planned step on the device at hand, and hold the plan to what it says.
+
+Five claims are tested: loss and gradients are those of the untouched model; both steps run the same kernels,
+recomputation aside; the plan recomputes the nodes that it says, no more and no fewer; and the peak of memory is
+within the budget. A claim that cannot be tested on this device is said to be so in `Report.notes`.
+
+Rule 1  Steps are whole (forward, backward, optimizer, gradients let go), and begin from the same parameters, buffers
+        and random state. Gradients are compared in the first step, before the optimizer's; memory is measured in a
+        later one, when the optimizer's state exists.
+Rule 2  A peak is what was requested of the allocator above the level at the start of the step, plus what existed then:
+        parameters, buffers, batch, optimizer state, and gradients where they accumulate. cuBLAS's workspaces are let
+        go before, so that they count as the step's. What CUDA's caching allocator makes of a request (allocated,
+        reserved) is measured too, beside its simulation under the settings of this process; nothing is judged by it.
+Rule 3  Where the plan was made for this device and this batch, the peak is held against the budget. Otherwise, and
+        where the plan is for one of several ranks that share their states, the step is recorded here and predicted
+        anew, with the workspaces of this device's kernels, and the peak is held against that prediction, without
+        tolerance.
+Rule 4  The batch is halved until the planned step fits the device's free memory and, on a CPU, bears waiting for; at a
+        batch of one the sequence is halved for that. The untouched step may need a smaller batch; then gradients and
+        kernels are compared at that.
+Rule 5  Gradients are compared bit by bit. Where they differ, the untouched step is run twice: if it does not repeat
+        itself (kernels with atomic additions), the planned one may be `NOISE` times as far away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from remat.capture.dynamo import cache_builders
+from remat.costing.costs import estimate
+from remat.costing.operator_timing import device_target, measure, physical_memory
+from remat.costing.planning_device import PlanningDevice
+from remat.costing.timing_cache import device_name
+from remat.errors import PlanMismatch, UsageError, ValidationFailed, is_out_of_memory
+from remat.evaluation.evaluator import Memory
+from remat.evaluation.graph import Graph
+from remat.evaluation.plan import PlacedRegion, Plan, Region, place, traced_branches
+from remat.execution import executions
+from remat.execution.apply import apply, counts_of, planned_forward, remove
+from remat.execution.base import Execution
+from remat.execution.eager.rewrite import Counts
+from remat.execution.modules.regions import ModuleCounts
+from remat.execution.regions_in_graph import require_regions_in
+from remat.planning.profiling import fake_step
+from remat.planning.untraced import with_untraced
+from remat.recording.fake_step import FakeStep
+from remat.recording.recorder import record
+from remat.reservation.allocator_settings import AllocatorSettings
+from remat.reservation.fragmentation import footprint
+from remat.units import gib
+from remat.validation.kernel_log import KernelLog, kernel_differences
+from remat.validation.report import Report
+from remat.validation.training import Training, undisturbed
+from remat.workload.training_loop import Loop
+from remat.workload.workload import Workload, trainable
+
+BEARABLE_S = 10.0  # estimated time of one step on a CPU
+SHORTEST = 128  # sequence length
+CPU_SHARE = 0.6  # of the memory that is free
+CUDA_SHARE = 0.95
+NOISE = 4.0  # Rule 5
+
+Progress = Callable[[int, int], None]
+
+
+def validate(
+    workload: Workload,
+    plan: Plan | str | os.PathLike[str],
+    *,
+    device: str | torch.device | None = None,
+    seed: int = 0,
+    repeats: int = 3,
+    on_progress: Progress | None = None,
+) -> Report:
+    """Run `plan` for `workload`, at the workload's batch size or the largest half of it that this device bears.
+
+    device       where to run, by default the GPU if there is one
+    seed         of parameters, batch and dropout
+    repeats      steps for a median time; a step of more than `LONG_STEP_S` is timed once
+    on_progress  called with (done, total) while costs are measured
+
+    Raises PlanMismatch where the plan is for another model or dtype policy, UsageError where this device cannot run
+    the step at all, ValidationFailed where the planned step runs out of memory although it should fit.
+    """
+    if not isinstance(plan, Plan):
+        plan = Plan.load(plan)
+    how = executions.load(plan.execution)
+    place = _place(device)
+    assert place.device is not None
+    how.require(place, Loop.of(plan.about))
+    with undisturbed(place.device):
+        sizes = _Sizes(workload, plan, place, how)
+        run = sizes.largest(sizes.planned_load)
+        compared = sizes.largest(sizes.untouched_load, at_most=run.workload.batch_size)
+        return _Validation(plan, how, place, run, compared, seed, repeats, sizes.notes).report(sizes, on_progress)
+
+
+def _place(device: str | torch.device | None) -> PlanningDevice:
+    """The device at hand, as a place to predict for."""
+    found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if found.type not in ("cpu", "cuda"):
+        raise UsageError(f"device {str(found)!r} is not supported; choose cpu or cuda.")
+    if found.type == "cuda":
+        if not torch.cuda.is_available():
+            raise UsageError("device 'cuda' was asked for, and PyTorch sees none on this machine; choose cpu.")
+        found = torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
+    return PlanningDevice(device_target(found), found)
+
+
+# What fits (Rule 4)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Recorded:
+    """The step at one batch size, recorded on fakes of the device at hand; the plan's regions in its graph."""
+
+    workload: Workload
+    step: FakeStep
+    graph: Graph
+    placed: tuple[PlacedRegion, ...]
+    regions: tuple[Region, ...]
+    how: Execution
+
+
+class _Sizes:
+    """The workload at each batch size that was looked at."""
+
+    def __init__(self, workload: Workload, plan: Plan, place: PlanningDevice, how: Execution):
+        self.notes: list[str] = []
+        self._workload, self._plan, self._place, self._how = workload, plan, place, how
+        self._free_bytes = _free_bytes(place)
+        self._known: dict[int, _Recorded] = {}
+
+    def at(self, batch_size: int) -> _Recorded:
+        if batch_size not in self._known:
+            workload = self._workload.sized(batch_size)
+            compiled = self._how.compiler is not None
+            step = fake_step(workload, self._place, loop=Loop.of(self._plan.about), compiled=compiled)
+            graph = record(step, alignment_bytes=self._place.target.alignment_bytes)
+            regions = _found(self._plan, graph)
+            placed = place(graph, regions, _modules(self._plan, regions))
+            self._known[batch_size] = _Recorded(workload, step, graph, placed, regions, self._how)
+        return self._known[batch_size]
+
+    def planned_load(self, recorded: _Recorded) -> tuple[float, str]:
+        """How many times too much the planned step is, in memory or in time, and why."""
+        graph, regions = recorded.graph, recorded.regions
+        load, why = self._memory_load(graph, Memory(graph).curve(regions).peak_bytes, "the planned step")
+        costs = estimate(graph, self._place.target)
+        seconds = costs.step_time_us(graph) + Memory(graph).recompute_time_us(regions, costs.per_op_us(graph))
+        seconds /= 1e6
+        if self._place.target.device == "cpu" and seconds / BEARABLE_S > load:
+            return seconds / BEARABLE_S, f"a step is estimated to take {seconds:.0f} s, more than {BEARABLE_S:.0f} s"
+        return load, why
+
+    def untouched_load(self, recorded: _Recorded) -> tuple[float, str]:
+        graph, target = recorded.graph, self._place.target
+        graph = with_untraced(graph, recorded.step, estimate(graph, target), target)
+        return self._memory_load(graph, Memory(graph).peak_without_checkpointing, "the untouched step")
+
+    def _memory_load(self, graph: Graph, peak_bytes: int, what: str) -> tuple[float, str]:
+        fixed = min(graph.fixed_total, peak_bytes)
+        state = sum(graph.fixed_bytes.get(name, 0) for name in ("parameters", "buffers"))
+        free = self._free_bytes - (2 * state if self._place.target.device == "cpu" else 0)  # Rule 1, on the host
+        text = f"{what} needs {gib(peak_bytes)}, and {gib(max(free, 0))} may be used"
+        if peak_bytes <= free:
+            return peak_bytes / free, text
+        return max((peak_bytes - fixed) / (free - fixed) if free > fixed else math.inf, 1.01), text
+
+    def _shorten(self, why: str) -> bool:
+        """Halve the sequence, where there is one to halve."""
+        length = self._workload.seq_len
+        if length is None or length < 2 * SHORTEST:
+            return False
+        self.notes.append(f"Sequence length {length} is too much for this device: {why}.")
+        self._workload = self._workload.sized(seq_len=length // 2)
+        self._known.clear()
+        return True
+
+    def largest(self, load_of: Callable[[_Recorded], tuple[float, str]], at_most: int | None = None) -> _Recorded:
+        """The step at the largest batch size, halved from `at_most`, whose load is at most 1."""
+        size = wanted = at_most or self._workload.batch_size
+        while True:
+            recorded = self.at(size)
+            load, why = load_of(recorded)
+            if load <= 1:
+                return recorded
+            if size == 1 and "estimated" in why:  # slow, but possible
+                if self._shorten(why):
+                    continue
+                return recorded
+            if size == 1:
+                raise UsageError(f"{why} at batch size 1: validate on a device with more memory.")
+            if size == wanted:
+                self.notes.append(f"Batch size {size} is too much for this device: {why}.")
+            size >>= max(1, math.floor(math.log2(load)) if math.isfinite(load) else size.bit_length() - 1)
+            size = max(size, 1)
+
+
+def _modules(plan: Plan, regions: tuple[Region, ...]) -> list[tuple[int, int, str]]:
+    """Which module each region is, as `place` wants it."""
+    return [(here.first, here.end, there.module) for here, there in zip(regions, plan.regions, strict=True)]
+
+
+def _found(plan: Plan, graph: Graph) -> tuple[Region, ...]:
+    """The plan's regions in `graph`; raises PlanMismatch where that is of another dtype policy or model."""
+    for field, name in (("parameter_dtypes", "parameters of"), ("autocast", "autocast to")):
+        planned, found = plan.about.get(field), graph.about[field]
+        if planned != found:
+            raise PlanMismatch(
+                f"the plan is for {name} {planned}, this workload has {name} {found}; "
+                "choose the dtype policy of the plan."
+            )
+    return require_regions_in(plan, graph)
+
+
+def _free_bytes(place: PlanningDevice) -> int:
+    """Bytes that the steps may take. (Rule 4)"""
+    if place.target.device == "cuda":
+        free = torch.cuda.mem_get_info(place.device)[0]
+        cached = torch.cuda.memory_reserved(place.device) - torch.cuda.memory_allocated(place.device)
+        return int(CUDA_SHARE * (free + cached))
+    return int(CPU_SHARE * min(_available_bytes(), physical_memory() - _used_by_container()))
+
+
+def _available_bytes() -> int:
+    """What can be allocated without swapping: free pages and those that only cache files."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    with contextlib.suppress(OSError, ValueError):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return physical_memory() // 2
+
+
+def _used_by_container() -> int:
+    with contextlib.suppress(OSError, ValueError):
+        return int(Path("/sys/fs/cgroup/memory.current").read_text())
+    return 0
+
+
+# What is predicted (Rule 3)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prediction:
+    """Of the planned and of the untouched step, with kernels' workspaces as measured here."""
+
+    planned: dict[str, int]
+    untouched: dict[str, int]
+    unmeasured: int
+    allocator: dict[str, int]
+
+
+def _predict(recorded: _Recorded, place: PlanningDevice, on_progress: Progress | None) -> _Prediction:
+    assert place.device is not None
+    graph = recorded.graph
+    costs = measure(graph.kinds, place.device, on_progress=on_progress)
+    graph = with_untraced(graph, recorded.step, costs, place.target, place.device)
+    memory = Memory(graph, costs.workspace_per_op(graph))
+    options: Any = {"alignment_bytes": place.target.alignment_bytes, "workspace_of": costs.workspace_of(graph)}
+    peak = int(recorded.how.replay(recorded.step, graph, recorded.placed, **options).max())
+    untouched = memory.peak_without_checkpointing
+    if recorded.how.compiler is not None:
+        untouched = int(recorded.how.replay(recorded.step, graph, (), **options).max())
+    step_us = costs.step_time_us(graph)
+    again_us = memory.recompute_time_us(recorded.regions, costs.per_op_us(graph))
+    return _Prediction(
+        {"peak_bytes": peak, "step_time_us": round(step_us + again_us)},
+        {"peak_bytes": untouched, "step_time_us": round(step_us)},
+        len(costs.about.get("not_measured", ())),
+        _simulated(memory, recorded.regions, peak, place),
+    )
+
+
+def _simulated(memory: Memory, regions: Sequence[Region], peak_bytes: int, place: PlanningDevice) -> dict[str, int]:
+    """What the caching allocator is predicted to make of the step, in this process; empty where there is none."""
+    if place.target.device != "cuda":
+        return {}
+    found = footprint(memory, regions, AllocatorSettings.from_environment())
+    found = found.with_more(max(peak_bytes - found.requested_bytes, 0))
+    return {"allocated_bytes": found.allocated_bytes, "reserved_bytes": found.reserved_bytes}
+
+
+# The first step (Rule 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _FirstStep:
+    """Loss and gradients of a first step, on the host, and the kernels that it ran."""
+
+    loss: torch.Tensor
+    gradients: list[torch.Tensor | None]
+    kernels: list[str]
+
+
+def _first_step(training: Training, kernels: KernelLog | None) -> _FirstStep:
+    """A compiled step has no `kernels` that could be logged one by one."""
+    with kernels or contextlib.nullcontext():
+        loss = training.forward_and_backward()
+    gradients = [None if p.grad is None else _on_host(p.grad) for p in trainable(training.model)]
+    return _FirstStep(_on_host(loss), gradients, kernels.found if kernels else [])
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.to_dense() if tensor.is_sparse else tensor).detach().to("cpu", copy=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Distance:
+    """How far gradients are apart: largest absolute difference, and the largest relative to its parameter's."""
+
+    equal: bool
+    absolute: float
+    relative: float
+
+
+def _distance(left: Sequence[torch.Tensor | None], right: Sequence[torch.Tensor | None]) -> _Distance:
+    absolute = relative = 0.0
+    equal = True
+    for a, b in zip(left, right, strict=True):
+        if a is None or b is None:
+            if a is not b:
+                return _Distance(False, math.inf, math.inf)
+            continue
+        if bool(((a == b) | (a.isnan() & b.isnan())).all()):
+            continue
+        equal = False
+        apart = float((a.double() - b.double()).abs().nan_to_num(nan=math.inf).max())
+        absolute = max(absolute, apart)
+        relative = max(relative, apart / max(float(a.double().abs().max()), 1e-300))
+    return _Distance(equal, absolute, relative)
+
+
+# All of it
+
+
+@dataclasses.dataclass(frozen=True)
+class _Comparison:
+    """The planned first step against the untouched one."""
+
+    loss_equal: bool
+    distance: _Distance
+    observed_nodes: int | None
+    differences: tuple[str, ...]
+
+
+def _observed_nodes(counts: Counts, recorded: _Recorded) -> int | None:
+    """How many nodes ran again. Modules are counted whole, each as many nodes as early stop leaves of it.
+
+    None where that cannot be seen: in compiled regions, of which at least one must have run.
+    """
+    if recorded.how.compiler is not None:
+        return None if counts.regions or not recorded.regions else 0
+    if not isinstance(counts, ModuleCounts):
+        return counts.recomputed_nodes
+    memory = Memory(recorded.graph)
+    regions = zip(recorded.placed, recorded.regions, strict=True)
+    return sum(counts.recomputed[placed.module] * memory.recomputed_nodes([region]) for placed, region in regions)
+
+
+class _Validation:
+    """`run` is the planned step that is measured, `compared` the one whose gradients are compared. (Rule 4)"""
+
+    def __init__(
+        self,
+        plan: Plan,
+        how: Execution,
+        place: PlanningDevice,
+        run: _Recorded,
+        compared: _Recorded,
+        seed: int,
+        repeats: int,
+        notes: list[str],
+    ):
+        assert place.device is not None
+        self.plan, self.how, self.place, self.device = plan, how, place, place.device
+        self.run, self.compared = run, compared
+        self.seed, self.repeats, self.notes = seed, repeats, notes
+        self.alignment_bytes = place.target.alignment_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether the untouched step runs at the batch of the planned one."""
+        return self.run is self.compared
+
+    def report(self, sizes: _Sizes, on_progress: Progress | None) -> Report:
+        self.notes += [f"The planned step runs a traced branch: {text}." for text in traced_branches(self.plan.about)]
+        if self._is_own_checkpointing:
+            self.notes.append(
+                "The model calls torch.utils.checkpoint itself, so the untouched step recomputes too: kernels are not "
+                "compared, and its predicted peak is that without these calls."
+            )
+        prediction = _predict(self.run, self.place, on_progress)
+        predicted, limit = self._promise(prediction)
+        untouched, comparison, measured = self._steps(sizes)
+        workload = self.run.workload
+        if untouched is None:
+            untouched = prediction.untouched
+            self.notes.append(
+                f"The untouched step does not fit at batch size {workload.batch_size}: gradients and kernels are "
+                f"compared at {self.compared.workload.batch_size}."
+            )
+        equal = comparison.distance.equal
+        return Report(
+            workload=workload.name,
+            device=device_name(self.device),
+            batch_size=workload.batch_size,
+            seq_len=workload.seq_len,
+            measured=measured,
+            predicted={**predicted, **prediction.allocator},
+            untouched={**untouched, "fits": self.fits},
+            limit=limit,
+            loss_equal=comparison.loss_equal,
+            gradients_equal=equal,
+            max_gradient_error=comparison.distance.absolute,
+            recomputed_nodes={
+                "planned": Memory(self.compared.graph).recomputed_nodes(self.compared.regions),
+                "observed": comparison.observed_nodes,
+            },
+            kernel_differences=comparison.differences,
+            notes=tuple(self.notes),
+        )
+
+    def _promise(self, prediction: _Prediction) -> tuple[dict[str, int], tuple[str, int]]:
+        """What is predicted, and what the measured peak is held against. (Rule 3)"""
+        plan, workload = self.plan, self.run.workload
+        about, here = plan.about, self.place.target.name
+        if prediction.unmeasured:
+            self.notes.append(f"The workspaces of {prediction.unmeasured} kinds of kernel could not be measured.")
+        made_for = (plan.target, about["batch_size"], about.get("seq_len"))
+        shares = f" as one of {about['ranks']} ranks ({about['shard']})" if about.get("shard") else ""
+        if made_for == (here, workload.batch_size, workload.seq_len) and not shares:
+            self.notes.append(f"The measured peak is held against the plan's budget, {gib(plan.budget_bytes)}.")
+            claimed = {name: round(plan.predicted[name]) for name in ("peak_bytes", "step_time_us")}
+            if claimed["peak_bytes"] != prediction.planned["peak_bytes"]:
+                self.notes.append(
+                    f"Recorded here, the predicted peak is {prediction.planned['peak_bytes']} bytes; "
+                    f"the plan says {claimed['peak_bytes']}."
+                )
+            if plan.costs == "estimated":
+                self.notes.append("The predicted step time is estimated, not measured.")
+            return claimed, ("budget", plan.budget_bytes)
+        at = f"batch size {about['batch_size']}" + (f" x {about['seq_len']}" if about.get("seq_len") else "")
+        self.notes.append(
+            f"The plan was made for {plan.target} at {at}{shares}. Peak and time are predicted anew for the step that "
+            "runs here, and the measured peak is held against that prediction instead of the budget."
+        )
+        return prediction.planned, ("limit", prediction.planned["peak_bytes"])
+
+    def _steps(self, sizes: _Sizes) -> tuple[dict[str, int] | None, _Comparison, dict[str, int]]:
+        """(untouched step as measured, None where it does not fit; comparison; planned step as measured)"""
+        training = self._built()
+        if configs := cache_builders(training.model):
+            self.notes.append("The untouched step was run with use_cache=False: a planned forward builds no cache.")
+        for config in configs:
+            config.use_cache = False
+        while True:
+            try:
+                training.set_batch(self.compared.workload.batch_size, self.seed + 1)
+                expected, untouched = self._untouched(training)
+                break
+            except torch.OutOfMemoryError:
+                size = self.compared.workload.batch_size // 2
+            if size == 0:
+                raise UsageError("the untouched step runs out of memory at batch size 1: nothing can be compared.")
+            self.compared = sizes.at(size)
+        try:
+            return untouched, self._compare(training, expected), self._planned(training)
+        except torch.OutOfMemoryError as error:
+            raise ValidationFailed(
+                f"the planned step runs out of memory on {device_name(self.device)} at batch size "
+                f"{self.run.workload.batch_size}: {str(error).splitlines()[0]}"
+            ) from error
+
+    def _built(self) -> Training:
+        """The model on the device; its states alone may be too much for a device that others use too."""
+        workload, graph = self.compared.workload, self.compared.graph
+        try:
+            return Training(workload, self.device, self.seed, Loop.of(self.plan.about))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise UsageError(
+                f"{workload.name} does not fit on {device_name(self.device)} even before its first step, in which "
+                f"{gib(graph.fixed_total)} are there from the start ({str(error).splitlines()[0]}). "
+                "Free memory on the device, or validate on one that has more."
+            ) from error
+
+    def _untouched(self, training: Training) -> tuple[_FirstStep, dict[str, int] | None]:
+        training.begin_again()
+        training.prepare = self.how.prepare
+        found = _first_step(training, self._log())
+        if not self.fits:
+            return found, None
+        training.finish()
+        measured, peak = training.measure(self.alignment_bytes, self.repeats)
+        return found, {"peak_bytes": peak, "step_time_us": round(measured.time_us)}
+
+    def _compare(self, training: Training, expected: _FirstStep) -> _Comparison:
+        training.begin_again()
+        about = {name: value for name, value in self.plan.about.items() if not name.startswith("batch_")}
+        apply(training.model, dataclasses.replace(self.plan, about=about))  # a larger batch was chosen on purpose
+        training.prepare = self.how.prepare
+        kernels = self._log()
+        if kernels is None:
+            counts = counts_of(training.model)
+        else:
+            counts = planned_forward(training.model).watch(observe=True, recompute_context=kernels.paused)
+        found = _first_step(training, kernels)
+        training.finish()
+        if kernels is not None:
+            planned_forward(training.model).watch(observe=False)
+        distance = _distance(expected.gradients, found.gradients)
+        if not distance.equal:
+            del found.gradients[:]
+            distance = self._against_noise(training, expected, distance)
+        return _Comparison(
+            bool(_distance([expected.loss], [found.loss]).equal),
+            distance,
+            _observed_nodes(counts, self.compared),
+            () if self._is_own_checkpointing else kernel_differences(expected.kernels, found.kernels),
+        )
+
+    @property
+    def _is_own_checkpointing(self) -> bool:
+        """Whether the untouched step recomputes too, so that kernels cannot be compared."""
+        return bool(self.compared.graph.about["own_checkpoints"])
+
+    def _log(self) -> KernelLog | None:
+        """What sees the kernels of a step; nothing sees those of a compiled one."""
+        return KernelLog() if self.how.compiler is None else None
+
+    def _against_noise(self, training: Training, expected: _FirstStep, distance: _Distance) -> _Distance:
+        """`distance`, called equal if the untouched step does not repeat itself any better. (Rule 5)"""
+        planned = planned_forward(training.model)
+        remove(training.model)
+        training.begin_again()
+        training.prepare = self.how.prepare
+        noise = _distance(expected.gradients, _first_step(training, None).gradients)
+        training.finish()
+        training.model.forward = planned
+        planned.install()
+        training.prepare = self.how.prepare
+        if noise.equal:
+            return distance
+        self.notes.append(
+            f"Gradients of the untouched step differ between two runs by {noise.relative:.2g} of their largest value: "
+            f"kernels on this device are not deterministic. The planned step differs by {distance.relative:.2g}; "
+            f"up to {NOISE:g} times as much counts as equal."
+        )
+        return dataclasses.replace(distance, equal=distance.relative <= NOISE * noise.relative)
+
+    def _planned(self, training: Training) -> dict[str, int]:
+        """The planned step at full size, in its steady state."""
+        if not self.fits:
+            training.set_batch(self.run.workload.batch_size, self.seed + 1)
+            training.step()
+        measured, peak = training.measure(self.alignment_bytes, self.repeats)
+        found = {"peak_bytes": peak, "step_time_us": round(measured.time_us)}
+        if measured.reserved_bytes is None:
+            return found
+        allocated = peak - measured.requested_bytes + measured.peak_bytes
+        return {**found, "allocated_bytes": allocated, "reserved_bytes": measured.reserved_bytes}

@@ -1,0 +1,74 @@
+"""The loop around a step: what training does besides forward and backward, as far as it takes memory.
+
+A `Loop` is data: the recorder (`recorder.py`) runs what it names for real on fake tensors, sharding (`sharding.py`)
+computes what a rank keeps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from remat.errors import UsageError
+
+Shard = Literal["zero1", "zero2", "zero3"]
+SHARDS: tuple[Shard, ...] = ("zero1", "zero2", "zero3")
+Holds = Literal["loss", "outputs"]
+HOLDS: tuple[Holds, ...] = ("loss", "outputs")
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """accumulation    micro-batches per optimizer step; with more than one, gradients are alive through forward
+    clip_grad_norm  `torch.nn.utils.clip_grad_norm_` runs before the optimizer
+    ema             a running average of parameters and buffers is kept, as `torch.optim.swa_utils` does
+    ddp             gradients pass through the buckets of DistributedDataParallel, which holds a second copy of them
+    ranks           devices that share the data, each with a micro-batch of its own
+    shard           what ranks share of the states (Rajbhandari et al. 2020): zero1 the optimizer's, zero2 gradients
+                    too, zero3 parameters too (FSDP); None: every rank has all
+    holds           what the loop keeps of a step until the next one's forward returns: no more than the loss, a scalar,
+                    or all outputs of the model, as `logits, loss = model(x, y)` in a loop does
+
+    Raises UsageError where they contradict each other.
+    """
+
+    accumulation: int = 1
+    clip_grad_norm: bool = False
+    ema: bool = False
+    ddp: bool = False
+    ranks: int = 1
+    shard: Shard | None = None
+    holds: Holds = "loss"
+
+    def __post_init__(self) -> None:
+        for name in ("accumulation", "ranks"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}.")
+        if self.holds not in HOLDS:
+            raise UsageError(f"--holds is {' or '.join(HOLDS)}, not {self.holds!r}.")
+        if self.shard is not None and self.shard not in SHARDS:
+            raise UsageError(f"shard {self.shard!r} is not known; choose one of {', '.join(SHARDS)}.")
+        if self.shard is not None and self.ranks == 1:
+            raise UsageError(f"--shard {self.shard} over one rank shares nothing; say how many with --ranks.")
+        if self.shard is not None and self.ddp:
+            raise UsageError(f"--ddp and --shard {self.shard} exclude each other: shards have no gradient buckets.")
+
+    @property
+    def accumulates(self) -> bool:
+        return self.accumulation > 1
+
+    @property
+    def holds_outputs(self) -> bool:
+        return self.holds == "outputs"
+
+    def to_json(self) -> dict[str, Any]:
+        """For `Graph.about`: what differs from the plain loop, and always the accumulation."""
+        plain = Loop()
+        changed = {name: value for name, value in vars(self).items() if value != getattr(plain, name)}
+        return {"accumulation": self.accumulation, **changed}
+
+    @staticmethod
+    def of(about: dict[str, Any]) -> Loop:
+        """The loop that `about` of a graph or plan tells of."""
+        names = {field.name for field in dataclasses.fields(Loop)}
+        return Loop(**{name: value for name, value in about.items() if name in names})

@@ -1,0 +1,109 @@
+"""A workload: a model, a batch, a step, an optimizer and a dtype policy.
+
+It is the only thing that remat needs to know about somebody's training. The functions are called twice: when
+planning, under fake tensors, so that no weight is ever allocated; when validating, on the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from remat.errors import UsageError
+from remat.workload.optimizers import MakeOptimizer, MasterWeights
+
+DTYPE_POLICIES = ("amp", "fp32", "bf16", "bf16-master", "bf16-master-grads")
+DTypePolicy = Literal["amp", "fp32", "bf16", "bf16-master", "bf16-master-grads"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What one training step is made of.
+
+    name        what reports call it
+    build       () -> nn.Module, in training mode, any initialisation
+    batch       (batch_size, seq_len) -> anything that `step` takes; tensors on the default device
+    step        (model, batch) -> loss, a scalar tensor; what it computes outside `model` is counted in the
+                step's memory, and is never part of a region
+    batch_size  default number of samples
+    seq_len     default sequence length, None where there is none
+    optimizer   (parameters) -> Optimizer, or None for forward and backward alone
+    autocast    dtype of `torch.autocast` around `step`, None without autocast
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    batch: Callable[[int, int | None], Any]
+    step: Callable[[nn.Module, Any], torch.Tensor]
+    batch_size: int
+    seq_len: int | None = None
+    optimizer: MakeOptimizer | None = torch.optim.AdamW
+    autocast: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("build", "batch", "step"):
+            if not callable(getattr(self, field)):
+                raise UsageError(f"workload {self.name!r}: `{field}` must be a function.")
+        for field in ("batch_size", "seq_len"):
+            value = getattr(self, field)
+            if value is None and field == "seq_len":
+                continue
+            if not isinstance(value, int) or value < 1:
+                raise UsageError(
+                    f"workload {self.name!r}: `{field}` must be a whole number of at least 1, not {value!r}."
+                )
+
+    def sized(self, batch_size: int | None = None, seq_len: int | None = None) -> Workload:
+        """The same workload with another default batch or sequence length; None keeps the old one."""
+        return dataclasses.replace(
+            self,
+            batch_size=self.batch_size if batch_size is None else batch_size,
+            seq_len=self.seq_len if seq_len is None else seq_len,
+        )
+
+    def with_dtype(self, policy: DTypePolicy) -> Workload:
+        """The same workload under another dtype policy.
+
+        amp          fp32 weights, bf16 autocast around the step
+        fp32         fp32 weights and arithmetic
+        bf16         weights, gradients and optimizer state in bf16, no autocast
+        bf16-master  weights and gradients in bf16; the optimizer keeps fp32 weights and state
+        bf16-master-grads  the same, and fp32 gradients
+        """
+        weights, optimizer = weights_and_optimizer(policy, self.optimizer)
+        build, batch = self.build, self.batch
+        return dataclasses.replace(
+            self,
+            build=lambda: build().to(weights),
+            batch=lambda batch_size, seq_len: floats_to(batch(batch_size, seq_len), weights),
+            optimizer=optimizer,
+            autocast=torch.bfloat16 if policy == "amp" else None,
+        )
+
+
+def weights_and_optimizer(
+    policy: DTypePolicy, optimizer: MakeOptimizer | None
+) -> tuple[torch.dtype, MakeOptimizer | None]:
+    """The dtype of the weights under a dtype policy, and the optimizer that goes with it; see `Workload.with_dtype`."""
+    if policy not in DTYPE_POLICIES:
+        raise UsageError(f"dtype {policy!r} is not known; choose one of {', '.join(DTYPE_POLICIES)}.")
+    if policy.startswith("bf16-master") and optimizer is not None:
+        optimizer = functools.partial(MasterWeights, make=optimizer, gradients=policy.endswith("grads"))
+    return (torch.bfloat16 if policy.startswith("bf16") else torch.float32), optimizer
+
+
+def floats_to(batch: Any, dtype: torch.dtype) -> Any:
+    """`batch` with every floating-point tensor cast to `dtype`."""
+    return torch.utils._pytree.tree_map_only(
+        torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, batch
+    )
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of `model` that get a gradient."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
