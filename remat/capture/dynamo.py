@@ -133,7 +133,7 @@ class GraphCalls:
             self.count += 1
             return execute(call, *args)
 
-        return torch._dynamo.disable(run)
+        return torch.compiler.disable(run)
 
     @property
     def opens_sizes(self) -> bool:
@@ -204,17 +204,12 @@ def _interpreted(run_call: RunCall, graph_module: fx.GraphModule) -> Callable[..
     return lambda call, *args: run_call(call, graph_module, args)
 
 
-def frames_traced() -> int:
-    """How many functions Dynamo has traced, or tried to, in this process."""
-    return int(torch._dynamo.utils.counters["frames"]["total"])
-
-
 def forget_traces() -> None:
     """Let Dynamo trace everything anew.
 
     A function that raised while it was traced is not followed into again, and would break every later graph.
     """
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 def drop_dead_views(graph_module: fx.GraphModule) -> None:

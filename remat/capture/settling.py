@@ -30,9 +30,8 @@ import numpy as np
 import torch
 import torch._dynamo
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
-from remat.capture.dynamo import frames_traced
+from remat._torch import frames_traced, graph_breaks, without_modes
 from remat.capture.eager_answers import Answers
 from remat.errors import CaptureError, RematError
 
@@ -97,7 +96,7 @@ def _steady(step: FakeStep, traced: frozenset[str]) -> _Capture:
 
 def _captured(step: FakeStep, traced: frozenset[str]) -> _Capture:
     step.capture_anew(answers := Answers(traced))
-    reasons = torch._dynamo.utils.graph_break_reasons
+    reasons = graph_breaks()
     known, failure = len(reasons), None
     try:
         step.forward()
@@ -145,7 +144,7 @@ class Before:
     """
 
     def __init__(self, model: nn.Module):
-        with _disable_current_modes():
+        with without_modes():
             self._buffers = [(buffer, buffer.detach().to("cpu", copy=True)) for buffer in model.buffers()]
         devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
         self._random = (torch.get_rng_state(), random.getstate(), np.random.get_state())
@@ -157,7 +156,7 @@ class Before:
         np.random.set_state(self._random[2])
         for device, state in self._on_cuda:
             torch.cuda.set_rng_state(state, device)
-        with torch.no_grad(), _disable_current_modes():
+        with torch.no_grad(), without_modes():
             for buffer, was in self._buffers:
                 buffer.copy_(was)
 

@@ -21,9 +21,9 @@ from typing import Any, Literal
 
 import torch
 from torch import fx, nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils._pytree import tree_leaves
 
+from remat._torch import frame_callback, frames_traced
 from remat.capture.attention_masks import PADDING, Masks, takes_mask
 from remat.capture.circumstances import differences, given_to, hooked, state_of, versions
 from remat.capture.dynamo import (
@@ -31,7 +31,6 @@ from remat.capture.dynamo import (
     SizesNotOpen,
     element_counts,
     forget_traces,
-    frames_traced,
     named_tensors,
     without_cache,
 )
@@ -510,13 +509,13 @@ class PlannedForward:
         self._prepare()
 
 
-@torch._dynamo.disable(recursive=False, reason=_COMPILES_ITSELF)
+@torch.compiler.disable(recursive=False, reason=_COMPILES_ITSELF)
 def _leave_trace(planned: PlannedForward, args: Any, kwargs: Any) -> Any:
     """Where an outer trace stops. Only this frame is skipped: the compiler that was asked for can still be seen."""
-    return _compiled_forward(planned, get_eval_frame_callback(), args, kwargs)
+    return _compiled_forward(planned, frame_callback(), args, kwargs)
 
 
-@torch._dynamo.disable
+@torch.compiler.disable
 def _compiled_forward(planned: PlannedForward, callback: Any, args: Any, kwargs: Any) -> Any:
     inner = innermost(callback)
     if inner is None:

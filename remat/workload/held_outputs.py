@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
+
+from remat._torch import is_wrapper
 
 SMALLEST_BYTES = 4096  # a storage below that is no output that matters: a loss, a count
 DEEPEST = 4  # containers within one another that are looked into
@@ -130,7 +131,7 @@ def _storage_of(value: Any) -> torch.UntypedStorage | None:
     """The storage of a tensor; None for what has none of its own (sparse tensors, wrappers such as DTensor)."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
-    return None if is_traceable_wrapper_subclass(value) else value.untyped_storage()
+    return None if is_wrapper(value) else value.untyped_storage()
 
 
 def _addresses(values: Iterable[Any]) -> Iterator[int]:

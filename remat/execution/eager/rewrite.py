@@ -29,6 +29,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from remat._torch import fakes_are_on, keeps_graph
 from remat.capture.nodes import as_function, bracket_of, called, captured_nodes, may_draw, replace_target, with_name
 from remat.errors import RematError
 from remat.execution.eager.saving import RanAgain, Replay, Result, Save, note_versions
@@ -148,7 +149,7 @@ class RegionRun:
             if save.drawn:
                 self._drawn_on = None
             return value
-        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        keep = keeps_graph()
         if key not in self._saved:
             raise RematError(
                 "a region that saves outputs was asked to recompute twice; call backward(retain_graph=True) for the "
@@ -195,7 +196,7 @@ class _Recomputation:
 
 def _device_of(args: Any, kwargs: Any) -> torch.device | None:
     """The device whose generator a random node uses; None under fake tensors, which draw nothing."""
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+    if fakes_are_on():
         return None
     if args and isinstance(args[0], torch.Tensor):
         return args[0].device

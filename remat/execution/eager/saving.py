@@ -25,7 +25,7 @@ from typing import Any, Self
 import torch
 from torch.utils._pytree import tree_map
 
-from remat._torch import UnseenMode
+from remat._torch import UnseenMode, pop_mode, push_mode, sharing_versions
 from remat.capture.schemas import is_seeded, makes_nothing, tensors_of, written
 from remat.errors import RematError
 
@@ -39,11 +39,11 @@ class _LeanMode(UnseenMode):
         pass
 
     def __enter__(self) -> Self:
-        torch._C._push_on_torch_dispatch_stack(self)
+        push_mode(self)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        torch._C._pop_torch_dispatch_stack(None)
+        pop_mode()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ def note_versions(results: list[Result]) -> None:
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` without a history; whoever writes to either advances the version of both."""
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+    with sharing_versions():
         return tensor.detach()
 
 

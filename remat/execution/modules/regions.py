@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from remat._torch import fakes_are_on
 from remat.capture.attention_masks import PADDING, all_ones, masks_of
 from remat.capture.dynamo import named_tensors, without_cache
 from remat.errors import PlanMismatch, UsageError
@@ -152,7 +153,7 @@ class ModuleRegion:
         return self.original(*values[:positional], **dict(zip(names, values[positional:], strict=True)))
 
 
-@torch._dynamo.disable
+@torch.compiler.disable
 def _refuse_trace() -> None:
     """Where a compiler's trace ends: it would not see the regions, and nothing would be recomputed."""
     raise UsageError(
@@ -189,7 +190,7 @@ class _Recomputation:
 
 def _random_states(module: nn.Module, args: Any, kwargs: Any) -> dict[torch.device, Any]:
     """States of the CPU's generator and of that of the module's device; none under fake tensors, which draw nothing."""
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+    if fakes_are_on():
         return {}
     tensors = (leaf for leaf in (*tree_leaves((args, kwargs)), *module.parameters()) if isinstance(leaf, torch.Tensor))
     devices = {torch.device("cpu"), next((tensor.device for tensor in tensors), torch.device("cpu"))}
