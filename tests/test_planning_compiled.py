@@ -154,6 +154,15 @@ def test_a_plan_for_a_compiler_is_validated_compiled(plan: Plan) -> None:
     assert "nodes      not seen (compiled) recomputed" in str(report)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore")  # of Inductor's own
+def test_a_plan_for_inductor_is_validated_compiled() -> None:
+    step, graph = recorded(HALVES)
+    report = validate(HALVES, planned(step, profile_of(graph), "inductor", 0.7), device="cpu", repeats=1)
+    assert report.passed, str(report)
+    assert report.gradients_equal and report.untouched["peak_bytes"] > report.measured["peak_bytes"]
+
+
 def test_the_screen_says_that_there_is_no_bound(plan: Plan) -> None:
     text = screen.plan_text(plan)
     assert "compiled by aot_eager on cpu" in text
