@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import warnings
 from typing import Any
 
@@ -24,7 +25,9 @@ from remat.execution.compiled.replay import replay_compiled
 from remat.execution.executions import load
 from remat.formulation.search_space import find_space
 from remat.planning.budget import Budget
+from remat.planning.comparison import compare
 from remat.planning.planner import plan_profile
+from remat.planning.sweep import sweep
 from remat.recording.fake_step import FakeStep
 from remat.validation.validating import validate
 from remat.workload.target import TARGETS
@@ -161,6 +164,23 @@ def test_a_plan_for_inductor_is_validated_compiled() -> None:
     report = validate(HALVES, planned(step, profile_of(graph), "inductor", 0.7), device="cpu", repeats=1)
     assert report.passed, str(report)
     assert report.gradients_equal and report.untouched["peak_bytes"] > report.measured["peak_bytes"]
+
+
+def test_strategies_are_compared_and_the_curve_is_traced_as_the_step_runs_compiled(
+    plan: Plan, larger: tuple[FakeStep, Profile]
+) -> None:
+    step, profile = larger
+    budget, names = Budget(plan.budget_bytes, plan.budget_bytes), ["every-block", "exact"]
+    found = compare(profile, budget, strategies=names, step=step, execution="aot_eager")
+    assert found.execution == "aot_eager" and found.bound_us == 0 and all(row.gap is None for row in found.rows)
+    assert found.without_checkpointing["peak_bytes"] == plan.without_checkpointing["peak_bytes"]
+    best = found.best
+    assert best is not None and best.plan is not None and best.plan.regions == plan.regions
+    assert best.peak_bytes == plan.predicted["peak_bytes"]
+    curve = sweep(profile, points=3, strategies=[], step=step, execution="aot_eager").points
+    assert [(point.gap, point.bound_us) for point in curve] == [(None, None)] * len(curve)
+    assert all(a.peak_bytes < b.peak_bytes and a.overhead > b.overhead for a, b in itertools.pairwise(curve))
+    assert curve[-1].peak_bytes == plan.without_checkpointing["peak_bytes"]
 
 
 def test_the_screen_says_that_there_is_no_bound(plan: Plan) -> None:

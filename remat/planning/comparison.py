@@ -178,12 +178,15 @@ def compare(
     rows = rows_of(problem, solutions, profile, how, judge)
     if not any(row.fits for row in rows) and any(row.status == "infeasible" for row in rows):
         raise infeasible(problem, limits)
+    untouched = how.without_plan(problem, None if judge is None else lambda: judge.peak(problem, ()))
+    heading = Heading.fields_of(profile, problem, how)
+    heading["without_checkpointing"] = {**heading["without_checkpointing"], "peak_bytes": untouched}
     return Comparison(
         budget_bytes=budget.limit_bytes,
         rows=rows,
         bound_us=best_bound(solutions) if how.bound_carries else 0.0,
         interrupted=interrupted,
-        **Heading.fields_of(profile, problem, how),
+        **heading,
     )
 
 
@@ -273,8 +276,8 @@ def _row(
         overhead=predicted.get("overhead"),
         samples_per_s=samples_per_s,
         tokens_per_s=samples_per_s * about["seq_len"] if samples_per_s and about["seq_len"] else None,
-        bound_us=solution.bound_us if exact else None,
-        gap=solution.gap if exact and fits else None,
+        bound_us=solution.bound_us if exact and how.bound_carries else None,
+        gap=solution.gap if exact and fits and how.bound_carries else None,
         above_bound=max(again_us / best_bound_us - 1, 0.0) if fits and again_us is not None and best_bound_us else None,
         wall_s=round(solution.wall_s, 3),
         plan=plan,
