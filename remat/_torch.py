@@ -19,7 +19,7 @@ from remat.errors import RematError
 
 
 class UnseenMode(TorchDispatchMode):
-    """A dispatch mode that Dynamo must not take for a reason to fall back to eager code (`is_infra_mode`, 2.9)."""
+    """A dispatch mode that Dynamo must not take for a reason to fall back to eager code."""
 
     @classmethod
     def is_infra_mode(cls) -> bool:

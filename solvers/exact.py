@@ -70,7 +70,7 @@ def _by_chain(problem: Problem, limits: Limits) -> tuple[chain_dp.Found, Solutio
 
 def _guess(problem: Problem) -> Proposal:
     """A heuristic's plan that keeps the budget, if one is quickly found."""
-    if problem.space.kind == "modules":
+    if problem.space.modules is not None:
         return ()
     families = [every_block.regions(problem), *save_matmuls.policies(problem)]
     fitting = [plan for regions in families if (plan := fewest_that_fit(problem, regions)) is not None]
@@ -79,7 +79,7 @@ def _guess(problem: Problem) -> Proposal:
 
 def _by_heuristics(problem: Problem, limits: Limits, solution: Solution) -> Solution:
     """`solution`, or a heuristic's plan if that is better; heuristics know nothing of regions that must be modules."""
-    if problem.space.kind == "modules":
+    if problem.space.modules is not None:
         return solution
     for plan in [heuristic(problem, limits) for heuristic in HEURISTICS]:
         if plan.status == "feasible":

@@ -14,8 +14,6 @@ from remat.evaluation.plan import read_json, write_atomically
 from remat.workload.target import Target
 
 FORMAT = "remat-profile"
-
-
 VERSION = 2  # 2: what the loop holds, which an older remat would not count
 
 

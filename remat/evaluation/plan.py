@@ -16,7 +16,7 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import remat
 from remat.errors import UsageError
@@ -26,7 +26,6 @@ from remat.units import gib, ms
 
 FORMAT = "remat-plan"
 VERSION = 3
-RegionKind = Literal["nodes", "modules"]
 
 
 @dataclasses.dataclass(frozen=True, order=True)

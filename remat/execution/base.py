@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from remat.costing.profile import Profile
 from remat.errors import UsageError
 from remat.evaluation.graph import Graph
-from remat.evaluation.plan import PlacedRegion, RegionKind
+from remat.evaluation.plan import PlacedRegion
 from remat.formulation.problem import Problem
 from remat.formulation.search_space import DEPTH, Space
 from remat.formulation.solution import Solution
@@ -54,7 +54,6 @@ class Execution(abc.ABC):
     """A way to run a plan's step.
 
     name            `Plan.execution`, `--execution`
-    regions         what a region is: a run of "nodes" of the captured graph, or the forward of one of its "modules"
     is_exact        whether what the evaluator says is what the step needs
     compiler        the compiler that the step must run under; None where it must not run under any
     bound_carries   whether no plan within the budget, run this way, can recompute for less than the evaluator's bound
@@ -63,7 +62,6 @@ class Execution(abc.ABC):
     """
 
     name: str
-    regions: RegionKind = "nodes"
     is_exact: bool = False
     compiler: str | None = None
     bound_carries: bool = True
@@ -85,7 +83,6 @@ class Execution(abc.ABC):
         """`profile`, with what operators cost when they run this way."""
         return profile
 
-    @abc.abstractmethod
     def replay(
         self,
         step: FakeStep,
@@ -93,13 +90,19 @@ class Execution(abc.ABC):
         regions: Sequence[PlacedRegion],
         *,
         alignment_bytes: int,
-        workspace_of: dict[tuple[str, str], int],
+        workspace_of: Mapping[tuple[str, str], int],
     ) -> np.ndarray:
         """Bytes alive at every operator of the step as it runs under `regions`, all that it takes included.
 
         graph         the record of `step`: it knows what no fake tensor shows (wrapped numbers)
         workspace_of  kernels' own bytes by operator and signature, see `Profile.workspace_of`
         """
+        seen = self.replay_seen(step, regions, alignment_bytes=alignment_bytes, workspace_of=workspace_of)
+        return seen + graph.unseen_bytes
+
+    @abc.abstractmethod
+    def replay_seen(self, step: FakeStep, regions: Sequence[PlacedRegion], **options: Any) -> np.ndarray:
+        """`replay`, of what fake tensors show; `options` are its keywords."""
 
     @abc.abstractmethod
     def trivial(self, problem: Problem, replayed: Callable[[], int] | None) -> Solution | None:

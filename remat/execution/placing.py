@@ -105,6 +105,3 @@ def _moved(region: CallRegion, fit: Fit, reading: Reading) -> CallRegion:
         once=inside & (frozenset(fit.to[i] for i in region.once) | reading.once),
         inner=tuple(_moved(inner, fit, reading) for inner in region.inner),
     )
-
-
-# In a recorded graph

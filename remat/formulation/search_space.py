@@ -22,7 +22,6 @@ from collections.abc import Iterator
 import numpy as np
 
 from remat.evaluation.graph import OUTSIDE, Graph, block_of
-from remat.evaluation.plan import RegionKind
 
 DEPTH = 2  # of nesting
 LONG_LIFE = 0.3  # of the nodes
@@ -65,11 +64,6 @@ class Space:
     @functools.cached_property
     def _modules(self) -> frozenset[tuple[int, int]]:
         return frozenset((first, end) for first, end, _ in self.modules or ())
-
-    @property
-    def kind(self) -> RegionKind:
-        """What regions of this space are."""
-        return "nodes" if self.modules is None else "modules"
 
     def about(self) -> dict[str, int]:
         """For the plan file: what "optimal" ranges over."""

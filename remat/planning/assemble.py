@@ -11,18 +11,16 @@ from remat.evaluation.graph import CALLED_MODULES, Graph
 from remat.evaluation.plan import Plan, place
 from remat.formulation.problem import Problem
 from remat.formulation.solution import Limits, Solution
+from remat.solvers.least_peak import LeastPeak, least_peak
 from remat.units import gib
 
 if TYPE_CHECKING:
     from remat.execution.base import Execution
     from remat.planning.search import Judge
-    from remat.solvers.least_peak import LeastPeak
 
 
 def infeasible(problem: Problem, limits: Limits) -> Infeasible:
     """The refusal, with the least budget that would do and what takes it."""
-    from remat.solvers.least_peak import least_peak
-
     least = least_peak(problem, limits)
     parts = at_peak(problem.memory, least.regions)
     curve = problem.memory.curve(least.regions)

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 from remat.costing.device_allocator import context_bytes
 from remat.costing.planning_device import PlanningDevice
 from remat.errors import UsageError
 from remat.reservation.fragmentation import CONTEXT_BYTES
 from remat.units import gib, parse_bytes
-
-if TYPE_CHECKING:
-    pass
-
 
 AUTO_HEADROOM = "10%"
 

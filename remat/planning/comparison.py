@@ -21,7 +21,7 @@ from remat.execution.base import Execution
 from remat.execution.executions import EAGER
 from remat.formulation import check
 from remat.formulation.problem import Problem
-from remat.formulation.solution import NONE_NEEDED, Limits, Solution, Status
+from remat.formulation.solution import Limits, Solution, Status
 from remat.planning.assemble import assemble, infeasible
 from remat.planning.budget import Budget
 from remat.planning.search import Judge, search
@@ -200,19 +200,11 @@ def solve(problem: Problem, name: str, limits: Limits) -> Solution:
 
 def solution_of(problem: Problem, how: Execution, name: str, judge: Judge | None, limits: Limits) -> Solution:
     """What `name` makes of `problem` as the step runs."""
-    trivial = None
-    if name in EXACT:
-        trivial = how.trivial(problem, None if judge is None else lambda: judge.peak(problem, ()))
-        if trivial is not None and trivial.solver == NONE_NEEDED:
-            return trivial
     if name == WITHOUT:  # it is not replayed: people run it untraced, and compiled where all is
         peak = how.without_plan(problem, None if judge is None else lambda: judge.peak(problem, ()))
         return Solution(WITHOUT, "feasible" if peak <= problem.budget_bytes else "unknown", replayed_bytes=peak)
 
-    def strategy(at: Problem) -> Solution:
-        return trivial if trivial is not None and at is problem else solve(at, name, limits)
-
-    return search(problem, how, strategy, judge, limits)
+    return search(problem, how, lambda at: solve(at, name, limits), judge, limits, exact=name in EXACT)
 
 
 def peak_of(problem: Problem, name: str, regions: tuple[Region, ...]) -> int:

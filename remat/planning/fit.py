@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -20,8 +21,6 @@ from typing import Any, TypeVar
 from remat.costing.planning_device import PlanningDevice
 from remat.errors import NoPlanInTime, UsageError
 from remat.evaluation.plan import Plan
-from remat.execution import executions
-from remat.execution.base import Execution
 from remat.execution.executions import EAGER
 from remat.formulation.solution import Limits
 from remat.planning.budget import Budget
@@ -31,8 +30,8 @@ from remat.workload.workload import Workload
 
 JOINT = "joint optimum"
 STEP_DOWN = 0.05  # of a size whose plan reserves too much
-T = TypeVar("T")
 SEQ_PARTS = 16  # of the workload's own sequence length: the steps in which a length is looked for
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,17 +80,17 @@ def fit(
 ) -> Fit:
     """The fastest way to run `global_batch` samples in each optimizer step within `budget`.
 
-    loop    ranks, shards and what else training does; its accumulation is chosen here
+    loop       ranks, shards and what else training does; its accumulation is chosen here
     execution  how the step will run, as in `planner.plan`
-    limits  of each solution
-    on_try  called with what is tried next, in words
+    limits     of each solution
+    on_try     called with what is tried next, in words
 
     Raises UsageError where the global batch does not divide over the ranks, Infeasible where not even a micro-batch
     of one sample fits.
     """
-    loop, limits, how = loop or Loop(), limits or Limits(), _required(execution, place, loop)
+    loop, limits = loop or Loop(), limits or Limits()
     samples = samples_of_rank(global_batch, loop.ranks)
-    sizes = MicroBatches(workload, place, budget, loop, limits, on_try or (lambda what: None), execution=how)
+    sizes = MicroBatches(workload, place, budget, loop, limits, on_try or (lambda what: None), execution=execution)
     windows = sizes.windows(samples)
     tried: list[Candidate] = []
     best_us = math.inf
@@ -146,14 +145,12 @@ def largest_batch(
 ) -> Plan:
     """A plan for the largest micro-batch that fits `budget`; arguments and errors are those of `fit`."""
     loop, on_try = loop or Loop(), on_try or (lambda what: None)
-    how = _required(execution, place, loop)
-    sizes = MicroBatches(workload, place, budget, loop, limits or Limits(), on_try, execution=how)
+    sizes = MicroBatches(workload, place, budget, loop, limits or Limits(), on_try, execution=execution)
     guess = sizes.guess(accumulates=loop.accumulates)
     found = largest(lambda size: sizes.feasible(size, accumulates=loop.accumulates), guess=guess)
     if not found:
         raise sizes.refusal(Window(1, 1))
-    sizes_down = _fewer(found) if budget.reserved_bytes is not None else iter((found,))
-    return _reserving(sizes_down, lambda size: sizes.plan(Window(size * loop.accumulation, size)), budget)[1]
+    return _reserving(_fewer(found), lambda size: sizes.plan(Window(size * loop.accumulation, size)), budget)[1]
 
 
 def _fewer(size: int) -> Iterator[int]:
@@ -169,12 +166,10 @@ def _reserving(choices: Iterable[T], plan: Callable[[T], Plan], budget: Budget) 
     Sizes are chosen by what they request; what is then reserved is known of a finished plan only.
     """
     refused: NoPlanInTime | None = None
-    for choice in choices:
+    for choice in choices if budget.reserved_bytes is not None else itertools.islice(choices, 1):
         try:
             return choice, plan(choice)
         except NoPlanInTime as error:
-            if budget.reserved_bytes is None:
-                raise
             refused = refused or error
     assert refused is not None
     raise refused
@@ -199,12 +194,11 @@ def longest_sequence(
         raise UsageError(f"{workload.name} has no sequences; ask for --max-batch.")
     step, size = max(workload.seq_len // SEQ_PARTS, 1), workload.batch_size
     loop, limits, on_try = loop or Loop(), limits or Limits(), on_try or (lambda what: None)
-    how = _required(execution, place, loop)
 
     @functools.cache
     def at(parts: int) -> MicroBatches:
         shaped = workload.sized(seq_len=parts * step)
-        return MicroBatches(shaped, place, budget, loop, limits, on_try, execution=how, scaled=False)
+        return MicroBatches(shaped, place, budget, loop, limits, on_try, execution=execution, scaled=False)
 
     def fits(parts: int) -> bool:
         try:
@@ -218,11 +212,4 @@ def longest_sequence(
     found = largest(fits, guess=SEQ_PARTS)
     if not found:
         raise at(1).refusal(window)
-    parts_down = _fewer(found) if budget.reserved_bytes is not None else iter((found,))
-    return _reserving(parts_down, lambda parts: at(parts).plan(window), budget)[1]
-
-
-def _required(execution: str, place: PlanningDevice, loop: Loop | None) -> Execution:
-    how = executions.load(execution)
-    how.require(place, loop)
-    return how
+    return _reserving(_fewer(found), lambda parts: at(parts).plan(window), budget)[1]

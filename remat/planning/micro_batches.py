@@ -26,7 +26,6 @@ from remat.evaluation.plan import Plan, Region
 from remat.evaluation.scaling import Family, Recorded, family
 from remat.evaluation.sharding import shard
 from remat.execution import executions
-from remat.execution.base import Execution
 from remat.execution.executions import EAGER
 from remat.formulation.problem import Problem
 from remat.formulation.solution import Limits, Solution
@@ -151,12 +150,13 @@ class MicroBatches:
         limits: Limits,
         on_try: Callable[[str], None],
         *,
-        execution: Execution | None = None,
+        execution: str = EAGER,
         scaled: bool = True,
     ):
         self.workload, self.place, self.budget, self.loop = workload, place, budget, loop
         self.limits, self.on_try = limits, on_try
-        self.how, self._scaled = execution or executions.load(EAGER), scaled and place.device is None
+        self.how, self._scaled = executions.load(execution), scaled and place.device is None
+        self.how.require(place, loop)
         self._families: dict[bool, Family | None] = {}
         self._profiles: dict[tuple[int, bool], Profile] = {}
         self._problems: dict[tuple[int, bool], Problem] = {}
@@ -170,10 +170,11 @@ class MicroBatches:
         if key not in self._profiles:
             scaled = self._family(accumulates) if self._scaled and micro_batch > 1 else None
             if scaled is None:
-                self._profiles[key], _ = self.recorded(micro_batch, SEVERAL if accumulates else 1)
+                found, _ = self.recorded(micro_batch, SEVERAL if accumulates else 1)
             else:
                 graph = with_library_workspaces(scaled.at(micro_batch), self.place.target)
-                self._profiles[key] = Profile(graph, estimate(graph, self.place.target), self.place.target)
+                found = Profile(graph, estimate(graph, self.place.target), self.place.target)
+            self._profiles[key] = self.how.price(found)
         return self._profiles[key]
 
     def _family(self, accumulates: bool) -> Family | None:
@@ -206,7 +207,7 @@ class MicroBatches:
     def problem(self, window: Window) -> Problem:
         key = (window.micro_batch, window.accumulation > 1)
         if key not in self._problems:
-            found = self.how.price(self.profile(*key))
+            found = self.profile(*key)
             self._problems[key] = self.how.pose(found, self.how.space(found.graph), self.budget.limit_bytes)
         return self._problems[key]
 
@@ -217,8 +218,8 @@ class MicroBatches:
         key = (window.micro_batch, window.accumulation > 1)
         if key not in self._judges:
             profile, step = self.recorded(window.micro_batch, SEVERAL if window.accumulation > 1 else 1)
-            self._profiles[key] = profile
-            self._judges[key] = Judge(self.how, step, self.how.price(profile))
+            self._profiles[key] = self.how.price(profile)
+            self._judges[key] = Judge(self.how, step, self._profiles[key])
         return self._judges[key]
 
     # Candidates

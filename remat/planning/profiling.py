@@ -1,7 +1,4 @@
-"""Profile: record a workload's step, and cost its operators, on a device or for a target.
-
-A profile is a Graph with its Costs. It is a file: taken on the machine that has the GPU, solved on any other.
-"""
+"""Profile: record a workload's step, and cost its operators, on a device or for a target."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ budget that is asked for next (`Execution.next_budget`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 from remat.costing.profile import Profile
@@ -44,16 +45,6 @@ class Judge:
             self._peaks[regions] = self._replayed(problem, regions)
         return self._peaks[regions]
 
-    @property
-    def count(self) -> int:
-        """Plans that were replayed."""
-        return len(self._peaks)
-
-    @property
-    def least_bytes(self) -> int:
-        """The least peak among them."""
-        return min(self._peaks.values())
-
     def _replayed(self, problem: Problem, regions: tuple[Region, ...]) -> int:
         """A replay has every state whole. Of one rank's share it says by how much the evaluator is off for all."""
         profile = self.profile
@@ -72,20 +63,35 @@ class Judge:
 
 
 def search(
-    problem: Problem, execution: Execution, solve: Callable[[Problem], Solution], judge: Judge | None, limits: Limits
+    problem: Problem,
+    execution: Execution,
+    solve: Callable[[Problem], Solution],
+    judge: Judge | None,
+    limits: Limits,
+    *,
+    exact: bool,
 ) -> Solution:
     """What `solve` finds for `problem` that keeps its budget as it runs; without `judge` as the evaluator sees it.
 
-    The status is "unknown" where plans were found and none of them keeps the budget. A bound is that of the budget
-    asked for: it holds for what is found under smaller ones, whose plans are among those of the larger.
+    exact  take the plan of no regions where it keeps the budget: nothing is better
+
+    Where plans were found and none of them keeps the budget, the status is "unknown", with the one that needs least
+    and its `replayed_bytes`. A bound is that of the budget asked for: it holds for what is found under smaller ones,
+    whose plans are among those of the larger.
     """
+    least_bytes = functools.cache(lambda: least_peak(problem, limits).peak_bytes)
+    trivial = None
+    if exact:
+        trivial = execution.trivial(problem, None if judge is None else lambda: judge.peak(problem, ()))
+        if trivial is not None and trivial.solver == NONE_NEEDED:
+            return trivial
     tries: list[Try] = []
+    replayed: list[Solution] = []
     first: Solution | None = None
-    best: Solution | None = None
-    asked = problem.budget_bytes if judge is None else execution.first_budget(problem, lambda: _least(problem, limits))
+    asked = problem.budget_bytes if judge is None else execution.first_budget(problem, least_bytes)
     while True:
         at = problem if asked == problem.budget_bytes else problem.with_budget(asked)
-        found = solve(at)
+        found = trivial if trivial is not None and first is None else solve(at)
         first = first or found
         if not found.fits:
             break
@@ -94,55 +100,43 @@ def search(
             return found
         peak = judge.peak(problem, found.regions)
         tries.append(Try(asked, problem.memory.curve(found.regions).peak_bytes, peak))
-        if peak <= problem.budget_bytes and (best is None or found.objective_us < best.objective_us):
-            best = dataclasses.replace(found, replayed_bytes=peak)
-        following = execution.next_budget(problem, tries, lambda: _least(problem, limits))
+        replayed.append(dataclasses.replace(found, replayed_bytes=peak))
+        following = execution.next_budget(problem, tries, least_bytes)
         if following is None or len(tries) == execution.most_tries or found.interrupted:
             break
         asked = following
-    if not tries:
+    if not replayed:
         return first
-    if best is None:
-        return dataclasses.replace(first, status="unknown", regions=(), bound_us=first.bound_us)
+    kept = [each for each in replayed if (each.replayed_bytes or 0) <= problem.budget_bytes]
+    if not kept:
+        nearest = min(replayed, key=lambda each: each.replayed_bytes or 0)
+        return dataclasses.replace(nearest, status="unknown", bound_us=first.bound_us)
+    best = min(kept, key=lambda each: each.objective_us)
     if not execution.bound_carries:
         return dataclasses.replace(best, status="feasible", bound_us=0.0)
     status = best.status if len(tries) == 1 else "feasible"
     return dataclasses.replace(best, status=status, bound_us=min(first.bound_us, best.objective_us))
 
 
-def _least(problem: Problem, limits: Limits) -> int:
-    return least_peak(problem, limits).peak_bytes
-
-
 def solve_within(
     problem: Problem, execution: Execution, solver: Solver, judge: Judge | None, limits: Limits
 ) -> Solution:
-    """`search`, by a solver that is exact; the plan of no regions where it keeps the budget.
+    """`search`, by a solver that is exact.
 
     Raises Infeasible where no plan keeps the budget that was asked for, NoPlanInTime where none was found.
     """
-    trivial = execution.trivial(problem, None if judge is None else lambda: judge.peak(problem, ()))
-    if trivial is not None and trivial.solver == NONE_NEEDED:
-        return trivial
-    asked: list[Solution] = []
-
-    def solve(at: Problem) -> Solution:
-        asked.append(trivial if trivial is not None and at is problem else solver(at, limits))
-        return asked[-1]
-
-    found = search(problem, execution, solve, judge, limits)
+    found = search(problem, execution, lambda at: solver(at, limits), judge, limits, exact=True)
     if found.fits:
         return found
-    if asked[0].status == "infeasible":
+    if found.status == "infeasible":
         raise infeasible(problem, limits)
-    if asked[0].status == "unknown":
+    if judge is None or found.replayed_bytes is None:
         raise NoPlanInTime(
-            f"no plan within {gib(problem.budget_bytes)} was found in {asked[0].wall_s:.0f} s; raise --time-limit."
+            f"no plan within {gib(problem.budget_bytes)} was found in {found.wall_s:.0f} s; raise --time-limit."
         )
-    assert judge is not None
-    count, needed = judge.count, judge.least_bytes
-    enough = min(needed, judge.peak(problem, least_peak(problem, limits).regions))
+    enough = min(found.replayed_bytes, judge.peak(problem, least_peak(problem, limits).regions))
     raise NoPlanInTime(
-        f"no plan was found that keeps {gib(problem.budget_bytes)} as it runs (execution {execution}): of {count} that "
-        f"were replayed, the one that needs least needs {gib(needed)}. A budget of {enough}B ({gib(enough)}) will do."
+        f"no plan was found that keeps {gib(problem.budget_bytes)} as it runs (execution {execution}): of those that "
+        f"were replayed, the one that needs least needs {gib(found.replayed_bytes)}. A budget of {enough}B "
+        f"({gib(enough)}) will do."
     )

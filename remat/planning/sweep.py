@@ -34,6 +34,7 @@ from remat.planning.comparison import Heading, peak_of, solve
 from remat.planning.search import Judge
 from remat.recording.fake_step import FakeStep
 from remat.solvers import EXACT, HEURISTICS, load
+from remat.solvers.least_peak import least_peak
 
 CURVE = "exact"  # the strategy whose plans are the curve
 
@@ -160,8 +161,6 @@ class _Trace:
 
     def _least_peak(self) -> tuple[int, tuple[Region, ...]]:
         """The least budget that is known to do, and a plan that keeps it."""
-        from remat.solvers.least_peak import least_peak
-
         least = least_peak(self.problem, self.limits)
         if least.bound_bytes >= (1 - self.limits.gap) * least.peak_bytes:
             return least.peak_bytes, least.regions

@@ -34,11 +34,7 @@ from remat.workload.training_loop import Loop
 from remat.workload.workload import Workload, trainable
 
 NUMBER_BYTES = 16  # eight in forward, eight more while it is recomputed
-
-
 LARGEST_NORM = 1.0  # of gradients that are clipped; any number takes the same memory
-
-
 EMA_DECAY = 0.999  # likewise
 
 

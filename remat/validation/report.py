@@ -8,6 +8,8 @@ from typing import Any
 
 from remat.units import gib, ms
 
+NOT_SEEN = "not seen (compiled)"
+
 
 @dataclasses.dataclass(frozen=True)
 class Report:
@@ -87,7 +89,7 @@ class Report:
             f"  loss       {_verdict(self.loss_equal)}",
             f"  gradients  {_verdict(self.gradients_equal)}, largest error {self.max_gradient_error:.3g}",
             f"  nodes      {_seen(nodes['observed'])} recomputed, {nodes['planned']} planned",
-            f"  kernels    {'not seen (compiled)' if nodes['observed'] is None else _verdict(self.kernels_equal)}",
+            f"  kernels    {NOT_SEEN if nodes['observed'] is None else _verdict(self.kernels_equal)}",
             *(f"    {difference}" for difference in self.kernel_differences),
             *(f"  note: {note}" for note in self.notes),
             "passed" if self.passed else "FAILED",
@@ -109,7 +111,7 @@ def _allocator_rows(measured: dict[str, int], predicted: dict[str, int]) -> list
 
 
 def _seen(count: int | None) -> str:
-    return "not seen (compiled)" if count is None else str(count)
+    return NOT_SEEN if count is None else str(count)
 
 
 def _verdict(equal: bool) -> str:

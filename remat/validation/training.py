@@ -68,14 +68,9 @@ class Training:
         self.finish, self.held = Finish(loop, self.model, None), Held()
         self.set_batch(workload.batch_size, seed + 1)
 
-    @property
-    def prepare(self) -> Callable[[nn.Module], nn.Module]:
-        """What makes of the model what a step calls (`Execution.prepare`), anew whenever it is set."""
-        return self._prepare
-
-    @prepare.setter
-    def prepare(self, prepare: Callable[[nn.Module], nn.Module]) -> None:
-        self._prepare, self._called = prepare, prepare(self.model)
+    def call_as(self, prepare: Callable[[nn.Module], nn.Module]) -> None:
+        """From now on steps call what `prepare` makes of the model as it is (`Execution.prepare`)."""
+        self._called = prepare(self.model)
 
     def set_batch(self, batch_size: int, seed: int) -> None:
         seed_all(seed)

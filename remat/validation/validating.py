@@ -498,7 +498,7 @@ class _Validation:
 
     def _untouched(self, training: Training) -> tuple[_FirstStep, dict[str, int] | None]:
         training.begin_again()
-        training.prepare = self.how.prepare
+        training.call_as(self.how.prepare)
         found = _first_step(training, self._log())
         if not self.fits:
             return found, None
@@ -510,7 +510,7 @@ class _Validation:
         training.begin_again()
         about = {name: value for name, value in self.plan.about.items() if not name.startswith("batch_")}
         apply(training.model, dataclasses.replace(self.plan, about=about))  # a larger batch was chosen on purpose
-        training.prepare = self.how.prepare
+        training.call_as(self.how.prepare)
         kernels = self._log()
         if kernels is None:
             counts = counts_of(training.model)
@@ -545,12 +545,12 @@ class _Validation:
         planned = planned_forward(training.model)
         remove(training.model)
         training.begin_again()
-        training.prepare = self.how.prepare
+        training.call_as(self.how.prepare)
         noise = _distance(expected.gradients, _first_step(training, None).gradients)
         training.finish()
         training.model.forward = planned
         planned.install()
-        training.prepare = self.how.prepare
+        training.call_as(self.how.prepare)
         if noise.equal:
             return distance
         self.notes.append(

@@ -270,8 +270,8 @@ class ExecutionOptions:
 
     @property
     def _given(self) -> list[str]:
-        aliases = {"modules": self.regions == "modules" and "modules", "": self.compiler}
-        return [name for name in (self.execution, *aliases.values()) if name]
+        modules = "modules" if self.regions == "modules" else None
+        return [name for name in (self.execution, modules, self.compiler) if name]
 
     @property
     def name(self) -> str:

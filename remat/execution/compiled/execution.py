@@ -11,7 +11,7 @@ target must be the machine at hand. Under Inductor operators are priced as fused
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -59,24 +59,8 @@ class CompiledExecution(Execution):
     def price(self, profile: Profile) -> Profile:
         return fused(profile) if self.name == INDUCTOR else profile
 
-    def replay(
-        self,
-        step: FakeStep,
-        graph: Graph,
-        regions: Sequence[PlacedRegion],
-        *,
-        alignment_bytes: int,
-        workspace_of: dict[tuple[str, str], int],
-    ) -> np.ndarray:
-        alive = replay_compiled(
-            step,
-            regions,
-            compiler=self.name,
-            alignment_bytes=alignment_bytes,
-            workspace_of=workspace_of,
-            device=step.device,
-        )
-        return alive + graph.unseen_bytes
+    def replay_seen(self, step: FakeStep, regions: Sequence[PlacedRegion], **options: Any) -> np.ndarray:
+        return replay_compiled(step, regions, compiler=self.name, device=step.device, **options)
 
     def trivial(self, problem: Problem, replayed: Callable[[], int] | None) -> Solution | None:
         if replayed is not None and replayed() <= problem.budget_bytes:

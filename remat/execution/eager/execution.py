@@ -6,6 +6,7 @@ The evaluator knows this way to the byte, so what it says is what the replay fin
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -26,17 +27,8 @@ class EagerExecution(Execution):
     def space(self, graph: Graph, depth: int | None = None) -> Space:
         return find_space(graph, depth=require_depth(self, depth))
 
-    def replay(
-        self,
-        step: FakeStep,
-        graph: Graph,
-        regions: Sequence[PlacedRegion],
-        *,
-        alignment_bytes: int,
-        workspace_of: dict[tuple[str, str], int],
-    ) -> np.ndarray:
-        alive = replay(step, regions, alignment_bytes=alignment_bytes, workspace_of=workspace_of)
-        return alive + graph.unseen_bytes
+    def replay_seen(self, step: FakeStep, regions: Sequence[PlacedRegion], **options: Any) -> np.ndarray:
+        return replay(step, regions, **options)
 
     def trivial(self, problem: Problem, replayed: Callable[[], int] | None) -> Solution | None:
         """None is needed where the untraced step keeps the budget; where only the traced one does, it is applied."""

@@ -7,12 +7,13 @@ what the graph has let go. Lower the evaluator's budget by what the plan at hand
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from remat.costing.profile import Profile
 from remat.evaluation.graph import Graph
-from remat.evaluation.plan import PlacedRegion, RegionKind
+from remat.evaluation.plan import PlacedRegion
 from remat.execution.base import Execution, Try, require_depth
 from remat.execution.modules.replay import replay_modules
 from remat.execution.modules.search_space import find_module_space
@@ -24,7 +25,6 @@ from remat.recording.fake_step import FakeStep
 
 class ModulesExecution(Execution):
     name = "modules"
-    regions: RegionKind = "modules"
     patience_s = 15.0  # a proof may take long (see the decision note on regions of modules)
 
     def space(self, graph: Graph, depth: int | None = None) -> Space:
@@ -38,17 +38,8 @@ class ModulesExecution(Execution):
         )
         return problem
 
-    def replay(
-        self,
-        step: FakeStep,
-        graph: Graph,
-        regions: Sequence[PlacedRegion],
-        *,
-        alignment_bytes: int,
-        workspace_of: dict[tuple[str, str], int],
-    ) -> np.ndarray:
-        alive = replay_modules(step, regions, alignment_bytes=alignment_bytes, workspace_of=workspace_of)
-        return alive + graph.unseen_bytes
+    def replay_seen(self, step: FakeStep, regions: Sequence[PlacedRegion], **options: Any) -> np.ndarray:
+        return replay_modules(step, regions, **options)
 
     def trivial(self, problem: Problem, replayed: Callable[[], int] | None) -> Solution | None:
         needed = problem.memory.peak_without_checkpointing if replayed is None else replayed()
