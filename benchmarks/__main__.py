@@ -10,7 +10,7 @@ import sys
 
 NAMES = ("commands", "sweep", "main_job", "estimates", "torture", "architectures", "curves")
 # Only when named:
-LONG = ("default_solver", "strategies", "scale", "peers", "machinery", "compiled", "fits", "published", "matrix")
+LONG = ("default_solver", "strategies", "scale", "peers", "machinery", "compiled", "fits", "published", "matrix", "proofs")
 
 
 def main(names: list[str]) -> None:

@@ -307,12 +307,15 @@ class Chain:
         )
 
     def _forward_limits(self, cut: int) -> list[int]:
-        """For every k what segments before `cut` may keep while later ones run forward; what is local counts once."""
+        """For every k what segments before `cut` may keep while later ones run forward; what is local counts once.
+
+        What all segments keep is limited where the forward ends.
+        """
         problem, storages, tracked = self.problem, self.problem.graph.storages, self.tracked[cut]
         most = [problem.budget_bytes - problem.graph.fixed_total] * (1 if tracked is None else 2)
-        if cut == self.count:
-            return most
-        first = problem.graph.nodes[problem.space.segments[cut].first].first
+        first = max((row.op for row in problem.forward_rows), default=0)
+        if cut < self.count:
+            first = problem.graph.nodes[problem.space.segments[cut].first].first
         for row in problem.forward_rows:
             if row.op >= first:
                 twice = (storages.birth <= row.op) & (storages.death >= row.op) & (self._made_in < cut)
