@@ -10,7 +10,18 @@ import sys
 
 NAMES = ("commands", "sweep", "main_job", "estimates", "torture", "architectures", "curves")
 # Only when named:
-LONG = ("default_solver", "strategies", "scale", "peers", "machinery", "compiled", "fits", "published", "matrix", "proofs")
+LONG = (
+    "default_solver",
+    "strategies",
+    "scale",
+    "peers",
+    "machinery",
+    "compiled",
+    "fits",
+    "published",
+    "matrix",
+    "proofs",
+)
 
 
 def main(names: list[str]) -> None:

@@ -1,8 +1,8 @@
 """Proofs: the default solver on every ready-made model at full size, five budgets each, estimated for two targets.
 
-A budget of 30 % lies so far of the way from the least peak to the step without checkpointing. Nobody waits for more than
-a minute; the table says when a plan was within 1 % and within 0.1 % of the bound, how soon there was a plan, and how
-much slower that first one was than the last. Seconds are of the solver alone, by the clock, with processor seconds
+A budget of 30 % lies so far of the way from the least peak to the step without checkpointing. Nobody waits for longer
+than a minute; the table says when a plan was within 1 % and within 0.1 % of the bound, how soon there was a plan, and
+how much slower that first one was than the last. Seconds are of the solver alone, by the clock, with processor seconds
 beside them: the machine may have other work.
 
 A claim that it checks as it goes: no bound is above a plan that any budget as large found.

@@ -9,10 +9,11 @@ and the state says whether some run before the cut keeps it already; so it is co
 reason. A storage crosses many cuts with one name: the tracked ones are chosen so that their stretches do not overlap,
 the most bytes first (weighted interval scheduling).
 
-Storages that cross much of the chain (an encoder's output, a position bias) are settled by cases (`Case`): in one the
-storage is kept, and counted where it is made; in the other it is not, and then nothing may want it. What is neither
-tracked nor settled is counted at its last site only, which may understate what a plan needs and never overstates it:
-a bound stays a bound.
+Storages that cross much of the chain (an encoder's output, a position bias) are settled by cases (`Case`): in one there
+is a reason to keep the storage at its first site, and it is counted there; in the other there is none, and nothing may
+want it there. What is neither tracked nor settled is counted at its last site only, which may understate what a plan
+needs and never overstates it: a bound stays a bound. (To count it where it is made would overstate: what only a later
+site wants is let go before backward comes back to the runs between.)
 
 What somebody holds to the end of the forward anyway (autocast's copies of weights) may be kept for longer by a plain
 run or a save. While the forward runs it must not be counted as kept, as it is local; in backward it must be. So there
@@ -26,7 +27,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -40,17 +41,42 @@ MATTERS = 2000  # a storage smaller than a 2000th of the budget is not worth it
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Plans that keep the storages `pinned`, and do not keep those `absent`."""
+    """Plans in which storages, none of them tracked, are kept from a certain site on, or not until then.
 
-    pinned: frozenset[int] = frozenset()
-    absent: frozenset[int] = frozenset()
+    pinned  storage -> site: it is kept for a reason at that site or before, and not before the one it is `absent` until
+    absent  storage -> site: nothing at that site or before is a reason to keep it
+    counted storage -> site: it is counted at that site, if the run there keeps it; at its last one by default. This
+            rules no plan out, whichever site it is.
+    """
 
-    def split(self, storage: int) -> tuple[Case, Case]:
-        """The plans of this case that keep `storage`, and those that do not."""
+    pinned: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    absent: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    counted: Mapping[int, int] = dataclasses.field(default_factory=dict)
+
+    def split(self, storage: int, site: int) -> tuple[Case, Case]:
+        """The plans of this case that keep `storage` for a reason at `site` or before, and those that do not."""
         return (
-            dataclasses.replace(self, pinned=self.pinned | {storage}),
-            dataclasses.replace(self, absent=self.absent | {storage}),
+            dataclasses.replace(self, pinned={**self.pinned, storage: site}),
+            dataclasses.replace(self, absent={**self.absent, storage: site}),
         )
+
+    def counting(self, sites: Mapping[int, int]) -> Case:
+        """The same plans, with other storages counted elsewhere."""
+        return dataclasses.replace(self, counted={**self.counted, **sites})
+
+    def site(self, kept: Kept) -> int:
+        """Where `kept` is counted, unless it is tracked."""
+        return self.pinned.get(kept.storage, self.counted.get(kept.storage, kept.sites[-1]))
+
+    def next_site(self, kept: Kept) -> int | None:
+        """A site at which this case leaves open whether `kept` is: the first after it is made, then at ever longer
+        steps. To be counted a little late understates little."""
+        if kept.storage in self.pinned or self.absent.get(kept.storage) == kept.sites[-1]:
+            return None
+        if kept.storage not in self.absent:
+            return next((site for site in kept.sites if site > kept.segment), kept.sites[-1])
+        at = kept.sites.index(self.absent[kept.storage])
+        return kept.sites[min(2 * at + 1, len(kept.sites) - 1)]
 
 
 def lasting_storages(problem: Problem) -> list[int]:
@@ -112,6 +138,7 @@ class Chain:
     forward    for every cut and k what segments before it may keep while later ones run forward, what is held left out
     backward   likewise what they may keep in all
     most_after for every cut what may be kept there when a region that ends at it is recomputed
+    inside     for every cut what may be kept before it where a region goes on there
     """
 
     def __init__(
@@ -122,11 +149,13 @@ class Chain:
         self.held_percent = held_percent
         self.count = len(problem.space.segments)
         self._items: dict[tuple[int, int, frozenset[int]], tuple[Item, ...]] = {}
+        self._insides: dict[int, np.ndarray] = {}
         self.tracked = _choose_tracked(problem, self.count)
         self.open = _open_storages(problem, self.count)
         self.forward = [self._forward_limits(cut) for cut in range(self.count + 1)]
         self.backward = [self._backward_limits(cut) for cut in range(self.count + 1)]
         self.most_after = [0] * (self.count + 1)
+        self.inside = [self._inside_limit(cut) for cut in range(self.count + 1)]
         self.into: list[list[Transition]] = [[] for _ in range(self.count + 1)]
         for index, run in enumerate(problem.runs):
             if keep is None or index in keep:
@@ -161,6 +190,7 @@ class Chain:
         tracked = self.tracked[transition.a] if k and transition.counts else None
         backward = transition.most_bytes + (tracked.size_bytes if tracked is not None else 0)
         most = self._surrogate(backward, self.forward[transition.a][k])
+        most = min(most, self._least_inside(transition.a, transition.b) - adds)
         if self.persists(transition.a, transition.b):
             return int(bool(k or transition.wants)), adds, most
         return int(transition.passes_on), adds, most
@@ -172,6 +202,21 @@ class Chain:
     def most_after_saves(self, cut: int, k: int) -> int:
         """What may be kept at `cut` in state `k` where a region that saves ends there."""
         return self._surrogate(self.most_after[cut], self.forward[cut][k])
+
+    def _inside_limit(self, cut: int) -> int:
+        """What may be kept before `cut` in any state."""
+        return max(self.most_at(cut, k) for k in range(len(self.forward[cut]))) + self._pinned_from(cut)
+
+    def _pinned_from(self, segment: int) -> int:
+        """What is counted of what is pinned there or later: a region counts all of it at once."""
+        pinned = self.case.pinned.items()
+        return sum(self._counted(self.problem.kept[u]) for u, site in pinned if site >= segment)
+
+    def _least_inside(self, a: int, b: int) -> int:
+        """What may be kept where a region goes on at every cut between `a` and `b`."""
+        if a not in self._insides:
+            self._insides[a] = np.minimum.accumulate([1 << 62, *self.inside[a + 1 :]])
+        return int(self._insides[a][b - a - 1])
 
     def _surrogate(self, backward: int, forward: int) -> int:
         """The limit of P + w H, if P + H is limited by `backward` and P by `forward`."""
@@ -207,10 +252,10 @@ class Chain:
             if node in excluded:
                 continue
             shared = [problem.kept[u] for u in problem.saved_by[node] if u in problem.kept]
-            if any(kept.storage in self.case.absent for kept in shared):
+            if any(kept.segment <= self.case.absent.get(kept.storage, -1) for kept in shared):
                 continue
             passes_on = tracked is not None and any(kept is tracked for kept in shared)
-            late = (k for k in shared if k.storage not in self.case.pinned and (k is tracked or k.sites[-1] < b))
+            late = (k for k in shared if k.storage not in self.case.pinned and (k is tracked or self.case.site(k) < b))
             size = problem.save_bytes[node] - self._uncounted(u for u in problem.saved_by[node] if problem.is_own(u))
             size += sum(map(self._counted, late))
             found.append(Item(node, size, problem.save_time_ns[node], passes_on))
@@ -224,8 +269,13 @@ class Chain:
             self.into[run.b].append(transition)
 
     def _wants_what_is_absent(self, run: Run) -> bool:
-        absent = (self.problem.kept[u] for u in self.case.absent)
-        return any(run.a in kept.packed if run.region is None else _is_taken(kept, run) for kept in absent)
+        for u, until in self.case.absent.items():
+            kept = self.problem.kept[u]
+            if run.region is None and run.a <= until and run.a in kept.packed:
+                return True
+            if run.region is not None and _is_taken(kept, run, until):
+                return True
+        return False
 
     def _undominated(self, transitions: list[Transition]) -> list[Transition]:
         """Transitions without those that another one with the same ends is as fast as, wherever they fit."""
@@ -251,27 +301,42 @@ class Chain:
 
     def _pinned_bytes(self, run: Run) -> int:
         """What is counted of what the case settles as kept and `run` makes."""
-        kept = (self.problem.kept[u] for u in self.case.pinned)
-        return sum(self._counted(k) for k in kept if run.a <= k.segment < run.b)
+        pinned = self.case.pinned.items()
+        return sum(self._counted(self.problem.kept[u]) for u, site in pinned if run.a <= site < run.b)
 
-    def _late(self, kept: Kept, run: Run) -> bool:
-        """Whether `kept` is counted at its last site, and that is in `run`."""
-        return kept is not self.tracked[run.a] and kept.storage not in self.case.pinned and kept.sites[-1] < run.b
+    def _is_counted_before(self, kept: Kept, cut: int) -> bool:
+        """Whether `kept` is counted before `cut` if anything keeps it there, tracked or not."""
+        return self.case.site(kept) < cut
+
+    def _counts_in(self, kept: Kept, run: Run) -> bool:
+        """Whether `kept` is counted in `run` if that wants it."""
+        is_open = kept is not self.tracked[run.a] and kept.storage not in self.case.pinned
+        return is_open and run.a <= self.case.site(kept) < run.b
+
+    @functools.cached_property
+    def _counted_in(self) -> list[list[Kept]]:
+        """For every segment the storages that are counted there."""
+        found: list[list[Kept]] = [[] for _ in range(self.count)]
+        for kept in self.problem.kept.values():
+            found[self.case.site(kept)].append(kept)
+        return found
 
     def _plain_transition(self, index: int, run: Run) -> Transition:
         problem, at, end = self.problem, self.tracked[run.a], self.tracked[run.b]
         (row,) = problem.first_rows(index) or [Row(index, 0, 0)]
         keeps = problem.own_bytes[run.a] - self._uncounted(problem.own[run.a]) + self._pinned_bytes(run)
-        keeps += sum(self._counted(k) for k in problem.closing[run.a] if self._late(k, run) and k.wanted_by(run))
+        here = (kept for kept in self._counted_in[run.a] if self._counts_in(kept, run))
+        keeps += sum(self._counted(kept) for kept in here if kept.is_reason(run, run.a))
         passes_on = end is not None and end is not at and run.a in end.packed
-        earlier = (problem.kept[u] for u in row.alive & self.case.pinned)
+        alive = (problem.kept[u] for u in row.alive)
+        earlier = [kept for kept in alive if kept is not at and self._is_counted_before(kept, run.a)]
         return Transition(
             index,
             run.a,
             run.b,
             0,
             keeps + (self._counted(end) if passes_on and end is not None else 0),
-            problem.budget_bytes - row.bytes + sum(kept.size_bytes for kept in earlier if kept.segment < run.a),
+            problem.budget_bytes - row.bytes + sum(kept.size_bytes for kept in earlier),
             wants=at is not None and run.a in at.packed,
             counts=at is not None and at.storage in row.alive,
             passes_on=passes_on,
@@ -281,17 +346,20 @@ class Chain:
         problem, at, shape = self.problem, self.tracked[run.a], run.shape
         assert run.region is not None
         taken = [kept for kept in self.open[run.a] if _is_taken(kept, run)]
-        pinned = sum(kept.size_bytes for kept in taken if kept.storage in self.case.pinned)
-        late = [kept for kept in taken if self._late(kept, run)]
+        late = [kept for kept in taken if self._counts_in(kept, run)]
+        earlier = [kept for kept in taken if kept is not at and self._is_counted_before(kept, run.a)]
+        before = sum(kept.size_bytes for kept in earlier)
         local, saves = problem.local_bytes_at(run), not run.region.inner
         most = problem.budget_bytes - local
         counts = False
         if (high := shape.firm if saves else shape.highest) is not None:
             counts = high.recomputing or high.op <= shape.kept_until
-            most -= high.bytes - (high.spare_bytes if saves else 0) - (pinned if counts else 0)
-        if saves and (start := shape.start) is not None:
-            inputs = sum(kept.size_bytes for kept in taken if kept in late or kept is at) + pinned
-            after = problem.budget_bytes - local - start.bytes + start.spare_bytes + start.made_bytes + inputs
+            most -= high.bytes - (high.spare_bytes if saves else 0) - (before if counts else 0)
+        if saves:
+            inputs = sum(kept.size_bytes for kept in taken if kept is at or self._is_counted_before(kept, run.b))
+            after = problem.budget_bytes
+            if (start := shape.start) is not None:
+                after += start.spare_bytes + start.made_bytes + inputs - local - start.bytes
             self.most_after[run.b] = max(self.most_after[run.b], after)
         return Transition(
             index,
@@ -351,6 +419,12 @@ class Chain:
         last = max((row.op for row in self.problem.forward_rows), default=0)
         return self.problem.graph.storages.death >= last
 
+    @functools.cached_property
+    def held_in(self) -> list[int]:
+        """For every segment what it keeps of what is held, if it is plain."""
+        held, sizes = self._is_held, self.problem.graph.storages.size_bytes
+        return [int(sum(sizes[u] for u in own if held[u])) for own in self.problem.own]
+
     @property
     def holds_any(self) -> bool:
         """Whether the share that is counted makes a difference."""
@@ -371,12 +445,13 @@ class Chain:
         problem = self.problem
         found = problem.is_packed.copy()
         found[[u for saved in problem.saved_by.values() for u in saved]] = True
-        found[list(self.case.pinned)] = True
+        found[list(problem.kept)] = True
         return found
 
 
-def _is_taken(kept: Kept, run: Run) -> bool:
-    return any(source < run.a <= site < run.b for source, site in kept.taken)
+def _is_taken(kept: Kept, run: Run, until: int = 1 << 30) -> bool:
+    """Whether a region takes `kept` at a site of its own up to `until`."""
+    return any(source < run.a <= site < run.b and site <= until for source, site in kept.taken)
 
 
 def _open_storages(problem: Problem, count: int) -> list[list[Kept]]:

@@ -27,16 +27,19 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from remat.evaluation.plan import Region
+from remat.formulation.choices import Kept, Run
 from remat.formulation.liveness import NS
 from remat.formulation.problem import Problem
 from remat.formulation.solution import Limits, Solution
-from remat.solvers.chain import Case, Chain, lasting_storages
-from remat.solvers.chain_table import Table, admits, choose_grain, regions_of
+from remat.solvers.chain import MATTERS, Case, Chain
+from remat.solvers.chain_table import Leg, Table, admits, choose_grain, lost_bytes, regions_of
+from remat.solvers.heuristic import Proposal
 from remat.solvers.polish import polish
+from remat.solvers.program import over_budget
 from remat.solvers.reduced_costs import useful_runs
 
 NAME = "chain-dp"
@@ -55,6 +58,9 @@ FILTER_FROM = 4  # times as many levels: then it pays to drop runs first, ...
 FILTER_COST = 3  # ... which takes so many times as long as the table did
 FEWER = 0.9  # of the runs: where a filter leaves more, a table of the same grain would say the same
 NUMPY_LEVELS = 3_000  # that take as long as it takes to call numpy for any
+SPLIT_GAIN = 0.1  # of the gap: a split that closes less of it is the last
+PROGRESS = 0.02  # of the gap: less than that is none
+STALLS_S = 4.0  # without progress, before others have their turn
 SHARES = 5  # of what is held, tried at the coarsest grain: all, nothing, and between where the limits trade places
 
 
@@ -87,7 +93,8 @@ class Branch:
 
     fineness  index into LEVELS of its tables, or of those that are to come
     held_percent  the share of what is held (`chain.py`) with the best bound so far; None before the first table
-    tables    that say what `bound_ns` is
+    tables    that say what `bound_ns` is, the one with the best bound first
+    whole_ns  the bound of the branch that it is half of, None where its tables are others than that one's
     """
 
     case: Case
@@ -96,6 +103,14 @@ class Branch:
     fineness: int = 0
     held_percent: int | None = None
     tables: tuple[Table, ...] = ()
+    whole_ns: float | None = None
+    is_recounted: bool = False
+
+    def has_gained(self, best_ns: float) -> bool:
+        """Whether the last split closed more than a little of the gap to the best plan."""
+        if self.whole_ns is None:
+            return True
+        return self.bound_ns - self.whole_ns > SPLIT_GAIN * (best_ns - self.bound_ns)
 
     @property
     def transition_count(self) -> int:
@@ -103,16 +118,12 @@ class Branch:
 
     @functools.cached_property
     def says_more_at(self) -> int | None:
-        """The next fineness that rules out a plan of its tables, so that their bound may rise by that alone."""
-        plans = [(table, legs) for table in self.tables if (legs := table.legs()) is not None]
-        return next(
-            (
-                fineness
-                for fineness in range(self.fineness + 1, len(LEVELS))
-                if not all(admits(table.chain, legs, _grain(table.chain, fineness)) for table, legs in plans)
-            ),
-            None,
-        )
+        """The next fineness that rules out the plan of its best table, so that its bound may rise by that alone."""
+        table = self.tables[0]
+        legs = table.legs()
+        assert legs is not None
+        finer = range(self.fineness + 1, len(LEVELS))
+        return next((f for f in finer if not admits(table.chain, legs, _grain(table.chain, f))), None)
 
     @property
     def next_fineness(self) -> int:
@@ -140,6 +151,91 @@ class Branch:
             of_table = useful_runs(table, most_ns)
             useful = of_table if useful is None else useful & of_table
         return useful
+
+    def parts(self, other: Proposal, best_ns: float) -> list[Branch]:
+        """This branch in two, so that neither holds the plan of its best table, which oversteps the budget.
+
+        other    a plan that keeps the budget
+        best_ns  its recompute time
+
+        Where the chain does not count a storage that the plan keeps, one half counts it and in the other nobody keeps
+        it; else the halves differ in how a segment runs, or in whether there is a cut, of which tables disagree.
+        """
+        table = self.tables[0]
+        problem, legs = table.chain.problem, table.legs()
+        assert legs is not None
+        half = dataclasses.replace(self, tables=(), whole_ns=self.bound_ns, is_recounted=False)
+        if uncounted := _uncounted(table.chain, self.case, legs):
+            elsewhere = {u: site for u, site in uncounted if self.case.counted.get(u) != site}
+            if elsewhere and (not self.is_recounted or self.has_gained(best_ns)):
+                return [dataclasses.replace(half, case=self.case.counting(elsewhere), is_recounted=True)]
+            return [dataclasses.replace(half, case=case) for case in self.case.split(*uncounted[0])]
+        plan = _runs(problem, regions_of(problem, legs))
+        rivals = [regions_of(problem, found) for each in self.tables[1:] if (found := each.legs()) is not None]
+        useful = set(range(len(problem.runs))) if self.useful is None else self.useful
+        without = _disagreement(table.chain, useful, plan, [_runs(problem, regions) for regions in rivals])
+        without = without or _disagreement(table.chain, useful, plan, [_runs(problem, other)])
+        return [dataclasses.replace(half, useful=useful - runs) for runs in without]
+
+
+def _runs(problem: Problem, regions: Proposal) -> list[Run]:
+    """For every segment the run that holds it."""
+    found = sorted((problem.runs[i] for i in problem.runs_of(regions)), key=lambda run: run.a)
+    return [run for run in found for _ in range(run.a, run.b)]
+
+
+def _disagreement(
+    chain: Chain, useful: set[int], plan: list[Run], rivals: list[list[Run]]
+) -> tuple[set[int], set[int]] | tuple[()]:
+    """What of `useful` to rule out in two halves, of which neither holds `plan` and one of its rivals: runs, by index.
+
+    Of the segments that are plain in one of them, it is the one that keeps most of what is held, where surrogates err.
+    """
+    runs = chain.problem.runs
+
+    def differ(choice: Callable[[Run, int], bool], at: int) -> bool:
+        return any(choice(plan[at], at) != choice(rival[at], at) for rival in rivals)
+
+    at_segments = [at for at in range(len(plan)) if differ(lambda run, _: run.region is None, at)]
+    for at in sorted(at_segments, key=lambda at: (-chain.held_in[at], -chain.problem.own_bytes[at])):
+        holding = {i for i in useful if runs[i].a <= at < runs[i].b}
+        plain = {i for i in holding if runs[i].region is None}
+        if plain and plain != holding:
+            return holding - plain, plain
+    for at in range(len(plan) - 1):
+        if differ(lambda run, at: run.b == at + 1, at):
+            across = {i for i in useful if runs[i].a <= at < runs[i].b - 1}
+            ending = {i for i in useful if at + 1 in (runs[i].a, runs[i].b)}
+            if across and ending:
+                return across, ending
+    return ()
+
+
+def _uncounted(chain: Chain, case: Case, legs: Sequence[Leg]) -> list[tuple[int, int]]:
+    """The largest storage that the plan of `legs` keeps where it oversteps the budget and `chain` does not count there;
+    with the first site at which it has a reason to. None where there is none."""
+    problem = chain.problem
+    regions = regions_of(problem, legs)
+    row = over_budget(problem, regions)
+    if row is None or row.run is None:
+        return []
+    before, runs = row.before, _runs(problem, regions)
+    saved = {u for region in regions for node in region.saved for u in problem.saved_by[node]}
+    tracked = {kept.storage for kept in chain.tracked if kept is not None}
+
+    def is_reason(kept: Kept, site: int) -> bool:
+        return kept.is_reason(runs[site], site) or (site == kept.segment and kept.storage in saved)
+
+    found = []
+    for kept in problem.kept.values():
+        if kept.storage in tracked or kept.storage in case.pinned or kept.storage in row.alive:
+            continue
+        first = next((at for at in kept.sites if runs[at].b <= before and is_reason(kept, at)), None)
+        site = case.site(kept)
+        counted = runs[site].b <= before and is_reason(kept, site)
+        if first is not None and not counted and first > case.absent.get(kept.storage, -1):
+            found.append((kept.size_bytes, kept.storage, first))
+    return [(u, site) for size, u, site in sorted(found, reverse=True) if size > problem.budget_bytes // MATTERS]
 
 
 @dataclasses.dataclass
@@ -224,44 +320,74 @@ class Found:
 
 
 class _Search:
-    """Improves `found` with ever finer grains, in the cases that may still hold a better plan."""
+    """Branch and bound: the case with the lowest bound is split, or gets a finer grain, until bound and plan meet."""
 
     def __init__(self, problem: Problem, limits: Limits, found: Found):
         self.problem, self.limits, self.found = problem, limits, found
-        self.lasting = lasting_storages(problem)
+        self.open: list[Branch] = []
+        self.exhausted: list[Branch] = []  # of which no table says more, or none in time
         self.spent_s, self.cells = 0.0, 0
+        self.gained_at, self.gap_then_ns = found.started, math.inf
 
     def run(self) -> None:
-        found, limits = self.found, self.limits
-        waiting, exhausted = [Branch(Case())], list[Branch]()
-        while waiting:
-            solved, waiting = self._solve(waiting)
-            left = [*exhausted, *solved, *waiting]
-            found.raise_bound(min((branch.bound_ns for branch in left), default=math.inf))
-            found.left = None if waiting else left
-            if limits.on_progress is not None and found.regions is not None:
-                limits.on_progress(found.objective_ns / NS, found.bound_ns / NS)
-            if found.late(limits) or found.closed(limits.gap):
+        found = self.found
+        self._add(Branch(Case()))
+        while self.open:
+            if found.late(self.limits) or found.closed(self.limits.gap) or self._stalls():
                 return
-            waiting, done = self._refined([branch for branch in solved if branch.bound_ns < found.objective_ns])
-            exhausted += done
-            if any(branch.bound_ns <= found.bound_ns for branch in exhausted):
+            branch = self.open.pop(0)
+            if any(each.bound_ns <= branch.bound_ns for each in self.exhausted):
                 return
+            parts = self._parts(branch)
+            if not parts:
+                self.exhausted.append(branch)
+            for part in parts:
+                self._add(part)
+            self._tell()
 
-    def _solve(self, waiting: list[Branch]) -> tuple[list[Branch], list[Branch]]:
-        """(those that may hold a better plan, solved and split as far as that helps; those that it was too late for)"""
-        found, solved = self.found, list[Branch]()
-        while waiting and not found.late(self.limits):
-            branch = self._solve_branch(waiting.pop())
-            if branch.bound_ns >= found.objective_ns:
-                continue
-            unsettled = [u for u in self.lasting if u not in branch.case.pinned | branch.case.absent]
-            if unsettled and not found.closes(branch.bound_ns, self.limits.gap):
-                kept, absent = branch.case.split(unsettled[0])
-                waiting += [dataclasses.replace(branch, case=case, tables=()) for case in (absent, kept)]
-            else:
-                solved.append(branch)
-        return solved, waiting
+    def _stalls(self) -> bool:
+        """Whether the gap has not become smaller for long, compared with how long it took to get there."""
+        now, gap_ns = time.monotonic(), self.found.objective_ns - self.found.bound_ns
+        if math.isinf(gap_ns) or gap_ns < (1 - PROGRESS) * self.gap_then_ns:
+            self.gained_at, self.gap_then_ns = now, gap_ns
+        return now - self.gained_at > max(STALLS_S, self.gained_at - self.found.started)
+
+    def _add(self, branch: Branch) -> None:
+        """Solve `branch`, and keep it where it may hold a better plan."""
+        branch = self._solve_branch(branch)
+        self.open = sorted([*self.open, branch], key=lambda each: each.bound_ns)
+        self.open = [each for each in self.open if each.bound_ns < self.found.objective_ns]
+
+    def _tell(self) -> None:
+        found = self.found
+        found.left = [*self.open, *self.exhausted]
+        found.raise_bound(min((branch.bound_ns for branch in found.left), default=math.inf))
+        if self.limits.on_progress is not None and found.regions is not None:
+            self.limits.on_progress(found.objective_ns / NS, found.bound_ns / NS)
+
+    def _parts(self, branch: Branch) -> list[Branch]:
+        """`branch` in halves, or with a finer grain, whichever says more; none where neither can in time."""
+        table = branch.tables[0]
+        legs = table.legs()
+        assert legs is not None
+        regions = regions_of(self.problem, legs)
+        excess = self.problem.memory.curve(regions).peak_bytes - self.problem.budget_bytes
+        is_rounding = branch.says_more_at is not None and excess <= lost_bytes(table.chain, legs, table.grain)
+        in_vain = not branch.is_recounted and not branch.has_gained(self.found.objective_ns)
+        ways = [self._refined, self._halved] if is_rounding or in_vain else [self._halved, self._refined]
+        return next((parts for way in ways if (parts := way(branch))), [])
+
+    def _halved(self, branch: Branch) -> list[Branch]:
+        if self.found.regions is None:
+            return []
+        tables = 2 * len(branch.tables)
+        if self._expected_s(tables * [branch.cells()]) > self.found.patience_s(self.limits):
+            return []
+        percent = None if branch.fineness == 0 else branch.held_percent
+        return [
+            dataclasses.replace(part, held_percent=percent)
+            for part in branch.parts(self.found.regions, self.found.objective_ns)
+        ]
 
     def _solve_branch(self, branch: Branch) -> Branch:
         """`branch` with a better bound, infinite if it holds no plan, and the tables that say so; plans are offered."""
@@ -283,6 +409,7 @@ class _Search:
         self.spent_s += time.monotonic() - started
         best = max(bounds, key=lambda percent: bounds[percent])
         bound_ns = max(branch.bound_ns, bounds[best])
+        tables.sort(key=lambda table: -bounds[table.chain.held_percent])
         return dataclasses.replace(branch, bound_ns=bound_ns, held_percent=best, tables=tuple(tables))
 
     def _table(self, branch: Branch, held_percent: int) -> Table:
@@ -291,27 +418,21 @@ class _Search:
         self.cells += _cells(chain.transition_count, table.levels)
         return table
 
-    def _refined(self, branches: Sequence[Branch]) -> tuple[list[Branch], list[Branch]]:
-        """(`branches` for the next tables, without the runs that need not be considered; those of which no table says
-        more). Neither where that takes too long.
-        """
+    def _refined(self, branch: Branch) -> list[Branch]:
+        """`branch` with a finer grain, or without the runs that need not be considered."""
         patience_s = self.found.patience_s(self.limits)
-        filter_s = self._expected_s(FILTER_COST * branch.cells() for branch in branches if branch.is_filtered)
-        table_s = self._expected_s(branch.cells(branch.next_fineness) for branch in branches)
+        filter_s = self._expected_s([FILTER_COST * branch.cells()] if branch.is_filtered else [])
+        table_s = self._expected_s([branch.cells(branch.next_fineness)])
         if filter_s + table_s / 2 > patience_s:  # a filter may well leave half
-            return [], []
-        refined, exhausted = list[Branch](), list[Branch]()
-        for branch in branches:
-            useful = branch.useful_below(self.found.objective_ns) if branch.is_filtered else branch.useful
-            before = len(self.problem.runs) if branch.useful is None else len(branch.useful)
-            fineness = branch.next_fineness
-            if branch.says_more_at is None and useful is not None and len(useful) > FEWER * before:
-                fineness += 1  # which may still lead to a better plan
-                if not self._is_cheap(branch, fineness, PLANS_S / len(branches)):
-                    exhausted.append(branch)
-                    continue
-            refined.append(Branch(branch.case, useful, branch.bound_ns, fineness, branch.held_percent))
-        return refined, exhausted
+            return []
+        useful = branch.useful_below(self.found.objective_ns) if branch.is_filtered else branch.useful
+        before = len(self.problem.runs) if branch.useful is None else len(branch.useful)
+        fineness = branch.next_fineness
+        if branch.says_more_at is None and useful is not None and len(useful) > FEWER * before:
+            fineness += 1  # which may still lead to a better plan
+            if not self._is_cheap(branch, fineness, PLANS_S):
+                return []
+        return [Branch(branch.case, useful, branch.bound_ns, fineness, branch.held_percent)]
 
     def _is_cheap(self, branch: Branch, fineness: int, most_s: float) -> bool:
         return fineness < len(LEVELS) and self._expected_s([branch.cells(fineness)]) <= most_s

@@ -66,6 +66,13 @@ def admits(chain: Chain, legs: Iterable[Leg], grain: int) -> bool:
     return True
 
 
+def lost_bytes(chain: Chain, legs: Iterable[Leg], grain: int) -> int:
+    """What rounding to `grain` leaves out of what `legs` keep."""
+    return sum(
+        chain.entry(leg.transition, leg.k)[1] % grain + sum(item.bytes % grain for item in leg.saved) for leg in legs
+    )
+
+
 def choose_grain(chain: Chain, levels: tuple[int, int], *, may_lose: float = 0.0) -> int:
     """A grain within `levels`: the coarsest that loses no more than `may_lose` of the room by rounding all sizes once,
     else the one that loses least.
@@ -159,9 +166,20 @@ class Table:
         return [self._saving(values, item, values) for values in after]
 
     def _begun(self, after: Values, segment: int, b: int) -> Values:
-        """`after` where `segment` begins: nothing keeps yet what is made there."""
+        """`after` where `segment` begins: what is made there is not kept yet, and what is kept is limited."""
         tracked = self.chain.tracked[b]
-        return after[:1] if tracked is not None and tracked.segment == segment else after
+        if tracked is not None and tracked.segment == segment:
+            after = after[:1]
+        return self._capped(after, self.chain.inside[segment])
+
+    def _capped(self, after: Values, most_bytes: int) -> Values:
+        """`after` with at most so many bytes kept."""
+        if most_bytes // self.grain >= self.levels - 1:
+            return after
+        found = [values.copy() for values in after]
+        for values in found:
+            self.cap(values, most_bytes)
+        return found
 
     def _saving(self, unsaved: np.ndarray, item: Item, saved: np.ndarray) -> np.ndarray:
         """The better of not saving `item` and saving it."""

@@ -51,7 +51,9 @@ def least_peak(problem: Problem, limits: Limits) -> LeastPeak:
     if not best.proved and (lasting := lasting_storages(highest)):
         cases = [Case()]
         for storage in lasting:
-            cases = [half for case in cases for half in case.split(storage)]
+            site = Case().next_site(highest.kept[storage])
+            assert site is not None
+            cases = [half for case in cases for half in case.split(storage, site)]
         solved = [_Extents(highest, case) for case in cases]
         best = _better(best, solved)
     if best.proved:

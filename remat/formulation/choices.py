@@ -117,6 +117,12 @@ class Kept:
             return self.sites[-1] in self.packed
         return any(source < run.a <= site < run.b for source, site in self.taken)
 
+    def is_reason(self, run: Run, site: int) -> bool:
+        """Whether `run`, which holds `site`, keeps it there, saves aside."""
+        if run.region is None:
+            return site in self.packed
+        return any(source < run.a and taken_at == site for source, taken_at in self.taken)
+
     def site_before(self, segment: int) -> int | None:
         """The last site before `segment`."""
         return max((site for site in self.sites if site < segment), default=None)
