@@ -342,6 +342,9 @@ class _Search:
             if not parts:
                 self.exhausted.append(branch)
             for part in parts:
+                if found.late(self.limits):
+                    self.exhausted.append(branch)  # stands for those that it is too late for
+                    break
                 self._add(part)
             self._tell()
 

@@ -26,6 +26,7 @@ from remat.solvers.least_peak import least_peak
 
 SEARCH_S = 40.0  # of the search for a better plan than the chain's, where nobody set a time limit
 CHAIN_SHARE = 0.5  # of a time limit: a search of what is left often takes less than the finest tables
+LATE = 0.3  # of a time limit: with less left no other search is begun
 MANY_RUNS = 500  # where SMALL_GAP is to be gained among so many, the search is not worth its time
 MANY_TRANSITIONS = 20_000  # too many even to tell which runs are useful, for that gap
 HEURISTICS = (first_k.solve, save_matmuls.solve, chen_greedy.solve, greedy.solve)
@@ -36,15 +37,16 @@ def solve(problem: Problem, limits: Limits) -> Solution:
     started = time.monotonic()
     start = limits.start if limits.start is not None else _guess(problem)
     if excess_bytes(problem, start):
-        least = least_peak(problem, _left(limits, started, 0.5))
+        least = least_peak(problem, limits.left(started, 0.5))
         if least.bound_bytes > problem.budget_bytes:
             return Solution("least-peak", "infeasible", wall_s=time.monotonic() - started)
         start = least.regions
-    chain = _left(limits, started, CHAIN_SHARE)
+    _tell(limits, problem.objective_ns(start) / NS, 0.0)
+    chain = limits.left(started, CHAIN_SHARE)
     found, solution = _by_chain(problem, dataclasses.replace(chain, start=start))
     try:
         if not _is_final(solution):
-            solution = _by_heuristics(problem, limits, solution)
+            solution = _by_heuristics(problem, limits, solution, started)
         if not _is_final(solution):
             solution = _searched(problem, limits, found, solution, started)
     except KeyboardInterrupt:
@@ -52,15 +54,18 @@ def solve(problem: Problem, limits: Limits) -> Solution:
     return dataclasses.replace(solution, wall_s=time.monotonic() - started)
 
 
+def _tell(limits: Limits, objective_us: float, bound_us: float) -> None:
+    if limits.on_progress is not None:
+        limits.on_progress(objective_us, bound_us)
+
+
+def _is_late(limits: Limits, started: float) -> bool:
+    """Whether too little of a time limit is left to begin with anything."""
+    return limits.time_s is not None and (limits.left(started).time_s or 0.0) < LATE * limits.time_s
+
+
 def _is_final(solution: Solution) -> bool:
     return solution.status in ("optimal", "infeasible") or solution.interrupted
-
-
-def _left(limits: Limits, started: float, share: float = 1.0) -> Limits:
-    """`limits` with a share of what is left of their time."""
-    if limits.time_s is None:
-        return limits
-    return dataclasses.replace(limits, time_s=share * max(limits.time_s - (time.monotonic() - started), 0.0))
 
 
 def _by_chain(problem: Problem, limits: Limits) -> tuple[chain_dp.Found, Solution]:
@@ -77,11 +82,14 @@ def _guess(problem: Problem) -> Proposal:
     return min(fitting, key=lambda plan: recompute_ns(problem, plan), default=())
 
 
-def _by_heuristics(problem: Problem, limits: Limits, solution: Solution) -> Solution:
+def _by_heuristics(problem: Problem, limits: Limits, solution: Solution, started: float) -> Solution:
     """`solution`, or a heuristic's plan if that is better; heuristics know nothing of regions that must be modules."""
     if problem.space.modules is not None:
         return solution
-    for plan in [heuristic(problem, limits) for heuristic in HEURISTICS]:
+    for heuristic in HEURISTICS:
+        if solution.fits and _is_late(limits, started):
+            break
+        plan = heuristic(problem, limits)
         if plan.status == "feasible":
             solution = _with_plan(problem, limits, solution, plan.regions)
     return solution
@@ -98,7 +106,7 @@ def _with_plan(problem: Problem, limits: Limits, solution: Solution, regions: Pr
 
 def _searched(problem: Problem, limits: Limits, found: chain_dp.Found, start: Solution, started: float) -> Solution:
     """`start`, or what the program makes of it where that is worth the time, and OR-tools is there to solve it."""
-    if not has_ortools():
+    if not has_ortools() or (start.fits and _is_late(limits, started)):
         return start
     small = start.status == "feasible" and start.gap <= SMALL_GAP
     if small and found.transition_count() > MANY_TRANSITIONS:
@@ -106,9 +114,8 @@ def _searched(problem: Problem, limits: Limits, found: chain_dp.Found, start: So
     useful = found.useful()
     if small and (useful is None or len(useful) > MANY_RUNS):
         return start
-    if limits.on_progress is not None:
-        limits.on_progress(start.objective_us, start.bound_us)
-    search = _left(limits, started)
+    _tell(limits, start.objective_us, start.bound_us)
+    search = limits.left(started)
     if start.status == "feasible" and limits.time_s is None:
         search = dataclasses.replace(limits, time_s=SEARCH_S)
     from remat.solvers import cp_sat, milp

@@ -86,10 +86,8 @@ def _searched(problem: Problem, limits: Limits, best: LeastPeak, keep: set[int],
         return best
     from remat.solvers import cp_sat
 
-    if limits.time_s is not None:
-        limits = dataclasses.replace(limits, time_s=max(limits.time_s - (time.monotonic() - started), 0.0))
     tight, keep = problem.with_budget(best.peak_bytes), keep | problem.runs_of(best.regions)
-    peak, regions, bound = cp_sat.least_peak(tight, limits, keep=keep)
+    peak, regions, bound = cp_sat.least_peak(tight, limits.left(started), keep=keep)
     if peak < best.peak_bytes:
         best = dataclasses.replace(best, peak_bytes=peak, regions=regions)
     # The program knows no saves; they may spare one kernel's workspace.

@@ -143,10 +143,8 @@ class _Found:
     interrupted: bool = False
 
     def on_progress(self, objective_ns: float, bound_ns: float) -> None:
-        """What a backend says meanwhile; its plan is not judged yet."""
-        objective_us = objective_ns / NS
-        if self.best.status == "feasible":
-            objective_us = min(objective_us, self.best.objective_us)
+        """What a backend says meanwhile. Its plan is not judged yet: it counts where there is no other."""
+        objective_us = self.best.objective_us if self.best.status == "feasible" else objective_ns / NS
         if self.limits.on_progress is not None and objective_us < math.inf:
             self.limits.on_progress(objective_us, min(max(self.bound_us, bound_ns / NS), objective_us))
 
@@ -176,8 +174,8 @@ def _search(program: Program, backend: Backend, limits: Limits, found: _Found, s
     problem = program.problem
     found.precision = backend.precision
     for rounds in range(1, MOST_ROUNDS + 1):
-        left = _left(limits, started)
-        if found.interrupted or (left is not None and left <= 0):
+        left = limits.left(started).time_s
+        if found.interrupted or left == 0.0:
             return
         outcome = backend.run(limits, left, found.on_progress if limits.on_progress else None)
         found.bound_us = max(found.bound_us, outcome.bound / NS)
@@ -219,8 +217,8 @@ def least_peak(
     best, bound = problem.memory.peak_without_regions, float(problem.optimizer_peak_bytes)
     regions: tuple[Region, ...] = ()
     for _ in range(MOST_ROUNDS):
-        left = _left(limits, started)
-        if left is not None and left <= 0:
+        left = limits.left(started).time_s
+        if left == 0.0:
             break
         outcome = backend.run(limits, left, None)
         bound = max(bound, outcome.bound * program.grain)
@@ -237,10 +235,6 @@ def least_peak(
             break
         program.add_exact(violated)
     return best, regions, bound
-
-
-def _left(limits: Limits, started: float) -> float | None:
-    return None if limits.time_s is None else limits.time_s - (time.monotonic() - started)
 
 
 def over_budget(problem: Problem, regions: tuple[Region, ...]) -> Row | None:

@@ -58,7 +58,7 @@ class Execution(abc.ABC):
     compiler        the compiler that the step must run under; None where it must not run under any
     bound_carries   whether no plan within the budget, run this way, can recompute for less than the evaluator's bound
     most_tries      plans that are replayed for one budget, at most
-    patience_s      seconds for the solver where none are given; None: the solver's own default
+    patience_s      seconds for the search where none are given; None: the solver's own default
     """
 
     name: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 from typing import Literal
 
@@ -28,6 +29,12 @@ class Limits:
     gap: float = 0.001
     on_progress: Callable[[float, float], None] | None = None
     start: tuple[Region, ...] | None = None
+
+    def left(self, started: float, share: float = 1.0) -> Limits:
+        """These limits with a share of what is left of their time, which began at `started` (`time.monotonic`)."""
+        if self.time_s is None:
+            return self
+        return dataclasses.replace(self, time_s=share * max(self.time_s - (time.monotonic() - started), 0.0))
 
 
 @dataclasses.dataclass(frozen=True)

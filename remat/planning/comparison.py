@@ -204,7 +204,7 @@ def solution_of(problem: Problem, how: Execution, name: str, judge: Judge | None
         peak = how.without_plan(problem, None if judge is None else lambda: judge.peak(problem, ()))
         return Solution(WITHOUT, "feasible" if peak <= problem.budget_bytes else "unknown", replayed_bytes=peak)
 
-    return search(problem, how, lambda at: solve(at, name, limits), judge, limits, exact=name in EXACT)
+    return search(problem, how, lambda at, limits: solve(at, name, limits), judge, limits, exact=name in EXACT)
 
 
 def peak_of(problem: Problem, name: str, regions: tuple[Region, ...]) -> int:

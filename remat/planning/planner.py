@@ -7,6 +7,7 @@ function passed in, `solvers/exact.py` by default), check and replay (`search.py
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 
 from remat.costing.planning_device import find_planning_device
@@ -86,8 +87,10 @@ def plan_profile(
 
     space      what is searched, by default the execution's space with regions `depth` deep
     allocator  settings of PYTORCH_CUDA_ALLOC_CONF to predict for; those of the environment by default
+    limits     of all of it, from posing on
     on_replay  see `search.Judge`
     """
+    started = time.monotonic()
     how = executions.load(execution) if isinstance(execution, str) else execution
     profile = how.price(profile)
     judge = None if step is None else Judge(how, step, profile, on_replay)
@@ -99,7 +102,7 @@ def plan_profile(
 
     def within(limit_bytes: int) -> Plan:
         problem = how.pose(profile, space, limit_bytes)
-        solution = solve_within(problem, how, solver, judge, limits)
+        solution = solve_within(problem, how, solver, judge, limits.left(started))
         made = assemble(problem, solution, profile, how, judge)
         return made if settings is None else with_footprints(made, profile, settings)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable
 
 from remat.costing.profile import Profile
@@ -65,7 +66,7 @@ class Judge:
 def search(
     problem: Problem,
     execution: Execution,
-    solve: Callable[[Problem], Solution],
+    solve: Callable[[Problem, Limits], Solution],
     judge: Judge | None,
     limits: Limits,
     *,
@@ -73,13 +74,15 @@ def search(
 ) -> Solution:
     """What `solve` finds for `problem` that keeps its budget as it runs; without `judge` as the evaluator sees it.
 
-    exact  take the plan of no regions where it keeps the budget: nothing is better
+    exact   take the plan of no regions where it keeps the budget: nothing is better
+    limits  of all that is solved here; where more than one plan may have to be tried, each gets half of what is left
 
     Where plans were found and none of them keeps the budget, the status is "unknown", with the one that needs least
     and its `replayed_bytes`. A bound is that of the budget asked for: it holds for what is found under smaller ones,
     whose plans are among those of the larger.
     """
-    least_bytes = functools.cache(lambda: least_peak(problem, limits).peak_bytes)
+    started, share = time.monotonic(), 1.0 if execution.is_exact or judge is None else 0.5
+    least_bytes = functools.cache(lambda: least_peak(problem, limits.left(started, share)).peak_bytes)
     trivial = None
     if exact:
         trivial = execution.trivial(problem, None if judge is None else lambda: judge.peak(problem, ()))
@@ -91,7 +94,7 @@ def search(
     asked = problem.budget_bytes if judge is None else execution.first_budget(problem, least_bytes)
     while True:
         at = problem if asked == problem.budget_bytes else problem.with_budget(asked)
-        found = trivial if trivial is not None and first is None else solve(at)
+        found = trivial if trivial is not None and first is None else solve(at, limits.left(started, share))
         first = first or found
         if not found.fits:
             break
@@ -125,7 +128,7 @@ def solve_within(
 
     Raises Infeasible where no plan keeps the budget that was asked for, NoPlanInTime where none was found.
     """
-    found = search(problem, execution, lambda at: solver(at, limits), judge, limits, exact=True)
+    found = search(problem, execution, solver, judge, limits, exact=True)
     if found.fits:
         return found
     if found.status == "infeasible":

@@ -25,7 +25,7 @@ from remat.recording.fake_step import FakeStep
 
 class ModulesExecution(Execution):
     name = "modules"
-    patience_s = 15.0  # a proof may take long (see the decision note on regions of modules)
+    patience_s = 30.0  # half of it for the first plan: a proof may take long (the note on regions of modules)
 
     def space(self, graph: Graph, depth: int | None = None) -> Space:
         require_depth(self, depth, most=1)
