@@ -20,6 +20,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import re
 import time
 import warnings
 from collections.abc import Callable
@@ -52,6 +53,7 @@ SHARE = 0.1
 STEPS = 2
 PLENTY = 1 << 62
 VOCAB, WIDTH, LAYERS, HEADS, LENGTH, SAMPLES = 256, 64, 3, 4, 48, 4
+INSTALLED = re.compile(r"\S*/site-packages/")  # where a message names a file
 COLUMNS = [
     "architecture",
     "kind",
@@ -455,7 +457,7 @@ def verdict(workload: Workload) -> dict[str, Any]:
         row |= validated(workload, plan)
         row["failure"] = "; ".join(filter(None, (failure, row["failure"])))
     except (RematError, RuntimeError, ValueError, TypeError, AttributeError, ImportError) as error:
-        row["failure"] = f"{type(error).__name__}: {str(error)[:400]}"
+        row["failure"] = f"{type(error).__name__}: {INSTALLED.sub('', str(error))[:400]}"
     finally:
         torch._dynamo.reset()
     return {**row, "wall_s": round(time.monotonic() - started, 1)}
