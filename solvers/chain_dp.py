@@ -332,6 +332,7 @@ class _Search:
     def run(self) -> None:
         found = self.found
         self._add(Branch(Case()))
+        self._tell()
         while self.open:
             if found.late(self.limits) or found.closed(self.limits.gap) or self._stalls():
                 return

@@ -24,6 +24,7 @@ from remat.planning.profiling import fake_step, profile_step
 from remat.solvers import chain_dp, every_block
 from remat.solvers.chain import Case, Chain
 from remat.solvers.chain_table import Table, admits, choose_grain, regions_of
+from remat.solvers.least_peak import least_peak
 from remat.solvers.reduced_costs import useful_runs
 from tests.graphs import chain, every_cut, spaces, toy_graph, toys
 from tests.oracle import Oracle, plans_of
@@ -206,3 +207,18 @@ def test_a_plan_of_a_real_model_is_never_below_the_bound_at_its_own_peak(name: s
             assert bound <= problem.objective_ns(found.regions)
             # What a table says of time is true, also where one region stops early and another runs to its end.
             assert bound == problem.objective_ns(regions_of(tight, legs))
+
+
+@pytest.mark.parametrize("name", ["vit-l16", "llama-1b", "swin-base"])
+def test_the_chain_proves_what_real_models_need(name: str) -> None:
+    """Held weights, skip connections and a peak at the end of the forward: no gap is left, and no other solver asked."""
+    place = find_planning_device("h100-80gb")
+    profile = profile_step(fake_step(TEST_SIZES[name](), place), place)
+    problem = Problem(profile.graph, profile.costs, find_space(profile.graph), AMPLE)
+    most, least = problem.memory.peak_without_checkpointing, least_peak(problem, Limits()).peak_bytes
+    for share in (0.2, 0.5, 0.8):
+        tight = problem.with_budget(int(least + share * (most - least)))
+        start = every_block.solve(tight, Limits()).regions
+        found = chain_dp.solve(tight, Limits(start=start))
+        assert found.status == "optimal"
+        assert found.bound_us >= (1 - 0.001) * found.objective_us > 0
