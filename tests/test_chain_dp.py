@@ -211,7 +211,7 @@ def test_a_plan_of_a_real_model_is_never_below_the_bound_at_its_own_peak(name: s
 
 @pytest.mark.parametrize("name", ["vit-l16", "llama-1b", "swin-base"])
 def test_the_chain_proves_what_real_models_need(name: str) -> None:
-    """Held weights, skip connections and a peak at the end of the forward: no gap is left, and no other solver asked."""
+    """Held weights, skip connections, a peak where the forward ends: no gap is left, and no other solver is asked."""
     place = find_planning_device("h100-80gb")
     profile = profile_step(fake_step(TEST_SIZES[name](), place), place)
     problem = Problem(profile.graph, profile.costs, find_space(profile.graph), AMPLE)
