@@ -9,11 +9,12 @@ and the state says whether some run before the cut keeps it already; so it is co
 reason. A storage crosses many cuts with one name: the tracked ones are chosen so that their stretches do not overlap,
 the most bytes first (weighted interval scheduling).
 
-Storages that cross much of the chain (an encoder's output, a position bias) are settled by cases (`Case`): in one there
-is a reason to keep the storage at its first site, and it is counted there; in the other there is none, and nothing may
-want it there. What is neither tracked nor settled is counted at its last site only, which may understate what a plan
-needs and never overstates it: a bound stays a bound. (To count it where it is made would overstate: what only a later
-site wants is let go before backward comes back to the runs between.)
+Any other storage with several reasons (an encoder's output, a position bias, a UNet's skip connection) is counted at
+one of its sites, if the run there keeps it: at the last one, or wherever `Case.counted` says. That may understate what
+a plan needs and never overstates it: a bound stays a bound. Where it understates too much, cases settle it (`Case`):
+in one there is a reason to keep the storage at a certain site or before, and it is counted there; in the other there
+is none, and nothing may want it so far. (To count it where it is made would overstate: what only a later site wants is
+let go before backward comes back to the runs between.)
 
 What somebody holds to the end of the forward anyway (autocast's copies of weights) may be kept for longer by a plain
 run or a save. While the forward runs it must not be counted as kept, as it is local; in backward it must be. So there

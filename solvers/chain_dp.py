@@ -67,9 +67,11 @@ SHARES = 5  # of what is held, tried at the coarsest grain: all, nothing, and be
 def solve(problem: Problem, limits: Limits) -> Solution:
     """A plan within `problem.budget_bytes` where rounding leaves one, and a bound that holds for every plan.
 
-    Grains get finer until bound and plan meet, and skip what cannot tell more (`chain_table.admits`). Before each
-    refinement, runs that the coarser bound excludes from every plan better than the best known are dropped where that
-    pays: then the finer table takes less time, and the chain, being of fewer runs, understates less.
+    Branch and bound, until bound and plan meet. What a table's plan oversteps the budget by is either rounding, and the
+    grain gets finer, or something that the chain leaves out, and cases are told apart that do not (`Branch.parts`).
+    Grains skip what cannot tell more (`chain_table.admits`). Before each refinement, runs that the coarser bound
+    excludes from every plan better than the best known are dropped where that pays: then the finer table takes less
+    time, and the chain, being of fewer runs, understates less.
     """
     return explore(problem, limits).solution(limits)
 
@@ -94,7 +96,8 @@ class Branch:
     fineness  index into LEVELS of its tables, or of those that are to come
     held_percent  the share of what is held (`chain.py`) with the best bound so far; None before the first table
     tables    that say what `bound_ns` is, the one with the best bound first
-    whole_ns  the bound of the branch that it is half of, None where its tables are others than that one's
+    whole_ns  the bound of the branch that it is a part of, None where its tables are of another grain than that one's
+    is_recounted  whether it differs from that branch in nothing but where storages are counted
     """
 
     case: Case
@@ -153,13 +156,14 @@ class Branch:
         return useful
 
     def parts(self, other: Proposal, best_ns: float) -> list[Branch]:
-        """This branch in two, so that neither holds the plan of its best table, which oversteps the budget.
+        """This branch anew, or in halves, so that the plan of its best table, which oversteps the budget, is in none.
 
         other    a plan that keeps the budget
         best_ns  its recompute time
 
-        Where the chain does not count a storage that the plan keeps, one half counts it and in the other nobody keeps
-        it; else the halves differ in how a segment runs, or in whether there is a cut, of which tables disagree.
+        Storages that the plan keeps and the chain does not count are counted where the plan has its first reason. Where
+        that has not helped, one half counts the largest and in the other nobody keeps it. Where there are none, halves
+        differ in how a segment runs, or in whether there is a cut: there tables of other shares disagree.
         """
         table = self.tables[0]
         problem, legs = table.chain.problem, table.legs()
@@ -212,8 +216,9 @@ def _disagreement(
 
 
 def _uncounted(chain: Chain, case: Case, legs: Sequence[Leg]) -> list[tuple[int, int]]:
-    """The largest storage that the plan of `legs` keeps where it oversteps the budget and `chain` does not count there;
-    with the first site at which it has a reason to. None where there is none."""
+    """Storages that the plan of `legs` keeps where it oversteps the budget and `chain` does not count, the largest
+    first, each with the first site at which the plan has a reason to keep it.
+    """
     problem = chain.problem
     regions = regions_of(problem, legs)
     row = over_budget(problem, regions)
