@@ -126,6 +126,18 @@ def test_the_least_budget_is_named_and_is_the_least(remat: Remat) -> None:
     assert remat(*stack(budget=f"{int(0.99 * least)}B")).exit_code == 3
 
 
+def test_a_refusal_needs_no_advice(remat: Remat, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--no-advice` looks for none, and Ctrl-C meanwhile leaves the refusal as it is."""
+
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("remat.planning.advice.advise", interrupted)
+    for ran in (remat(*stack(budget="1KiB")), remat(*stack("--no-advice", budget="1KiB"))):
+        assert ran.exit_code == 3
+        assert "is below the least possible peak" in ran.stderr and "make room" not in ran.stderr
+
+
 def test_headroom_comes_on_top_of_the_least_budget(remat: Remat) -> None:
     ran = remat(*stack("--headroom", "1MiB", budget="66MiB"))
     assert ran.exit_code == 3

@@ -307,7 +307,8 @@ class LiveLine:
     def solved(self, objective_us: float, bound_us: float) -> None:
         """Progress of a solver within a stage."""
         gap = 100 * max(objective_us - bound_us, 0.0) / max(objective_us, 1.0)
-        found = f"{ms(objective_us)} of recomputation, within {gap:.1f} % of the best"
+        proved = f"within {gap:.1f} % of the best" if bound_us > 0 else "the best not known yet"
+        found = f"{ms(objective_us)} of recomputation, {proved}"
         self._progress.update(self._task, description=f"{self._stage}: {found}")
 
 

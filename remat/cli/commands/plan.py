@@ -44,6 +44,9 @@ def plan(
         ),
     ] = None,
     allocator: Allocator = None,
+    advice: Annotated[
+        bool, typer.Option(help="Where the budget is too small, look for what would make room (it takes a while).")
+    ] = True,
     as_json: Json = False,
 ) -> Answer:
     """Find the fastest plan within a memory budget, and write it to a file."""
@@ -59,7 +62,7 @@ def plan(
         found = opened(source, line, execution)
         limit = budget_for(budget, found.target, usable(found) if execution.compiler is None else None)
         profile, step = found.record()
-        with headroom_on_top(limit), levers_where_infeasible(found, profile, limit, line):
+        with headroom_on_top(limit), levers_where_infeasible(found, profile, limit, line, wanted=advice):
             line.say("solving")
             made = plan_profile(
                 profile,

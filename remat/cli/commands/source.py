@@ -175,18 +175,29 @@ def headroom_on_top(limit: Budget) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def levers_where_infeasible(source: Source, profile: Profile, limit: Budget, line: LiveLine) -> Iterator[None]:
-    """A refusal also says which lever would make room: what is found by recording the step again with each."""
+def levers_where_infeasible(
+    source: Source, profile: Profile, limit: Budget, line: LiveLine, *, wanted: bool
+) -> Iterator[None]:
+    """A refusal also says which lever would make room: what is found by recording the step again with each.
+
+    That takes a while, so a terminal shows the refusal meanwhile; Ctrl-C ends the search, and the refusal stands.
+    """
     try:
         yield
     except Infeasible as error:
         if source.spec is None or source.place is None or source.loop is None or error.minimum_budget_bytes is None:
             raise
-        line.say("looking for what would make room")
+        if not wanted:
+            raise
+        least = gib(error.minimum_budget_bytes)
+        line.say(f"does not fit, {least} are the least; looking for what would make room (Ctrl-C: do not)")
         from remat.planning.advice import advise, least_peak_of
 
         whole = profile.whole or profile.graph
-        levers = advise(workload_of(source.spec), source.place, source.loop, whole, least_peak_of)
+        try:
+            levers = advise(workload_of(source.spec), source.place, source.loop, whole, least_peak_of)
+        except KeyboardInterrupt:
+            raise error from None
         message = f"{error} {_levers_text(levers, limit.limit_bytes)}"
         raise Infeasible(message, error.minimum_budget_bytes, error.breakdown) from error
 
