@@ -379,7 +379,7 @@ def test_an_interrupt_after_the_chain_keeps_its_plan(raised_by: str, monkeypatch
         return found, dataclasses.replace(found.solution(limits), status="feasible", bound_us=0.0)
 
     monkeypatch.setattr(exact, "_by_chain", unproved)
-    monkeypatch.setattr(exact, "_by_heuristics", lambda problem, limits, solution: solution)
+    monkeypatch.setattr(exact, "_by_heuristics", lambda problem, limits, solution, started: solution)
     monkeypatch.setattr(exact, raised_by, interrupted)
     found = exact.solve(by_hand(24), EXACT)
     assert found.interrupted
