@@ -69,16 +69,6 @@ class Case:
         """Where `kept` is counted, unless it is tracked."""
         return self.pinned.get(kept.storage, self.counted.get(kept.storage, kept.sites[-1]))
 
-    def next_site(self, kept: Kept) -> int | None:
-        """A site at which this case leaves open whether `kept` is: the first after it is made, then at ever longer
-        steps. To be counted a little late understates little."""
-        if kept.storage in self.pinned or self.absent.get(kept.storage) == kept.sites[-1]:
-            return None
-        if kept.storage not in self.absent:
-            return next((site for site in kept.sites if site > kept.segment), kept.sites[-1])
-        at = kept.sites.index(self.absent[kept.storage])
-        return kept.sites[min(2 * at + 1, len(kept.sites) - 1)]
-
 
 def lasting_storages(problem: Problem) -> list[int]:
     """Storages worth a split, the largest first: those with many sites that are not tracked, and not too small."""
@@ -301,7 +291,7 @@ class Chain:
         return ample or (rival.most_bytes >= transition.most_bytes and rival.counts >= transition.counts)
 
     def _pinned_bytes(self, run: Run) -> int:
-        """What is counted of what the case settles as kept and `run` makes."""
+        """What is counted in `run` of what the case settles as kept."""
         pinned = self.case.pinned.items()
         return sum(self._counted(self.problem.kept[u]) for u, site in pinned if run.a <= site < run.b)
 

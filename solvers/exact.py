@@ -41,7 +41,8 @@ def solve(problem: Problem, limits: Limits) -> Solution:
         if least.bound_bytes > problem.budget_bytes:
             return Solution("least-peak", "infeasible", wall_s=time.monotonic() - started)
         start = least.regions
-    _tell(limits, problem.objective_ns(start) / NS, 0.0)
+    if not excess_bytes(problem, start):
+        _tell(limits, problem.objective_ns(start) / NS, 0.0)
     chain = limits.left(started, CHAIN_SHARE)
     found, solution = _by_chain(problem, dataclasses.replace(chain, start=start))
     try:

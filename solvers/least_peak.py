@@ -51,8 +51,8 @@ def least_peak(problem: Problem, limits: Limits) -> LeastPeak:
     if not best.proved and (lasting := lasting_storages(highest)):
         cases = [Case()]
         for storage in lasting:
-            site = Case().next_site(highest.kept[storage])
-            assert site is not None
+            kept = highest.kept[storage]
+            site = next((site for site in kept.sites if site > kept.segment), kept.sites[-1])
             cases = [half for case in cases for half in case.split(storage, site)]
         solved = [_Extents(highest, case) for case in cases]
         best = _better(best, solved)

@@ -111,12 +111,6 @@ class Kept:
     saver: int | None
     death: int
 
-    def wanted_by(self, run: Run) -> bool:
-        """Whether `run`, which holds the last site, keeps it there."""
-        if run.region is None:
-            return self.sites[-1] in self.packed
-        return any(source < run.a <= site < run.b for source, site in self.taken)
-
     def is_reason(self, run: Run, site: int) -> bool:
         """Whether `run`, which holds `site`, keeps it there, saves aside."""
         if run.region is None:

@@ -123,14 +123,6 @@ class Keeping:
         return [[u for u in packed[s] if self.is_own(u)] for s in range(len(self.space.segments))]
 
     @functools.cached_property
-    def closing(self) -> list[list[Kept]]:
-        """For every segment the storages whose last site it is."""
-        found: list[list[Kept]] = [[] for _ in self.space.segments]
-        for kept in self.kept.values():
-            found[kept.sites[-1]].append(kept)
-        return found
-
-    @functools.cached_property
     def saves_in(self) -> list[list[int]]:
         """For every segment its nodes that may be saved."""
         found: list[list[int]] = [[] for _ in self.space.segments]
