@@ -75,6 +75,18 @@ def expanded(x: Tensor) -> Tensor:
     return x.sum() + (x * 3).sum()
 
 
+def reshaped(x: Tensor) -> Tensor:
+    """The first gradient to arrive is a view, whose base the view's history holds; a third is added in place."""
+    y = x * 2
+    return (y.view(-1) * 2).sum() + (y.view(-1) * 3).sum() + (y.view(-1) * 4).sum()
+
+
+def tied(x: Tensor) -> Tensor:
+    """A head's weight and an embedding's are one: the head's gradient is a transposed view, and arrives first."""
+    y = x * 2
+    return F.linear(F.embedding(torch.arange(8).view(2, 4), y), y).sum()
+
+
 def gathered(x: Tensor) -> Tensor:
     return (x.gather(1, torch.arange(WIDTH).expand(WIDTH, WIDTH).flip(1)) * 2).sum()
 
@@ -108,6 +120,8 @@ TOYS = [
     accumulated,
     added_to_itself,
     expanded,
+    reshaped,
+    tied,
     gathered,
     indexed,
     selected,

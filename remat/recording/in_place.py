@@ -5,7 +5,9 @@ without writes in place (`isTensorSubclassLike`, ATen/TensorSubclassLikeUtils.h)
 and needs one tensor less while such an operator runs. As of torch 2.13 these places weigh something:
 
 Rule 1  The engine adds a second gradient of a value to the first, in place if nobody else holds the first and it is
-        dense (`accumulate`, torch/csrc/autograd/input_buffer.cpp).
+        dense (`accumulate`, torch/csrc/autograd/input_buffer.cpp). A view is never written to: its history holds the
+        tensor that it is of (`as_view`, torch/csrc/autograd/VariableTypeUtils.h). So the gradient of a transposed
+        weight, or of what was reshaped, is added to out of place.
 Rule 2  The backward of `gather`, `index`, `max`, `sort` and the like writes into zeros that it has just made
         (`gather_backward`, ATen/native/TensorAdvancedIndexing.cpp; `index_backward` and
         `value_selecting_reduction_backward`, torch/csrc/autograd/FunctionsManual.cpp).
@@ -82,6 +84,8 @@ class InPlace:
         if node is None or torch.is_grad_enabled() or isinstance(node, BackwardCFunction):
             return False
         if func is aten.add.Tensor:  # Rule 1
+            if args[0]._is_view():
+                return False
             edges = [edge for edge in node.next_functions if edge[0] is not None]
             return birth < self._first or len({*edges}) < len(edges)
         return birth >= self._first  # Rule 2
