@@ -26,7 +26,7 @@ from remat.evaluation.plan import Region
 from remat.formulation.search_space import Segment, Space, legal_cuts, saveable
 from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
-from remat.workload.training_loop import Loop
+from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 
 WIDTH = 8
@@ -380,7 +380,7 @@ class Recorded:
 @functools.cache
 def recorded(workload: Workload, accumulation: int = 1) -> Recorded:
     """`workload` recorded on fake CPU tensors; tracing takes a second, so once for all tests."""
-    step = FakeStep(workload, device=torch.device("cpu"), loop=Loop(accumulation=accumulation))
+    step = FakeStep(workload, device=torch.device("cpu"), loop=TrainingLoop(accumulation=accumulation))
     return Recorded(workload, step, record(step))
 
 

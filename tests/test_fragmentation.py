@@ -29,14 +29,14 @@ from remat.reservation.fragmentation import CONTEXT_BYTES, Footprint, before_fir
 from remat.units import GIB, MIB
 from remat.validation.validating import _simulated
 from remat.workload.target import Target
-from remat.workload.training_loop import Loop
+from remat.workload.training_loop import TrainingLoop
 
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
 H100 = find_planning_device("h100-80gb")
 
 
 @functools.cache
-def profile_of(name: str, loop: Loop | None = None) -> Profile:
+def profile_of(name: str, loop: TrainingLoop | None = None) -> Profile:
     return profile_step(fake_step(TEST_SIZES[name](), H100, loop=loop), H100)
 
 
@@ -77,8 +77,8 @@ def test_what_is_fixed_beyond_the_parameters_is_one_block_more() -> None:
     assert list(before_first_step(graph)) == [MIB, 2 * MIB, MIB, MIB]
 
 
-@pytest.mark.parametrize("loop", [None, Loop(accumulation=2), Loop(ranks=4, shard="zero3")], ids=str)
-def test_what_is_fed_is_what_is_fixed(loop: Loop | None) -> None:
+@pytest.mark.parametrize("loop", [None, TrainingLoop(accumulation=2), TrainingLoop(ranks=4, shard="zero3")], ids=str)
+def test_what_is_fed_is_what_is_fixed(loop: TrainingLoop | None) -> None:
     graph = profile_of("gpt2", loop).graph
     assert sum(before_first_step(graph)) + sum(states(graph)) == graph.fixed_total
 

@@ -43,7 +43,7 @@ from remat.recording.tracker import Tracker
 from remat.units import gib
 from remat.validation.training import Training, undisturbed
 from remat.validation.validating import validate
-from remat.workload.training_loop import Holds, Loop
+from remat.workload.training_loop import Holds, TrainingLoop
 from tests.command_line import Remat
 from tests.toys import CHOICES, CPU, TRANSFORMER, VOCAB, Choose, Transformer
 
@@ -80,7 +80,7 @@ PAIR = dataclasses.replace(
 
 @functools.cache
 def profiled(holds: Holds, accumulation: int = 1, clip: bool = False) -> tuple[Profile, FakeStep]:
-    place, loop = find_planning_device("cpu"), Loop(accumulation=accumulation, clip_grad_norm=clip, holds=holds)
+    place, loop = find_planning_device("cpu"), TrainingLoop(accumulation=accumulation, clip_grad_norm=clip, holds=holds)
     step = fake_step(PAIR, place, loop=loop)
     return profile_step(step, place), step
 
@@ -196,7 +196,7 @@ def test_the_evaluator_equals_the_replay(choose: Choose, accumulation: int) -> N
 def test_the_loop_without_a_plan_takes_what_is_predicted(accumulation: int) -> None:
     profile, _ = profiled("outputs", accumulation)
     with undisturbed(CPU):
-        training = Training(PAIR, CPU, 0, Loop(accumulation=accumulation, holds="outputs"))
+        training = Training(PAIR, CPU, 0, TrainingLoop(accumulation=accumulation, holds="outputs"))
         training.begin_again()
         training.step()
         _, measured = training.measure(1, 1)
@@ -234,14 +234,14 @@ def test_files_and_pictures_tell_of_it(tmp_path: Path) -> None:
 
 def test_at_any_batch_size_it_is_what_a_record_finds() -> None:
     place = find_planning_device("h100-80gb")
-    sizes = MicroBatches(PAIR, place, Budget(1, 1), Loop(holds="outputs"), Limits(), lambda what: None)
+    sizes = MicroBatches(PAIR, place, Budget(1, 1), TrainingLoop(holds="outputs"), Limits(), lambda what: None)
     found = sizes.profile(8, False).graph.held
     assert found == sizes.recorded(8, 1)[0].graph.held and found[0][0] >= LOGITS // 2
 
 
 def test_what_loops_hold_is_loss_or_outputs(remat: Remat) -> None:
     with pytest.raises(UsageError, match="--holds is loss or outputs, not 'all'"):
-        Loop(holds="all")  # type: ignore[arg-type]
+        TrainingLoop(holds="all")  # type: ignore[arg-type]
     common = ("--model", "model.py:stack", "--target", "h100-80gb", "--json")
     peaks = [remat("estimate", *common, "--holds", holds).data["peaks"]["peak_bytes"] for holds in ("loss", "outputs")]
     assert peaks[0] <= peaks[1]

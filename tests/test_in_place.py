@@ -22,7 +22,7 @@ from remat.formulation.search_space import legal_cuts
 from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
 from remat.validation.training import Training
-from remat.workload.training_loop import Loop
+from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 from tests.graphs import may_be_region
 from tests.torturing import workspaces
@@ -138,7 +138,7 @@ def test_the_predicted_peak_is_the_measured_one(function: Callable[..., Any]) ->
     per_op = np.array([known.get(kind.key, 0) for kind in graph.kinds])[graph.op_kind]
     predicted = Memory(graph, per_op).peak_without_checkpointing
     assert predicted == int(replay(step, (), workspace_of=known).max()) + graph.unseen_bytes
-    training = Training(workload, CPU, 0, Loop())
+    training = Training(workload, CPU, 0, TrainingLoop())
     apply(training.model, plan_by_hand(graph, ()))  # traced, so that no local variable holds anything
     training.step()
     _, measured = training.measure(1, 1)

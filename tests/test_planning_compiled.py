@@ -31,7 +31,7 @@ from remat.planning.sweep import sweep
 from remat.recording.fake_step import FakeStep
 from remat.validation.validating import validate
 from remat.workload.target import TARGETS
-from remat.workload.training_loop import Loop
+from remat.workload.training_loop import TrainingLoop
 from tests.command_line import Remat
 from tests.test_applying import batch_of, built, loss_of
 from tests.test_cli import stack
@@ -109,7 +109,7 @@ def test_a_budget_that_no_replay_keeps_is_refused_with_what_is_needed(larger: tu
     [
         pytest.param(None, None, "a profile has none; use --model", id="profile"),
         pytest.param(find_planning_device("h200"), None, "h200 is not this machine's", id="target"),
-        pytest.param(CPU, Loop(ranks=2, shard="zero3"), "leave --shard out", id="shards"),
+        pytest.param(CPU, TrainingLoop(ranks=2, shard="zero3"), "leave --shard out", id="shards"),
     ],
 )
 def test_what_cannot_be_planned_compiled_is_refused(device: Any, loop: Any, message: str) -> None:

@@ -39,7 +39,7 @@ from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
 from remat.recording.tracker import Tracker
 from remat.solvers import load
-from remat.workload.training_loop import Loop
+from remat.workload.training_loop import TrainingLoop
 from tests import toys
 
 TARGETS = ("cpu", "a100-80gb", "h100-80gb")  # where attention is the CPU's, flash, and cuDNN's
@@ -58,7 +58,7 @@ def forgotten() -> Iterator[None]:
 def step_of(model: str, target: str, accumulation: int = 1) -> tuple[FakeStep, Graph, int]:
     """The step at a batch of one, recorded; and the target's alignment."""
     place_ = find_planning_device(target)
-    step = fake_step(TEST_SIZES[model]().sized(1), place_, loop=Loop(accumulation=accumulation))
+    step = fake_step(TEST_SIZES[model]().sized(1), place_, loop=TrainingLoop(accumulation=accumulation))
     return step, record(step, alignment_bytes=place_.target.alignment_bytes), place_.target.alignment_bytes
 
 

@@ -37,7 +37,7 @@ from remat.execution.eager.replay import replay
 from remat.recording.fake_step import FakeStep, autocast_context
 from remat.recording.recorder import record
 from remat.recording.tracker import Tracker
-from remat.workload.training_loop import Loop
+from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 from tests.random_models import recipe, regions, workload_of
 from tests.toys import plan_by_hand
@@ -81,7 +81,7 @@ class Subject:
 
     def __init__(self, workload: Workload, accumulation: int) -> None:
         self.workload, self.accumulation = workload, accumulation
-        self.step = FakeStep(workload, device=CPU, loop=Loop(accumulation=accumulation))
+        self.step = FakeStep(workload, device=CPU, loop=TrainingLoop(accumulation=accumulation))
         self.graph = record(self.step)
         self.workspace_of = workspaces(self.graph)
         per_kind = [self.workspace_of.get(kind.key, 0) for kind in self.graph.kinds]

@@ -32,7 +32,7 @@ import numpy as np
 
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import OPTIMIZER_STATE, Graph, Parameter, Storages, block_of
-from remat.workload.training_loop import Loop
+from remat.workload.training_loop import TrainingLoop
 
 ROOT = None  # the unit outside layers
 
@@ -51,7 +51,7 @@ class Added:
     role: Role = "gathered"
 
 
-def shard(graph: Graph, loop: Loop) -> Graph:
+def shard(graph: Graph, loop: TrainingLoop) -> Graph:
     """`graph` as one of `loop.ranks` runs it; the same graph where nothing is shared."""
     if loop.shard is None:
         return graph
@@ -73,7 +73,7 @@ def share(size_bytes: int, ranks: int) -> int:
 
 
 class _Sharding:
-    def __init__(self, graph: Graph, loop: Loop):
+    def __init__(self, graph: Graph, loop: TrainingLoop):
         self.graph, self.ranks, self.loop = graph, loop.ranks, loop
         self.gradients = loop.shard in ("zero2", "zero3")
         self.parameters = loop.shard == "zero3"

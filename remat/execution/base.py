@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from remat.costing.planning_device import PlanningDevice
     from remat.recording.fake_step import FakeStep
-    from remat.workload.training_loop import Loop
+    from remat.workload.training_loop import TrainingLoop
 
 MOST_TRIES = 5
 
@@ -68,7 +68,7 @@ class Execution(abc.ABC):
     most_tries: int = MOST_TRIES
     patience_s: float | None = None
 
-    def require(self, device: PlanningDevice | None, loop: Loop | None) -> None:  # noqa: B027
+    def require(self, device: PlanningDevice | None, loop: TrainingLoop | None) -> None:  # noqa: B027
         """Raise UsageError where no plan can be made for this way to run; a profile out of a file has no `device`."""
 
     @abc.abstractmethod

@@ -45,7 +45,7 @@ from remat.execution.eager.rewritten_calls import RewrittenCalls
 from remat.execution.placing import Placer
 from remat.units import gib
 from remat.workload.held_outputs import LastOutputs
-from remat.workload.training_loop import Loop
+from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import trainable
 
 OnLarger = Literal["warn", "refuse"]
@@ -421,11 +421,11 @@ class PlannedForward:
 
     def _compare_loop(self) -> None:
         """Whether what the last step left behind is gone, or the plan knows that the loop keeps it."""
-        loop = Loop.of(self.plan.about)
+        loop = TrainingLoop.of(self.plan.about)
         self._compare_gradients(loop)
         self._compare_held(loop.holds_outputs)
 
-    def _compare_gradients(self, loop: Loop) -> None:
+    def _compare_gradients(self, loop: TrainingLoop) -> None:
         if loop.accumulates or loop.ddp or loop.shard is not None or "gradients" in self._warned:
             return
         first = next((p for p in self.model.parameters() if p.requires_grad), None)

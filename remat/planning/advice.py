@@ -34,7 +34,7 @@ from remat.solvers.least_peak import least_peak
 from remat.units import ms
 from remat.workload.optimizers import optimizer_named
 from remat.workload.target import Target
-from remat.workload.training_loop import SHARDS, Loop
+from remat.workload.training_loop import SHARDS, TrainingLoop
 from remat.workload.workload import Workload
 
 Judge = Callable[[Graph, Costs], int]
@@ -57,7 +57,7 @@ class Lever:
     frees_bytes: int
 
 
-def advise(workload: Workload, place: PlanningDevice, loop: Loop, whole: Graph, judge: Judge) -> list[Lever]:
+def advise(workload: Workload, place: PlanningDevice, loop: TrainingLoop, whole: Graph, judge: Judge) -> list[Lever]:
     """Every lever that frees something, the most first.
 
     whole  the step as recorded, before any sharding
@@ -76,7 +76,9 @@ def least_peak_of(graph: Graph, costs: Costs) -> int:
     return least_peak(problem, Limits(time_s=LEAST_PEAK_S)).peak_bytes
 
 
-def _changed(workload: Workload, place: PlanningDevice, loop: Loop, whole: Graph) -> Iterator[tuple[str, Graph]]:
+def _changed(
+    workload: Workload, place: PlanningDevice, loop: TrainingLoop, whole: Graph
+) -> Iterator[tuple[str, Graph]]:
     """Each lever, and the graph of one rank with it."""
     for what, changed in _workloads(workload, whole):
         step = fake_step(changed, place, loop=loop)
@@ -93,7 +95,7 @@ def _changed(workload: Workload, place: PlanningDevice, loop: Loop, whole: Graph
         yield _state_on_host(shard(whole, loop), place.target, loop), shard(with_state_on_host(whole), loop)
 
 
-def _state_on_host(graph: Graph, target: Target, loop: Loop) -> str:
+def _state_on_host(graph: Graph, target: Target, loop: TrainingLoop) -> str:
     """What swapping the optimizer's state out and in costs each optimizer step, with and without hiding it."""
     swapped_bytes = 2 * graph.fixed_bytes.get(OPTIMIZER_STATE, 0)
     meanwhile_us = estimate(graph, target).update_time_us(graph, loop.accumulation)

@@ -39,7 +39,7 @@ from remat.planning.untraced import with_untraced
 from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
 from remat.recording.tracker import Tracker
-from remat.workload.training_loop import Loop
+from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 
 RUNGS = ("as is", "accumulate", "checkpoint")  # of the classic ladder
@@ -146,7 +146,7 @@ class MicroBatches:
         workload: Workload,
         place: PlanningDevice,
         budget: Budget,
-        loop: Loop,
+        loop: TrainingLoop,
         limits: Limits,
         on_try: Callable[[str], None],
         *,
@@ -184,7 +184,7 @@ class MicroBatches:
             self._families[accumulates] = family(low, high, self.place.target.alignment_bytes)
         return self._families[accumulates]
 
-    def _to_scale(self, micro_batch: int, loop: Loop) -> Recorded:
+    def _to_scale(self, micro_batch: int, loop: TrainingLoop) -> Recorded:
         self.on_try(f"recording micro-batch {micro_batch}")
         step = fake_step(self.workload.sized(micro_batch), self.place, loop=loop)
         graph, target = record(step), self.place.target

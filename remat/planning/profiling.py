@@ -15,12 +15,12 @@ from remat.evaluation.sharding import shard
 from remat.planning.untraced import with_untraced
 from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
-from remat.workload.training_loop import Loop
+from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 
 
 def fake_step(
-    workload: Workload, place: PlanningDevice, *, loop: Loop | None = None, compiled: bool = False
+    workload: Workload, place: PlanningDevice, *, loop: TrainingLoop | None = None, compiled: bool = False
 ) -> FakeStep:
     """The workload's step on fake tensors that pretend to be on `place`; `compiled` where training will compile it."""
     device = place.device or torch.device("cpu")
@@ -47,7 +47,7 @@ def profile(
     workload: Workload,
     *,
     target: str = "auto",
-    loop: Loop | None = None,
+    loop: TrainingLoop | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Profile:
     """Record and cost the workload's step.

@@ -30,7 +30,7 @@ from remat.recording.optimizer_forms import forms_of
 from remat.recording.tracker import Tracker
 from remat.recording.view_histories import ViewHistories
 from remat.workload.held_outputs import Held
-from remat.workload.training_loop import Loop
+from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload, trainable
 
 NUMBER_BYTES = 16  # eight in forward, eight more while it is recomputed
@@ -44,7 +44,7 @@ class Finish:
     averages  the running average's tensors, parameters first; none before the first step
     """
 
-    def __init__(self, loop: Loop, model: nn.Module, optimizer: torch.optim.Optimizer | None):
+    def __init__(self, loop: TrainingLoop, model: nn.Module, optimizer: torch.optim.Optimizer | None):
         self.loop, self.model, self.optimizer = loop, model, optimizer
         self.averages: list[torch.Tensor] = []
 
@@ -95,7 +95,7 @@ class FakeStep:
         workload: Workload,
         *,
         device: torch.device,
-        loop: Loop | None = None,
+        loop: TrainingLoop | None = None,
         prepare: Callable[[fx.GraphModule], None] | None = None,
         recompute_context: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
         kernels_of: str | None = None,
@@ -105,7 +105,7 @@ class FakeStep:
         self.workload = workload
         self.device = device
         self.mode = FakeTensorMode()
-        self.loop = loop or Loop()
+        self.loop = loop or TrainingLoop()
         self._prepare = prepare
         self._prepared: dict[int, fx.GraphModule] = {}
         self._recompute_context = recompute_context

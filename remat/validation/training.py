@@ -26,7 +26,7 @@ from remat.execution.apply import apply
 from remat.recording.fake_step import Finish, autocast_context
 from remat.recording.tracker import Tracker
 from remat.workload.held_outputs import Held
-from remat.workload.training_loop import Loop
+from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload, trainable
 
 LONG_STEP_S = 5.0  # a step that takes longer is timed once
@@ -57,7 +57,7 @@ def seed_all(seed: int) -> None:
 class Training:
     """A workload's model, batch and optimizer on the device."""
 
-    def __init__(self, workload: Workload, device: torch.device, seed: int, loop: Loop):
+    def __init__(self, workload: Workload, device: torch.device, seed: int, loop: TrainingLoop):
         self.workload, self.device, self.loop = workload, device, loop
         self._seed_of_steps = seed + 2
         seed_all(seed)
@@ -172,7 +172,7 @@ def alive_over_step(
     """(microseconds, bytes alive) over one steady-state step on the CPU, under `plan` if there is one."""
     device = torch.device("cpu")
     with undisturbed(device):
-        training = Training(workload, device, seed, Loop.of(about))
+        training = Training(workload, device, seed, TrainingLoop.of(about))
         training.begin_again()
         if plan is not None:
             apply(training.model, plan)

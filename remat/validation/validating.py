@@ -59,7 +59,7 @@ from remat.units import gib
 from remat.validation.kernel_log import KernelLog, kernel_differences
 from remat.validation.report import Report
 from remat.validation.training import Training, undisturbed
-from remat.workload.training_loop import Loop
+from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload, trainable
 
 BEARABLE_S = 10.0  # estimated time of one step on a CPU
@@ -95,7 +95,7 @@ def validate(
     how = executions.load(plan.execution)
     place = _place(device)
     assert place.device is not None
-    how.require(place, Loop.of(plan.about))
+    how.require(place, TrainingLoop.of(plan.about))
     with undisturbed(place.device):
         sizes = _Sizes(workload, plan, place, how)
         run = sizes.largest(sizes.planned_load)
@@ -143,7 +143,7 @@ class _Sizes:
         if batch_size not in self._known:
             workload = self._workload.sized(batch_size)
             compiled = self._how.compiler is not None
-            step = fake_step(workload, self._place, loop=Loop.of(self._plan.about), compiled=compiled)
+            step = fake_step(workload, self._place, loop=TrainingLoop.of(self._plan.about), compiled=compiled)
             graph = record(step, alignment_bytes=self._place.target.alignment_bytes)
             regions = _found(self._plan, graph)
             placed = place(graph, regions, _modules(self._plan, regions))
@@ -486,7 +486,7 @@ class _Validation:
         """The model on the device; its states alone may be too much for a device that others use too."""
         workload, graph = self.compared.workload, self.compared.graph
         try:
-            return Training(workload, self.device, self.seed, Loop.of(self.plan.about))
+            return Training(workload, self.device, self.seed, TrainingLoop.of(self.plan.about))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

@@ -4,7 +4,7 @@ In `logits, loss = model(x, y)` the names go on holding the last outputs while t
 So the logits are there twice when a forward ends, and once through backward and while the optimizer runs. A workload's
 `step` is a function, whose names go when it returns; a loop written out is not.
 
-`Held` does what such a loop does, for records, replays and measurements of a loop that says so (`Loop.holds`).
+`Held` does what such a loop does, for records, replays and measurements of a loop that says so (`TrainingLoop.holds`).
 `LastOutputs` looks whether a loop does it that has not said so. It holds weak references only.
 """
 

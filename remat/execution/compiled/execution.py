@@ -30,7 +30,7 @@ from remat.formulation.problem import Problem
 from remat.formulation.search_space import Space, find_space
 from remat.formulation.solution import NONE_NEEDED, Solution
 from remat.recording.fake_step import FakeStep
-from remat.workload.training_loop import Loop
+from remat.workload.training_loop import TrainingLoop
 
 NEAR = 0.02  # of the budget: what is left of it is not worth another replay
 
@@ -42,7 +42,7 @@ class CompiledExecution(Execution):
     def __init__(self, compiler: str):
         self.name = self.compiler = compiler
 
-    def require(self, device: PlanningDevice | None, loop: Loop | None) -> None:
+    def require(self, device: PlanningDevice | None, loop: TrainingLoop | None) -> None:
         if device is None:
             raise UsageError("a plan for compiled execution compiles the model, and a profile has none; use --model.")
         if device.device is None:
