@@ -95,7 +95,7 @@ MARKS = ("", "", "", "random", "batch_norm", "counter", "tuple")
 def marked(node: Node, mark: str) -> Node:
     """`node`, drawing at random, changing the state of a module, or with several outputs."""
     effect = mark if mark in ("batch_norm", "counter") else ""
-    return dataclasses.replace(node, random=mark == "random", effect=effect, crossable=mark != "tuple")
+    return dataclasses.replace(node, random=mark == "random", effect=effect, single_tensor=mark != "tuple")
 
 
 # The oracle, by hand: a chain of 4, 4 and 8 bytes (its curves stand in test_memory.py), a microsecond a node, every

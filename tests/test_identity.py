@@ -37,7 +37,7 @@ from remat.execution.eager.replay import replay
 from remat.execution.eager.rewrite import CallRegion
 from remat.execution.placing import Placer
 from remat.execution.regions_in_graph import regions_in
-from remat.recording.fake_step import NUMBER_BYTES, FakeStep
+from remat.recording.fake_step import WRAPPED_NUMBER_BYTES, FakeStep
 from remat.recording.recorder import record
 from remat.workload.workload import Workload
 from tests import toys
@@ -50,7 +50,7 @@ pytestmark = [
     pytest.mark.filterwarnings(DYNAMO_LOOKS_AT_GRAD),
 ]
 
-QUOTIENT_BYTES = 4 + NUMBER_BYTES
+QUOTIENT_BYTES = 4 + WRAPPED_NUMBER_BYTES
 GOLDEN = Path(__file__).parent / "golden"
 recorded = functools.cache(toys.recorded)
 

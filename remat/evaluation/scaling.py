@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from remat.evaluation.evaluator import Memory
-from remat.evaluation.graph import Graph, OpKind, Packs, Storages
+from remat.evaluation.graph import Graph, OpKind, SavedTensors, Storages
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,7 +74,9 @@ class Family:
         rounded = dataclasses.replace(
             bare,
             storages=dataclasses.replace(low.storages, size_bytes=self._rounded(sizes)),
-            packs=dataclasses.replace(low.packs, copy_bytes=self._rounded(low.packs.copy_bytes)),
+            saved_tensors=dataclasses.replace(
+                low.saved_tensors, copy_bytes=self._rounded(low.saved_tensors.copy_bytes)
+            ),
             fixed_bytes={**self.low.fixed_bytes, "batch": int(self._rounded(batch).sum())},
             held=tuple((int(self._rounded(np.asarray(size))), until) for size, until in bare.held),
         )
@@ -95,8 +97,8 @@ def family(low: Recorded, high: Recorded, alignment_bytes: int) -> Family | None
 
 def _structure(graph: Graph) -> tuple[Any, ...]:
     """All of a graph but its sizes."""
-    storages, packs = graph.storages, graph.packs
-    columns = [graph.op_node, *_columns(storages, "size_bytes"), *_columns(packs, "copy_bytes")]
+    storages, saved = graph.storages, graph.saved_tensors
+    columns = [graph.op_node, *_columns(storages, "size_bytes"), *_columns(saved, "copy_bytes")]
     return (
         graph.nodes,
         tuple(graph.kinds[kind].name for kind in graph.op_kind),
@@ -112,7 +114,7 @@ def _structure(graph: Graph) -> tuple[Any, ...]:
     )
 
 
-def _columns(table: Storages | Packs, without: str) -> list[np.ndarray]:
+def _columns(table: Storages | SavedTensors, without: str) -> list[np.ndarray]:
     names = [field.name for field in dataclasses.fields(table)]
     return [np.ascontiguousarray(getattr(table, name)) for name in names if name != without]
 

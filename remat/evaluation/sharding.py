@@ -201,8 +201,8 @@ def with_added(graph: Graph, added: Sequence[Added]) -> Graph:
 
 def _renumbered(graph: Graph, place: np.ndarray) -> Graph:
     """`graph` with storage u called place[u]."""
-    packs = graph.packs
-    storage = np.where(packs.storage >= 0, place[np.maximum(packs.storage, 0)], packs.storage)
+    table = graph.saved_tensors
+    storage = np.where(table.storage >= 0, place[np.maximum(table.storage, 0)], table.storage)
     return dataclasses.replace(
         graph,
         nodes=tuple(
@@ -213,7 +213,7 @@ def _renumbered(graph: Graph, place: np.ndarray) -> Graph:
             )
             for node in graph.nodes
         ),
-        packs=dataclasses.replace(packs, storage=storage),
+        saved_tensors=dataclasses.replace(table, storage=storage),
         parameters=tuple(
             dataclasses.replace(p, gradient=int(place[p.gradient]) if p.gradient >= 0 else -1) for p in graph.parameters
         ),

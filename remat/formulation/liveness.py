@@ -69,8 +69,8 @@ class Keeping:
         graph, segment = self.graph, self.segment_of_node
         packed: dict[int, dict[int, int]] = {s: {} for s in range(len(self.space.segments))}
         for p in self.memory.kept.tolist():
-            site, storage = int(segment[graph.packs.node[p]]), int(graph.packs.storage[p])
-            packed[site][storage] = max(packed[site].get(storage, -1), int(graph.packs.release[p]))
+            site, storage = int(segment[graph.saved_tensors.node[p]]), int(graph.saved_tensors.storage[p])
+            packed[site][storage] = max(packed[site].get(storage, -1), int(graph.saved_tensors.release[p]))
         taken: dict[int, set[tuple[int, int]]] = {}
         for i, node in enumerate(graph.nodes):
             for source in node.inputs:
@@ -134,7 +134,7 @@ class Keeping:
     def is_packed(self) -> np.ndarray:
         """Which storages autograd would keep for backward."""
         packed = np.zeros(len(self.graph.storages.birth), dtype=bool)
-        packed[self.graph.packs.storage[self.memory.kept]] = True
+        packed[self.graph.saved_tensors.storage[self.memory.kept]] = True
         return packed
 
     @functools.cached_property

@@ -59,7 +59,9 @@ class _Signatures:
         self.rise = np.diff(local_bytes, prepend=local_bytes[0])
         self.dying = np.bincount(graph.storages.death, graph.storages.size_bytes, minlength=graph.op_count)
         self.taken = self._taken()
-        self.packs = np.searchsorted(graph.packs.node, [s.first for s in segments] + [segments[-1].end]).tolist()
+        self.first_saved = np.searchsorted(
+            graph.saved_tensors.node, [s.first for s in segments] + [segments[-1].end]
+        ).tolist()
         self.afar = self._afar()
         self.unique = self._far_ends()
 
@@ -72,7 +74,7 @@ class _Signatures:
         nodes = self.graph.nodes[segment.first : segment.end]
         return (
             segment.plain,
-            *((n.first - begin, n.end - begin, n.effect, n.bracketed) for n in nodes),
+            *((n.first - begin, n.end - begin, n.effect, n.in_context) for n in nodes),
             *((u, at - begin) for n in nodes for u, at in zip(n.reused, n.reused_at, strict=True)),
         )
 
@@ -107,20 +109,20 @@ class _Signatures:
         return "forward", death - self.forward[made]
 
     def _saves(self, s: int) -> tuple[Hashable, ...]:
-        packs, rows = self.graph.packs, slice(self.packs[s], self.packs[s + 1])
+        table, rows = self.graph.saved_tensors, slice(self.first_saved[s], self.first_saved[s + 1])
         window = self.windows[s][0]
 
         def in_backward(ops: np.ndarray) -> bytes:
             return np.where(ops >= self.graph.forward_end, ops - window, -(1 << 40)).tobytes()
 
         return (
-            (packs.node[rows] - self.segments[s].first).tobytes(),
-            packs.copy_bytes[rows].tobytes(),
-            (packs.at[rows] - self.forward[s]).tobytes(),
-            in_backward(packs.unpack[rows]),
-            in_backward(packs.used[rows]),
-            in_backward(packs.release[rows]),
-            tuple(self._name(int(u), s) for u in packs.storage[rows]),
+            (table.node[rows] - self.segments[s].first).tobytes(),
+            table.copy_bytes[rows].tobytes(),
+            (table.at[rows] - self.forward[s]).tobytes(),
+            in_backward(table.unpack[rows]),
+            in_backward(table.used[rows]),
+            in_backward(table.release[rows]),
+            tuple(self._name(int(u), s) for u in table.storage[rows]),
         )
 
     def _inputs(self, s: int) -> tuple[Hashable, ...]:
@@ -161,7 +163,7 @@ class _Signatures:
 
     def _afar(self) -> set[int]:
         """Storages that some segment takes or saves from more than NEAR segments away."""
-        packs = self.graph.packs
-        saved = zip(self.segment_of_node[packs.node].tolist(), packs.storage.tolist(), strict=True)
+        table = self.graph.saved_tensors
+        saved = zip(self.segment_of_node[table.node].tolist(), table.storage.tolist(), strict=True)
         taken = ((s, u) for s, found in enumerate(self.taken) for _, u in found)
         return {u for s, u in (*saved, *taken) if u >= 0 and s - self._made(u) > NEAR}

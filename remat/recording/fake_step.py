@@ -33,7 +33,7 @@ from remat.workload.held_outputs import Held
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload, trainable
 
-NUMBER_BYTES = 16  # eight in forward, eight more while it is recomputed
+WRAPPED_NUMBER_BYTES = 16  # eight in forward, eight more while it is recomputed
 LARGEST_NORM = 1.0  # of gradients that are clipped; any number takes the same memory
 EMA_DECAY = 0.999  # likewise
 
