@@ -40,13 +40,13 @@ def main(*models: str) -> None:
     path, about = report.stem("fits", cpu), report.provenance(cpu)
     rows: list[dict[str, Any]] = []
     for model in models or MODELS:
-        rows.append({"model": model, **measure(model)})
+        rows.append({"model": model, **row_of(model)})
         print(rows[-1], file=sys.stderr, flush=True)
         report.write(path, about, rows, COLUMNS)
         torch._dynamo.reset()
 
 
-def measure(model: str) -> dict[str, Any]:
+def row_of(model: str) -> dict[str, Any]:
     workload, place, limits = TEST_SIZES[model](), find_planning_device("cpu"), Limits(time_s=20)
     sizes = MicroBatches(workload, place, Budget(1 << 60, 1 << 60), TrainingLoop(), limits, lambda what: None)
     half = sizes.profile(max(workload.batch_size // 2, 1), False)

@@ -1,8 +1,8 @@
 """Published training speeds against this project's estimates: `python -m benchmarks published[:NAME,...]`.
 
-What is estimated is one micro-batch of one rank, forward and backward by `remat.costing.costs.estimate`, and the part
-of the optimizer's step that falls on it. See `published_runs.py` for the runs, their sources, and those of them by
-which parameters were chosen.
+The estimate is of one micro-batch of one rank: forward and backward by `remat.costing.costs.roofline_costs`, and the
+part of the optimizer's step that falls on it. `published_runs.py` lists the runs, their sources, and which of them
+the roofline's parameters were fitted to.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import report
 from benchmarks.published_runs import Run, runs
-from remat.costing.costs import estimate
+from remat.costing.costs import roofline_costs
 from remat.costing.planning_device import PlanningDevice
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import Graph
@@ -75,7 +75,7 @@ def estimated(run: Run) -> float:
     graph = record(
         fake_step(run.workload, PlanningDevice(run.target, None)), alignment_bytes=run.target.alignment_bytes
     )
-    times = estimate(graph, run.target).per_op_us(graph)
+    times = roofline_costs(graph, run.target).per_op_us(graph)
     again_us = Memory(graph).recompute_time_us(selective(graph), times) if run.selective else 0.0
     own_us, optimizer_us = float(times[: graph.backward_end].sum()), float(times[graph.backward_end :].sum())
     return own_us + again_us + run.optimizer_share * optimizer_us

@@ -14,7 +14,7 @@ from remat.costing.profile import Profile
 from remat.errors import Infeasible, NoPlanInTime, UsageError
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import OPTIMIZER_STATE, Graph, Parameter
-from remat.evaluation.plan import Plan, unplace
+from remat.evaluation.plan import Plan, from_refs
 from remat.formulation.solution import Limits
 from remat.models import TEST_SIZES
 from remat.planning.budget import Budget, parse_budget, usable_bytes
@@ -109,7 +109,7 @@ def test_requested_is_the_peak_of_the_evaluator(name: str, settings: AllocatorSe
     memory = memory_of(profile)
     budget = int(0.9 * memory.peak_without_checkpointing)
     made = plan_profile(profile, Budget(budget, budget), limits=Limits(time_s=20))
-    for regions in ((), unplace(profile.graph, made.regions)):
+    for regions in ((), from_refs(profile.graph, made.regions)):
         found = footprint(memory, regions, settings)
         assert found.requested_bytes == memory.curve(regions).peak_bytes
         assert found.requested_bytes <= found.allocated_bytes <= found.reserved_bytes

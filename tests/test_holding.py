@@ -28,7 +28,7 @@ from remat.errors import PlanMismatch, UsageError
 from remat.evaluation import breakdown
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import Graph
-from remat.evaluation.plan import Plan, place
+from remat.evaluation.plan import Plan, to_refs
 from remat.execution.apply import apply
 from remat.execution.compiled.replay import replay_compiled
 from remat.execution.eager.replay import replay
@@ -184,7 +184,7 @@ def test_the_evaluator_equals_the_replay(choose: Choose, accumulation: int) -> N
     graph, regions = profile.graph, choose(profile.graph)
     memory = Memory(graph)
     curve = memory.curve(regions)
-    alive = replay(step, place(graph, tuple(regions))) + graph.unseen_bytes
+    alive = replay(step, to_refs(graph, tuple(regions))) + graph.unseen_bytes
     assert alive.tolist() == curve.alive_bytes[curve.runs].tolist()
     assert sum(size for size, _ in graph.held) == LOGITS + 4  # and the loss
     assert sum(breakdown.at(memory, regions, 3).values()) == curve.alive_bytes[3]
@@ -199,7 +199,7 @@ def test_the_loop_without_a_plan_takes_what_is_predicted(accumulation: int) -> N
         training = Training(PAIR, CPU, 0, TrainingLoop(accumulation=accumulation, holds="outputs"))
         training.begin_again()
         training.step()
-        _, measured = training.measure(1, 1)
+        _, measured = training.measure_steady_step(1, 1)
         training.begin_again()
         training.update()
         updated = training.peak_of_update(1)

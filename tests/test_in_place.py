@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from remat.evaluation.evaluator import Memory
-from remat.evaluation.plan import Region, place
+from remat.evaluation.plan import Region, to_refs
 from remat.execution.apply import apply
 from remat.execution.eager.replay import replay
 from remat.formulation.search_space import legal_cuts
@@ -141,7 +141,7 @@ def test_the_predicted_peak_is_the_measured_one(function: Callable[..., Any]) ->
     training = Training(workload, CPU, 0, TrainingLoop())
     apply(training.model, plan_by_hand(graph, ()))  # traced, so that no local variable holds anything
     training.step()
-    _, measured = training.measure(1, 1)
+    _, measured = training.measure_steady_step(1, 1)
     assert 0 <= predicted - measured < 4 * WIDTH * WIDTH / 100
 
 
@@ -155,7 +155,7 @@ def test_a_recomputation_is_judged_alike(function: Callable[..., Any]) -> None:
     end = max(cut for cut in cuts if may_be_region(graph, cuts[0], cut))
     curve = Memory(graph).curve((Region(cuts[0], end),))
     assert (curve.region >= 0).any()
-    replayed = replay(step, place(graph, (Region(cuts[0], end),)))
+    replayed = replay(step, to_refs(graph, (Region(cuts[0], end),)))
     np.testing.assert_array_equal(replayed, curve.alive_bytes[curve.runs] - graph.unseen_bytes)
 
 

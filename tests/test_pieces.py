@@ -17,7 +17,7 @@ from torch import nn
 
 from remat.errors import CaptureError
 from remat.evaluation.evaluator import Memory
-from remat.evaluation.plan import place
+from remat.evaluation.plan import to_refs
 from remat.execution.apply import apply, counts_of, planned_forward
 from remat.execution.eager.replay import replay
 from remat.recording.fake_step import autocast_context
@@ -91,7 +91,7 @@ def assert_trains_alike(workload: Workload) -> None:
         assert different(trained(workload, model), expected) == [], choice
         assert counts.regions == STEPS * len(regions), choice
         assert counts.recomputed_nodes == STEPS * memory.recomputed_nodes(regions) > 0, choice
-        alive = replay(fake, place(graph, regions))
+        alive = replay(fake, to_refs(graph, regions))
         assert alive.max() + graph.unseen_bytes == memory.curve(regions).peak_bytes, choice
 
 

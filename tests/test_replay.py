@@ -20,11 +20,11 @@ from torch.utils._pytree import tree_flatten
 from remat._torch import UnseenMode
 from remat.capture.schemas import makes_nothing
 from remat.cli import screen
-from remat.costing.costs import estimate
+from remat.costing.costs import roofline_costs
 from remat.costing.planning_device import find_planning_device
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import MADE_AGAIN, Graph
-from remat.evaluation.plan import Region, place
+from remat.evaluation.plan import Region, to_refs
 from remat.execution.eager.replay import replay
 from remat.execution.eager.saving import Replay, Save
 from remat.formulation.problem import Problem
@@ -82,7 +82,7 @@ def nested(graph: Graph) -> tuple[Region, ...]:
 
 def planned(graph: Graph, target: str) -> Iterator[tuple[Region, ...]]:
     """What the greedy strategy makes of each budget; where it finds nothing, what comes nearest."""
-    costs = estimate(graph, find_planning_device(target).target)
+    costs = roofline_costs(graph, find_planning_device(target).target)
     peak = Memory(graph).peak_without_checkpointing
     for share in SHARES:
         problem = Problem(graph, costs, find_space(graph), int(share * peak))
@@ -95,7 +95,7 @@ def assert_equal(model: str, target: str, accumulation: int = 1) -> Graph:
     memory, copies = Memory(graph), any(node.effect == "batch_norm" for node in graph.nodes)
     for regions in (saving_attention(graph), nested(graph), *planned(graph, target)):
         kept = tuple(region for region in regions if not region.saved or memory.recomputation(region))
-        replayed = replay(step, place(graph, kept), alignment_bytes=alignment_bytes) + graph.unseen_bytes
+        replayed = replay(step, to_refs(graph, kept), alignment_bytes=alignment_bytes) + graph.unseen_bytes
         curve = memory.curve(kept)
         assert int(replayed.max()) == curve.peak_bytes, kept
         if not copies:

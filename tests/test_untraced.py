@@ -64,7 +64,7 @@ def measured(workload: Workload, loop: TrainingLoop, plan: Plan | None = None) -
         if plan is not None:
             apply(training.model, plan)
         training.step()
-        return training.measure(1, 1)[1]
+        return training.measure_steady_step(1, 1)[1]
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import remat.validation.validating as validation
-from remat.costing.operator_timing import measure
+from remat.costing.operator_timing import time_operators
 from remat.errors import PlanMismatch, UsageError, ValidationFailed
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import Graph
@@ -67,8 +67,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     """Times are not what is tested here: measure costs as fast as may be, apart from the user's cache."""
-    fast = functools.partial(measure, cache=cache, repeats=3, seconds_per_kind=0.0)
-    monkeypatch.setattr(validation, "measure", fast)
+    fast = functools.partial(time_operators, cache=cache, repeats=3, seconds_per_kind=0.0)
+    monkeypatch.setattr(validation, "time_operators", fast)
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
 
 
@@ -108,7 +108,7 @@ def with_free_bytes(monkeypatch: pytest.MonkeyPatch, free: int, workload: Worklo
 )
 def test_a_good_plan_passes(name: str, choice: str, graphs: dict[str, Graph], cache: Path) -> None:
     graph, workload = graphs[name], WORKLOADS[name]
-    costs = measure(graph.kinds, CPU, cache=cache, repeats=3, seconds_per_kind=0.0)
+    costs = time_operators(graph.kinds, CPU, cache=cache, repeats=3, seconds_per_kind=0.0)
     regions = tuple(CHOICES[choice](graph))
     plan = plan_by_hand(graph, regions, costs)
     report = on_cpu(workload, dataclasses.replace(plan, budget_bytes=plan.budget_bytes + 1024))

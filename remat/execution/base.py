@@ -21,7 +21,7 @@ from torch import nn
 from remat.costing.profile import Profile
 from remat.errors import UsageError
 from remat.evaluation.graph import Graph
-from remat.evaluation.plan import PlacedRegion
+from remat.evaluation.plan import RegionRef
 from remat.formulation.problem import Problem
 from remat.formulation.search_space import DEPTH, Space
 from remat.formulation.solution import Solution
@@ -87,7 +87,7 @@ class Execution(abc.ABC):
         self,
         step: FakeStep,
         graph: Graph,
-        regions: Sequence[PlacedRegion],
+        regions: Sequence[RegionRef],
         *,
         alignment_bytes: int,
         workspace_of: Mapping[tuple[str, str], int],
@@ -101,7 +101,7 @@ class Execution(abc.ABC):
         return seen + graph.unseen_bytes
 
     @abc.abstractmethod
-    def replay_seen(self, step: FakeStep, regions: Sequence[PlacedRegion], **options: Any) -> np.ndarray:
+    def replay_seen(self, step: FakeStep, regions: Sequence[RegionRef], **options: Any) -> np.ndarray:
         """`replay`, of what fake tensors show; `options` are its keywords."""
 
     @abc.abstractmethod

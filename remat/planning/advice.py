@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from remat.costing.costs import Costs, estimate, with_library_workspaces
+from remat.costing.costs import Costs, roofline_costs, with_library_workspaces
 from remat.costing.planning_device import PlanningDevice
 from remat.evaluation.breakdown import HEAD, codes_of_storages
 from remat.evaluation.graph import OPTIMIZER_STATE, Graph
@@ -62,10 +62,10 @@ def advise(workload: Workload, place: PlanningDevice, loop: TrainingLoop, whole:
 
     whole  the step as recorded, before any sharding
     """
-    peak = judge(shard(whole, loop), estimate(whole, place.target))
+    peak = judge(shard(whole, loop), roofline_costs(whole, place.target))
     found = []
     for what, graph in _changed(workload, place, loop, whole):
-        left = judge(graph, estimate(graph, place.target))
+        left = judge(graph, roofline_costs(graph, place.target))
         found.append(Lever(what, left, peak - left))
     return sorted((lever for lever in found if lever.frees_bytes > 0), key=lambda lever: -lever.frees_bytes)
 
@@ -98,7 +98,7 @@ def _changed(
 def _state_on_host(graph: Graph, target: Target, loop: TrainingLoop) -> str:
     """What swapping the optimizer's state out and in costs each optimizer step, with and without hiding it."""
     swapped_bytes = 2 * graph.fixed_bytes.get(OPTIMIZER_STATE, 0)
-    meanwhile_us = estimate(graph, target).update_time_us(graph, loop.accumulation)
+    meanwhile_us = roofline_costs(graph, target).update_time_us(graph, loop.accumulation)
     least, most = (ms(target.exposed_swap_us(swapped_bytes, behind_us)) for behind_us in (meanwhile_us, 0.0))
     return f"optimizer state on the host until it is used (computed; waits {least} to {most} a step)"
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from remat.costing.costs import estimate, with_library_workspaces
+from remat.costing.costs import roofline_costs, with_library_workspaces
 from remat.costing.planning_device import PlanningDevice
 from remat.costing.profile import Profile
 from remat.errors import Infeasible
@@ -173,7 +173,7 @@ class MicroBatches:
                 found, _ = self.recorded(micro_batch, SEVERAL if accumulates else 1)
             else:
                 graph = with_library_workspaces(scaled.at(micro_batch), self.place.target)
-                found = Profile(graph, estimate(graph, self.place.target), self.place.target)
+                found = Profile(graph, roofline_costs(graph, self.place.target), self.place.target)
             self._profiles[key] = self.how.price(found)
         return self._profiles[key]
 
@@ -189,7 +189,7 @@ class MicroBatches:
         step = fake_step(self.workload.sized(micro_batch), self.place, loop=loop)
         graph, target = record(step), self.place.target
         unrounded = dataclasses.replace(target, alignment_bytes=1)
-        graph = with_untraced(graph, step, estimate(graph, target), unrounded)
+        graph = with_untraced(graph, step, roofline_costs(graph, target), unrounded)
         alignment_bytes = target.alignment_bytes
         fixed = step.fix_state(Tracker(alignment_bytes)) if alignment_bytes > 1 else graph.fixed_bytes
         tensors = [leaf for leaf in tree_leaves(step.batch) if isinstance(leaf, torch.Tensor)]

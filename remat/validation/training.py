@@ -142,7 +142,7 @@ class Training:
         tensors = [leaf for leaf in tree_leaves(kept) if isinstance(leaf, torch.Tensor)]
         return Tracker(alignment_bytes).fix([t for t in tensors if t.device.type == self.device.type])
 
-    def measure(self, alignment_bytes: int, repeats: int) -> tuple[Measured, int]:
+    def measure_steady_step(self, alignment_bytes: int, repeats: int) -> tuple[Measured, int]:
         """Memory and time of a step in the steady state, and the peak of requested bytes with what exists before it."""
         self.held.let_go()
         before = self.bytes_before(alignment_bytes)

@@ -35,14 +35,14 @@ from typing import Any
 import torch
 
 from remat.capture.dynamo import cache_builders
-from remat.costing.costs import estimate
-from remat.costing.operator_timing import device_target, measure, physical_memory
+from remat.costing.costs import roofline_costs
+from remat.costing.operator_timing import device_target, physical_memory, time_operators
 from remat.costing.planning_device import PlanningDevice
 from remat.costing.timing_cache import device_name
 from remat.errors import PlanMismatch, UsageError, ValidationFailed, is_out_of_memory
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import Graph
-from remat.evaluation.plan import PlacedRegion, Plan, Region, place, traced_branches
+from remat.evaluation.plan import Plan, Region, RegionRef, to_refs, traced_branches
 from remat.execution import executions
 from remat.execution.apply import apply, counts_of, planned_forward, remove
 from remat.execution.base import Execution
@@ -125,7 +125,7 @@ class _Recorded:
     workload: Workload
     step: FakeStep
     graph: Graph
-    placed: tuple[PlacedRegion, ...]
+    refs: tuple[RegionRef, ...]
     regions: tuple[Region, ...]
     how: Execution
 
@@ -146,15 +146,15 @@ class _Sizes:
             step = fake_step(workload, self._place, loop=TrainingLoop.of(self._plan.about), compiled=compiled)
             graph = record(step, alignment_bytes=self._place.target.alignment_bytes)
             regions = _found(self._plan, graph)
-            placed = place(graph, regions, _modules(self._plan, regions))
-            self._known[batch_size] = _Recorded(workload, step, graph, placed, regions, self._how)
+            refs = to_refs(graph, regions, _modules(self._plan, regions))
+            self._known[batch_size] = _Recorded(workload, step, graph, refs, regions, self._how)
         return self._known[batch_size]
 
     def planned_load(self, recorded: _Recorded) -> tuple[float, str]:
         """How many times too much the planned step is, in memory or in time, and why."""
         graph, regions = recorded.graph, recorded.regions
         load, why = self._memory_load(graph, Memory(graph).curve(regions).peak_bytes, "the planned step")
-        costs = estimate(graph, self._place.target)
+        costs = roofline_costs(graph, self._place.target)
         seconds = costs.step_time_us(graph) + Memory(graph).recompute_time_us(regions, costs.per_op_us(graph))
         seconds /= 1e6
         if self._place.target.device == "cpu" and seconds / BEARABLE_S > load:
@@ -163,7 +163,7 @@ class _Sizes:
 
     def untouched_load(self, recorded: _Recorded) -> tuple[float, str]:
         graph, target = recorded.graph, self._place.target
-        graph = with_untraced(graph, recorded.step, estimate(graph, target), target)
+        graph = with_untraced(graph, recorded.step, roofline_costs(graph, target), target)
         return self._memory_load(graph, Memory(graph).peak_without_checkpointing, "the untouched step")
 
     def _memory_load(self, graph: Graph, peak_bytes: int, what: str) -> tuple[float, str]:
@@ -206,7 +206,7 @@ class _Sizes:
 
 
 def _modules(plan: Plan, regions: tuple[Region, ...]) -> list[tuple[int, int, str]]:
-    """Which module each region is, as `place` wants it."""
+    """Which module each region is, as `to_refs` wants it."""
     return [(here.first, here.end, there.module) for here, there in zip(regions, plan.regions, strict=True)]
 
 
@@ -264,11 +264,11 @@ class _Prediction:
 def _predict(recorded: _Recorded, place: PlanningDevice, on_progress: Progress | None) -> _Prediction:
     assert place.device is not None
     graph = recorded.graph
-    costs = measure(graph.kinds, place.device, on_progress=on_progress)
+    costs = time_operators(graph.kinds, place.device, on_progress=on_progress)
     graph = with_untraced(graph, recorded.step, costs, place.target, place.device)
     memory = Memory(graph, costs.workspace_per_op(graph))
     options: Any = {"alignment_bytes": place.target.alignment_bytes, "workspace_of": costs.workspace_of(graph)}
-    peak = int(recorded.how.replay(recorded.step, graph, recorded.placed, **options).max())
+    peak = int(recorded.how.replay(recorded.step, graph, recorded.refs, **options).max())
     untouched = memory.peak_without_checkpointing
     if recorded.how.compiler is not None:
         untouched = int(recorded.how.replay(recorded.step, graph, (), **options).max())
@@ -364,8 +364,8 @@ def _observed_nodes(counts: Counts, recorded: _Recorded) -> int | None:
     if not isinstance(counts, ModuleCounts):
         return counts.recomputed_nodes
     memory = Memory(recorded.graph)
-    regions = zip(recorded.placed, recorded.regions, strict=True)
-    return sum(counts.recomputed[placed.module] * memory.recomputed_nodes([region]) for placed, region in regions)
+    regions = zip(recorded.refs, recorded.regions, strict=True)
+    return sum(counts.recomputed[ref.module] * memory.recomputed_nodes([region]) for ref, region in regions)
 
 
 class _Validation:
@@ -503,7 +503,7 @@ class _Validation:
         if not self.fits:
             return found, None
         training.finish()
-        measured, peak = training.measure(self.alignment_bytes, self.repeats)
+        measured, peak = training.measure_steady_step(self.alignment_bytes, self.repeats)
         return found, {"peak_bytes": peak, "step_time_us": round(measured.time_us)}
 
     def _compare(self, training: Training, expected: _FirstStep) -> _Comparison:
@@ -565,7 +565,7 @@ class _Validation:
         if not self.fits:
             training.set_batch(self.run.workload.batch_size, self.seed + 1)
             training.step()
-        measured, peak = training.measure(self.alignment_bytes, self.repeats)
+        measured, peak = training.measure_steady_step(self.alignment_bytes, self.repeats)
         found = {"peak_bytes": peak, "step_time_us": round(measured.time_us)}
         if measured.reserved_bytes is None:
             return found

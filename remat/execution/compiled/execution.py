@@ -21,7 +21,7 @@ from remat.costing.planning_device import PlanningDevice
 from remat.costing.profile import Profile
 from remat.errors import UsageError
 from remat.evaluation.graph import Graph
-from remat.evaluation.plan import PlacedRegion
+from remat.evaluation.plan import RegionRef
 from remat.execution.base import Execution, Try, require_depth
 from remat.execution.compiled.compiling import AOT_EAGER, INDUCTOR
 from remat.execution.compiled.fusion import fused
@@ -59,7 +59,7 @@ class CompiledExecution(Execution):
     def price(self, profile: Profile) -> Profile:
         return fused(profile) if self.name == INDUCTOR else profile
 
-    def replay_seen(self, step: FakeStep, regions: Sequence[PlacedRegion], **options: Any) -> np.ndarray:
+    def replay_seen(self, step: FakeStep, regions: Sequence[RegionRef], **options: Any) -> np.ndarray:
         return replay_compiled(step, regions, compiler=self.name, device=step.device, **options)
 
     def trivial(self, problem: Problem, replayed: Callable[[], int] | None) -> Solution | None:

@@ -19,7 +19,7 @@ from torch import fx
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 
 from remat.costing.operator_timing import measured_workspaces
-from remat.evaluation.plan import PlacedRegion
+from remat.evaluation.plan import RegionRef
 from remat.execution.compiled.compiling import AOT_EAGER, INDUCTOR, Compiled, compile_graph
 from remat.execution.compiled.generated_code import Loaded, without_kernels
 from remat.execution.eager.rewrite import CallRegion
@@ -33,7 +33,7 @@ _STATE_BYTES = torch.get_rng_state().numel()
 
 def replay_compiled(
     step: FakeStep,
-    regions: Sequence[PlacedRegion],
+    regions: Sequence[RegionRef],
     *,
     compiler: str = AOT_EAGER,
     alignment_bytes: int = 1,
@@ -70,7 +70,7 @@ def _run(step: FakeStep, tracker: Tracker) -> None:
 class _Calls:
     """Runs each graph call of a forward compiled; every graph is compiled once."""
 
-    def __init__(self, regions: Sequence[PlacedRegion], compiler: str, loaded: Loaded | None):
+    def __init__(self, regions: Sequence[RegionRef], compiler: str, loaded: Loaded | None):
         self._regions = regions_by_call(regions)
         self._compiler, self._loaded = compiler, loaded
         self._compiled: dict[tuple[int, int], tuple[fx.GraphModule, Compiled]] = {}
