@@ -24,8 +24,8 @@ from remat.recording.recorder import record
 from remat.validation.training import Training
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
+from tests.fuzzing import workspaces
 from tests.graphs import may_be_region
-from tests.torturing import workspaces
 from tests.toys import plan_by_hand
 
 # Dynamo makes an instance of a custom autograd function, and torch warns of it.

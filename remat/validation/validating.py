@@ -104,7 +104,7 @@ def validate(
 
 
 def _place(device: str | torch.device | None) -> PlanningDevice:
-    """The device at hand, as a place to predict for."""
+    """The device at hand, as a planning device."""
     found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if found.type not in ("cpu", "cuda"):
         raise UsageError(f"device {str(found)!r} is not supported; choose cpu or cuda.")

@@ -1,4 +1,4 @@
-"""The judge of random models under random plans, for the tests and for `python -m benchmarks torture`.
+"""The judge of random models under random plans, for the tests and for `python -m benchmarks fuzzing`.
 
 A model is recorded once, and trained for two steps under each plan. Judged are
 
