@@ -32,7 +32,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from remat.formulation.choices import Kept, Row, Run
+from remat.formulation.choices import Row, Run, SharedStorage
 from remat.formulation.problem import Problem
 
 LASTING = 2  # sites of a storage beyond which it is settled by cases
@@ -65,18 +65,20 @@ class Case:
         """The same plans, with other storages counted elsewhere."""
         return dataclasses.replace(self, counted={**self.counted, **sites})
 
-    def site(self, kept: Kept) -> int:
-        """Where `kept` is counted, unless it is tracked."""
-        return self.pinned.get(kept.storage, self.counted.get(kept.storage, kept.sites[-1]))
+    def site(self, shared: SharedStorage) -> int:
+        """Where `shared` is counted, unless it is tracked."""
+        return self.pinned.get(shared.storage, self.counted.get(shared.storage, shared.sites[-1]))
 
 
 def lasting_storages(problem: Problem) -> list[int]:
     """Storages worth a split, the largest first: those with many sites that are not tracked, and not too small."""
     least = problem.budget_bytes // MATTERS
-    tracked = {kept.storage for kept in _choose_tracked(problem, len(problem.space.segments)) if kept is not None}
-    lasting = [kept for kept in problem.kept.values() if len(kept.sites) > LASTING and kept.storage not in tracked]
-    lasting = [kept for kept in lasting if kept.size_bytes > least]
-    return [kept.storage for kept in sorted(lasting, key=lambda kept: -kept.size_bytes)[:MOST_LASTING]]
+    tracked = {shared.storage for shared in _choose_tracked(problem, len(problem.space.segments)) if shared is not None}
+    lasting = [
+        shared for shared in problem.shared.values() if len(shared.sites) > LASTING and shared.storage not in tracked
+    ]
+    lasting = [shared for shared in lasting if shared.size_bytes > least]
+    return [shared.storage for shared in sorted(lasting, key=lambda shared: -shared.size_bytes)[:MOST_LASTING]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,8 +170,8 @@ class Chain:
 
     def tracked_bytes(self, cut: int) -> int:
         """What is counted of the storage tracked at `cut`."""
-        kept = self.tracked[cut]
-        return self._counted(kept) if kept is not None else 0
+        shared = self.tracked[cut]
+        return self._counted(shared) if shared is not None else 0
 
     def persists(self, a: int, b: int) -> bool:
         """Whether the storage tracked at cut `a` is still the one tracked at `b`."""
@@ -201,7 +203,7 @@ class Chain:
     def _pinned_from(self, segment: int) -> int:
         """What is counted of what is pinned there or later: a region counts all of it at once."""
         pinned = self.case.pinned.items()
-        return sum(self._counted(self.problem.kept[u]) for u, site in pinned if site >= segment)
+        return sum(self._counted(self.problem.shared[u]) for u, site in pinned if site >= segment)
 
     def _least_inside(self, a: int, b: int) -> int:
         """What may be kept where a region goes on at every cut between `a` and `b`."""
@@ -232,8 +234,8 @@ class Chain:
         problem = self.problem
         found = list(range(1, self.count + 1))
         for segment, nodes in enumerate(problem.saves_in):
-            shared = (problem.kept[u] for node in nodes for u in problem.saved_by[node] if u in problem.kept)
-            found[segment] = max([found[segment], *(kept.sites[-1] + 1 for kept in shared)])
+            saved = (problem.shared[u] for node in nodes for u in problem.saved_by[node] if u in problem.shared)
+            found[segment] = max([found[segment], *(shared.sites[-1] + 1 for shared in saved)])
         return found
 
     def _find_items(self, segment: int, b: int, excluded: frozenset[int]) -> tuple[Item, ...]:
@@ -242,11 +244,11 @@ class Chain:
         for node in problem.saves_in[segment]:
             if node in excluded:
                 continue
-            shared = [problem.kept[u] for u in problem.saved_by[node] if u in problem.kept]
-            if any(kept.segment <= self.case.absent.get(kept.storage, -1) for kept in shared):
+            saved = [problem.shared[u] for u in problem.saved_by[node] if u in problem.shared]
+            if any(shared.segment <= self.case.absent.get(shared.storage, -1) for shared in saved):
                 continue
-            passes_on = tracked is not None and any(kept is tracked for kept in shared)
-            late = (k for k in shared if k.storage not in self.case.pinned and (k is tracked or self.case.site(k) < b))
+            passes_on = tracked is not None and any(shared is tracked for shared in saved)
+            late = (k for k in saved if k.storage not in self.case.pinned and (k is tracked or self.case.site(k) < b))
             size = problem.save_bytes[node] - self._uncounted(u for u in problem.saved_by[node] if problem.is_own(u))
             size += sum(map(self._counted, late))
             found.append(Item(node, size, problem.save_time_ns[node], passes_on))
@@ -261,10 +263,10 @@ class Chain:
 
     def _wants_what_is_absent(self, run: Run) -> bool:
         for u, until in self.case.absent.items():
-            kept = self.problem.kept[u]
-            if run.region is None and run.a <= until and run.a in kept.packed:
+            shared = self.problem.shared[u]
+            if run.region is None and run.a <= until and run.a in shared.packed:
                 return True
-            if run.region is not None and _is_taken(kept, run, until):
+            if run.region is not None and _is_taken(shared, run, until):
                 return True
         return False
 
@@ -293,41 +295,41 @@ class Chain:
     def _pinned_bytes(self, run: Run) -> int:
         """What is counted in `run` of what the case settles as kept."""
         pinned = self.case.pinned.items()
-        return sum(self._counted(self.problem.kept[u]) for u, site in pinned if run.a <= site < run.b)
+        return sum(self._counted(self.problem.shared[u]) for u, site in pinned if run.a <= site < run.b)
 
-    def _is_counted_before(self, kept: Kept, cut: int) -> bool:
-        """Whether `kept` is counted before `cut` if anything keeps it there, tracked or not."""
-        return self.case.site(kept) < cut
+    def _is_counted_before(self, shared: SharedStorage, cut: int) -> bool:
+        """Whether `shared` is counted before `cut` if anything keeps it there, tracked or not."""
+        return self.case.site(shared) < cut
 
-    def _counts_in(self, kept: Kept, run: Run) -> bool:
-        """Whether `kept` is counted in `run` if that wants it."""
-        is_open = kept is not self.tracked[run.a] and kept.storage not in self.case.pinned
-        return is_open and run.a <= self.case.site(kept) < run.b
+    def _counts_in(self, shared: SharedStorage, run: Run) -> bool:
+        """Whether `shared` is counted in `run` if that wants it."""
+        is_open = shared is not self.tracked[run.a] and shared.storage not in self.case.pinned
+        return is_open and run.a <= self.case.site(shared) < run.b
 
     @functools.cached_property
-    def _counted_in(self) -> list[list[Kept]]:
+    def _counted_in(self) -> list[list[SharedStorage]]:
         """For every segment the storages that are counted there."""
-        found: list[list[Kept]] = [[] for _ in range(self.count)]
-        for kept in self.problem.kept.values():
-            found[self.case.site(kept)].append(kept)
+        found: list[list[SharedStorage]] = [[] for _ in range(self.count)]
+        for shared in self.problem.shared.values():
+            found[self.case.site(shared)].append(shared)
         return found
 
     def _plain_transition(self, index: int, run: Run) -> Transition:
         problem, at, end = self.problem, self.tracked[run.a], self.tracked[run.b]
         (row,) = problem.first_rows(index) or [Row(index, 0, 0)]
         keeps = problem.own_bytes[run.a] - self._uncounted(problem.own[run.a]) + self._pinned_bytes(run)
-        here = (kept for kept in self._counted_in[run.a] if self._counts_in(kept, run))
-        keeps += sum(self._counted(kept) for kept in here if kept.is_reason(run, run.a))
+        here = (shared for shared in self._counted_in[run.a] if self._counts_in(shared, run))
+        keeps += sum(self._counted(shared) for shared in here if shared.is_reason(run, run.a))
         passes_on = end is not None and end is not at and run.a in end.packed
-        alive = (problem.kept[u] for u in row.alive)
-        earlier = [kept for kept in alive if kept is not at and self._is_counted_before(kept, run.a)]
+        alive = (problem.shared[u] for u in row.alive)
+        earlier = [shared for shared in alive if shared is not at and self._is_counted_before(shared, run.a)]
         return Transition(
             index,
             run.a,
             run.b,
             0,
             keeps + (self._counted(end) if passes_on and end is not None else 0),
-            problem.budget_bytes - row.bytes + sum(kept.size_bytes for kept in earlier),
+            problem.budget_bytes - row.bytes + sum(shared.size_bytes for shared in earlier),
             wants=at is not None and run.a in at.packed,
             counts=at is not None and at.storage in row.alive,
             passes_on=passes_on,
@@ -336,10 +338,10 @@ class Chain:
     def _region_transition(self, index: int, run: Run) -> Transition:
         problem, at, shape = self.problem, self.tracked[run.a], run.shape
         assert run.region is not None
-        taken = [kept for kept in self.open[run.a] if _is_taken(kept, run)]
-        late = [kept for kept in taken if self._counts_in(kept, run)]
-        earlier = [kept for kept in taken if kept is not at and self._is_counted_before(kept, run.a)]
-        before = sum(kept.size_bytes for kept in earlier)
+        taken = [shared for shared in self.open[run.a] if _is_taken(shared, run)]
+        late = [shared for shared in taken if self._counts_in(shared, run)]
+        earlier = [shared for shared in taken if shared is not at and self._is_counted_before(shared, run.a)]
+        before = sum(shared.size_bytes for shared in earlier)
         local, saves = problem.local_bytes_at(run), not run.region.inner
         most = problem.budget_bytes - local
         counts = False
@@ -347,7 +349,9 @@ class Chain:
             counts = high.recomputing or high.op <= shape.kept_until
             most -= high.bytes - (high.spare_bytes if saves else 0) - (before if counts else 0)
         if saves:
-            inputs = sum(kept.size_bytes for kept in taken if kept is at or self._is_counted_before(kept, run.b))
+            inputs = sum(
+                shared.size_bytes for shared in taken if shared is at or self._is_counted_before(shared, run.b)
+            )
             after = problem.budget_bytes
             if (start := shape.start) is not None:
                 after += start.spare_bytes + start.made_bytes + inputs - local - start.bytes
@@ -426,9 +430,9 @@ class Chain:
         sizes = (int(self.problem.graph.storages.size_bytes[u]) for u in storages if self._is_held[u])
         return sum(size - size * self.held_percent // 100 for size in sizes)
 
-    def _counted(self, kept: Kept) -> int:
-        """What this chain counts of `kept` where it is kept."""
-        return kept.size_bytes - self._uncounted([kept.storage])
+    def _counted(self, shared: SharedStorage) -> int:
+        """What this chain counts of `shared` where it is kept."""
+        return shared.size_bytes - self._uncounted([shared.storage])
 
     @functools.cached_property
     def _may_count(self) -> np.ndarray:
@@ -436,42 +440,42 @@ class Chain:
         problem = self.problem
         found = problem.is_packed.copy()
         found[[u for saved in problem.saved_by.values() for u in saved]] = True
-        found[list(problem.kept)] = True
+        found[list(problem.shared)] = True
         return found
 
 
-def _is_taken(kept: Kept, run: Run, until: int = 1 << 30) -> bool:
-    """Whether a region takes `kept` at a site of its own up to `until`."""
-    return any(source < run.a <= site < run.b and site <= until for source, site in kept.taken)
+def _is_taken(shared: SharedStorage, run: Run, until: int = 1 << 30) -> bool:
+    """Whether a region takes `shared` at a site of its own up to `until`."""
+    return any(source < run.a <= site < run.b and site <= until for source, site in shared.taken)
 
 
-def _open_storages(problem: Problem, count: int) -> list[list[Kept]]:
+def _open_storages(problem: Problem, count: int) -> list[list[SharedStorage]]:
     """For every cut the storages that cross it and have a reason after it."""
-    found: list[list[Kept]] = [[] for _ in range(count + 1)]
-    for kept in problem.kept.values():
-        for cut in range(kept.segment + 1, kept.sites[-1] + 1):
-            found[cut].append(kept)
+    found: list[list[SharedStorage]] = [[] for _ in range(count + 1)]
+    for shared in problem.shared.values():
+        for cut in range(shared.segment + 1, shared.sites[-1] + 1):
+            found[cut].append(shared)
     return found
 
 
-def _choose_tracked(problem: Problem, count: int) -> list[Kept | None]:
+def _choose_tracked(problem: Problem, count: int) -> list[SharedStorage | None]:
     """For every cut the storage to track: stretches that do not overlap, of most bytes in all."""
-    stretches = [(kept.segment + 1, kept.sites[-1], kept) for kept in problem.kept.values()]
+    stretches = [(shared.segment + 1, shared.sites[-1], shared) for shared in problem.shared.values()]
     stretches = sorted((s for s in stretches if s[0] <= s[1]), key=lambda s: (s[1], s[0], s[2].storage))
     ends = [end for _, end, _ in stretches]
     best = [0]  # bytes, by number of stretches considered
     taken: list[bool] = []
-    for first, _, kept in stretches:
+    for first, _, shared in stretches:
         before = bisect.bisect_left(ends, first)
-        with_it = best[before] + kept.size_bytes
+        with_it = best[before] + shared.size_bytes
         taken.append(with_it > best[-1])
         best.append(max(with_it, best[-1]))
-    tracked: list[Kept | None] = [None] * (count + 1)
+    tracked: list[SharedStorage | None] = [None] * (count + 1)
     i = len(stretches)
     while i > 0:
-        first, end, kept = stretches[i - 1]
+        first, end, shared = stretches[i - 1]
         if taken[i - 1]:
-            tracked[first : end + 1] = [kept] * (end + 1 - first)
+            tracked[first : end + 1] = [shared] * (end + 1 - first)
             i = bisect.bisect_left(ends, first)
         else:
             i -= 1

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from remat.evaluation.plan import Region
-from remat.formulation.choices import Kept, Run
+from remat.formulation.choices import Run, SharedStorage
 from remat.formulation.liveness import NS
 from remat.formulation.problem import Problem
 from remat.formulation.solution import Limits, Solution
@@ -226,20 +226,20 @@ def _uncounted(chain: Chain, case: Case, legs: Sequence[Leg]) -> list[tuple[int,
         return []
     before, runs = row.before, _runs(problem, regions)
     saved = {u for region in regions for node in region.saved for u in problem.saved_by[node]}
-    tracked = {kept.storage for kept in chain.tracked if kept is not None}
+    tracked = {shared.storage for shared in chain.tracked if shared is not None}
 
-    def is_reason(kept: Kept, site: int) -> bool:
-        return kept.is_reason(runs[site], site) or (site == kept.segment and kept.storage in saved)
+    def is_reason(shared: SharedStorage, site: int) -> bool:
+        return shared.is_reason(runs[site], site) or (site == shared.segment and shared.storage in saved)
 
     found = []
-    for kept in problem.kept.values():
-        if kept.storage in tracked or kept.storage in case.pinned or kept.storage in row.alive:
+    for shared in problem.shared.values():
+        if shared.storage in tracked or shared.storage in case.pinned or shared.storage in row.alive:
             continue
-        first = next((at for at in kept.sites if runs[at].b <= before and is_reason(kept, at)), None)
-        site = case.site(kept)
-        counted = runs[site].b <= before and is_reason(kept, site)
-        if first is not None and not counted and first > case.absent.get(kept.storage, -1):
-            found.append((kept.size_bytes, kept.storage, first))
+        first = next((at for at in shared.sites if runs[at].b <= before and is_reason(shared, at)), None)
+        site = case.site(shared)
+        counted = runs[site].b <= before and is_reason(shared, site)
+        if first is not None and not counted and first > case.absent.get(shared.storage, -1):
+            found.append((shared.size_bytes, shared.storage, first))
     return [(u, site) for size, u, site in sorted(found, reverse=True) if size > problem.budget_bytes // MATTERS]
 
 

@@ -111,7 +111,7 @@ class Table:
         self.chain = chain
         self.grain = grain
         self.levels = max(chain.room // self.grain + 1, 1)
-        states = [1 if kept is None else 2 for kept in chain.tracked]
+        states = [1 if shared is None else 2 for shared in chain.tracked]
         self.values = [[np.full(self.levels, np.inf) for _ in range(n)] for n in states]
         self.choice = [[np.full(self.levels, -1, dtype=np.int32) for _ in range(n)] for n in states]
         for values in self.values[-1]:

@@ -51,8 +51,8 @@ def least_peak(problem: Problem, limits: Limits) -> LeastPeak:
     if not best.proved and (lasting := lasting_storages(highest)):
         cases = [Case()]
         for storage in lasting:
-            kept = highest.kept[storage]
-            site = next((site for site in kept.sites if site > kept.segment), kept.sites[-1])
+            shared = highest.shared[storage]
+            site = next((site for site in shared.sites if site > shared.segment), shared.sites[-1])
             cases = [half for case in cases for half in case.split(storage, site)]
         solved = [_Extents(highest, case) for case in cases]
         best = _better(best, solved)
@@ -115,7 +115,7 @@ class _Extents:
     def __init__(self, problem: Problem, case: Case):
         self.problem = problem
         self.chain = chain = Chain(problem, case)
-        self.most = [[NOTHING] * (1 if kept is None else 2) for kept in chain.tracked]
+        self.most = [[NOTHING] * (1 if shared is None else 2) for shared in chain.tracked]
         self.choice: list[list[Transition | None]] = [[None] * len(states) for states in self.most]
         self.most[-1] = [chain.most_at(chain.count, k) for k in range(len(self.most[-1]))]
         for b in range(chain.count, 0, -1):

@@ -434,7 +434,7 @@ def values_at(made: Program, regions: Sequence[Region]) -> list[int]:
     for v in saved & set(made.s):
         values[made.s[v]] = 1
     for (storage, site), k in made.k.items():
-        values[k] = max(values[k], int(is_kept(problem.kept[storage], site, runs, saved)))
+        values[k] = max(values[k], int(is_kept(problem.shared[storage], site, runs, saved)))
     for constraint in made.constraints:
         if constraint.equal and any(coefficient == -1 for _, coefficient in constraint.terms):
             *terms, (prefix, _) = constraint.terms

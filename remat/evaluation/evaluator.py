@@ -179,7 +179,7 @@ class Memory:
         self.graph = graph
         self.workspace_bytes = np.zeros(graph.op_count, dtype=np.int64) if workspace_bytes is None else workspace_bytes
         table = graph.saved_tensors
-        self.kept = np.flatnonzero((table.storage >= 0) & (table.release >= graph.forward_end))
+        self.kept_for_backward = np.flatnonzero((table.storage >= 0) & (table.release >= graph.forward_end))
         self._inputs: dict[tuple[int, int], frozenset[int]] = {}
         self._input_arrays: dict[tuple[int, int], np.ndarray] = {}
         self._leaves: dict[tuple[int, int], _Leaf | None] = {}
