@@ -330,10 +330,10 @@ class Program:
         """Less the x of runs that recompute nodes of `segment` which may be saved, with those nodes."""
         able = {i: run for i in self.holding[segment] if (run := self.problem.runs[i]).region and not run.region.inner}
         never = {i: run.never_again for i, run in able.items()}
-        alike: dict[frozenset[int], list[int]] = {}
+        grouped: dict[frozenset[int], list[int]] = {}
         for v in saves:
-            alike.setdefault(frozenset(i for i in able if v in never[i]), []).append(v)
-        for without, nodes in alike.items():
+            grouped.setdefault(frozenset(i for i in able if v in never[i]), []).append(v)
+        for without, nodes in grouped.items():
             if recomputing := tuple((self.x[i], -1) for i in able if i not in without):
                 yield recomputing, nodes
 

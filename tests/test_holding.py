@@ -186,7 +186,7 @@ def test_the_evaluator_equals_the_replay(choose: Choose, accumulation: int) -> N
     curve = memory.curve(regions)
     alive = replay(step, to_refs(graph, tuple(regions))) + graph.unseen_bytes
     assert alive.tolist() == curve.alive_bytes[curve.runs].tolist()
-    assert sum(size for size, _ in graph.held) == LOGITS + 4  # and the loss
+    assert sum(size for size, _ in graph.held_outputs) == LOGITS + 4  # and the loss
     assert sum(breakdown.at(memory, regions, 3).values()) == curve.alive_bytes[3]
     stack = breakdown.over_time(memory, regions)
     assert sum(stack.parts.values()).tolist() == curve.alive_bytes.tolist()  # type: ignore[union-attr]
@@ -223,7 +223,7 @@ def test_compiled_it_holds_them_too() -> None:
 def test_files_and_pictures_tell_of_it(tmp_path: Path) -> None:
     profile, _ = profiled("outputs")
     profile.save(tmp_path / "pair.json")
-    assert Profile.load(tmp_path / "pair.json").graph.held == profile.graph.held
+    assert Profile.load(tmp_path / "pair.json").graph.held_outputs == profile.graph.held_outputs
     save_snapshot(profile, (), tmp_path / "pair.pickle")
     level = peak = 0
     for event in pickle.loads((tmp_path / "pair.pickle").read_bytes())["device_traces"][0]:
@@ -235,8 +235,8 @@ def test_files_and_pictures_tell_of_it(tmp_path: Path) -> None:
 def test_at_any_batch_size_it_is_what_a_record_finds() -> None:
     place = find_planning_device("h100-80gb")
     sizes = MicroBatches(PAIR, place, Budget(1, 1), TrainingLoop(holds="outputs"), Limits(), lambda what: None)
-    found = sizes.profile(8, False).graph.held
-    assert found == sizes.recorded(8, 1)[0].graph.held and found[0][0] >= LOGITS // 2
+    found = sizes.profile(8, False).graph.held_outputs
+    assert found == sizes.recorded(8, 1)[0].graph.held_outputs and found[0][0] >= LOGITS // 2
 
 
 def test_what_loops_hold_is_loss_or_outputs(remat: Remat) -> None:

@@ -215,7 +215,7 @@ class Memory:
     def first_step_peak(self, regions: Sequence[Region]) -> int:
         """Peak of the very first step, in which the optimizer makes its state."""
         graph, curve = self.graph, self.curve(regions)
-        alive = curve.alive_bytes - self.held_bytes(curve.op, curve.region)  # there is no step before
+        alive = curve.alive_bytes - self.held_outputs_bytes(curve.op, curve.region)  # there is no step before
         before = alive[curve.op < graph.backward_end].max()
         return max(int(before) - graph.fixed_bytes.get(OPTIMIZER_STATE, 0), graph.first_step_bytes)
 
@@ -236,13 +236,13 @@ class Memory:
         np.subtract.at(change, lives.death + 1, lives.size_bytes)
         alive = np.cumsum(change[:-1]) + self.graph.fixed_total
         alive += np.where(lives.runs, self.workspace_bytes[lives.op], 0)
-        alive += self.held_bytes(lives.op, lives.region)
+        alive += self.held_outputs_bytes(lives.op, lives.region)
         return Curve(alive, lives.op, lives.region, lives.runs)
 
-    def held_bytes(self, op: np.ndarray, region: np.ndarray) -> np.ndarray:
+    def held_outputs_bytes(self, op: np.ndarray, region: np.ndarray) -> np.ndarray:
         """What the loop holds of the step before at positions of a timeline: it lets go of it within forward."""
         sizes = np.zeros(len(op), dtype=np.int64)
-        for size, until in self.graph.held:
+        for size, until in self.graph.held_outputs:
             sizes[(op < until) & (region < 0)] += size
         return sizes
 

@@ -202,7 +202,7 @@ class Graph:
     first_step_bytes   most bytes alive while the optimizer runs for the first time, and makes its state; 0: not known
     untraced_bytes     alive during every operator of the same step where nothing is traced (`untraced.py`): fixed bytes
                        and kernels' own included; empty: not known
-    held               outputs of the step before that the loop still holds, as (bytes, operators before which they are
+    held_outputs       outputs of the step before that the loop still holds, as (bytes, operators before which they are
                        there)
     """
 
@@ -221,7 +221,7 @@ class Graph:
     first_step_bytes: int = 0
     gathered: tuple[int, ...] = ()
     untraced_bytes: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    held: tuple[tuple[int, int], ...] = ()
+    held_outputs: tuple[tuple[int, int], ...] = ()
 
     @property
     def op_count(self) -> int:
@@ -305,7 +305,7 @@ class Graph:
             "first_step_bytes": self.first_step_bytes,
             "gathered": list(self.gathered),
             "untraced_bytes": self.untraced_bytes.tolist(),
-            "held": [list(row) for row in self.held],
+            "held": [list(row) for row in self.held_outputs],
         }
 
     @staticmethod
@@ -328,7 +328,7 @@ class Graph:
             first_step_bytes=data.get("first_step_bytes", 0),
             gathered=tuple(data.get("gathered", ())),
             untraced_bytes=np.array(data.get("untraced_bytes", ()), dtype=np.int64),
-            held=tuple((size, until) for size, until in data.get("held", ())),
+            held_outputs=tuple((size, until) for size, until in data.get("held", ())),
         )
 
 

@@ -60,7 +60,9 @@ class Family:
             storages=dataclasses.replace(low.storages, size_bytes=sizes),
             fixed_bytes={**low.fixed_bytes, "batch": int(batch.sum())},
             first_step_bytes=int(line(low.first_step_bytes, high.first_step_bytes)),
-            held=tuple((int(line(a, b)), until) for (a, until), (b, _) in zip(low.held, high.held, strict=True)),
+            held_outputs=tuple(
+                (int(line(a, b)), until) for (a, until), (b, _) in zip(low.held_outputs, high.held_outputs, strict=True)
+            ),
             about={
                 **low.about,
                 "batch_size": batch_size,
@@ -78,7 +80,7 @@ class Family:
                 low.saved_tensors, copy_bytes=self._rounded(low.saved_tensors.copy_bytes)
             ),
             fixed_bytes={**self.low.fixed_bytes, "batch": int(self._rounded(batch).sum())},
-            held=tuple((int(self._rounded(np.asarray(size))), until) for size, until in bare.held),
+            held_outputs=tuple((int(self._rounded(np.asarray(size))), until) for size, until in bare.held_outputs),
         )
         # Storages of the untraced step are not known one by one: rounding takes there what it does at the traced peak.
         more = Memory(rounded).peak_without_regions - Memory(bare).peak_without_regions
@@ -110,7 +112,7 @@ def _structure(graph: Graph) -> tuple[Any, ...]:
         graph.gathered,
         tuple(graph.fixed_bytes),
         len(graph.untraced_bytes),
-        tuple(until for _, until in graph.held),
+        tuple(until for _, until in graph.held_outputs),
     )
 
 

@@ -12,7 +12,7 @@ from remat.evaluation.plan import Region
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """An operator at which a run has much alive, in terms that hold for all runs alike (`symmetry.py`).
+    """An operator at which a run has much alive, in terms that hold for all isomorphic runs (`symmetry.py`).
 
     op           counted from the run's first forward operator if `recomputing`, else from its first backward one
     bytes        alive there if nothing but the run kept anything, less what the step itself has alive at the run's
@@ -30,7 +30,7 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What runs alike share: time to recompute one once, in ns, and where its memory is tested first.
+    """What isomorphic runs share: time to recompute one once, in ns, and where its memory is tested first.
 
     highest      where the run has most alive           start  where its recomputation begins, if it may save
     firm         where it has most alive even if the node that runs is saved

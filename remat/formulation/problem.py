@@ -42,7 +42,7 @@ class Problem(Liveness):
         super().__init__(graph, costs, space)
         self.budget_bytes = budget_bytes
         self.step_time_us = costs.step_time_us(graph)
-        self._alike_runs: dict[tuple[int, ...], int] = {}
+        self._run_classes: dict[tuple[int, ...], int] = {}
         self._shapes: dict[tuple[int, int], Shape | None] = {}
         self._inner_regions: dict[tuple[int, int], Region] = {}
 
@@ -91,20 +91,20 @@ class Problem(Liveness):
         calls = [self.graph.nodes[segment.first].call for segment in self.space.segments]
         for start, stop in self.space.stretches():
             for a in range(start, stop):
-                alike: tuple[int, ...] = (self._alike[a],)
+                classes_in_it: tuple[int, ...] = (self._segment_classes[a],)
                 for b in range(a + 1, min(stop, a + self.space.longest) + 1):
                     if calls[b - 1] != calls[a]:
                         break
-                    number = self._alike_runs.setdefault(alike, len(self._alike_runs))
+                    number = self._run_classes.setdefault(classes_in_it, len(self._run_classes))
                     for width, region in self._regions(a, b):
                         shape = self._region_shape(a, b, region, (number, width))
                         if shape is not None:
                             yield Run(a, b, region, shape)
-                    if b < len(self._alike):
-                        alike = (number, self._alike[b])
+                    if b < len(self._segment_classes):
+                        classes_in_it = (number, self._segment_classes[b])
 
     @functools.cached_property
-    def _alike(self) -> list[int]:
+    def _segment_classes(self) -> list[int]:
         return classes(self.memory, self.space.segments, self.backward_of, self.op_time_ns, self._local_bytes)
 
     def _regions(self, a: int, b: int) -> Iterator[tuple[int, Region]]:
@@ -128,7 +128,7 @@ class Problem(Liveness):
     # Shapes
 
     def _plain_shape(self, a: int) -> Shape:
-        key = (self._alike_runs.setdefault((self._alike[a],), len(self._alike_runs)), PLAIN)
+        key = (self._run_classes.setdefault((self._segment_classes[a],), len(self._run_classes)), PLAIN)
         if key not in self._shapes:
             highest, *_ = self._points(Run(a, a + 1, None, Shape()))
             self._shapes[key] = Shape(highest=highest)

@@ -139,8 +139,10 @@ def saveable(graph: Graph) -> tuple[int, ...]:
     What somebody holds through backward anyway is left out.
     """
     changed = {producer for node in graph.nodes for producer in node.mutates}
-    held = graph.storages.death >= graph.forward_end
-    allocating = set(graph.storages.node[graph.storages.cast == 0].tolist()) - set(graph.storages.node[held].tolist())
+    caller_held = graph.storages.death >= graph.forward_end
+    allocating = set(graph.storages.node[graph.storages.cast == 0].tolist()) - set(
+        graph.storages.node[caller_held].tolist()
+    )
     return tuple(
         i
         for i, node in enumerate(graph.nodes)

@@ -1,14 +1,14 @@
-"""Segments that are alike: the same operators, times, sizes, lives and saves at another place of the step.
+"""Isomorphic segments: the same operators, times, sizes, lives and saves at another place of the step.
 
-Models repeat their layers. Two runs whose segments are pairwise alike have the same bytes of their own at the same
-operators, counted from where the run's forward and its backward begin; they differ by what the step holds at that
-place whatever the plan. So a run's points are found once for all runs like it (`Problem.shapes`).
+Models repeat their layers. Two runs are isomorphic if their segments are, pairwise. They have the same bytes of their
+own at the same operators, counted from where the run's forward and its backward begin. They differ by what the step
+holds at that place whatever the plan. So a run's shape is found once for all runs isomorphic to it (`Problem.runs`).
 
 Everything that `Memory` reads about a run is part of a segment's signature, with operators counted from the
 segment's own first forward and first backward operator. Storages from outside are named by how far back they were
 made, except those that some segment takes from afar (a mask, rotary tables, an encoder's output): these are named
-themselves, everywhere. Being too strict costs time; being too lax would cost the truth, so `tests/test_alike.py`
-compares shared points with those computed for every single run.
+themselves, everywhere. Being too strict costs time; being too lax would cost the truth, so
+`tests/test_isomorphic.py` compares shared shapes with those computed for every single run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def classes(
     op_time_ns: np.ndarray,
     local_bytes: np.ndarray,
 ) -> list[int]:
-    """A number for every segment: equal where segments are alike.
+    """A number for every segment: equal where segments are isomorphic.
 
     backward_of  for every segment its backward operators [first, end)
     op_time_ns   for every operator

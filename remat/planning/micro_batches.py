@@ -129,7 +129,7 @@ def largest(fits: Callable[[int], bool], most: int = MOST, guess: int = 1) -> in
     return between(max(known - far, 0), known, fits)
 
 
-def _alike(micro_batch: int, accumulates: bool) -> Window:
+def _even_window(micro_batch: int, accumulates: bool) -> Window:
     """A window of micro-batches of one size."""
     return Window(micro_batch * (SEVERAL if accumulates else 1), micro_batch)
 
@@ -245,12 +245,12 @@ class MicroBatches:
         return max(samples_that_fit(self.budget.limit_bytes, fixed, per_sample), 1) if per_sample > 0 else 1
 
     def _peak_before_optimizer(self, micro_batch: int, accumulates: bool) -> int:
-        problem = self.problem(_alike(micro_batch, accumulates))
+        problem = self.problem(_even_window(micro_batch, accumulates))
         return int(problem.memory.curve(()).alive_bytes[: problem.graph.backward_end].max())
 
     def feasible(self, micro_batch: int, *, accumulates: bool) -> bool:
         """Whether some plan fits `micro_batch`."""
-        window = _alike(micro_batch, accumulates)
+        window = _even_window(micro_batch, accumulates)
         if self.how.is_exact and self.problem(window).memory.peak_without_regions <= self.budget.limit_bytes:
             return True
         self.on_try(f"is there a plan for micro-batch {micro_batch}")

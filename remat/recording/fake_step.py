@@ -29,7 +29,7 @@ from remat.evaluation.graph import (
 from remat.recording.optimizer_forms import forms_of
 from remat.recording.tracker import Tracker
 from remat.recording.view_histories import ViewHistories
-from remat.workload.held_outputs import Held
+from remat.workload.held_outputs import HeldOutputs
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload, trainable
 
@@ -121,7 +121,7 @@ class FakeStep:
         self.capture_anew(None if compiled else Answers())
         self._kernels_of = kernels_of or device.type
         self.finish = Finish(self.loop, self.model, self._make_optimizer())
-        self.held = Held()
+        self.held_outputs = HeldOutputs()
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -197,7 +197,7 @@ class FakeStep:
         return loss
 
     def _holding(self) -> contextlib.AbstractContextManager[None]:
-        return self.held.catching(self.model) if self.loop.holds_outputs else contextlib.nullcontext()
+        return self.held_outputs.catching(self.model) if self.loop.holds_outputs else contextlib.nullcontext()
 
     def _traced_forward(self, *args: Any, **kwargs: Any) -> Any:
         with without_cache(self.model):
@@ -217,7 +217,7 @@ class FakeStep:
         and what the loop holds.
         """
         self._settle()
-        self.held.let_go()
+        self.held_outputs.let_go()
         self.model.zero_grad(set_to_none=True)
         self.finish = Finish(self.loop, self.model, self._make_optimizer())
         with self.mode, grouped_products(), Tracker(alignment_bytes) as tracker:

@@ -64,10 +64,10 @@ def record(step: FakeStep, *, alignment_bytes: int = 1) -> Graph:
         replace()
         held.append((before_bytes - first.alive_now, recorder.op_count))
 
-    step.held.replacing = note
+    step.held_outputs.replacing = note
     with torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack):
         step.run(recorder, recorder.after_forward, lambda: recorder.after_backward(step.model))
-    step.run_call, step.held.replacing = run_plainly, None
+    step.run_call, step.held_outputs.replacing = run_plainly, None
     on_cpu = step.device.type == "cpu" and alignment_bytes == 1  # elsewhere they are not on the device
     if recorder.wrapped_numbers and on_cpu:
         fixed[WRAPPED_NUMBERS] = WRAPPED_NUMBER_BYTES * recorder.wrapped_numbers
@@ -79,7 +79,7 @@ def record(step: FakeStep, *, alignment_bytes: int = 1) -> Graph:
         graph,
         parameters=tuple(recorder.parameters_of(step)),
         first_step_bytes=before + first_step_rise + sum(size for size, _ in held),
-        held=tuple(held),
+        held_outputs=tuple(held),
     )
 
 

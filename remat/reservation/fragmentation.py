@@ -144,7 +144,7 @@ class _Step:
         workspace = np.where(lives.runs, memory.workspace_bytes[lives.op], 0)
         working = np.flatnonzero(workspace)
         # What the loop holds of the step before is there when this one begins, in a block of its own.
-        until = np.array([until for _, until in graph.held], dtype=np.int64)
+        until = np.array([until for _, until in graph.held_outputs], dtype=np.int64)
         held = len(lives.size_bytes) + np.arange(len(until))
         position = np.concatenate([np.full(len(held), -1), lives.birth[real], working, lives.death[real], until - 1])
         kind = np.repeat([0, 0, 1, 2, 2], [len(held), len(real), len(working), len(real), len(held)])
@@ -153,7 +153,7 @@ class _Step:
         optimizer = int(np.argmax(np.append(lives.op, graph.op_count) >= graph.backward_end))
         self._optimizer = int(np.searchsorted(position[order], optimizer))
         self._kind, self._who = kind[order].tolist(), who[order].tolist()
-        self._sizes = [*lives.size_bytes.tolist(), *(size for size, _ in graph.held)]
+        self._sizes = [*lives.size_bytes.tolist(), *(size for size, _ in graph.held_outputs)]
         self._workspace = workspace.tolist()
 
     def run(self, allocator: CachingAllocator, state: Iterable[int] = ()) -> None:
