@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks import report
-from benchmarks.published_runs import Run, runs
+from benchmarks.published_runs import PublishedRun, published_runs
 from remat.costing.costs import roofline_costs
 from remat.costing.planning_device import PlanningDevice
 from remat.evaluation.evaluator import Memory
@@ -45,7 +45,7 @@ EXPLAINED = {
 
 def main(*names: str) -> None:
     path, about, rows = report.stem("published", torch.device("cpu")), report.provenance(torch.device("cpu")), []
-    for run in runs():
+    for run in published_runs():
         if names and run.name not in names:
             continue
         rows.append(row_of(run))
@@ -55,7 +55,7 @@ def main(*names: str) -> None:
     print("\n".join(map(_line, rows)))
 
 
-def row_of(run: Run) -> dict[str, Any]:
+def row_of(run: PublishedRun) -> dict[str, Any]:
     estimated_ms = estimated(run) / 1e3
     return {
         "run": run.name,
@@ -70,7 +70,7 @@ def row_of(run: Run) -> dict[str, Any]:
     }
 
 
-def estimated(run: Run) -> float:
+def estimated(run: PublishedRun) -> float:
     """Microseconds of one micro-batch of one rank, with its share of the optimizer."""
     graph = record(
         fake_step(run.workload, PlanningDevice(run.target, None)), alignment_bytes=run.target.alignment_bytes

@@ -321,7 +321,7 @@ def with_policy(problem: Problem, every: int) -> tuple[Region, ...]:
 def recomputed_kinds(problem: Problem, regions: tuple[Region, ...]) -> list[str]:
     """The operators with FLOPs that run again."""
     curve, graph = problem.memory.curve(regions), problem.graph
-    again = curve.op[(curve.region >= 0) & curve.runs]
+    again = curve.op[(curve.region >= 0) & curve.executed]
     return [graph.kinds[k].name for k in graph.op_kind[again] if graph.kinds[k].flops]
 
 

@@ -185,7 +185,7 @@ def test_the_evaluator_equals_the_replay(choose: Choose, accumulation: int) -> N
     memory = Memory(graph)
     curve = memory.curve(regions)
     alive = replay(step, to_refs(graph, tuple(regions))) + graph.unseen_bytes
-    assert alive.tolist() == curve.alive_bytes[curve.runs].tolist()
+    assert alive.tolist() == curve.alive_bytes[curve.executed].tolist()
     assert sum(size for size, _ in graph.held_outputs) == LOGITS + 4  # and the loss
     assert sum(breakdown.at(memory, regions, 3).values()) == curve.alive_bytes[3]
     stack = breakdown.over_time(memory, regions)

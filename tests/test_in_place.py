@@ -156,7 +156,7 @@ def test_a_recomputation_is_judged_alike(function: Callable[..., Any]) -> None:
     curve = Memory(graph).curve((Region(cuts[0], end),))
     assert (curve.region >= 0).any()
     replayed = replay(step, to_refs(graph, (Region(cuts[0], end),)))
-    np.testing.assert_array_equal(replayed, curve.alive_bytes[curve.runs] - graph.unseen_bytes)
+    np.testing.assert_array_equal(replayed, curve.alive_bytes[curve.executed] - graph.unseen_bytes)
 
 
 def test_unfused_attention_adds_its_mask_in_place() -> None:

@@ -153,7 +153,7 @@ def assert_replay_agrees(workload: Workload, regions: tuple[Region, ...], accumu
     found = recorded(workload, accumulation)
     curve = Memory(found.graph).curve(regions)
     # Python numbers that autograd keeps as tensors are counted when recording; no tracker of tensors sees them.
-    predicted = curve.alive_bytes[curve.runs] - found.graph.unseen_bytes
+    predicted = curve.alive_bytes[curve.executed] - found.graph.unseen_bytes
     np.testing.assert_array_equal(replay(found.step, to_refs(found.graph, regions)), predicted)
 
 
@@ -233,6 +233,6 @@ def test_batch_normalisation_copies_its_statistics_and_is_exact_otherwise(data: 
     curve = Memory(found.graph).curve(regions)
     kinds = list(SeenTracker.last.kinds.values())
     copies = np.array([kinds[kind].name == "aten.clone.default" for kind in SeenTracker.last.op_kinds])
-    predicted = curve.alive_bytes[curve.runs] - found.graph.unseen_bytes
+    predicted = curve.alive_bytes[curve.executed] - found.graph.unseen_bytes
     assert int(replayed.max()) == int(predicted.max())
     np.testing.assert_array_equal(replayed[~copies], predicted)

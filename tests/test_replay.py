@@ -99,7 +99,7 @@ def assert_equal(model: str, target: str, accumulation: int = 1) -> Graph:
         curve = memory.curve(kept)
         assert int(replayed.max()) == curve.peak_bytes, kept
         if not copies:
-            np.testing.assert_array_equal(replayed, curve.alive_bytes[curve.runs])
+            np.testing.assert_array_equal(replayed, curve.alive_bytes[curve.executed])
     return graph
 
 
@@ -165,8 +165,8 @@ def walked(model: str, target: str) -> Walk:
     tracker = Tracker(place_.target.alignment_bytes)
     step.fix_state(tracker)
     walk = Walk(tracker)
-    step.run_call = lambda call, graph_module, args: _under(walk, functools.partial(graph_module, *args))
-    step.run(tracker, lambda: None, lambda: None)
+    step.execute_call = lambda call, graph_module, args: _under(walk, functools.partial(graph_module, *args))
+    step.execute(tracker, lambda: None, lambda: None)
     return walk
 
 

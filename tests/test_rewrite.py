@@ -47,19 +47,19 @@ FEW_PLANS = settings(
 
 @dataclasses.dataclass
 class RealStep:
-    """A workload's forward and backward on real tensors; `run_call` executes its captured graphs."""
+    """A workload's forward and backward on real tensors; `execute_call` executes its captured graphs."""
 
     workload: Workload
     model: nn.Module
     batch: Any
     forward: Callable[..., Any]
     calls: GraphCalls
-    run_call: Any = None
+    execute_call: Any = None
 
-    def outcome(self, run_call: Any) -> dict[str, torch.Tensor]:
-        """Loss, gradients, buffers and the generator's state after a step; untouched if `run_call` is None."""
-        self.run_call = run_call
-        self.model.forward = self.forward if run_call is None else self.calls
+    def outcome(self, execute_call: Any) -> dict[str, torch.Tensor]:
+        """Loss, gradients, buffers and the generator's state after a step; untouched if `execute_call` is None."""
+        self.execute_call = execute_call
+        self.model.forward = self.forward if execute_call is None else self.calls
         before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         self.model.zero_grad()
         torch.manual_seed(1)
@@ -81,7 +81,7 @@ def real_step(workload: Workload) -> RealStep:
     batch = workload.batch(workload.batch_size, workload.seq_len)
 
     def run(call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
-        return step.run_call(call, graph_module, args)
+        return step.execute_call(call, graph_module, args)
 
     step = RealStep(workload, model, batch, model.forward, GraphCalls(model.forward, run))
     return step

@@ -18,7 +18,7 @@ from remat.errors import PlanMismatch, UsageError, ValidationFailed
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import Graph
 from remat.evaluation.plan import Plan
-from remat.execution.eager.rewrite import RegionRun
+from remat.execution.eager.rewrite import RegionTape
 from remat.validation.kernel_log import MOST_DIFFERENCES, KernelLog, kernel_differences
 from remat.validation.report import Report
 from remat.validation.validating import validate
@@ -167,10 +167,10 @@ def test_a_peak_above_the_budget_fails(plan: Plan) -> None:
 
 
 def test_a_wrong_gradient_fails(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    def forgetful(self: RegionRun, key: int, function: Any, args: Any, kwargs: Any) -> Any:
+    def forgetful(self: RegionTape, key: int, function: Any, args: Any, kwargs: Any) -> Any:
         return function(*args, **kwargs)  # the recomputation draws other numbers than forward did
 
-    monkeypatch.setattr(RegionRun, "random", forgetful)
+    monkeypatch.setattr(RegionTape, "random", forgetful)
     report = on_cpu(TRANSFORMER, plan)
     assert report.loss_equal
     assert not report.gradients_equal

@@ -49,13 +49,13 @@ class Curve:
     alive_bytes  bytes alive during it, fixed bytes, workspaces and outputs held from the step before included
     op           the recorded operator: in a recomputation maybe a cast from before its region (Rule 7)
     region       index of the top-level region that it recomputes for, -1 in forward, backward and optimizer
-    runs         False where a saved node's operator is only replayed from what was saved
+    executed     False where a saved node's operator is only replayed from what was saved
     """
 
     alive_bytes: np.ndarray
     op: np.ndarray
     region: np.ndarray
-    runs: np.ndarray
+    executed: np.ndarray
 
     @property
     def peak_bytes(self) -> int:
@@ -72,7 +72,7 @@ class Lives:
 
     storage, size_bytes, birth, death  columns over lives: a storage of the graph, and the positions between which it
                                        is alive
-    op, region, runs                   columns over positions, as in `Curve`
+    op, region, executed               columns over positions, as in `Curve`
     """
 
     storage: np.ndarray
@@ -81,7 +81,7 @@ class Lives:
     death: np.ndarray
     op: np.ndarray
     region: np.ndarray
-    runs: np.ndarray
+    executed: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -235,9 +235,9 @@ class Memory:
         np.add.at(change, lives.birth, lives.size_bytes)
         np.subtract.at(change, lives.death + 1, lives.size_bytes)
         alive = np.cumsum(change[:-1]) + self.graph.fixed_total
-        alive += np.where(lives.runs, self.workspace_bytes[lives.op], 0)
+        alive += np.where(lives.executed, self.workspace_bytes[lives.op], 0)
         alive += self.held_outputs_bytes(lives.op, lives.region)
-        return Curve(alive, lives.op, lives.region, lives.runs)
+        return Curve(alive, lives.op, lives.region, lives.executed)
 
     def held_outputs_bytes(self, op: np.ndarray, region: np.ndarray) -> np.ndarray:
         """What the loop holds of the step before at positions of a timeline: it lets go of it within forward."""
@@ -253,7 +253,7 @@ class Memory:
         storages = self.graph.storages
         death = position(self._deaths_of_originals(regions, recomputations, plain))
         again, again_birth, again_death, made_by = self._made_again(recomputations, position)
-        runs = np.ones(len(ops), dtype=bool)
+        executed = np.ones(len(ops), dtype=bool)
         for i, recomputation in enumerate(recomputations):
             if recomputation.region.saved:
                 is_saved = np.zeros(len(storages.birth), dtype=bool)
@@ -262,7 +262,7 @@ class Memory:
                 death[again[saved]] = np.maximum(death[again[saved]], again_death[saved])
                 self._end_with_replay(death, recomputation)
                 made_by[saved] = -1
-            self._mark_replayed(runs, recomputation)
+            self._mark_replayed(executed, recomputation)
         instances = made_by >= 0
         again, again_birth, again_death = again[instances], again_birth[instances], again_death[instances]
         copies = self._copies(recomputations, position)
@@ -273,7 +273,7 @@ class Memory:
             death=np.concatenate([death, again_death, copies.death]),
             op=ops,
             region=owner,
-            runs=runs,
+            executed=executed,
         )
 
     def saved_storages(self, region: Region) -> np.ndarray:
@@ -294,7 +294,7 @@ class Memory:
     def recompute_time_us(self, regions: Sequence[Region], op_time_us: np.ndarray) -> float:
         """Time of everything that runs a second (third, ...) time under `regions`."""
         curve = self.curve(regions)
-        again = (curve.region >= 0) & curve.runs
+        again = (curve.region >= 0) & curve.executed
         return float(op_time_us[curve.op[again]].sum())
 
     def nested_time(self, region: Region, time_until: np.ndarray) -> int:
@@ -586,12 +586,12 @@ class Memory:
         unused = unused[self.graph.storages.node[unused] <= self._last_called(r.region)]
         deaths[unused] = np.maximum(deaths[unused], r.last)
 
-    def _mark_replayed(self, runs: np.ndarray, r: Recomputation) -> None:
+    def _mark_replayed(self, executed: np.ndarray, r: Recomputation) -> None:
         counters = [i for i in self._counters if i in r.region]
         for node in (*r.region.saved, *counters):
             begin, end = max(self.node_first[node], r.first), min(self.node_end[node], r.stop)
             for op in range(begin, end):
-                runs[r.positions(op)] = self.graph.is_made_again[op]
+                executed[r.positions(op)] = self.graph.is_made_again[op]
 
     @functools.cached_property
     def _counters(self) -> list[int]:

@@ -141,7 +141,7 @@ def _speed(profile: Profile, memory: Memory, regions: Sequence[Region]) -> Speed
     tokens = samples * graph.about["seq_len"] if graph.about["seq_len"] else None
     flops = np.array([kind.flops for kind in graph.kinds], dtype=np.int64)[graph.op_kind]
     curve = memory.curve(regions)
-    again = int(flops[curve.op[(curve.region >= 0) & curve.runs]].sum())
+    again = int(flops[curve.op[(curve.region >= 0) & curve.executed]].sum())
     own, peak_rate = int(flops.sum()), profile.target.flops_per_us.get(_dtype(graph, flops))
     most = peak_rate * time_us if peak_rate and time_us else None
     return Speed(

@@ -84,7 +84,7 @@ def timeline(
     memory = Memory(graph, costs.workspace_per_op(graph))
     stack = breakdown.over_time(memory, regions)
     curve = stack.curve
-    took_us = np.where(curve.runs, costs.per_op_us(graph)[curve.op], 0.0)
+    took_us = np.where(curve.executed, costs.per_op_us(graph)[curve.op], 0.0)
     ends = np.cumsum(took_us)
     begins = ends - took_us
     forward = curve.op < graph.forward_end

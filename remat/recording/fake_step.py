@@ -114,7 +114,7 @@ class FakeStep:
         self.model = fake_model(workload.build, self.mode, device)
         with self.mode, torch.device(device), (seen := OnesSeen()):
             self.batch = workload.batch(workload.batch_size, workload.seq_len)
-        self.run_call: Any = run_plainly
+        self.execute_call: Any = execute_plainly
         self._forward = self.model.forward
         self._ones = seen
         self._settled = compiled
@@ -129,7 +129,7 @@ class FakeStep:
 
     def capture_anew(self, answers: Answers | None) -> None:
         """Forget what was captured, and capture with `answers` from now on."""
-        self.calls = _NotedCalls(self._forward, self._run_call, answers=answers, is_ones=self._ones.hold)
+        self.calls = _NotedCalls(self._forward, self._execute_call, answers=answers, is_ones=self._ones.hold)
         self.model.forward = self._traced_forward
 
     def _settle(self) -> None:
@@ -150,7 +150,7 @@ class FakeStep:
         with tracker.answering(), forms_of(self._kernels_of, self.device.type):
             yield
 
-    def _run_call(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
+    def _execute_call(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
         if id(graph_module) not in self._prepared:
             identity_of(graph_module)  # before kernels are put in
             if self._prepare is not None:
@@ -159,7 +159,7 @@ class FakeStep:
         substituted = self._recompute_context is not None  # such kernels cast by themselves
         autocast = torch.autocast(self.device.type, enabled=False) if substituted else contextlib.nullcontext()
         with autocast, self._views:
-            return tree_map(self._views.renewed, self.run_call(call, graph_module, args))
+            return tree_map(self._views.renewed, self.execute_call(call, graph_module, args))
 
     @contextlib.contextmanager
     def recompute_context(self) -> Iterator[None]:
@@ -230,7 +230,7 @@ class FakeStep:
                 self.finish()
         return int(tracker.alive(since=forward_end)[backward_end:].max(initial=0)), tracker
 
-    def run(self, tracker: Tracker, after_forward: Callable[[], None], after_backward: Callable[[], None]) -> None:
+    def execute(self, tracker: Tracker, after_forward: Callable[[], None], after_backward: Callable[[], None]) -> None:
         """One whole step under `tracker`: forward, backward, optimizer."""
         with self.mode, grouped_products(), tracker:
             loss = self.forward()
@@ -280,5 +280,5 @@ def autocast_context(device: torch.device, dtype: torch.dtype | None) -> context
     return torch.autocast(device.type, dtype) if dtype else contextlib.nullcontext()
 
 
-def run_plainly(call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
+def execute_plainly(call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
     return graph_module(*args)

@@ -44,7 +44,7 @@ from remat.evaluation.graph import (
     Storages,
 )
 from remat.evaluation.identity import NodeId
-from remat.recording.fake_step import WRAPPED_NUMBER_BYTES, FakeStep, describe, run_plainly
+from remat.recording.fake_step import WRAPPED_NUMBER_BYTES, FakeStep, describe, execute_plainly
 from remat.recording.tracker import FIXED, Tracker
 from remat.workload.workload import trainable
 
@@ -56,7 +56,7 @@ def record(step: FakeStep, *, alignment_bytes: int = 1) -> Graph:
     fixed = step.fix_state(recorder)
     made = ("gradients", OPTIMIZER_STATE, "running average")  # by the first step itself
     before = sum(size for name, size in fixed.items() if name not in made)
-    step.run_call = recorder.run_call
+    step.execute_call = recorder.execute_call
     held: list[tuple[int, int]] = []
 
     def note(replace: Callable[[], None]) -> None:
@@ -66,8 +66,8 @@ def record(step: FakeStep, *, alignment_bytes: int = 1) -> Graph:
 
     step.held_outputs.replacing = note
     with torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack):
-        step.run(recorder, recorder.after_forward, lambda: recorder.after_backward(step.model))
-    step.run_call, step.held_outputs.replacing = run_plainly, None
+        step.execute(recorder, recorder.after_forward, lambda: recorder.after_backward(step.model))
+    step.execute_call, step.held_outputs.replacing = execute_plainly, None
     on_cpu = step.device.type == "cpu" and alignment_bytes == 1  # elsewhere they are not on the device
     if recorder.wrapped_numbers and on_cpu:
         fixed[WRAPPED_NUMBERS] = WRAPPED_NUMBER_BYTES * recorder.wrapped_numbers
@@ -135,7 +135,7 @@ class _Recorder(Tracker):
 
     # Nodes
 
-    def run_call(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
+    def execute_call(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
         self.modules.update((path, None) for node in captured_nodes(graph_module) for path in module_paths(node))
         return _instrumented(graph_module, self, call)(*args)
 

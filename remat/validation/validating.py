@@ -98,9 +98,11 @@ def validate(
     how.require(place, TrainingLoop.of(plan.about))
     with undisturbed(place.device):
         sizes = _Sizes(workload, plan, place, how)
-        run = sizes.largest(sizes.planned_load)
-        compared = sizes.largest(sizes.untouched_load, at_most=run.workload.batch_size)
-        return _Validation(plan, how, place, run, compared, seed, repeats, sizes.notes).report(sizes, on_progress)
+        planned_step = sizes.largest(sizes.planned_load)
+        compared = sizes.largest(sizes.untouched_load, at_most=planned_step.workload.batch_size)
+        return _Validation(plan, how, place, planned_step, compared, seed, repeats, sizes.notes).report(
+            sizes, on_progress
+        )
 
 
 def _place(device: str | torch.device | None) -> PlanningDevice:
@@ -369,14 +371,14 @@ def _observed_nodes(counts: Counts, recorded: _Recorded) -> int | None:
 
 
 class _Validation:
-    """`run` is the planned step that is measured, `compared` the one whose gradients are compared. (Rule 4)"""
+    """`planned_step` is the one that is measured, `compared` the one whose gradients are compared. (Rule 4)"""
 
     def __init__(
         self,
         plan: Plan,
         how: Execution,
         place: PlanningDevice,
-        run: _Recorded,
+        planned_step: _Recorded,
         compared: _Recorded,
         seed: int,
         repeats: int,
@@ -384,14 +386,14 @@ class _Validation:
     ):
         assert place.device is not None
         self.plan, self.how, self.place, self.device = plan, how, place, place.device
-        self.run, self.compared = run, compared
+        self.planned_step, self.compared = planned_step, compared
         self.seed, self.repeats, self.notes = seed, repeats, notes
         self.alignment_bytes = place.target.alignment_bytes
 
     @property
     def fits(self) -> bool:
         """Whether the untouched step runs at the batch of the planned one."""
-        return self.run is self.compared
+        return self.planned_step is self.compared
 
     def report(self, sizes: _Sizes, on_progress: Progress | None) -> Report:
         self.notes += [f"The planned step runs a traced branch: {text}." for text in traced_branches(self.plan.about)]
@@ -400,10 +402,10 @@ class _Validation:
                 "The model calls torch.utils.checkpoint itself, so the untouched step recomputes too: kernels are not "
                 "compared, and its predicted peak is that without these calls."
             )
-        prediction = _predict(self.run, self.place, on_progress)
+        prediction = _predict(self.planned_step, self.place, on_progress)
         predicted, limit = self._promise(prediction)
         untouched, comparison, measured = self._steps(sizes)
-        workload = self.run.workload
+        workload = self.planned_step.workload
         if untouched is None:
             untouched = prediction.untouched
             self.notes.append(
@@ -433,7 +435,7 @@ class _Validation:
 
     def _promise(self, prediction: _Prediction) -> tuple[dict[str, int], tuple[str, int]]:
         """What is predicted, and what the measured peak is held against. (Rule 3)"""
-        plan, workload = self.plan, self.run.workload
+        plan, workload = self.plan, self.planned_step.workload
         about, here = plan.about, self.place.target.name
         if prediction.unmeasured:
             self.notes.append(f"The workspaces of {prediction.unmeasured} kinds of kernel could not be measured.")
@@ -479,7 +481,7 @@ class _Validation:
         except torch.OutOfMemoryError as error:
             raise ValidationFailed(
                 f"the planned step runs out of memory on {device_name(self.device)} at batch size "
-                f"{self.run.workload.batch_size}: {str(error).splitlines()[0]}"
+                f"{self.planned_step.workload.batch_size}: {str(error).splitlines()[0]}"
             ) from error
 
     def _built(self) -> Training:
@@ -563,7 +565,7 @@ class _Validation:
     def _planned(self, training: Training) -> dict[str, int]:
         """The planned step at full size, in its steady state."""
         if not self.fits:
-            training.set_batch(self.run.workload.batch_size, self.seed + 1)
+            training.set_batch(self.planned_step.workload.batch_size, self.seed + 1)
             training.step()
         measured, peak = training.measure_steady_step(self.alignment_bytes, self.repeats)
         found = {"peak_bytes": peak, "step_time_us": round(measured.time_us)}

@@ -51,20 +51,20 @@ def replay_compiled(
     """
     compiling = without_kernels() if compiler == INDUCTOR else contextlib.nullcontext()
     with compiling as loaded:
-        run_call, step.run_call = step.run_call, _Calls(regions, compiler, loaded)
+        execute_call, step.execute_call = step.execute_call, _Calls(regions, compiler, loaded)
         try:
-            _run(step, _CompiledTracker(alignment_bytes))  # compiles
+            _execute(step, _CompiledTracker(alignment_bytes))  # compiles
             tracked = track(step, _CompiledTracker(alignment_bytes))
         finally:
-            step.run_call = run_call
+            step.execute_call = execute_call
     known = dict(workspace_of or {})
     if device is not None:
         known |= measured_workspaces(tracked.tracker, known, device)
     return tracked.alive(known)
 
 
-def _run(step: FakeStep, tracker: Tracker) -> None:
-    step.run(tracker, lambda: None, lambda: None)
+def _execute(step: FakeStep, tracker: Tracker) -> None:
+    step.execute(tracker, lambda: None, lambda: None)
 
 
 class _Calls:

@@ -28,8 +28,11 @@ def replay(
 
     workspace_of  kernel's own bytes by operator and signature, see `Profile.workspace_of`
     """
-    run_call, step.run_call = step.run_call, RewrittenCalls(regions, recompute_context=step.recompute_context)
+    execute_call, step.execute_call = (
+        step.execute_call,
+        RewrittenCalls(regions, recompute_context=step.recompute_context),
+    )
     try:
         return track(step, Tracker(alignment_bytes)).alive(workspace_of)
     finally:
-        step.run_call = run_call
+        step.execute_call = execute_call
