@@ -244,7 +244,7 @@ def test_gradients_that_are_there_as_a_forward_begins_are_told_where_they_may_br
     loop = {**plans["transformer"].about, "accumulation": 2}
     trained(TRANSFORMER, apply(built(TRANSFORMER), dataclasses.replace(plans["transformer"], about=loop)), 2)
     tight = dataclasses.replace(plans["transformer"], budget_bytes=plans["transformer"].predicted["peak_bytes"])
-    with pytest.warns(UserWarning, match=r"of gradients are there as a forward begins, .* \(--accumulation\)"):
+    with pytest.warns(UserWarning, match=r"of gradients are there as a forward begins, .* \(`accumulation=`\)"):
         trained(TRANSFORMER, apply(built(TRANSFORMER), tight), micro_batches=2)
 
 

@@ -167,7 +167,7 @@ def test_where_it_does_not_it_is_told_so_at_its_second_forward(micro_steps: int)
     assert forwards == 1
     text = str(caught.value)
     assert f"{gib(LOGITS)} of outputs of the last forward are still held" in text and "`[0]`" in text
-    assert "--holds outputs" in text and gib(plan.budget_bytes) in text
+    assert '`holds="outputs"`' in text and gib(plan.budget_bytes) in text
     with pytest.warns(UserWarning, match="still held") as seen:
         over = peak_of_nanogpt(plan, micro_steps)
     assert len(seen) == 1 and seen[0].filename == __file__
@@ -240,7 +240,7 @@ def test_at_any_batch_size_it_is_what_a_record_finds() -> None:
 
 
 def test_what_loops_hold_is_loss_or_outputs(remat: Remat) -> None:
-    with pytest.raises(UsageError, match="--holds is loss or outputs, not 'all'"):
+    with pytest.raises(UsageError, match="`holds=` is 'loss' or 'outputs', not 'all'"):
         TrainingLoop(holds="all")  # type: ignore[arg-type]
     common = ("--model", "model.py:stack", "--target", "h100-80gb", "--json")
     peaks = [remat("estimate", *common, "--holds", holds).data["peaks"]["peak_bytes"] for holds in ("loss", "outputs")]
@@ -404,7 +404,7 @@ def test_a_loop_that_says_so_may_hold_the_last_outputs_and_no_older_ones() -> No
     outputs[1].backward()
     with pytest.warns(UserWarning, match="outputs of forwards before the last are still held") as seen:
         outputs = forward(model)
-    assert older and "--holds" not in str(seen[0].message)
+    assert older and "`holds=" not in str(seen[0].message)
 
 
 def test_it_is_refused_where_more_than_planned_is_refused() -> None:

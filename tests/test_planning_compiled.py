@@ -109,7 +109,7 @@ def test_a_budget_that_no_replay_keeps_is_refused_with_what_is_needed(larger: tu
     [
         pytest.param(None, None, "a profile has none; use --model", id="profile"),
         pytest.param(find_planning_device("h200"), None, "h200 is not this machine's", id="target"),
-        pytest.param(CPU, TrainingLoop(ranks=2, shard="zero3"), "leave --shard out", id="shards"),
+        pytest.param(CPU, TrainingLoop(ranks=2, shard="zero3"), "leave `shard=` out", id="shards"),
     ],
 )
 def test_what_cannot_be_planned_compiled_is_refused(device: Any, loop: Any, message: str) -> None:
@@ -122,7 +122,7 @@ def test_an_execution_that_is_not_known_and_a_depth_that_it_does_not_bear_are_re
 ) -> None:
     with pytest.raises(UsageError, match="execution 'cudagraphs' is not known; choose eager, modules"):
         load("cudagraphs")
-    with pytest.raises(UsageError, match="under --execution inductor regions do not nest; leave --depth 2 out"):
+    with pytest.raises(UsageError, match='under `execution="inductor"` regions do not nest; leave `depth=2` out'):
         load("inductor").space(larger[1].graph, 2)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,6 +28,19 @@ if TYPE_CHECKING:
 DEBUG = "REMAT_DEBUG"  # set in the environment: nothing is kept off the screen
 INDENT = "  "
 LIBRARIES = ("torch", "transformers", "huggingface_hub")  # whose warnings are about nothing a reader can change
+
+
+_ARGUMENT = re.compile(r"`(\w+)=([^`]*)`")
+_SPELLED = {"time_s": "time-limit"}  # arguments whose option has another name
+
+
+def as_options(message: str) -> str:
+    """`message` of the library with its arguments as options: `shard="zero3"` in backticks is --shard zero3."""
+    return _ARGUMENT.sub(lambda found: f"--{_option(found[1])} {found[2]}".replace('"', "").rstrip(), message)
+
+
+def _option(argument: str) -> str:
+    return _SPELLED.get(argument, argument.replace("_", "-"))
 
 
 def aligned(rows: Iterable[tuple[str, ...]], indent: str = INDENT) -> str:

@@ -40,7 +40,7 @@ def find_planning_device(name: str) -> PlanningDevice:
         return PlanningDevice(device_target(device), device)
     if name == "cuda":
         raise UsageError(
-            "--target cuda needs a CUDA device, and PyTorch sees none on this machine; "
+            '`target="cuda"` needs a CUDA device, and PyTorch sees none on this machine; '
             f"name a target instead, for example {DEFAULT_TARGET}."
         )
     if name == "auto":

@@ -138,5 +138,5 @@ class Execution(abc.ABC):
 def require_depth(execution: Execution, depth: int | None, most: int = DEPTH) -> int:
     """`depth`, or the deepest nesting; raises UsageError where regions cannot nest so deep."""
     if depth is not None and depth > most:
-        raise UsageError(f"under --execution {execution} regions do not nest; leave --depth {depth} out.")
+        raise UsageError(f'under `execution="{execution}"` regions do not nest; leave `depth={depth}` out.')
     return most if depth is None else depth

@@ -289,7 +289,7 @@ class PlannedForward:
         if fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in self.model.modules()):
             raise PlanMismatch(
                 "this model is sharded by fully_shard, whose hooks the regions of this plan would run past; "
-                "plan with --execution modules."
+                'plan with `execution="modules"`.'
             )
 
     def _graph_mismatch(self, call: int, graph_module: fx.GraphModule) -> PlanMismatch | None:
@@ -384,7 +384,7 @@ class PlannedForward:
         if autocast != planned:
             raise PlanMismatch(
                 f"the plan is for {_policy(planned)}, this forward runs {_policy(autocast)}; "
-                "use the same torch.autocast context or plan with the other --dtype."
+                "use the same torch.autocast context or plan for the other dtype."
             )
 
     def _compare_compiler(self, found: str | None) -> None:
@@ -438,7 +438,7 @@ class PlannedForward:
                 f"{gib(alive)} of gradients are there as a forward begins, and the plan is for a loop without: the "
                 f"peak may exceed the planned {gib(peak)} by as much, and with it the budget of "
                 f"{gib(self.plan.budget_bytes)}. Set gradients to None after each step "
-                "(optimizer.zero_grad(set_to_none=True)), or plan for the loop (--accumulation).",
+                "(optimizer.zero_grad(set_to_none=True)), or plan for the loop (`accumulation=`).",
                 frames=8,
             )
 
@@ -450,7 +450,7 @@ class PlannedForward:
         largest = sorted(sizes, key=lambda name: -sizes[name])
         named = ", ".join(f"`{name}` {gib(sizes[name])}" for name in largest[:3]) + (", ..." if largest[3:] else "")
         which = "forwards before the last" if declared else "the last forward"
-        remedy = "" if declared else ", or make a plan for a loop that holds them (--holds outputs)"
+        remedy = "" if declared else ', or make a plan for a loop that holds them (`holds="outputs"`)'
         self._not_as_planned(
             "held",
             f"{gib(held_bytes)} of outputs of {which} are still held as the next begins ({named}): the peak may exceed "

@@ -135,7 +135,8 @@ def solve_within(
         raise infeasible(problem, limits)
     if judge is None or found.replayed_bytes is None:
         raise NoPlanInTime(
-            f"no plan within {gib(problem.budget_bytes)} was found in {found.wall_s:.0f} s; raise --time-limit."
+            f"no plan within {gib(problem.budget_bytes)} was found in {found.wall_s:.0f} s; "
+            "raise the time limit (`time_s=`)."
         )
     enough = min(found.replayed_bytes, judge.peak(problem, least_peak(problem, limits).regions))
     raise NoPlanInTime(

@@ -45,13 +45,13 @@ class TrainingLoop:
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}.")
         if self.holds not in HOLDS:
-            raise UsageError(f"--holds is {' or '.join(HOLDS)}, not {self.holds!r}.")
+            raise UsageError(f"`holds=` is {' or '.join(map(repr, HOLDS))}, not {self.holds!r}.")
         if self.shard is not None and self.shard not in SHARDS:
             raise UsageError(f"shard {self.shard!r} is not known; choose one of {', '.join(SHARDS)}.")
         if self.shard is not None and self.ranks == 1:
-            raise UsageError(f"--shard {self.shard} over one rank shares nothing; say how many with --ranks.")
+            raise UsageError(f'`shard="{self.shard}"` over one rank shares nothing; say how many with `ranks=`.')
         if self.shard is not None and self.ddp:
-            raise UsageError(f"--ddp and --shard {self.shard} exclude each other: shards have no gradient buckets.")
+            raise UsageError(f'`ddp=` and `shard="{self.shard}"` exclude each other: shards have no gradient buckets.')
 
     @property
     def accumulates(self) -> bool:

@@ -99,7 +99,7 @@ def require_kept(regions: Sequence[CallRegion] | Sequence[RegionRef], inner: str
     if any(region.inner for region in regions):
         raise UsageError(
             "this plan nests regions, and a compiled graph computes a value again at most once: make a plan without "
-            "nesting (`remat plan --depth 1`), or run this one without torch.compile."
+            "nesting (`depth=1`), or run this one without torch.compile."
         )
 
 

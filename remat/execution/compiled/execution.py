@@ -48,10 +48,10 @@ class CompiledExecution(Execution):
         if device.device is None:
             raise UsageError(
                 f"what {self.name} makes of a model is known only where it runs, and {device.target.name} is not this "
-                "machine's; use --target cpu, or cuda on a machine that has it."
+                'machine\'s; use `target="cpu"`, or "cuda" on a machine that has it.'
             )
         if loop is not None and loop.shard is not None:
-            raise UsageError("a plan for compiled execution does not know shards; leave --shard out.")
+            raise UsageError("a plan for compiled execution does not know shards; leave `shard=` out.")
 
     def space(self, graph: Graph, depth: int | None = None) -> Space:
         return find_space(graph, depth=require_depth(self, depth, most=1))

@@ -95,7 +95,7 @@ class ModuleRegions:
             if (count := self.entered[region.path]) != 1:
                 raise PlanMismatch(
                     f"the plan's region {region.path!r} ran {count} times in this forward, not once; "
-                    "make a plan for this model, or plan with --execution eager."
+                    'make a plan for this model, or plan with `execution="eager"`.'
                 )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def _refuse_trace() -> None:
     """Where a compiler's trace ends: it would not see the regions, and nothing would be recomputed."""
     raise UsageError(
         "a plan of modules runs in eager mode only: leave torch.compile out, or make a plan of nodes for it "
-        "(`remat plan --depth 1`, without --execution modules)."
+        '(`depth=1`, without `execution="modules"`).'
     )
 
 
