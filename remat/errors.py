@@ -1,7 +1,9 @@
 """Every error that a person can cause, each with the exit code that scripts rely on.
 
-A message states the fact, the numbers and the remedy, in one sentence each. The command line prints it
-without a traceback; anything that is not one of these is a bug in remat and exits with 1.
+A message states the fact, the numbers and the remedy, in one sentence each. An argument of the library stands in
+backticks with its equals sign: `ranks=`, `shard="zero3"`. The command line prints the message without a traceback, and
+arguments as options (`cli.screen.as_options`). Anything that is not one of these errors is a bug in remat and exits
+with 1.
 """
 
 from __future__ import annotations

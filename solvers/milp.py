@@ -11,10 +11,10 @@ solvers compute in floating point, so three things are scaled or given away:
 
 A plan that breaks a row by a tolerance is found by the evaluator, like any other.
 
-HiGHS does not listen to anybody while it works, so after Ctrl-C it is left alone in its thread, and what it had is
-lost; SCIP stops and hands over its best. Neither reports progress. HiGHS chooses its threads itself (it dies when told
-how many), SCIP uses one. Both write to stdout now and then (SCIP that somebody pressed Ctrl-C), where an answer may be
-a document: what is written there while they work goes to stderr.
+HiGHS cannot be interrupted: after Ctrl-C it is left running in its thread, and its result is lost. SCIP stops and
+hands over its best plan. Neither reports progress. HiGHS chooses its own number of threads (it crashes when told how
+many); SCIP uses one. Both sometimes write to stdout, where an answer may be a document: while they work, stdout leads
+to stderr.
 """
 
 from __future__ import annotations

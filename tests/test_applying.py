@@ -17,7 +17,7 @@ from torch import nn
 from remat import models
 from remat.errors import PlanMismatch, UsageError
 from remat.evaluation.evaluator import Memory
-from remat.evaluation.plan import Plan, Region, place
+from remat.evaluation.plan import Plan, Region, to_refs
 from remat.execution.apply import apply, counts_of, remove
 from remat.execution.eager.replay import replay
 from remat.execution.eager.rewritten_calls import RewrittenCalls
@@ -244,7 +244,7 @@ def test_gradients_that_are_there_as_a_forward_begins_are_told_where_they_may_br
     loop = {**plans["transformer"].about, "accumulation": 2}
     trained(TRANSFORMER, apply(built(TRANSFORMER), dataclasses.replace(plans["transformer"], about=loop)), 2)
     tight = dataclasses.replace(plans["transformer"], budget_bytes=plans["transformer"].predicted["peak_bytes"])
-    with pytest.warns(UserWarning, match=r"of gradients are there as a forward begins, .* \(--accumulation\)"):
+    with pytest.warns(UserWarning, match=r"of gradients are there as a forward begins, .* \(`accumulation=`\)"):
         trained(TRANSFORMER, apply(built(TRANSFORMER), tight), micro_batches=2)
 
 
@@ -379,9 +379,9 @@ def test_evaluator_and_executor_count_the_same_recomputed_nodes(name: str) -> No
     graph = record(fake)
     memory = Memory(graph)
     for choice, regions in assorted(graph).items():
-        calls = RewrittenCalls(place(graph, regions), observe=True)
-        fake.run_call = calls
-        fake.run(Tracker(), lambda: None, lambda: None)
+        calls = RewrittenCalls(to_refs(graph, regions), observe=True)
+        fake.execute_call = calls
+        fake.execute(Tracker(), lambda: None, lambda: None)
         assert calls.counts.recomputed_nodes == memory.recomputed_nodes(regions), choice
 
 
@@ -390,4 +390,4 @@ def test_evaluator_and_executor_need_the_same_memory(choice: str, graphs: Any) -
     for name in ("transformer", "transformer-amp"):
         fake, graph = graphs[name]
         regions = tuple(CHOICES[choice](graph))
-        assert Memory(graph).curve(regions).peak_bytes == replay(fake, place(graph, regions)).max()
+        assert Memory(graph).curve(regions).peak_bytes == replay(fake, to_refs(graph, regions)).max()

@@ -14,7 +14,7 @@ from remat.evaluation import breakdown
 from remat.evaluation.evaluator import Memory
 from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
-from remat.workload.training_loop import Loop
+from remat.workload.training_loop import TrainingLoop
 from tests.graphs import TOYS, ToyNode, plans, toy_graph, toys
 from tests.toys import TRANSFORMER, WORKLOADS, every_block
 from tests.toys import recorded as recorded_toy
@@ -22,7 +22,7 @@ from tests.toys import recorded as recorded_toy
 WIDTH_BYTES = 4
 
 
-def recorded(loop: Loop, optimizer: type[torch.optim.Optimizer] | None = torch.optim.AdamW) -> Memory:
+def recorded(loop: TrainingLoop, optimizer: type[torch.optim.Optimizer] | None = torch.optim.AdamW) -> Memory:
     workload = dataclasses.replace(TRANSFORMER, optimizer=optimizer)
     return Memory(record(FakeStep(workload, device=torch.device("cpu"), loop=loop)))
 
@@ -72,18 +72,18 @@ def numel() -> int:
 
 
 def test_a_running_average_is_another_copy_of_the_parameters() -> None:
-    plain, averaged = recorded(Loop()), recorded(Loop(ema=True))
+    plain, averaged = recorded(TrainingLoop()), recorded(TrainingLoop(ema=True))
     assert averaged.graph.fixed_bytes["running average"] == numel() * WIDTH_BYTES
     rise = averaged.peak_without_checkpointing - plain.peak_without_checkpointing
     assert rise >= numel() * WIDTH_BYTES
 
 
 def test_gradient_buckets_are_another_copy_of_the_gradients() -> None:
-    assert recorded(Loop(ddp=True)).graph.fixed_bytes["gradient buckets"] == numel() * WIDTH_BYTES
+    assert recorded(TrainingLoop(ddp=True)).graph.fixed_bytes["gradient buckets"] == numel() * WIDTH_BYTES
 
 
 def test_clipping_runs_before_the_optimizer() -> None:
-    plain, clipped = recorded(Loop(), None), recorded(Loop(clip_grad_norm=True), None)
+    plain, clipped = recorded(TrainingLoop(), None), recorded(TrainingLoop(clip_grad_norm=True), None)
     assert plain.graph.op_count == plain.graph.backward_end
     assert clipped.graph.op_count > clipped.graph.backward_end
 
@@ -93,7 +93,7 @@ def test_clipping_runs_before_the_optimizer() -> None:
 def test_the_first_step_lacks_the_optimizers_state_until_the_optimizer_makes_it(
     optimizer: type[torch.optim.Optimizer] | None, accumulation: int
 ) -> None:
-    memory = recorded(Loop(accumulation=accumulation), optimizer)
+    memory = recorded(TrainingLoop(accumulation=accumulation), optimizer)
     graph = memory.graph
     state = graph.fixed_bytes.get("optimizer state", 0)
     for regions in ((), every_block(graph)):
@@ -105,7 +105,7 @@ def test_the_first_step_lacks_the_optimizers_state_until_the_optimizer_makes_it(
 
 
 def test_every_parameter_has_its_gradient_and_its_state() -> None:
-    graph = recorded(Loop()).graph
+    graph = recorded(TrainingLoop()).graph
     names = [name for name, _ in TRANSFORMER.build().named_parameters()]
     assert [parameter.name for parameter in graph.parameters] == names
     sizes = {int(graph.storages.size_bytes[p.gradient]) == p.size_bytes == p.gradient_bytes for p in graph.parameters}
@@ -116,7 +116,7 @@ def test_every_parameter_has_its_gradient_and_its_state() -> None:
 
 
 def test_gradients_that_accumulate_are_there_before_the_step() -> None:
-    graph = recorded(Loop(accumulation=2)).graph
+    graph = recorded(TrainingLoop(accumulation=2)).graph
     assert {p.gradient for p in graph.parameters} == {-1}
     assert sum(p.gradient_bytes for p in graph.parameters) == graph.fixed_bytes["gradients"]
 
@@ -124,9 +124,9 @@ def test_gradients_that_accumulate_are_there_before_the_step() -> None:
 def test_a_step_is_recorded_again_under_another_loop_as_if_it_were_new() -> None:
     step = FakeStep(TOYS["residual"], device=torch.device("cpu"))
     first = record(step)
-    step.loop = Loop(accumulation=2, clip_grad_norm=True)
+    step.loop = TrainingLoop(accumulation=2, clip_grad_norm=True)
     between = record(step)
-    step.loop = Loop()
+    step.loop = TrainingLoop()
     again = record(step)
     assert between.fixed_bytes["gradients"] and "gradients" not in first.fixed_bytes
     assert again.fixed_bytes == first.fixed_bytes and again.first_step_bytes == first.first_step_bytes
@@ -134,6 +134,6 @@ def test_a_step_is_recorded_again_under_another_loop_as_if_it_were_new() -> None
 
 
 def test_the_loop_of_a_plan_is_read_back() -> None:
-    loop = Loop(accumulation=4, ema=True, ranks=8, shard="zero2")
-    assert Loop.of({**loop.to_json(), "workload": "any"}) == loop
-    assert Loop().to_json() == {"accumulation": 1}
+    loop = TrainingLoop(accumulation=4, ema=True, ranks=8, shard="zero2")
+    assert TrainingLoop.of({**loop.to_json(), "workload": "any"}) == loop
+    assert TrainingLoop().to_json() == {"accumulation": 1}

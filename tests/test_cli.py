@@ -25,6 +25,7 @@ from remat.cli.model_spec import ModelSpec
 from remat.errors import NoPlanInTime, UsageError
 from remat.evaluation.plan import Plan
 from remat.planning import planner as planning
+from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 from tests.command_line import Remat, line_of
 
@@ -310,6 +311,27 @@ def test_a_missing_package_is_named_with_its_remedy(remat: Remat, monkeypatch: p
     ran = remat(*stack())
     assert ran.exit_code == 2
     assert "error: this needs the package ortools, which is missing. Run `pip install ortools`." in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("message", "printed"),
+    [
+        (
+            '`shard="zero3"` over one rank; say how many with `ranks=`.',
+            "--shard zero3 over one rank; say how many with --ranks.",
+        ),
+        ("leave `depth=2` out.", "leave --depth 2 out."),
+        ("raise the time limit (`time_s=`).", "raise the time limit (--time-limit)."),
+        ("`del` the names; the headroom is 5 % (`layers.0`).", "`del` the names; the headroom is 5 % (`layers.0`)."),
+    ],
+)
+def test_arguments_of_the_library_are_options_on_the_command_line(message: str, printed: str) -> None:
+    assert screen.as_options(message) == printed
+
+
+def test_an_error_of_the_library_names_its_arguments() -> None:
+    with pytest.raises(UsageError, match='`shard="zero3"` over one rank shares nothing; say how many with `ranks=`'):
+        TrainingLoop(shard="zero3")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

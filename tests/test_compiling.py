@@ -201,7 +201,7 @@ def test_a_plan_for_another_model_is_refused(plan: Plan) -> None:
 
 def test_nested_regions_are_refused(graphs: dict[str, Graph]) -> None:
     nested = plan_by_hand(graphs["transformer"], CHOICES["nested"](graphs["transformer"]))
-    with pytest.raises(UsageError, match=r"this plan nests regions.*--depth 1"):
+    with pytest.raises(UsageError, match=r"this plan nests regions.*`depth=1`"):
         compiled(apply(built(TRANSFORMER), nested))(*batch_of(TRANSFORMER))
 
 

@@ -128,4 +128,4 @@ def test_a_plan_may_be_applied_after_sharding(found: Any) -> None:
 
 
 def test_a_plan_of_nodes_is_refused_by_a_sharded_model(found: Any) -> None:
-    assert "plan with --execution modules" in found[0]["refused"]
+    assert 'plan with `execution="modules"`' in found[0]["refused"]

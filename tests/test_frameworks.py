@@ -135,7 +135,7 @@ def test_accumulation_that_a_plan_does_not_know_warns(plans: dict[str, Plan]) ->
     accumulating = accelerator(gradient_accumulation_steps=4)
     from remat.integrations.accelerate import prepare
 
-    with pytest.warns(UserWarning, match="accumulates gradients over 4 micro-batches.*--accumulation 4"):
+    with pytest.warns(UserWarning, match="accumulates gradients over 4 micro-batches.*`accumulation=4`"):
         prepare(accumulating, Transformer(), plan=plans["nodes"])
 
 

@@ -26,7 +26,7 @@ import typer
 from remat import __version__
 from remat.cli.commands import Answer, compare, estimate, fit, models, plan, profile, show, sweep, timeline, validate
 from remat.cli.commands.options import spread
-from remat.cli.screen import DEBUG, put, quiet_libraries, tell
+from remat.cli.screen import DEBUG, as_options, put, quiet_libraries, tell
 from remat.errors import Infeasible, NoPlanInTime, RematError, UsageError, is_out_of_memory
 from remat.streams import stdout_to_stderr
 
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         put(json.dumps(answer.data, indent=2, allow_nan=False) if as_json else answer.text)
         if answer.failure is None:
             return 0
-        tell("error", str(answer.failure), ERROR)
+        tell("error", as_options(str(answer.failure)), ERROR)
         return answer.failure.exit_code
     except BrokenPipeError:  # `remat show ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -82,7 +82,7 @@ def _fail(error: Exception, as_json: bool) -> int:
 
 def _explain(error: Exception) -> tuple[int, str]:
     if isinstance(error, RematError):
-        return error.exit_code, str(error)
+        return error.exit_code, as_options(str(error))
     if isinstance(error, CommandLineError):
         context = getattr(error, "ctx", None)
         hint = f" Try `{context.command_path} --help`." if context else ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,11 +23,24 @@ from remat.evaluation.graph import NOT_UNTRACED
 from remat.units import gib, ms
 
 if TYPE_CHECKING:
-    from remat.evaluation.plan import NodeRef, PlacedRegion, Plan
+    from remat.evaluation.plan import NodeRef, Plan, RegionRef
 
 DEBUG = "REMAT_DEBUG"  # set in the environment: nothing is kept off the screen
 INDENT = "  "
 LIBRARIES = ("torch", "transformers", "huggingface_hub")  # whose warnings are about nothing a reader can change
+
+
+_ARGUMENT = re.compile(r"`(\w+)=([^`]*)`")
+_SPELLED = {"time_s": "time-limit"}  # arguments whose option has another name
+
+
+def as_options(message: str) -> str:
+    """`message` of the library with its arguments as options: `shard="zero3"` in backticks is --shard zero3."""
+    return _ARGUMENT.sub(lambda found: f"--{_option(found[1])} {found[2]}".replace('"', "").rstrip(), message)
+
+
+def _option(argument: str) -> str:
+    return _SPELLED.get(argument, argument.replace("_", "-"))
 
 
 def aligned(rows: Iterable[tuple[str, ...]], indent: str = INDENT) -> str:
@@ -237,7 +251,7 @@ def regions_text(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _region_lines(region: PlacedRegion, title: str, indent: str) -> list[str]:
+def _region_lines(region: RegionRef, title: str, indent: str) -> list[str]:
     saved = f", {len(region.saved)} saved" if region.saved else ""
     random = f", {len(region.random)} random" if region.random else ""
     lines = [f"{indent}{title}   {_span(region)}   {_count(region.count_nodes(), 'node')}{saved}{random}"]
@@ -249,7 +263,7 @@ def _region_lines(region: PlacedRegion, title: str, indent: str) -> list[str]:
     return lines
 
 
-def _span(region: PlacedRegion) -> str:
+def _span(region: RegionRef) -> str:
     first, last = _place_of(region.first), _place_of(region.last)
     call = f"call {region.call}: " if region.call else ""
     if region.module:
@@ -261,7 +275,7 @@ def _place_of(ref: NodeRef) -> str:
     return ref.module or f"`{ref.name}`"
 
 
-def _saves(region: PlacedRegion) -> int:
+def _saves(region: RegionRef) -> int:
     return len(region.saved) + sum(map(_saves, region.inner))
 
 

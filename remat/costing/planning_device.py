@@ -26,7 +26,7 @@ class PlanningDevice:
 
 
 def find_planning_device(name: str) -> PlanningDevice:
-    """The place that `--target name` means.
+    """The planning device that `--target name` means.
 
     auto  this machine's GPU, or else `DEFAULT_TARGET`      cuda  this machine's GPU, or a UsageError
     cpu   this machine's CPU                                any other: a target by name
@@ -40,7 +40,7 @@ def find_planning_device(name: str) -> PlanningDevice:
         return PlanningDevice(device_target(device), device)
     if name == "cuda":
         raise UsageError(
-            "--target cuda needs a CUDA device, and PyTorch sees none on this machine; "
+            '`target="cuda"` needs a CUDA device, and PyTorch sees none on this machine; '
             f"name a target instead, for example {DEFAULT_TARGET}."
         )
     if name == "auto":

@@ -45,7 +45,7 @@ from remat.execution.eager.rewritten_calls import RewrittenCalls
 from remat.execution.placing import Placer
 from remat.units import gib
 from remat.workload.held_outputs import LastOutputs
-from remat.workload.training_loop import Loop
+from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import trainable
 
 OnLarger = Literal["warn", "refuse"]
@@ -123,7 +123,7 @@ class PlannedForward:
             self._settle()
             # A forward that is one graph can be traced again as long as nothing of it has run.
             fits = self._placer.fits_some if self._is_one_graph else None
-            self._graphs = self._traced(run_call=self._run_call, fits=fits)
+            self._graphs = self._traced(execute_call=self._execute_call, fits=fits)
         self._compare_autocast()
         self._compare_compiler(None)
         self._compare_batch(args, kwargs)
@@ -133,7 +133,7 @@ class PlannedForward:
         except (SizesNotOpen, CaptureError):
             if not self._graphs.opens_sizes or self._graphs.count:
                 raise
-        self._graphs = self._traced(run_call=self._run_call)
+        self._graphs = self._traced(execute_call=self._execute_call)
         return self._run(self._graphs, args, kwargs)
 
     def _unplanned(self, args: Any, kwargs: Any) -> Any:
@@ -268,7 +268,7 @@ class PlannedForward:
         )
         return self.calls.counts
 
-    def _run_call(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
+    def _execute_call(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
         if id(graph_module) not in self._fitting:
             # A forward that is about to raise has another graph: its own error counts, so this one waits for the end.
             self._mismatch = self._mismatch or self._graph_mismatch(call, graph_module)
@@ -289,7 +289,7 @@ class PlannedForward:
         if fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in self.model.modules()):
             raise PlanMismatch(
                 "this model is sharded by fully_shard, whose hooks the regions of this plan would run past; "
-                "plan with --execution modules."
+                'plan with `execution="modules"`.'
             )
 
     def _graph_mismatch(self, call: int, graph_module: fx.GraphModule) -> PlanMismatch | None:
@@ -384,7 +384,7 @@ class PlannedForward:
         if autocast != planned:
             raise PlanMismatch(
                 f"the plan is for {_policy(planned)}, this forward runs {_policy(autocast)}; "
-                "use the same torch.autocast context or plan with the other --dtype."
+                "use the same torch.autocast context or plan for the other dtype."
             )
 
     def _compare_compiler(self, found: str | None) -> None:
@@ -421,11 +421,11 @@ class PlannedForward:
 
     def _compare_loop(self) -> None:
         """Whether what the last step left behind is gone, or the plan knows that the loop keeps it."""
-        loop = Loop.of(self.plan.about)
+        loop = TrainingLoop.of(self.plan.about)
         self._compare_gradients(loop)
         self._compare_held(loop.holds_outputs)
 
-    def _compare_gradients(self, loop: Loop) -> None:
+    def _compare_gradients(self, loop: TrainingLoop) -> None:
         if loop.accumulates or loop.ddp or loop.shard is not None or "gradients" in self._warned:
             return
         first = next((p for p in self.model.parameters() if p.requires_grad), None)
@@ -438,7 +438,7 @@ class PlannedForward:
                 f"{gib(alive)} of gradients are there as a forward begins, and the plan is for a loop without: the "
                 f"peak may exceed the planned {gib(peak)} by as much, and with it the budget of "
                 f"{gib(self.plan.budget_bytes)}. Set gradients to None after each step "
-                "(optimizer.zero_grad(set_to_none=True)), or plan for the loop (--accumulation).",
+                "(optimizer.zero_grad(set_to_none=True)), or plan for the loop (`accumulation=`).",
                 frames=8,
             )
 
@@ -450,7 +450,7 @@ class PlannedForward:
         largest = sorted(sizes, key=lambda name: -sizes[name])
         named = ", ".join(f"`{name}` {gib(sizes[name])}" for name in largest[:3]) + (", ..." if largest[3:] else "")
         which = "forwards before the last" if declared else "the last forward"
-        remedy = "" if declared else ", or make a plan for a loop that holds them (--holds outputs)"
+        remedy = "" if declared else ', or make a plan for a loop that holds them (`holds="outputs"`)'
         self._not_as_planned(
             "held",
             f"{gib(held_bytes)} of outputs of {which} are still held as the next begins ({named}): the peak may exceed "

@@ -30,7 +30,7 @@ def require_autocast(plan: Plan, autocast: str | None, setting: str) -> None:
     if planned != autocast:
         raise PlanMismatch(
             f"the plan is for {f'autocast to {planned}' if planned else 'no autocast'}, and {setting} means "
-            f"{f'autocast to {autocast}' if autocast else 'none'}; change the setting or plan with the other --dtype."
+            f"{f'autocast to {autocast}' if autocast else 'none'}; change the setting or plan for the other dtype."
         )
 
 
@@ -41,7 +41,7 @@ def warn_of_accumulation(plan: Plan, micro_batches: int, setting: str) -> None:
         size = f" ({gib(4 * count)} in fp32)" if count else ""
         warnings.warn(
             f"{setting} accumulates gradients over {micro_batches} micro-batches, and the plan was made for one: the "
-            f"peak may exceed the planned one by the gradients{size}. Plan with --accumulation {micro_batches}.",
+            f"peak may exceed the planned one by the gradients{size}. Plan with `accumulation={micro_batches}`.",
             stacklevel=4,
         )
 

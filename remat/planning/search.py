@@ -14,7 +14,7 @@ from collections.abc import Callable
 from remat.costing.profile import Profile
 from remat.errors import NoPlanInTime
 from remat.evaluation.evaluator import Memory
-from remat.evaluation.plan import Region, place
+from remat.evaluation.plan import Region, to_refs
 from remat.execution.base import Execution, Try
 from remat.formulation import check
 from remat.formulation.problem import Problem
@@ -52,7 +52,7 @@ class Judge:
         alive = self.execution.replay(
             self.step,
             problem.graph,
-            place(problem.graph, regions, problem.space.modules),
+            to_refs(problem.graph, regions, problem.space.modules),
             alignment_bytes=profile.target.alignment_bytes,
             workspace_of=profile.workspace_of(),
         )
@@ -135,7 +135,8 @@ def solve_within(
         raise infeasible(problem, limits)
     if judge is None or found.replayed_bytes is None:
         raise NoPlanInTime(
-            f"no plan within {gib(problem.budget_bytes)} was found in {found.wall_s:.0f} s; raise --time-limit."
+            f"no plan within {gib(problem.budget_bytes)} was found in {found.wall_s:.0f} s; "
+            "raise the time limit (`time_s=`)."
         )
     enough = min(found.replayed_bytes, judge.peak(problem, least_peak(problem, limits).regions))
     raise NoPlanInTime(
