@@ -21,6 +21,7 @@ LONG = (
     "published",
     "matrix",
     "proofs",
+    "slices",
 )
 
 

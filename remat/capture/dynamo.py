@@ -70,6 +70,9 @@ class CompileCall(Protocol):
     def __call__(self, call: int, graph_module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]: ...
 
 
+Change = Callable[[int, fx.GraphModule], fx.GraphModule]
+
+
 class GraphCalls:
     """A function traced by Dynamo whose graph calls are executed by `execute_call`, or by what `compile_call` gave.
 
@@ -79,6 +82,7 @@ class GraphCalls:
     fits      whether a graph with open sizes (`dynamic_shapes.py`) will do; without it, every new shape is traced
     answers   what code hears that asks whether it is being traced; by default what Dynamo says
     is_ones   looks into an attention mask
+    change    what becomes of a graph, first seen as call number `call`, before all else
 
     Raises `CaptureError` where Dynamo cannot trace at all, `SizesNotOpen` where a graph with open sizes does not fit.
     """
@@ -92,6 +96,7 @@ class GraphCalls:
         answers: Answers | None = None,
         planned: Masks | None = None,
         is_ones: IsOnes = all_ones,
+        change: Change | None = None,
     ):
         self.function = function
         self.answers = answers
@@ -101,6 +106,7 @@ class GraphCalls:
         self._fits = fits
         self._planned = planned or Masks()
         self._is_ones = is_ones
+        self._change = change
         self._compiled: dict[Masks, Callable[..., Any]] = {}
         self._given: list[torch.Tensor] = []
         self.count = 0
@@ -120,6 +126,8 @@ class GraphCalls:
             raise ForeignMask("the model makes an attention mask of its own, beside that of ones that it is given.")
         self.own_checkpoints += open_nodes(graph_module)
         drop_dead_views(graph_module)
+        if self._change is not None:
+            graph_module = self._change(self.count, graph_module)
         if self._fits is not None and has_sizes(graph_module) and not self._will_do(graph_module):
             raise SizesNotOpen("the graph depends on the sizes of the batch.")
         if self._compile_call is not None:

@@ -19,6 +19,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from remat.evaluation.chunks import WHOLE, chunks_of
 from remat.evaluation.graph import NOT_UNTRACED
 from remat.units import gib, ms
 
@@ -58,7 +59,7 @@ def plan_text(plan: Plan) -> str:
     return "\n\n".join(
         [
             heading(plan.about, plan.target, plan.costs, plan.execution),
-            aligned([*_promise(plan), *(_decision(plan) if plan.regions else ())]),
+            aligned([*_promise(plan), *_slices(plan), *(_decision(plan) if plan.regions else ())]),
             *([] if plan.regions else [_without_regions(plan)]),
             *_caveats(plan),
             f"at the peak{_eagerly(plan)}, {plan.predicted['peak_at']}\n{breakdown_text(plan.predicted['breakdown'])}",
@@ -156,6 +157,24 @@ def _promise(plan: Plan) -> list[tuple[str, ...]]:
     ]
 
 
+def _slices(plan: Plan) -> list[tuple[str, ...]]:
+    """A line for every loss that runs in slices, and what a plan without them would cost."""
+    rows: list[tuple[str, ...]] = []
+    for each in chunks_of(plan.about):
+        what = f"{each.module or 'the head'}: its logits are never there at once, its gradients are made in forward"
+        rows.append(("" if rows else "loss", f"{each.slices} slice{'s' if each.slices > 1 else ''}", what))
+    if rows:
+        extra = plan.predicted["slices_time_us"] / (plan.without_checkpointing["step_time_us"] or 1.0)
+        whole = plan.predicted.get(WHOLE)
+        other = (
+            "the loss whole (--exact) does not fit"
+            if whole is None
+            else f"the loss whole (--exact): +{100 * whole:.1f} %"
+        )
+        rows.append(("", f"{100 * extra:+.1f} %", f"of the step for them; {other}"))
+    return rows
+
+
 def _evaluator_row(plan: Plan) -> list[tuple[str, ...]]:
     """A line where the model of memory is wrong about a plan that it should know."""
     evaluated = plan.predicted.get("evaluator_peak_bytes", plan.predicted["peak_bytes"])
@@ -177,6 +196,8 @@ def reserved_rows(found: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 def _without_regions(plan: Plan) -> str:
     """Whether a plan that recomputes nothing has to be applied."""
     plain_bytes = plan.without_checkpointing["peak_bytes"]
+    if chunks_of(plan.about):
+        return "nothing is recomputed: with the loss in slices the step fits"
     if plain_bytes <= plan.budget_bytes:
         return "no checkpointing needed: the whole step fits as it is"
     return (
@@ -209,9 +230,8 @@ def _decision(plan: Plan) -> list[tuple[str, ...]]:
         ("solver", solver["status"], proof),
     ]
     if solver["status"] != "optimal" and not compiled:
-        rows.append(
-            ("", "", _labelled(f"best plan found; every plan recomputes for {ms(solver['bound_us'])} or more", plan))
-        )
+        price = "takes longer by" if chunks_of(plan.about) else "recomputes for"
+        rows.append(("", "", _labelled(f"best plan found; every plan {price} {ms(solver['bound_us'])} or more", plan)))
     return rows
 
 

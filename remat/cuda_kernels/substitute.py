@@ -41,11 +41,14 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from remat.chunking.chunk import CHUNKED
+from remat.chunking.chunked_loss import ChunkedLoss, as_given
 from remat.cuda_kernels.autocast import (
     Call,
     CudnnAttention,
     Device,
     Tensor,
+    cast,
     dtype_of_region,
     enter_autocast,
     exit_autocast,
@@ -70,11 +73,20 @@ def substitute(
         elif node.target is torch.amp.autocast_mode._exit_autocast:
             regions.pop()
             node.target = exit_autocast
+        elif CHUNKED in node.meta:
+            _chunked_on_cuda(node.meta[CHUNKED], Device(regions[-1], cudnn_attention))
         else:
             function = _called(node)
             if function is not None and _differs(function, regions[-1]):
                 _retarget(node, _on_cuda(function, Device(regions[-1], cudnn_attention)))
     graph_module.recompile()
+
+
+def _chunked_on_cuda(head: ChunkedLoss, device: Device) -> None:
+    """What a chunked head runs inside, likewise."""
+    for part in (head.opened, head.row_losses):
+        substitute(part, device.autocast)
+    head.cast = functools.partial(cast, dtype=device.autocast) if device.autocast else as_given
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,7 +36,11 @@ from remat.capture.dynamo import (
 )
 from remat.capture.eager_answers import Answers, innermost
 from remat.capture.settling import Before, Unsettled, complete, install_recording_hooks
+from remat.chunking.chunk import chunk, chunked_losses
+from remat.chunking.chunked_loss import Watch
+from remat.chunking.heads import find_heads
 from remat.errors import CaptureError, PlanMismatch, UsageError, is_out_of_memory
+from remat.evaluation.chunks import chunks_of, slices_in
 from remat.evaluation.identity import Fit
 from remat.evaluation.plan import Plan
 from remat.execution.compiled.compiling import COMPILERS, Backend, CompiledCalls, name_of, require_kept
@@ -78,6 +82,7 @@ class PlannedForward:
 
     def _prepare(self) -> None:
         self._placer = Placer(self.plan)
+        self.head_watch = Watch()
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}  # of the forward that is running
         self.calls = RewrittenCalls(self.plan.regions, observe=self.observe, find=self._placer.regions)
         self._fitting: dict[int, fx.GraphModule] = {}  # kept, so that an id stays its own
@@ -169,7 +174,18 @@ class PlannedForward:
         """The forward, traced under the answers and for the masks that the plan was made with."""
         traced = self.plan.about.get("traced_branches")
         answers = None if traced is None else Answers(traced)
-        return GraphCalls(self.original, answers=answers, planned=self._planned_masks, **given)
+        change = self._chunked if chunks_of(self.plan.about) else None
+        return GraphCalls(self.original, answers=answers, planned=self._planned_masks, change=change, **given)
+
+    def _chunked(self, call: int, graph_module: fx.GraphModule) -> fx.GraphModule:
+        """What was captured, with the plan's chunks; as it is where it is another graph, which is told by its nodes."""
+        slices = slices_in(chunks_of(self.plan.about), call)
+        if not slices.keys() <= set(range(len(find_heads(graph_module)))):
+            return graph_module
+        chunked = chunk(graph_module, slices)
+        for head in chunked_losses(chunked):
+            head.watch = self.head_watch
+        return chunked
 
     @property
     def _planned_masks(self) -> Masks:
@@ -260,8 +276,10 @@ class PlannedForward:
     ) -> Counts:
         """From now on run the regions with these options, without tracing again; returns their new counts.
 
-        observe  see `apply`        recompute_context  what recomputations run under
+        observe  see `apply`        recompute_context  what recomputations and chunked losses run under
         """
+        watch = self.head_watch
+        watch.unseen, watch.on_sums, watch.on_backward = recompute_context or contextlib.nullcontext, None, None
         self._placer = Placer(self.plan)
         self.calls = RewrittenCalls(
             self.plan.regions, observe=observe, recompute_context=recompute_context, find=self._placer.regions

@@ -10,11 +10,14 @@ does not run as the evaluator says (`Execution.is_exact`), a peak is the replay'
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from remat.costing.profile import Profile
+from remat.errors import Infeasible, NoPlanInTime
+from remat.evaluation.chunks import chunks_of
 from remat.evaluation.plan import Plan, Region
 from remat.execution import executions
 from remat.execution.base import Execution
@@ -25,11 +28,14 @@ from remat.formulation.solution import Limits, Solution, Status
 from remat.planning.assemble import assemble, infeasible
 from remat.planning.budget import Budget
 from remat.planning.search import Judge, search
+from remat.planning.variants import Variant, Variants, fastest, priced, within_patience
 from remat.recording.fake_step import FakeStep
 from remat.solvers import EXACT, HEURISTICS, WITHOUT, load
 
 DEFAULT = (*HEURISTICS, "exact")
 NO_LIMIT = 1 << 62
+LOSS_WHOLE = "exact-whole-loss"  # what "exact" finds that leaves losses whole, where it cuts them
+LIGER_LIKE = "liger-like"  # every block, and losses in as many slices as Liger-Kernel's fused head takes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +149,8 @@ def compare(
     limits: Limits | None = None,
     step: FakeStep | None = None,
     execution: str = EAGER,
+    exact: bool = False,
+    variants: Variants | None = None,
     on_strategy: Callable[[str, int, int], None] | None = None,
 ) -> Comparison:
     """What each strategy makes of `profile` under `budget`; with `step`, every plan that fits is also replayed.
@@ -150,6 +158,9 @@ def compare(
     strategies   names in `solvers.STRATEGIES`; by default the quick ones
     limits       for each strategy on its own
     execution    how the step will run, as in `planner.plan`
+    exact        leave losses whole, as in `planner.plan`; else, where "exact" is among the strategies and cuts them
+                 because that pays, there are two rows more: `LOSS_WHOLE` and `LIGER_LIKE`
+    variants     of the step, to use again what was recorded for another budget
     on_strategy  called with the name of each before it begins, its number from 1, and how many there are
 
     Raises Infeasible where it is proved that no plan fits, UsageError for an unknown strategy.
@@ -175,7 +186,11 @@ def compare(
             interrupted = True
         if interrupted:
             break
-    rows = rows_of(problem, solutions, profile, how, judge)
+    rows, bound_us = rows_of(problem, solutions, profile, how, judge), best_bound(solutions)
+    if step is not None and not exact and not interrupted and "exact" in solutions:
+        rows, bound_us = _with_slices(
+            rows, bound_us, variants or Variants(how, step, profile), how, budget.limit_bytes, limits
+        )
     if not any(row.fits for row in rows) and any(row.status == "infeasible" for row in rows):
         raise infeasible(problem, limits)
     untouched = how.without_plan(problem, None if judge is None else lambda: judge.peak(problem, ()))
@@ -184,9 +199,72 @@ def compare(
     return Comparison(
         budget_bytes=budget.limit_bytes,
         rows=rows,
-        bound_us=best_bound(solutions) if how.bound_carries else 0.0,
+        bound_us=bound_us if how.bound_carries else 0.0,
         interrupted=interrupted,
         **heading,
+    )
+
+
+def _with_slices(
+    rows: tuple[Row, ...], bound_us: float, variants: Variants, how: Execution, limit_bytes: int, limits: Limits
+) -> tuple[tuple[Row, ...], float]:
+    """The rows, with what cutting losses makes of the step where that pays; and the bound of all of it."""
+    whole = next(row for row in rows if row.strategy == "exact")
+
+    def attempt(variant: Variant, name: str = "exact") -> Plan:
+        found = variant.profile
+        problem = how.pose(found, how.space(found.graph), limit_bytes)
+        solution = solution_of(problem, how, name, variant.judge, within_patience(limits))
+        if not solution.fits:
+            raise NoPlanInTime(f"no plan of {variant.chunks[0]} keeps the budget.")
+        return assemble(problem, solution, found, how, variant.judge)
+
+    def untouched() -> Plan:
+        if whole.plan is None or not whole.fits:
+            raise NoPlanInTime("no plan that leaves the loss whole keeps the budget.")
+        return whole.plan
+
+    try:
+        best = fastest(untouched, variants, attempt)
+    except (Infeasible, NoPlanInTime):
+        return rows, bound_us
+    if not chunks_of(best.about):
+        return rows, bound_us
+    bound_us = best.solver["bound_us"]
+    found = [_row_of(best, "exact", variants, bound_us)]
+    liger = variants.like_liger()
+    with contextlib.suppress(Infeasible, NoPlanInTime):
+        found.append(_row_of(priced(attempt(liger, "every-block"), liger), LIGER_LIKE, variants, bound_us))
+    for row in rows:
+        name = LOSS_WHOLE if row is whole else row.strategy
+        above = (
+            None if row.above_bound is None or row.recompute_time_us is None else row.recompute_time_us / bound_us - 1
+        )
+        found.append(dataclasses.replace(row, strategy=name, above_bound=above))
+    return tuple(sorted(found, key=lambda row: row.rank)), bound_us
+
+
+def _row_of(plan: Plan, name: str, variants: Variants, bound_us: float) -> Row:
+    """The row of a plan that cuts losses."""
+    about, predicted, price_us = plan.about, plan.predicted, plan.solver["objective_us"]
+    profile = variants.profile_of(plan)
+    update_us = profile.costs.update_time_us(profile.graph, about["accumulation"], predicted["recompute_time_us"])
+    samples_per_s = about["batch_size"] * about["accumulation"] / update_us * 1e6 if update_us else None
+    return Row(
+        strategy=name,
+        status=plan.solver["status"],
+        fits=True,
+        peak_bytes=predicted["peak_bytes"],
+        step_time_us=predicted["step_time_us"],
+        recompute_time_us=predicted["recompute_time_us"],
+        overhead=predicted["overhead"],
+        samples_per_s=samples_per_s,
+        tokens_per_s=samples_per_s * about["seq_len"] if samples_per_s and about["seq_len"] else None,
+        bound_us=plan.solver["bound_us"] if name == "exact" else None,
+        gap=plan.solver["gap"] if name == "exact" else None,
+        above_bound=max(price_us / bound_us - 1, 0.0) if bound_us else None,
+        wall_s=plan.solver["wall_s"],
+        plan=plan,
     )
 
 

@@ -316,7 +316,7 @@ class MicroBatches:
         """The plan at a micro-batch, recorded at that size, solved and replayed."""
         profile, step = self.recorded(window.micro_batch, window.accumulation)
         self.on_try(f"solving micro-batch {window.micro_batch}")
-        return plan_profile(profile, self.budget, limits=self.limits, step=step, execution=self.how)
+        return plan_profile(profile, self.budget, limits=self.limits, step=step, execution=self.how, exact=True)
 
     def refusal(self, window: Window) -> Infeasible:
         """Not even one sample at a time fits."""

@@ -23,6 +23,7 @@ from remat.planning.budget import Budget, parse_budget, usable_bytes
 from remat.planning.card import reserving_at_most, with_footprints
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.search import Judge, OnReplay, solve_within
+from remat.planning.variants import Variant, Variants, fastest, within_patience
 from remat.recording.fake_step import FakeStep
 from remat.reservation.fragmentation import assumed_settings
 from remat.solvers import Solver, load
@@ -42,6 +43,7 @@ def plan(
     execution: str = EAGER,
     depth: int | None = None,
     allocator: str | None = None,
+    exact: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
     """The plan with the least recomputation whose peak over the whole step stays within `budget`.
@@ -54,6 +56,7 @@ def plan(
     depth             how deep regions may nest, by default as deep as they may: 1 for an eager plan that
                       `torch.compile` can keep
     allocator         settings of PYTORCH_CUDA_ALLOC_CONF to predict for; those of the environment by default
+    exact             every gradient bitwise that of the untouched step: no loss runs in slices (`variants.py`)
     on_progress       called with (done, total) while costs are measured
 
     Raises Infeasible with the least budget that would do, NoPlanInTime, CaptureError, UsageError.
@@ -66,7 +69,15 @@ def plan(
     step = fake_step(workload, found, loop=loop, compiled=how.compiler is not None)
     profile = profile_step(step, found, on_progress=on_progress)
     return plan_profile(
-        profile, limit, limits=limits, solver=solver, step=step, execution=how, depth=depth, allocator=allocator
+        profile,
+        limit,
+        limits=limits,
+        solver=solver,
+        step=step,
+        execution=how,
+        depth=depth,
+        allocator=allocator,
+        exact=exact,
     )
 
 
@@ -81,30 +92,53 @@ def plan_profile(
     depth: int | None = None,
     space: Space | None = None,
     allocator: str | None = None,
+    exact: bool = False,
     on_replay: OnReplay | None = None,
+    on_variant: Callable[[int], None] | None = None,
 ) -> Plan:
-    """`plan` from a profile. With `step`, the plan is also replayed; without, the evaluator alone judges it.
+    """`plan` from a profile. With `step`, the plan is also replayed, and losses may run in slices; without, the
+    evaluator alone judges it.
 
     space      what is searched, by default the execution's space with regions `depth` deep
     allocator  settings of PYTORCH_CUDA_ALLOC_CONF to predict for; those of the environment by default
     limits     of all of it, from posing on
-    on_replay  see `search.Judge`
+    on_replay  see `search.Judge`          on_variant  see `variants.Variants`
     """
     started = time.monotonic()
     how = executions.load(execution) if isinstance(execution, str) else execution
     profile = how.price(profile)
     judge = None if step is None else Judge(how, step, profile, on_replay)
-    space = space or how.space(profile.graph, depth)
     settings = assumed_settings(profile.target, allocator) if how.compiler is None else None
     limits, solver = limits or Limits(), solver or load("exact")
     if limits.time_s is None:
         limits = dataclasses.replace(limits, time_s=how.patience_s)
+    variants = None if exact or step is None else Variants(how, step, profile, on_replay, on_variant)
+    interrupted = False
 
-    def within(limit_bytes: int) -> Plan:
+    def of(profile: Profile, judge: Judge | None, space: Space, limit_bytes: int, limits: Limits) -> Plan:
+        nonlocal interrupted
         problem = how.pose(profile, space, limit_bytes)
-        solution = solve_within(problem, how, solver, judge, limits.left(started))
+        solution = solve_within(problem, how, solver, judge, limits)
+        interrupted = interrupted or solution.interrupted
         made = assemble(problem, solution, profile, how, judge)
         return made if settings is None else with_footprints(made, profile, settings)
+
+    whole_space = space or how.space(profile.graph, depth)
+
+    def within(limit_bytes: int) -> Plan:
+        if variants is None:
+            return of(profile, judge, whole_space, limit_bytes, limits.left(started))
+
+        def attempt(variant: Variant) -> Plan:
+            found, left = variant.profile, within_patience(limits.left(started, 0.5))
+            return of(found, variant.judge, how.space(found.graph, depth), limit_bytes, left)
+
+        return fastest(
+            lambda: of(profile, judge, whole_space, limit_bytes, limits.left(started, 0.5)),
+            variants,
+            attempt,
+            lambda: interrupted or limits.left(started).time_s == 0,
+        )
 
     made = within(budget.limit_bytes)
     if settings is None or budget.reserved_bytes is None:

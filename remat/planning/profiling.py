@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 import torch
 
-from remat.costing.costs import assumptions, roofline_costs, with_library_workspaces
+from remat.costing.costs import Costs, assumptions, roofline_costs, with_library_workspaces
 from remat.costing.planning_device import PlanningDevice, find_planning_device
 from remat.costing.profile import Profile
+from remat.evaluation.graph import Graph
 from remat.evaluation.sharding import shard
 from remat.planning.untraced import with_untraced
 from remat.recording.fake_step import FakeStep
@@ -63,16 +64,32 @@ def profile(
 def profile_step(
     step: FakeStep, place: PlanningDevice, *, on_progress: Callable[[int, int], None] | None = None
 ) -> Profile:
-    """`profile` of a step that is there already, under the loop that it has now."""
+    """`profile` of a step that is there already, under the loop and with the chunks that it has now."""
+    whole, costs = _recorded(step, place, on_progress)
+    whole = with_untraced(whole, step, costs, place.target, place.device)
+    return _profile(whole, costs, step, place)
+
+
+def profile_variant(step: FakeStep, place: PlanningDevice, untouched: Profile) -> Profile:
+    """`profile_step` where `step` has other chunks than in `untouched`: what people run who have no plan stays."""
+    whole, costs = _recorded(step, place, None)
+    known = untouched.whole or untouched.graph
+    return _profile(dataclasses.replace(whole, untraced_bytes=known.untraced_bytes), costs, step, place)
+
+
+def _recorded(
+    step: FakeStep, place: PlanningDevice, on_progress: Callable[[int, int], None] | None
+) -> tuple[Graph, Costs]:
     from remat.costing.operator_timing import time_operators
 
     whole = record(step, alignment_bytes=place.target.alignment_bytes)
-    if place.device is None:
-        whole = dataclasses.replace(whole, about={**whole.about, **assumptions(whole, place.target)})
-        costs = roofline_costs(whole, place.target)
-    else:
-        costs = time_operators(whole.kinds, place.device, on_progress=on_progress)
-    whole = with_untraced(whole, step, costs, place.target, place.device)
+    if place.device is not None:
+        return whole, time_operators(whole.kinds, place.device, on_progress=on_progress)
+    whole = dataclasses.replace(whole, about={**whole.about, **assumptions(whole, place.target)})
+    return whole, roofline_costs(whole, place.target)
+
+
+def _profile(whole: Graph, costs: Costs, step: FakeStep, place: PlanningDevice) -> Profile:
     whole = with_library_workspaces(whole, place.target, costs)
     graph = shard(whole, step.loop)
     return Profile(graph, costs, place.target, whole if graph is not whole else None)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from remat.costing.profile import Profile
 from remat.errors import NoPlanInTime
+from remat.evaluation.chunks import chunks_of
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.plan import Region, to_refs
 from remat.execution.base import Execution, Try
@@ -49,13 +50,14 @@ class Judge:
     def _replayed(self, problem: Problem, regions: tuple[Region, ...]) -> int:
         """A replay has every state whole. Of one rank's share it says by how much the evaluator is off for all."""
         profile = self.profile
-        alive = self.execution.replay(
-            self.step,
-            problem.graph,
-            to_refs(problem.graph, regions, problem.space.modules),
-            alignment_bytes=profile.target.alignment_bytes,
-            workspace_of=profile.workspace_of(),
-        )
+        with self.step.in_slices(chunks_of(problem.graph.about)):
+            alive = self.execution.replay(
+                self.step,
+                problem.graph,
+                to_refs(problem.graph, regions, problem.space.modules),
+                alignment_bytes=profile.target.alignment_bytes,
+                workspace_of=profile.workspace_of(),
+            )
         peak = int(alive.max())
         if profile.whole is None:
             return peak

@@ -14,14 +14,17 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from remat.capture.anchors import identity_of
+from remat.capture.anchors import identity_of, module_path
 from remat.capture.attention_masks import OnesSeen, eager_attention_masks
 from remat.capture.circumstances import given_to
 from remat.capture.dynamo import GraphCalls, fake_model, without_cache
 from remat.capture.eager_answers import Answers
 from remat.capture.grouped_products import grouped_products
 from remat.capture.settling import settle
+from remat.chunking.chunk import chunk
+from remat.chunking.heads import find_heads
 from remat.errors import CaptureError, RematError
+from remat.evaluation.chunks import Chunk, slices_in
 from remat.evaluation.graph import (
     OPTIMIZER_STATE,
     Parameter,
@@ -80,6 +83,7 @@ class FakeStep:
     """A workload's training step on fake tensors: captured once, run as often as needed.
 
     device     the device that tensors pretend to be on
+    chunks     what of it runs in slices; set by `in_slices`
     loop       what training does around forward and backward; its shards are not run, see `sharding.py`. It may be
                changed between records
     prepare    changes a captured graph before its first run (the target's kernels)
@@ -107,7 +111,9 @@ class FakeStep:
         self.mode = FakeTensorMode()
         self.loop = loop or TrainingLoop()
         self._prepare = prepare
-        self._prepared: dict[int, fx.GraphModule] = {}
+        self._captured: dict[int, tuple[int, fx.GraphModule]] = {}  # by id: the call that each was first, and itself
+        self._prepared: dict[tuple[int, tuple[Chunk, ...]], fx.GraphModule] = {}
+        self.chunks: tuple[Chunk, ...] = ()
         self._recompute_context = recompute_context
         self._views = ViewHistories()
         self.eager_context = eager_context
@@ -126,6 +132,10 @@ class FakeStep:
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         return self.finish.optimizer
+
+    @property
+    def computes_in_float16(self) -> bool:
+        return torch.float16 in (self.workload.autocast, *(p.dtype for p in self.model.parameters()))
 
     def capture_anew(self, answers: Answers | None) -> None:
         """Forget what was captured, and capture with `answers` from now on."""
@@ -150,12 +160,41 @@ class FakeStep:
         with tracker.answering(), forms_of(self._kernels_of, self.device.type):
             yield
 
-    def _execute_call(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
-        if id(graph_module) not in self._prepared:
-            identity_of(graph_module)  # before kernels are put in
+    @contextlib.contextmanager
+    def in_slices(self, chunks: tuple[Chunk, ...]) -> Iterator[None]:
+        """While it lasts, the step runs with `chunks`."""
+        before, self.chunks = self.chunks, chunks
+        try:
+            yield
+        finally:
+            self.chunks = before
+
+    @property
+    def heads(self) -> Iterator[tuple[Chunk, int]]:
+        """What may run in slices, each as a chunk of one, and what its logits take; known once the step has run."""
+        for call, graph_module in self._captured.values():
+            for number, head in enumerate(find_heads(graph_module)):
+                yield Chunk(call, number, 1, module_path(head.linear)), head.logits_bytes
+
+    def shape_of(self, head: Chunk) -> tuple[int, int, int]:
+        """(rows, classes, width) of a head."""
+        graph_module = next(module for call, module in self._captured.values() if call == head.call)
+        return find_heads(graph_module)[head.head].shape
+
+    def _ready(self, call: int, graph_module: fx.GraphModule) -> fx.GraphModule:
+        """A copy of what was captured, with its chunks and the kernels of the device."""
+        first, _ = self._captured.setdefault(id(graph_module), (call, graph_module))
+        key = (id(graph_module), self.chunks)
+        if key not in self._prepared:
+            ready = chunk(graph_module, slices_in(self.chunks, first))
+            identity_of(ready)  # before kernels are put in
             if self._prepare is not None:
-                self._prepare(graph_module)
-            self._prepared[id(graph_module)] = graph_module
+                self._prepare(ready)
+            self._prepared[key] = ready
+        return self._prepared[key]
+
+    def _execute_call(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
+        graph_module = self._ready(call, graph_module)
         substituted = self._recompute_context is not None  # such kernels cast by themselves
         autocast = torch.autocast(self.device.type, enabled=False) if substituted else contextlib.nullcontext()
         with autocast, self._views:

@@ -29,7 +29,9 @@ from remat.capture.circumstances import state_of, versions
 from remat.capture.nodes import as_function, bracket_of, called, captured_nodes, replace_target
 from remat.capture.schemas import draws_random_numbers
 from remat.capture.settling import recording_models
+from remat.chunking.chunk import CHUNKED
 from remat.errors import CaptureError, RematError
+from remat.evaluation.chunks import CHUNKS, to_json
 from remat.evaluation.graph import (
     CALLED_MODULES,
     CAST,
@@ -101,6 +103,7 @@ def _about(step: FakeStep) -> dict[str, Any]:
         "traced_branches": None if (answers := step.calls.answers) is None else answers.given_up,
         "recording_models": recording_models(step.model),
         "own_checkpoints": step.calls.own_checkpoints,
+        CHUNKS: to_json(step.chunks),
         **step.loop.to_json(),
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -420,7 +423,7 @@ def _instrumented(graph_module: fx.GraphModule, recorder: _Recorder, call: int) 
 
 
 def _recorded(node: fx.Node, function: Callable[..., Any], recorder: _Recorder, call: int) -> Callable[..., Any]:
-    effect = "batch_norm" if updates_statistics(node) else ""
+    effect = "batch_norm" if updates_statistics(node) else "other" if CHUNKED in node.meta else ""
     bracket, text, module, known = bracket_of(node), called(node), module_path(node), node.meta["identity"]
     names = [argument.name for argument in node.all_input_nodes if argument.op not in ("placeholder", "get_attr")]
     wiring = tree_leaves((node.args, node.kwargs))

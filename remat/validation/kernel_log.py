@@ -80,6 +80,21 @@ def _value(value: Any) -> str:
     return type(value).__name__
 
 
+def without_heads(untouched: Sequence[str], planned: Sequence[str]) -> list[str]:
+    """The kernels of an untouched step without those of its loss heads, which the planned one runs in slices, unseen.
+
+    They are stretches that only the untouched step has: from the product that makes the logits to the backward of the
+    loss, and, apart from it, casts of the weight and of its gradient.
+    """
+    kept: list[str] = []
+    for tag, a, b, _, _ in difflib.SequenceMatcher(None, untouched, planned, autojunk=False).get_opcodes():
+        stretch = untouched[a:b]
+        of_head = any("nll_loss" in kernel for kernel in stretch) or all("_to_copy" in kernel for kernel in stretch)
+        if tag != "delete" or not of_head:
+            kept += stretch
+    return kept
+
+
 def kernel_differences(untouched: Sequence[str], planned: Sequence[str]) -> tuple[str, ...]:
     """The first few differences, one sentence each; empty if there are none."""
     begin = next((i for i, (a, b) in enumerate(zip(untouched, planned, strict=False)) if a != b), None)

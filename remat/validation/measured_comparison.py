@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from remat.errors import ValidationFailed
+from remat.evaluation.chunks import chunks_of
 from remat.planning.comparison import Comparison, Row
 from remat.solvers import WITHOUT
 from remat.validation.validating import validate
 
 if TYPE_CHECKING:
+    from remat.evaluation.plan import Plan
     from remat.validation.report import Report
     from remat.workload.workload import Workload
 
@@ -46,6 +48,11 @@ def _measured_by(name: str, report: Report) -> dict[str, int]:
     return {key: found[key] for key in MEASURED}
 
 
+def _runs_as(plan: Plan) -> tuple[Any, ...]:
+    """What decides how the step runs under `plan`."""
+    return plan.regions, chunks_of(plan.about)
+
+
 def _validated(
     rows: Sequence[Row],
     workload: Workload,
@@ -59,7 +66,7 @@ def _validated(
     while row := next((row for row in rows if row.strategy not in reports | failures), None):
         assert row.plan is not None
         on_strategy(row.strategy)
-        same = [other.strategy for other in rows if other.plan and other.plan.regions == row.plan.regions]
+        same = [other.strategy for other in rows if other.plan and _runs_as(other.plan) == _runs_as(row.plan)]
         try:
             report = validate(workload.sized(*size), row.plan, on_progress=on_progress)
         except ValidationFailed as error:

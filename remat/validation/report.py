@@ -20,6 +20,8 @@ class Report:
     untouched   peak_bytes, step_time_us: measured if the step `fits`, else predicted
     limit       name and bytes of what the measured peak is held against (Rule 3)
     recomputed_nodes    planned and observed; None where they cannot be seen, as in a compiled step
+    gradients_equal     every gradient keeps its promise: bitwise, or as near to float64 where it is in `gradients_near`
+    gradients_near      parameters whose gradients are summed in slices: distance from float64 over the untouched step's
     kernel_differences  the first few; none are seen in a compiled step
     notes       sentences: what was reduced, predicted anew, compared elsewhere, or tolerated
     """
@@ -38,6 +40,12 @@ class Report:
     recomputed_nodes: dict[str, int | None]
     kernel_differences: tuple[str, ...]
     notes: tuple[str, ...]
+    gradients_near: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def gradients_bitwise(self) -> bool:
+        """Whether every gradient is bitwise that of the untouched step, none only as near to float64."""
+        return self.gradients_equal and not self.gradients_near
 
     @property
     def within_budget(self) -> bool:
@@ -61,6 +69,8 @@ class Report:
             "untouched": self.untouched,
             "loss_equal": self.loss_equal,
             "gradients_equal": self.gradients_equal,
+            "gradients_bitwise": self.gradients_bitwise,
+            "gradients_near": self.gradients_near,
             "max_gradient_error": self.max_gradient_error if math.isfinite(self.max_gradient_error) else None,
             "within_budget": self.within_budget,
             "recomputed_nodes": self.recomputed_nodes,
@@ -88,6 +98,7 @@ class Report:
             f"  {name:<10}{gib(limit_bytes):>12}{'kept' if self.within_budget else 'EXCEEDED':>12}",
             f"  loss       {_verdict(self.loss_equal)}",
             f"  gradients  {_verdict(self.gradients_equal)}, largest error {self.max_gradient_error:.3g}",
+            *(f"  near       {name}: {ratio:.3f} times as far" for name, ratio in self.gradients_near.items()),
             f"  nodes      {_seen(nodes['observed'])} recomputed, {nodes['planned']} planned",
             f"  kernels    {NOT_SEEN if nodes['observed'] is None else _verdict(self.kernels_equal)}",
             *(f"    {difference}" for difference in self.kernel_differences),

@@ -18,7 +18,8 @@ Rule 3  Where the plan was made for this device and this batch, the peak is held
 Rule 4  The batch is halved until the planned step fits the device's free memory and, on a CPU, bears waiting for; at a
         batch of one the sequence is halved for that. The untouched step may need a smaller batch; then gradients and
         kernels are compared at that.
-Rule 5  Gradients are compared bit by bit. Where they differ, the untouched step is run twice: if it does not repeat
+Rule 5  Gradients are compared bit by bit; those that a chunked loss sums in slices are held to float64 (`sums.py`),
+        and a head's kernels are left out. Where they differ, the untouched step is run twice: if it does not repeat
         itself (kernels with atomic additions), the planned one may be `NOISE` times as far away.
 """
 
@@ -40,6 +41,7 @@ from remat.costing.operator_timing import device_target, physical_memory, time_o
 from remat.costing.planning_device import PlanningDevice
 from remat.costing.timing_cache import device_name
 from remat.errors import PlanMismatch, UsageError, ValidationFailed, is_out_of_memory
+from remat.evaluation.chunks import chunks_of
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import Graph
 from remat.evaluation.plan import Plan, Region, RegionRef, to_refs, traced_branches
@@ -56,8 +58,9 @@ from remat.recording.recorder import record
 from remat.reservation.allocator_settings import AllocatorSettings
 from remat.reservation.fragmentation import footprint
 from remat.units import gib
-from remat.validation.kernel_log import KernelLog, kernel_differences
+from remat.validation.kernel_log import KernelLog, kernel_differences, without_heads
 from remat.validation.report import Report
+from remat.validation.sums import SumsSeen
 from remat.validation.training import Training, undisturbed
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload, trainable
@@ -146,6 +149,7 @@ class _Sizes:
             workload = self._workload.sized(batch_size)
             compiled = self._how.compiler is not None
             step = fake_step(workload, self._place, loop=TrainingLoop.of(self._plan.about), compiled=compiled)
+            step.chunks = chunks_of(self._plan.about)
             graph = record(step, alignment_bytes=self._place.target.alignment_bytes)
             regions = _found(self._plan, graph)
             refs = to_refs(graph, regions, _modules(self._plan, regions))
@@ -348,10 +352,16 @@ def _distance(left: Sequence[torch.Tensor | None], right: Sequence[torch.Tensor 
 
 @dataclasses.dataclass(frozen=True)
 class _Comparison:
-    """The planned first step against the untouched one."""
+    """The planned first step against the untouched one.
+
+    distance  of gradients that must be bitwise equal      near     of those summed in slices, see `SumsSeen.ratios`
+    too_far   parameters whose gradients are further from float64 than that allows
+    """
 
     loss_equal: bool
     distance: _Distance
+    near: dict[str, float]
+    too_far: list[str]
     observed_nodes: int | None
     differences: tuple[str, ...]
 
@@ -412,7 +422,6 @@ class _Validation:
                 f"The untouched step does not fit at batch size {workload.batch_size}: gradients and kernels are "
                 f"compared at {self.compared.workload.batch_size}."
             )
-        equal = comparison.distance.equal
         return Report(
             workload=workload.name,
             device=device_name(self.device),
@@ -423,7 +432,8 @@ class _Validation:
             untouched={**untouched, "fits": self.fits},
             limit=limit,
             loss_equal=comparison.loss_equal,
-            gradients_equal=equal,
+            gradients_equal=comparison.distance.equal and not comparison.too_far,
+            gradients_near=comparison.near,
             max_gradient_error=comparison.distance.absolute,
             recomputed_nodes={
                 "planned": Memory(self.compared.graph).recomputed_nodes(self.compared.regions),
@@ -513,24 +523,39 @@ class _Validation:
         about = {name: value for name, value in self.plan.about.items() if not name.startswith("batch_")}
         apply(training.model, dataclasses.replace(self.plan, about=about))  # a larger batch was chosen on purpose
         training.call_as(self.how.prepare)
-        kernels = self._log()
+        kernels, sums = self._log(), SumsSeen(training.model)
         if kernels is None:
             counts = counts_of(training.model)
         else:
             counts = planned_forward(training.model).watch(observe=True, recompute_context=kernels.paused)
+            sums.watch(planned_forward(training.model).head_watch)
         found = _first_step(training, kernels)
         training.finish()
         if kernels is not None:
             planned_forward(training.model).watch(observe=False)
+        names = [name for name, p in training.model.named_parameters() if p.requires_grad]
+        too_far = sums.too_far(names, expected.gradients, found.gradients)
+        for i, name in enumerate(names):
+            if name in sums.ratios:
+                expected.gradients[i] = found.gradients[i] = None
         distance = _distance(expected.gradients, found.gradients)
         if not distance.equal:
             del found.gradients[:]
             distance = self._against_noise(training, expected, distance)
+        kernels_of_untouched = expected.kernels
+        if sums.ratios:
+            kernels_of_untouched = without_heads(expected.kernels, found.kernels)
+            self.notes.append(
+                f"Gradients of {', '.join(sums.ratios)} are summed in slices: they are held to float64. Kernels are "
+                "compared outside of the chunked loss."
+            )
         return _Comparison(
             bool(_distance([expected.loss], [found.loss]).equal),
             distance,
+            sums.ratios,
+            too_far,
             _observed_nodes(counts, self.compared),
-            () if self._is_own_checkpointing else kernel_differences(expected.kernels, found.kernels),
+            () if self._is_own_checkpointing else kernel_differences(kernels_of_untouched, found.kernels),
         )
 
     @property

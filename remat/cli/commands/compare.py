@@ -11,7 +11,7 @@ import typer
 
 from remat.cli.commands import Answer
 from remat.cli.commands.files import about_with, file_name, require_folder
-from remat.cli.commands.options import BudgetOptions, EachSearchOptions, ExecutionOptions, Json, SourceOptions
+from remat.cli.commands.options import BudgetOptions, EachSearchOptions, Exact, ExecutionOptions, Json, SourceOptions
 from remat.cli.commands.source import Source, budget_for, headroom_on_top, opened, workload_of
 from remat.cli.commands.validate import measuring_first
 from remat.errors import UsageError, ValidationFailed
@@ -47,6 +47,7 @@ def compare(
             metavar="FOLDER", show_default=False, help="Write every plan that fits to NAME.STRATEGY.plan.json there."
         ),
     ] = None,
+    exact: Exact = False,
     as_json: Json = False,
 ) -> Answer:
     """Plan one step by several strategies under one budget, and show them side by side."""
@@ -71,6 +72,7 @@ def compare(
                 limits=search.limits(line),
                 step=step,
                 execution=how.name,
+                exact=exact,
                 on_strategy=lambda name, number, count: line.say(f"{name}, {number} of {count}"),
             )
         files = _saved(comparison, save, found, limit) if save is not None else {}

@@ -40,6 +40,14 @@ def _option(*names: str, panel: str = STEP, **about: Any) -> Any:
     return typer.Option(*names, show_default=about.pop("show_default", False), rich_help_panel=panel, **about)
 
 
+Exact = Annotated[
+    bool,
+    typer.Option(
+        "--exact",
+        rich_help_panel=SEARCH,
+        help="Every gradient bitwise that of the untouched step: losses are left whole, not cut in slices.",
+    ),
+]
 Allocator = Annotated[
     str | None,
     _option(

@@ -14,6 +14,7 @@ from remat.cli.commands.files import about_with, file_name, require_writable
 from remat.cli.commands.options import (
     Allocator,
     BudgetOptions,
+    Exact,
     ExecutionOptions,
     Json,
     SearchOptions,
@@ -44,6 +45,7 @@ def plan(
         ),
     ] = None,
     allocator: Allocator = None,
+    exact: Exact = False,
     advice: Annotated[
         bool, typer.Option(help="Where the budget is too small, look for what would make room (it takes a while).")
     ] = True,
@@ -72,6 +74,8 @@ def plan(
                 execution=execution,
                 depth=depth,
                 allocator=allocator,
+                exact=exact,
+                on_variant=functools.partial(_cutting, line),
                 on_replay=None if execution.is_exact else functools.partial(_replaying, line, how.name),
             )
     path = out or Path(f"{file_name(made.about['workload'])}.plan.json")
@@ -83,6 +87,10 @@ def plan(
 
 def _replaying(line: LiveLine, execution: str, number: int, most: int) -> None:
     line.say(f"replaying plans as they run ({execution}), {number} of about {most}")
+
+
+def _cutting(line: LiveLine, slices: int) -> None:
+    line.say(f"the loss in {slices} slice{'s' if slices > 1 else ''}: recording and solving")
 
 
 def _answer(plan: Plan, path: Path, *, replayed: bool) -> Answer:
@@ -99,6 +107,7 @@ def _answer(plan: Plan, path: Path, *, replayed: bool) -> Answer:
         "without_checkpointing": plan.without_checkpointing,
         "solver": plan.solver,
         "execution": plan.execution,
+        "chunks": plan.about.get("chunks", []),
         "plan_path": str(path),
     }
     notes = [] if replayed else ["judged by the evaluator alone: a profile has no model to replay the plan on"]

@@ -23,6 +23,7 @@ from remat.recording.fake_step import FakeStep
 class EagerExecution(Execution):
     name = "eager"
     is_exact = True
+    runs_chunks = True
 
     def space(self, graph: Graph, depth: int | None = None) -> Space:
         return find_space(graph, depth=require_depth(self, depth))

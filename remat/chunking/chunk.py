@@ -1,0 +1,152 @@
+"""Chunk: a captured graph in which heads run in slices, each as one node."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import fx
+from torch.nn import functional as F
+
+from remat._torch import without_modes
+from remat.capture.nodes import called, with_name
+from remat.chunking.chunked_loss import ChunkedLoss
+from remat.chunking.heads import CASTS, FLATTENINGS, Head, find_heads, linear_arguments, loss_arguments
+from remat.chunking.withheld import Withheld
+
+WITHHELD = "withheld_logits"  # attribute of the graph module
+CHUNKED = "chunked_loss"  # what the node of a head calls, and the key of its meta for the `ChunkedLoss`
+
+
+def chunk(graph_module: fx.GraphModule, slices: Mapping[int, int]) -> fx.GraphModule:
+    """A copy of `graph_module` whose heads number i run in `slices[i]` slices; other nodes are as they were.
+
+    There must be such heads.
+    """
+    heads = find_heads(graph_module)
+    return _Chunker(graph_module, {heads[i].result: (heads[i], count) for i, count in slices.items()}).module()
+
+
+def chunked_losses(graph_module: fx.GraphModule) -> list[ChunkedLoss]:
+    """What the chunked heads of a graph call."""
+    return [node.meta[CHUNKED] for node in graph_module.graph.nodes if CHUNKED in node.meta]
+
+
+class _Chunker:
+    def __init__(self, source: fx.GraphModule, chunked: Mapping[fx.Node, tuple[Head, int]]):
+        self._source, self._chunked = source, chunked
+        self._graph = fx.Graph()
+        self._copies: dict[fx.Node, fx.Node] = {}
+
+    def module(self) -> fx.GraphModule:
+        replaced = {node for head, _ in self._chunked.values() for node in _nodes_of(head)}
+        read = {user for node in replaced for user in node.users} - replaced
+        withheld = max((count for _, count in self._chunked.values()), default=0)
+        setattr(self._source, WITHHELD, Withheld(withheld))
+        if any(node.op == "output" for node in read):
+            self._stand_in = self._graph.get_attr(WITHHELD)
+        for node in self._source.graph.nodes:
+            if node in self._chunked:
+                self._copies[node] = self._call(*self._chunked[node], node)
+            elif node not in replaced:
+                self._copies[node] = self._graph.node_copy(node, self._copied)
+        found = fx.GraphModule(self._source, self._graph)
+        found.graph.lint()
+        return found
+
+    def _copied(self, node: fx.Node) -> fx.Node:
+        return self._copies.get(node) or self._stand_in
+
+    def _call(self, head: Head, slices: int, result: fx.Node) -> fx.Node:
+        given = loss_arguments(head.loss)
+        rows, weight, bias = linear_arguments(head.linear)
+        scaled, numbers = _scaled(head)
+        parts = (*_opened_and_row_losses(head), _precise(head), scaled)
+        function = ChunkedLoss(*parts, slices, given["ignore_index"], given["reduction"])
+        arguments = (weight, bias, given["target"], *numbers)
+        copied = [self._copies[value] if isinstance(value, fx.Node) else value for value in arguments]
+        call = self._graph.call_function(_calling(function), (self._rows(head, self._copies[rows]), *copied))
+        call.meta = {**result.meta, "called": CHUNKED, CHUNKED: function}
+        call.meta.pop("identity", None)
+        return call
+
+    def _rows(self, head: Head, given: fx.Node) -> fx.Node:
+        """What the head takes, without rows that it drops: selected before the logits are made, not after."""
+        for node in head.between:
+            if _name(node) == "getitem":
+                given = self._selected(given, node)
+        return given
+
+    def _selected(self, given: fx.Node, selection: fx.Node) -> fx.Node:
+        node = self._graph.create_node(selection.op, selection.target, (given, selection.args[1]))
+        with without_modes():  # the value brings its own
+            value = given.meta["example_value"][selection.args[1]]
+        node.meta = {**selection.meta, "example_value": value}
+        return node
+
+
+def _nodes_of(head: Head) -> Sequence[fx.Node]:
+    return (head.linear, *head.between, head.loss, *head.scalings)
+
+
+def _calling(function: ChunkedLoss) -> Any:
+    def call(*args: Any) -> Any:
+        return function(*args)
+
+    return with_name(call, CHUNKED)
+
+
+def _steps(head: Head) -> list[fx.Node]:
+    """What happens to every logit before the loss."""
+    return [node for node in head.between if _name(node) not in (*FLATTENINGS, "getitem")]
+
+
+def _name(node: fx.Node) -> str:
+    return called(node).removeprefix("call_method:")
+
+
+def _opened_and_row_losses(head: Head) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """(logits -> what is made of them first, a cast or nothing; that and labels -> the loss of each row)."""
+    steps = _steps(head)
+    casts = steps[:1] if steps and _name(steps[0]) in CASTS else []
+    graph = fx.Graph()
+    graph.output(_repeated(graph, graph.placeholder("logits"), casts))
+    return fx.GraphModule({}, graph), _losses_of(head, steps[len(casts) :])
+
+
+def _precise(head: Head) -> fx.GraphModule:
+    """(logits, labels) -> the loss of each row, in the dtype of the logits."""
+    return _losses_of(head, [node for node in _steps(head) if _name(node) not in CASTS])
+
+
+def _losses_of(head: Head, steps: Sequence[fx.Node]) -> fx.GraphModule:
+    graph = fx.Graph()
+    value, labels = graph.placeholder("logits"), graph.placeholder("labels")
+    options = {"ignore_index": loss_arguments(head.loss)["ignore_index"], "reduction": "none"}
+    graph.output(graph.call_function(F.cross_entropy, (_repeated(graph, value, steps), labels), options))
+    return fx.GraphModule({}, graph)
+
+
+def _repeated(graph: fx.Graph, value: fx.Node, steps: Sequence[fx.Node]) -> fx.Node:
+    """`steps`, one after the other, in `graph`, from `value` on."""
+    for node in steps:
+        value = graph.create_node(node.op, node.target, (value, *node.args[1:]), node.kwargs)
+    return value
+
+
+def _scaled(head: Head) -> tuple[fx.GraphModule, list[fx.Node]]:
+    """(loss, *numbers) -> the scaled loss, and which nodes the numbers are."""
+    graph, numbers = fx.Graph(), []
+    value, last = graph.placeholder("loss"), head.loss
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in head.scalings:
+        numbers += [n for n in node.all_input_nodes if n is not last and n not in numbers]
+        last = node
+    copies.update((number, graph.placeholder(f"number_{i}")) for i, number in enumerate(numbers))
+    last = head.loss
+    for node in head.scalings:
+        copies[last] = value
+        value = graph.node_copy(node, lambda n: copies[n])
+        last = node
+    graph.output(value)
+    return fx.GraphModule({}, graph), numbers

@@ -1,0 +1,247 @@
+"""A loss head that runs slice by slice, and makes its gradients while it does.
+
+Forward takes the rows in slices. Each makes its logits; then, piece by piece, the loss of its rows and at once the
+gradient of the logits, which takes their place. So of the logits only one slice is ever there, and of what is computed
+from them only one piece. Kept for backward are the gradients of what the head takes, which backward multiplies by the
+gradient of the loss: nothing is recomputed.
+
+Rule 1  The loss of every row is what the untouched head computes; one `nll_loss` over all of them reduces them, in the
+        order in which the untouched one adds. So the loss is bitwise that of the untouched step.
+Rule 2  A row's gradient begins from the derivative of that reduction, which labels alone decide. So the gradient of
+        every row is bitwise that of the untouched step, where the gradient of the loss is a power of two.
+Rule 3  Gradients of the weight and the bias are sums over all rows, and are added up slice by slice in float32: they
+        differ from the untouched step's by the order of a sum.
+Rule 4  Under autocast the weight is cast once, for all slices, and its gradient is float32 as the weight is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from remat._torch import keeps_graph
+from remat.errors import RematError
+
+ALIGNED_ROWS = 64  # of a tile of a product
+FEWEST_ROWS = 128  # of a slice: a product of a few takes another kernel, which rounds otherwise
+PIECE = 1 << 25  # logits of a piece at most: products want many rows, what lies between takes 16 bytes for each
+TRICKY_LAYERS = 8  # of a slice at least
+_IGNORED = -100
+
+
+def as_autocast(tensor: Tensor) -> Tensor:
+    """`tensor` as autocast hands it to a product."""
+    kind = tensor.device.type
+    casts = torch.is_autocast_enabled(kind) and tensor.dtype != torch.float64
+    return tensor.to(torch.get_autocast_dtype(kind)) if casts else tensor
+
+
+def as_given(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@dataclasses.dataclass
+class Watch:
+    """What a validation does around the heads of a model.
+
+    unseen   what they run under, forward and backward: their kernels are others than the untouched step's
+    on_sums  called in forward with a head, what it was given and the sums that it made
+    on_backward  called with a head and the gradient of its loss
+    """
+
+    unseen: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    on_sums: Callable[[ChunkedLoss, Given, Sums], None] | None = None
+    on_backward: Callable[[ChunkedLoss, Tensor], None] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """What a head is given: rows (N, width), weight (classes, width), bias (classes,), labels (N,), numbers."""
+
+    rows: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    labels: Tensor
+    numbers: tuple[Any, ...]
+
+
+@dataclasses.dataclass
+class Sums:
+    """Gradients of the weight and the bias, summed over slices; None where none is asked for."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+@dataclasses.dataclass(eq=False)
+class ChunkedLoss:
+    """What a chunked head calls.
+
+    opened       logits -> what `row_losses` takes: another dtype, or themselves
+    row_losses   (opened logits, labels) of some rows -> the loss of each
+    precise      the same of logits that are not opened, and without casts
+    scaled       (loss, *numbers) -> what the graph makes of the loss
+    slices       into how many the rows are cut at most        ignored    the label that is left out
+    reduction    of the rows' losses: "mean" or "sum"
+    cast         of what a product takes; a target's kernels put in another
+    """
+
+    opened: fx.GraphModule
+    row_losses: fx.GraphModule
+    precise: fx.GraphModule
+    scaled: fx.GraphModule
+    slices: int
+    ignored: int
+    reduction: str
+    cast: Callable[[Tensor], Tensor] = as_autocast
+    watch: Watch = dataclasses.field(default_factory=Watch)
+
+    def __call__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *numbers: Any) -> Tensor:
+        """The loss of `rows` (..., width), of which `weight` (classes, width) and `bias` (classes,) make logits."""
+        flat = self.cast(rows).flatten(0, -2)
+        loss: Tensor = _GradientsInForward.apply(self, flat, weight, bias, labels, numbers)
+        return loss
+
+    def whole(self) -> ChunkedLoss:
+        """The same in one slice, whose sums are those of the untouched step."""
+        return dataclasses.replace(self, slices=1, watch=Watch())
+
+    def in_float64(self) -> ChunkedLoss:
+        """The same in float64, for rows, weights and bias that are."""
+        opened = fx.symbolic_trace(as_given)
+        return dataclasses.replace(self, opened=opened, row_losses=self.precise, cast=as_given, watch=Watch())
+
+    def run(self, given: Given, wanted: tuple[bool, bool, bool]) -> tuple[Tensor, Tensor | None, Sums]:
+        """(loss of every row; gradient of the rows; sums), gradients where `wanted`: of the rows, the weight, the bias.
+
+        Without gradients of its own: call it where autograd is off.
+        """
+        for_rows, for_weight, for_bias = wanted
+        rows, labels = given.rows, given.labels
+        weight, bias = self.cast(given.weight), None if given.bias is None else self.cast(given.bias)
+        of_rows = torch.empty_like(rows) if for_rows else None
+        of_weight, of_bias = _Sum(given.weight.dtype), _Sum(given.weight.dtype)
+        losses = by_row = None
+        for cut in cuts(0, rows.shape[0], max(-(-rows.shape[0] // self.slices), FEWEST_ROWS)):
+            logits = F.linear(rows[cut], weight, bias)
+            most = min(PIECE // weight.shape[0], -(-(cut.stop - cut.start) // TRICKY_LAYERS))
+            for piece in cuts(cut.start, cut.stop, most):
+                here = logits[piece.start - cut.start : piece.stop - cut.start]
+                opened = self.opened(here.detach()).requires_grad_()
+                with torch.enable_grad():
+                    found = self.row_losses(opened, labels[piece])
+                if losses is None or by_row is None:
+                    losses = found.new_empty(rows.shape[0])
+                    by_row = self.derivatives(losses, labels, given.numbers)
+                losses[piece] = found.detach()
+                here.copy_(*torch.autograd.grad(found, opened, by_row[piece]))
+                del opened, found
+            if of_rows is not None:
+                torch.mm(logits, weight, out=of_rows[cut])
+            if for_weight:
+                of_weight.add_product(logits.t(), rows[cut])
+            if for_bias:
+                of_bias.add(logits.sum(0))
+            del logits, here
+        assert losses is not None
+        return losses, of_rows, Sums(of_weight.total, of_bias.total)
+
+    def reduced(self, row_losses: Tensor, labels: Tensor, numbers: tuple[Any, ...]) -> Tensor:
+        """One loss of those of all rows. (Rule 1)"""
+        kept = torch.where(labels == self.ignored, _IGNORED, 0)
+        loss = F.nll_loss(-row_losses[:, None], kept, ignore_index=_IGNORED, reduction=self.reduction)
+        result: Tensor = self.scaled(loss, *numbers)
+        return result
+
+    def derivatives(self, row_losses: Tensor, labels: Tensor, numbers: tuple[Any, ...]) -> Tensor:
+        """Of the loss by each row's. (Rule 2)"""
+        with torch.enable_grad():
+            at = torch.zeros_like(row_losses, requires_grad=True)
+            (found,) = torch.autograd.grad(self.reduced(at, labels, numbers), at)
+        return found
+
+
+def cuts(first: int, end: int, most: int) -> Iterator[slice]:
+    """Rows [first, end) in slices of about `most`, nearly equal: a product of few rows takes another kernel.
+
+    Where slices are long, they begin at multiples of `ALIGNED_ROWS`.
+    """
+    parts = max(-(-(end - first) // max(most, 1)), 1)
+    unit = ALIGNED_ROWS if end - first >= 8 * ALIGNED_ROWS * parts else 1
+    borders = [first + round(i * (end - first) / parts / unit) * unit for i in range(parts)]
+    yield from map(slice, borders, [*borders[1:], end])
+
+
+class _GradientsInForward(Function):
+    """Keeps for backward the gradients of the rows, the weight and the bias; None for what needs none."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        head: ChunkedLoss,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        numbers: tuple[Any, ...],
+    ) -> Tensor:
+        given = Given(rows, weight.detach(), None if bias is None else bias.detach(), labels, numbers)
+        with head.watch.unseen():
+            losses, of_rows, sums = head.run(given, ctx.needs_input_grad[1:4])
+            if head.watch.on_sums is not None:
+                head.watch.on_sums(head, given, sums)
+            ctx.gradients = [of_rows, sums.weight, sums.bias]
+            ctx.dtypes, ctx.head = (weight.dtype, None if bias is None else bias.dtype), head
+            return head.reduced(losses, labels, numbers)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        if ctx.gradients is None:
+            raise RematError("backward went through a chunked loss twice; give retain_graph=True to the first.")
+        kept = keeps_graph()
+        watch = ctx.head.watch
+        with watch.unseen():
+            if watch.on_backward is not None:
+                watch.on_backward(ctx.head, gradient)
+            of_rows, of_weight, of_bias = (_times(found, gradient, in_place=not kept) for found in ctx.gradients)
+            if not kept:
+                ctx.gradients = None
+            weight_dtype, bias_dtype = ctx.dtypes
+            return None, of_rows, _as(of_weight, weight_dtype), _as(of_bias, bias_dtype), None, None
+
+
+class _Sum:
+    """A gradient that slices add to, in float32 or better. (Rule 3)"""
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype = torch.promote_types(dtype, torch.float32)
+        self.total: Tensor | None = None
+
+    def add_product(self, left: Tensor, right: Tensor) -> None:
+        """Add the matrix product of two."""
+        if self.total is not None and self.total.dtype == left.dtype:
+            self.total.addmm_(left, right)
+        else:
+            self.add(torch.mm(left, right))
+
+    def add(self, part: Tensor) -> None:
+        self.total = part.to(self.dtype) if self.total is None else self.total.add_(part)
+
+
+def _times(found: Tensor | None, factor: Tensor, *, in_place: bool) -> Tensor | None:
+    if found is None:
+        return None
+    return found.mul_(factor) if in_place else found * factor
+
+
+def _as(found: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    return found if found is None or dtype is None else found.to(dtype)

@@ -1,0 +1,46 @@
+"""What a caller gets in the place of logits that never exist at once."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from remat.errors import RematError
+
+
+class Withheld:
+    """Stands for the logits of a head that runs in slices. Whoever reads it gets a RematError."""
+
+    def __init__(self, slices: int):
+        self.slices = slices
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RematError(
+            f"the logits are not there in training: the plan computes the loss in {self.slices} slices, and they never "
+            "exist at once. Do not read them, or make a plan that leaves the loss whole (chunks=False, --exact). "
+            "In evaluation they are there."
+        )
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        next(value for value in _flat((args, kwargs or {})) if isinstance(value, cls))._refuse()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # what copying, pickling and type checks look for
+            raise AttributeError(name)
+        self._refuse()
+
+    __getitem__ = __iter__ = __len__ = __bool__ = __float__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __matmul__ = _refuse
+
+    def __repr__(self) -> str:
+        return f"<logits withheld: the loss ran in {self.slices} slices>"
+
+
+def _flat(value: Any) -> Any:
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _flat(each)
+    else:
+        yield value

@@ -1,0 +1,238 @@
+"""Variants: a step with its losses whole, and the same step with them in slices.
+
+A variant is a step of its own: recorded, costed, posed, solved and replayed like any other. Its nodes are the same, but
+that a loss head is one node. So a plan of one variant is a plan of the others, and a good one to begin from.
+
+Rule 1  A plan's price is what its step takes more than the whole one: what it recomputes, and what its slices cost
+        (smaller kernels, gradients added up).
+Rule 2  More slices cost more. So where slices alone cost as much as the best plan so far, no finer ones are tried, and
+        the bound of all of them is that cost.
+Rule 3  Losses are cut where that is worth it: unless nothing else fits, by `WORTH` of the step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+
+from remat.costing.planning_device import PlanningDevice
+from remat.costing.profile import Profile
+from remat.errors import Infeasible, NoPlanInTime
+from remat.evaluation.chunks import WHOLE, Chunk, chunks_of
+from remat.evaluation.evaluator import Memory
+from remat.evaluation.plan import Plan
+from remat.execution.base import Execution
+from remat.formulation.solution import Limits
+from remat.planning.profiling import profile_variant
+from remat.planning.search import Judge, OnReplay
+from remat.recording.fake_step import FakeStep
+
+SLICES = (1, 2, 4, 8, 16)
+LARGE = 0.01  # of the peak: smaller logits are left whole
+WORTH = 0.01  # of the step without checkpointing
+PATIENCE_S = 10.0  # for the plan of a variant, where nobody set a time limit
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One way to cut the losses of a step.
+
+    extra_us  what its step takes longer than the whole one, without recomputation
+    """
+
+    chunks: tuple[Chunk, ...]
+    profile: Profile
+    judge: Judge
+    extra_us: float
+
+
+class Variants:
+    """The variants of a step but the whole one, by rising number of slices; each is recorded when it is asked for.
+
+    profile     of the whole step, priced for the execution
+    on_variant  called with a number of slices before it is recorded
+    """
+
+    def __init__(
+        self,
+        execution: Execution,
+        step: FakeStep,
+        profile: Profile,
+        on_replay: OnReplay | None = None,
+        on_variant: Callable[[int], None] | None = None,
+    ):
+        self._execution, self._step, self._whole, self._on_replay = execution, step, profile, on_replay
+        self._on_variant = on_variant or (lambda slices: None)
+        self._known: dict[int, Variant] = {}
+
+    def __iter__(self) -> Iterator[Variant]:
+        heads = self._heads()
+        if not heads:
+            return
+        for slices in SLICES:
+            self._on_variant(slices)
+            if slices not in self._known:
+                self._known[slices] = self._variant(tuple(dataclasses.replace(head, slices=slices) for head in heads))
+            yield self._known[slices]
+
+    def like_liger(self) -> Variant:
+        """The variant with as many slices as Liger-Kernel's fused linear cross-entropy takes.
+
+        (linkedin/Liger-Kernel, `fused_linear_cross_entropy.py`: as many times fewer rows as there are more classes than
+        the width, rounded up to a power of two.)
+        """
+        heads = self._heads()
+        count = max((self._liger_slices(head) for head in heads), default=1)
+        chunks = tuple(dataclasses.replace(head, slices=count) for head in heads)
+        if count not in self._known:
+            self._known[count] = self._variant(chunks)
+        return self._known[count]
+
+    def _liger_slices(self, head: Chunk) -> int:
+        rows, classes, width = self._step.shape_of(head)
+        most = 1 << (math.ceil(rows / math.ceil(classes / width)) - 1).bit_length()
+        return math.ceil(rows / most)
+
+    def profile_of(self, plan: Plan) -> Profile:
+        """That of the variant that `plan` is for."""
+        return next(known.profile for known in self._known.values() if known.chunks == chunks_of(plan.about))
+
+    def _heads(self) -> list[Chunk]:
+        """The losses that are large enough; none where slices would not give what they promise. (`why_whole`)"""
+        if why_whole(self._execution, self._step) is not None:
+            return []
+        graph = self._whole.graph
+        peak = Memory(graph).peak_without_regions
+        return [head for head, logits_bytes in self._step.heads if logits_bytes >= LARGE * peak]
+
+    def _variant(self, chunks: tuple[Chunk, ...]) -> Variant:
+        whole, device = self._whole, self._step.device if self._whole.costs.source == "measured" else None
+        with self._step.in_slices(chunks):
+            found = profile_variant(self._step, PlanningDevice(whole.target, device), whole)
+        found = self._execution.price(found)
+        extra_us = found.costs.step_time_us(found.graph) - whole.costs.step_time_us(whole.graph)
+        return Variant(chunks, found, Judge(self._execution, self._step, found, self._on_replay), extra_us)
+
+
+def why_whole(execution: Execution, step: FakeStep) -> str | None:
+    """Why no loss of `step` may run in slices; None where it may."""
+    if not execution.runs_chunks:
+        return f"execution {execution} runs no slices"
+    if step.loop.shard is not None:
+        return "states are sharded"
+    if step.loop.accumulation & (step.loop.accumulation - 1):
+        return "the loss is divided by a number of micro-batches that is no power of two"
+    if step.computes_in_float16:
+        return "gradients of a loss that is not scaled yet are too small for float16"
+    return None
+
+
+def fastest(
+    whole: Callable[[], Plan],
+    variants: Variants,
+    attempt: Callable[[Variant], Plan],
+    is_over: Callable[[], bool] = lambda: False,
+) -> Plan:
+    """The plan of least price. (Rules 1 to 3)
+
+    whole    the plan that leaves the losses whole       attempt  the plan of a variant
+    is_over  whether the time for all of it is up, or somebody pressed Ctrl-C
+
+    Both plans raise Infeasible or NoPlanInTime.
+    """
+    refused: list[Infeasible | NoPlanInTime] = []
+    untouched: Plan | None = None
+    try:
+        untouched = whole()
+    except (Infeasible, NoPlanInTime) as error:
+        refused.append(error)
+    best, bounds = untouched, [untouched.solver["bound_us"]] if untouched is not None else []
+    try:
+        for found, bound_us in _found(variants, attempt, is_over, refused, best):
+            bounds.append(bound_us)
+            if found is not None and (best is None or _price(found) < _price(best)):
+                best = found
+    except KeyboardInterrupt:
+        if best is None:
+            raise
+        bounds.append(0.0)
+    if best is None:
+        raise min(refused, key=_least_budget)
+    if best is untouched:
+        return best
+    if untouched is not None:
+        if _price(untouched) - _price(best) < WORTH * best.without_checkpointing["step_time_us"]:
+            return untouched
+        best = dataclasses.replace(best, predicted={**best.predicted, WHOLE: untouched.predicted["overhead"]})
+    return _bounded(best, min(bounds))
+
+
+def _found(
+    variants: Variants,
+    attempt: Callable[[Variant], Plan],
+    is_over: Callable[[], bool],
+    refused: list[Infeasible | NoPlanInTime],
+    best: Plan | None,
+) -> Iterator[tuple[Plan | None, float]]:
+    """For every variant that may be better, its plan and its bound. (Rule 2)"""
+    extra_us = 0.0
+    most = None if best is None else _price(best)
+    for variant in variants:
+        extra_us = variant.extra_us
+        if most is not None and extra_us >= most:
+            yield None, extra_us
+            return
+        if is_over():
+            break
+        try:
+            made = priced(attempt(variant), variant)
+        except Infeasible as error:
+            refused.append(error)
+        except NoPlanInTime as error:
+            refused.append(error)
+            yield None, extra_us
+        else:
+            most = _price(made) if most is None else min(most, _price(made))
+            yield made, made.solver["bound_us"]
+    else:
+        return
+    yield None, extra_us
+
+
+def _price(made: Plan) -> float:
+    return float(made.solver["objective_us"])
+
+
+def within_patience(limits: Limits) -> Limits:
+    """The limits of one variant."""
+    return limits if limits.time_s is not None else dataclasses.replace(limits, time_s=PATIENCE_S)
+
+
+def _least_budget(error: Infeasible | NoPlanInTime) -> float:
+    return getattr(error, "minimum_budget_bytes", None) or float("inf")
+
+
+def priced(made: Plan, variant: Variant) -> Plan:
+    """A plan of a variant, its price and its bound counted from the whole step. (Rule 1)"""
+    step_us = made.without_checkpointing["step_time_us"] - variant.extra_us
+    predicted = {**made.predicted, "slices_time_us": variant.extra_us}
+    predicted["overhead"] = (predicted["recompute_time_us"] + variant.extra_us) / step_us if step_us else 0.0
+    solver = {**made.solver}
+    for name in ("objective_us", "bound_us"):
+        solver[name] += variant.extra_us
+    return dataclasses.replace(
+        made,
+        predicted=predicted,
+        solver=solver,
+        without_checkpointing={**made.without_checkpointing, "step_time_us": step_us},
+    )
+
+
+def _bounded(made: Plan, bound_us: float) -> Plan:
+    """A plan with the bound of all variants."""
+    objective_us = made.solver["objective_us"]
+    bound_us = min(bound_us, objective_us)
+    gap = (objective_us - bound_us) / max(objective_us, 1.0)
+    status = "optimal" if gap <= Limits().gap else "feasible"
+    return dataclasses.replace(made, solver={**made.solver, "status": status, "bound_us": bound_us, "gap": gap})

@@ -1,0 +1,490 @@
+"""A loss in slices: the loss and all gradients are those of the untouched step, but that a head's own weights are
+summed in another order; what is predicted is what is measured; and a plan takes slices where they pay.
+
+The oracle is the untouched model. Sums are held to float64.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import fx, nn
+from torch.nn import functional as F
+
+import remat
+from remat.capture.dynamo import GraphCalls
+from remat.chunking.chunk import chunk
+from remat.chunking.chunked_loss import ALIGNED_ROWS, ChunkedLoss, Given, cuts
+from remat.chunking.heads import find_heads
+from remat.chunking.withheld import Withheld
+from remat.cli.screen import plan_text
+from remat.costing.planning_device import find_planning_device
+from remat.errors import Infeasible, PlanMismatch, RematError
+from remat.evaluation.chunks import Chunk, chunks_of
+from remat.evaluation.evaluator import Memory
+from remat.evaluation.plan import Plan, to_refs
+from remat.execution.eager.replay import replay
+from remat.execution.executions import load
+from remat.planning import variants
+from remat.planning.planner import plan, plan_profile
+from remat.planning.profiling import fake_step, profile_step
+from remat.planning.variants import why_whole
+from remat.recording.fake_step import FakeStep
+from remat.validation.sums import NEAR
+from remat.validation.validating import validate
+from remat.workload.training_loop import TrainingLoop
+from remat.workload.workload import Workload
+from tests.toys import CPU, Block
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
+
+WIDTH, CLASSES, LENGTH, IGNORED = 16, 640, 48, -100
+
+
+class Language(nn.Module):
+    """Blocks and a head with many classes; `loss` makes the loss of logits and labels."""
+
+    def __init__(self, loss: Callable[..., torch.Tensor], layers: int = 2, bias: bool = True, dropout: float = 0.1):
+        super().__init__()
+        self.embed = nn.Embedding(CLASSES, WIDTH)
+        self.layers = nn.ModuleList([Block(WIDTH, dropout) for _ in range(layers)])
+        self.head = nn.Linear(WIDTH, CLASSES, bias=bias)
+        self.loss = loss
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x)
+        return {"loss": self.loss(logits, labels), "logits": logits}
+
+
+def plain(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.view(-1, CLASSES), labels.view(-1))
+
+
+def cast_first(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.float().reshape(-1, CLASSES), labels.reshape(-1))
+
+
+def capped(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    logits = torch.tanh(logits / 20.0) * 20.0
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
+def shifted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    logits, labels = logits[..., :-1, :].contiguous(), labels[..., 1:].contiguous()
+    return F.cross_entropy(logits.view(-1, CLASSES), labels.view(-1))
+
+
+def ignoring_zero(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.view(-1, CLASSES), labels.clamp(min=0).view(-1), ignore_index=0)
+
+
+def summed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.view(-1, CLASSES), labels.view(-1), reduction="sum") / (labels != IGNORED).sum()
+
+
+LOSSES = (plain, cast_first, capped, shifted, ignoring_zero, summed)
+
+
+def smoothed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.view(-1, CLASSES), labels.view(-1), label_smoothing=0.1)
+
+
+def weighted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.view(-1, CLASSES), labels.view(-1), weight=torch.ones(CLASSES))
+
+
+def used_twice(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return plain(logits, labels) + 1e-4 * logits.logsumexp(-1).square().mean()
+
+
+def mixing_rows(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return plain(logits - logits.mean(1, keepdim=True), labels)
+
+
+def random_rows(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return plain(F.dropout(logits, 0.1), labels)
+
+
+def of_probabilities(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.view(-1, CLASSES), F.one_hot(labels.clamp(min=0).view(-1), CLASSES).float())
+
+
+NOT_CHUNKED = (smoothed, weighted, used_twice, mixing_rows, random_rows, of_probabilities)
+
+
+def batch(samples: int, length: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(CLASSES, (samples, length or LENGTH))
+    labels = torch.randint(CLASSES, (samples, length or LENGTH))
+    labels[:, :5] = IGNORED
+    return ids, labels
+
+
+def step(model: nn.Module, given: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    loss: torch.Tensor = model(*given)["loss"]
+    return loss
+
+
+LANGUAGE = Workload("language", functools.partial(Language, plain), batch, step, batch_size=6, seq_len=LENGTH)
+MIXED = dataclasses.replace(LANGUAGE, name="language-amp", autocast=torch.bfloat16)
+
+
+def captured(loss: Callable[..., torch.Tensor]) -> fx.GraphModule:
+    """The graph of the model with `loss`, traced on fake tensors."""
+    fake = FakeStep(dataclasses.replace(LANGUAGE, build=functools.partial(Language, loss)), device=CPU)
+    fake.warm_up()
+    ((_, graph_module),) = fake._captured.values()
+    return graph_module
+
+
+# Which heads are found
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_head_is_found_by_what_its_nodes_do(loss: Callable[..., torch.Tensor]) -> None:
+    (head,) = find_heads(captured(loss))
+    assert head.logits_bytes == 6 * LENGTH * CLASSES * 4
+
+
+@pytest.mark.parametrize("loss", NOT_CHUNKED)
+def test_what_has_no_rule_is_left_whole(loss: Callable[..., torch.Tensor]) -> None:
+    assert find_heads(captured(loss)) == []
+
+
+# What slices compute
+
+
+@dataclasses.dataclass
+class Stepped:
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+
+
+def stepped(model: nn.Module, forward: Callable[..., Any], autocast: bool, scale: float = 1.0) -> Stepped:
+    model.zero_grad()
+    torch.manual_seed(3)
+    given = batch(6, 77)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = forward(*given)["loss"]
+    (scale * loss).backward()
+    return Stepped(loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+
+
+def in_slices(model: nn.Module, slices: int) -> GraphCalls:
+    """The forward of `model`, its loss in slices."""
+
+    def run(call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
+        return chunk(graph_module, {0: slices})(*args)
+
+    return GraphCalls(model.forward, run)
+
+
+POLICIES = {"float32": (torch.float32, False), "autocast": (torch.float32, True), "bfloat16": (torch.bfloat16, False)}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_loss_and_gradients_are_the_untouched_ones_but_for_sums(loss: Callable[..., torch.Tensor], policy: str) -> None:
+    dtype, autocast = POLICIES[policy]
+    torch.manual_seed(0)
+    model = Language(loss).to(dtype)
+    untouched = stepped(model, model.forward, autocast)
+    for slices in (1, 3):
+        found = stepped(model, in_slices(model, slices), autocast)
+        assert torch.equal(found.loss, untouched.loss)
+        for name, gradient in untouched.gradients.items():
+            if not name.startswith("head."):
+                assert torch.equal(found.gradients[name], gradient), name
+        if slices == 1 and loss is not shifted:  # of which the last rows are left out of the sum
+            assert torch.equal(found.gradients["head.weight"], untouched.gradients["head.weight"])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_gradient_of_the_loss_multiplies_exactly_where_it_is_a_power_of_two(policy: str) -> None:
+    dtype, autocast = POLICIES[policy]
+    torch.manual_seed(0)
+    model = Language(cast_first).to(dtype)
+    untouched = stepped(model, model.forward, autocast, scale=0.25)
+    found = stepped(model, in_slices(model, 2), autocast, scale=0.25)
+    assert torch.equal(found.gradients["embed.weight"], untouched.gradients["embed.weight"])
+
+
+def distance(found: torch.Tensor, truth: torch.Tensor) -> float:
+    return float((found.double() - truth).norm())
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    st.integers(128, 200),
+    st.integers(1, 4),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from(["mean", "sum"]),
+    st.integers(0, 1000),
+)
+def test_sums_are_as_near_to_float64_as_the_untouched_ones(
+    rows_a_slice: int, slices: int, dtype: torch.dtype, reduction: str, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    rows = rows_a_slice * slices  # products of a few rows take other kernels
+    x, weight = torch.randn(rows, 24, dtype=dtype), (0.2 * torch.randn(130, 24)).to(dtype)
+    labels = torch.randint(130, (rows,))
+    labels[::5] = IGNORED
+    head = loss_of(slices, reduction)
+    wanted = True, True, False
+    with torch.no_grad():
+        losses, of_rows, sums = head.run(Given(x, weight, None, labels, ()), wanted)
+        precise = Given(x.double(), weight.double(), None, labels, ())
+        _, _, truth = head.in_float64().run(precise, wanted)
+    leaf_x, leaf_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    loss = F.cross_entropy(F.linear(leaf_x, leaf_weight).float(), labels, reduction=reduction)
+    loss.backward()
+    assert loss.equal(head.reduced(losses, labels, ()))
+    assert of_rows is not None and leaf_x.grad is not None and leaf_weight.grad is not None
+    assert torch.equal(of_rows, leaf_x.grad)
+    assert sums.weight is not None and truth.weight is not None
+    # In bfloat16 the untouched sum is rounded once, at its end, and each slice's too.
+    floor = torch.finfo(dtype).eps * float(truth.weight.norm())
+    assert distance(sums.weight, truth.weight) <= max(NEAR * distance(leaf_weight.grad, truth.weight), floor)
+
+
+def loss_of(slices: int, reduction: str) -> ChunkedLoss:
+    """A head that casts logits to float32."""
+
+    def losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits, labels, reduction="none")
+
+    traced = fx.symbolic_trace(losses)
+    opened, scaled = fx.symbolic_trace(lambda logits: logits.float()), fx.symbolic_trace(lambda loss: loss)
+    return ChunkedLoss(opened, traced, traced, scaled, slices, IGNORED, reduction)
+
+
+def test_backward_twice_needs_the_graph_to_be_retained() -> None:
+    torch.manual_seed(0)
+    model = Language(plain, dropout=0.0)
+    loss = in_slices(model, 2)(*batch(4, 40))["loss"]
+    loss.backward(retain_graph=True)
+    first = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    loss.backward()
+    assert all(torch.equal(p.grad, 2 * first[name]) for name, p in model.named_parameters() if p.grad is not None)
+    with pytest.raises(RematError, match="twice"):
+        loss.backward()
+
+
+def test_frozen_weights_get_no_gradient() -> None:
+    torch.manual_seed(0)
+    model = Language(plain)
+    model.head.requires_grad_(False)
+    untouched = stepped(model, model.forward, autocast=True)
+    found = stepped(model, in_slices(model, 3), autocast=True)
+    assert found.gradients.keys() == untouched.gradients.keys()
+    assert all(torch.equal(found.gradients[name], untouched.gradients[name]) for name in untouched.gradients)
+
+
+def test_logits_are_withheld_and_say_so() -> None:
+    logits = in_slices(Language(plain), 2)(*batch(4, 40))["logits"]
+    assert isinstance(logits, Withheld)
+    assert isinstance(copy.deepcopy(logits), Withheld)
+    reading: Sequence[Callable[[Any], Any]] = (
+        lambda found: found.argmax(-1),
+        lambda found: found[0],
+        lambda found: found + 1,
+        lambda found: torch.softmax(found, -1),
+        lambda found: F.softmax(found, -1),
+        lambda found: found.shape,
+    )
+    for read in reading:
+        with pytest.raises(RematError, match="2 slices"):
+            read(logits)
+
+
+# What slices take
+
+
+@pytest.mark.parametrize("target", ["cpu", "a100-80gb", "h100-80gb"])
+@pytest.mark.parametrize("workload", [LANGUAGE, MIXED], ids=lambda workload: workload.name)
+def test_the_evaluator_s_peak_is_the_replay_s(workload: Workload, target: str) -> None:
+    place = find_planning_device(target)
+    fake = fake_step(workload, place)
+    fake.warm_up()
+    for slices in (1, 4):
+        with fake.in_slices((Chunk(0, 0, slices),)):
+            profile = profile_step(fake, place) if target != "cpu" else recorded_here(fake)
+            graph, costs = profile.graph, profile.costs
+            regions = regions_of(profile)
+            for each in ((), regions):
+                alive = replay(
+                    fake,
+                    to_refs(graph, each),
+                    alignment_bytes=place.target.alignment_bytes,
+                    workspace_of=costs.workspace_of(graph),
+                )
+                evaluated = Memory(graph, costs.workspace_per_op(graph)).curve(each).alive_bytes
+                assert np.array_equal(alive + graph.unseen_bytes, evaluated)
+
+
+def recorded_here(fake: FakeStep) -> Any:
+    """A profile of the CPU without timing anything."""
+    from remat.costing.costs import roofline_costs
+    from remat.costing.profile import Profile
+    from remat.recording.recorder import record
+
+    graph, target = record(fake), find_planning_device("cpu").target
+    return Profile(graph, roofline_costs(graph, target), target)
+
+
+def regions_of(profile: Any) -> tuple[Any, ...]:
+    from tests.toys import every_block
+
+    return tuple(every_block(profile.graph))
+
+
+# Plans
+
+
+@pytest.fixture(autouse=True)
+def slices_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a toy, slices that are many and small take most of the time; here it is memory that counts."""
+    monkeypatch.setattr(variants, "SLICES", (2,))
+    monkeypatch.setattr(variants, "WORTH", 0.0)
+
+
+@functools.cache
+def tight(workload: Workload = LANGUAGE) -> tuple[int, int]:
+    """(the least that the loss whole needs, what it needs without checkpointing), on an H100."""
+    with pytest.raises(Infeasible) as refused:
+        plan(workload, budget=1, target="h100-80gb", exact=True)
+    assert refused.value.minimum_budget_bytes is not None
+    place = find_planning_device("h100-80gb")
+    profile = profile_step(fake_step(workload, place), place)
+    return refused.value.minimum_budget_bytes, Memory(profile.graph).peak_without_checkpointing
+
+
+LARGER = LANGUAGE.sized(64)
+
+
+def test_a_plan_cuts_the_loss_where_nothing_else_fits() -> None:
+    least, _ = tight(LARGER)
+    with pytest.raises(Infeasible):
+        plan(LARGER, budget=least - 1, target="h100-80gb", exact=True)
+    made = plan(LARGER, budget=least - 1, target="h100-80gb")
+    assert [each.slices for each in chunks_of(made.about)] == [2]
+    assert made.predicted["peak_bytes"] < least
+    assert made.solver["bound_us"] <= made.solver["objective_us"]
+    assert "does not fit" in plan_text(made)
+
+
+def test_where_nothing_is_recomputed_the_loss_is_left_whole() -> None:
+    made = plan(LARGER, budget="60GiB", target="h100-80gb")
+    assert chunks_of(made.about) == ()
+
+
+def test_the_price_of_slices_is_told_and_never_above_that_of_the_loss_whole() -> None:
+    least, most = tight(LARGER)
+    budget = (least + most) // 2
+    whole = plan(LARGER, budget=budget, target="h100-80gb", exact=True)
+    made = plan(LARGER, budget=budget, target="h100-80gb")
+    assert made.solver["objective_us"] <= whole.solver["objective_us"]
+    if chunks_of(made.about):
+        assert made.predicted["overhead"] <= whole.predicted["overhead"]
+        assert f"+{100 * whole.predicted['overhead']:.1f} %" in plan_text(made)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"loop": TrainingLoop(accumulation=3)}, "no power of two"),
+        ({"loop": TrainingLoop(shard="zero3", ranks=2)}, "sharded"),
+    ],
+)
+def test_the_loss_is_left_whole_where_slices_would_change_gradients(changes: dict[str, Any], why: str) -> None:
+    fake = FakeStep(LANGUAGE, device=CPU, **changes)
+    found = why_whole(load("eager"), fake)
+    assert found is not None and why in found
+
+
+def test_float16_and_other_executions_leave_the_loss_whole() -> None:
+    half = FakeStep(dataclasses.replace(LANGUAGE, autocast=torch.float16), device=CPU)
+    assert why_whole(load("eager"), half) is not None
+    assert why_whole(load("modules"), FakeStep(LANGUAGE, device=CPU)) is not None
+    assert why_whole(load("eager"), FakeStep(LANGUAGE, device=CPU)) is None
+
+
+@functools.cache
+def planned(workload: Workload) -> Plan:
+    """A plan for this CPU that cuts the loss, with a region besides."""
+    place = find_planning_device("cpu")
+    fake = fake_step(workload, place)
+    profile = profile_step(fake, place)
+    memory = Memory(profile.graph, profile.costs.workspace_per_op(profile.graph))
+    least = memory.curve(regions_of(profile)).peak_bytes
+    from remat.planning.budget import Budget
+
+    limit = int(0.93 * least)
+    return plan_profile(profile, Budget(limit, limit), step=fake)
+
+
+@pytest.mark.parametrize("workload", [LARGER, MIXED.sized(64)], ids=lambda workload: workload.name)
+def test_a_plan_in_slices_validates(workload: Workload) -> None:
+    made = planned(workload)
+    assert chunks_of(made.about)
+    report = validate(workload, made, repeats=1)
+    assert report.passed, str(report)
+    assert set(report.gradients_near) == {"head.weight", "head.bias"}
+    assert not report.gradients_bitwise
+    assert all(ratio <= NEAR for ratio in report.gradients_near.values())
+    assert report.measured["peak_bytes"] == pytest.approx(made.predicted["peak_bytes"], rel=0.0005)
+    assert report.measured["peak_bytes"] <= made.budget_bytes
+
+
+def test_a_saved_plan_in_slices_trains_at_every_batch_size(tmp_path: Any) -> None:
+    made = planned(LARGER)
+    made.save(tmp_path / "a.plan.json")
+    torch.manual_seed(0)
+    model = Language(plain)
+    untouched = copy.deepcopy(model)
+    remat.apply(model, tmp_path / "a.plan.json")
+    for samples, length in ((64, LENGTH), (7, LENGTH), (64, 40), (1, 3)):
+        torch.manual_seed(samples)
+        given = batch(samples, length)
+        if length <= 5:
+            given[1][:, -1] = 1
+        losses = []
+        for each in (untouched, model):
+            each.zero_grad()
+            torch.manual_seed(1)
+            loss = each(*given)["loss"]
+            loss.backward()
+            losses.append(loss.detach())
+        assert torch.equal(*losses)
+        for (name, one), other in zip(untouched.named_parameters(), model.parameters(), strict=True):
+            assert name.startswith("head.") or torch.equal(one.grad, other.grad), name  # type: ignore[arg-type]
+    model.eval()
+    assert model(*given)["logits"].shape == (1, 3, CLASSES)
+
+
+def test_another_loss_than_planned_is_refused_by_name() -> None:
+    model = remat.apply(Language(smoothed), planned(LARGER))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(PlanMismatch, match="chunked_loss"):
+            model(*batch(64, LENGTH))
+
+
+@given(st.integers(0, 3000), st.integers(0, 3000), st.integers(1, 900))
+def test_slices_are_all_rows_once_and_nearly_equal(first: int, rows: int, most: int) -> None:
+    found = list(cuts(first, first + rows, most))
+    assert [row for each in found for row in range(each.start, each.stop)] == list(range(first, first + rows))
+    sizes = [each.stop - each.start for each in found]
+    assert max(sizes) - min(sizes) <= (2 * ALIGNED_ROWS if min(sizes) >= 7 * ALIGNED_ROWS else 1)
