@@ -7,16 +7,23 @@ from typing import Any, NoReturn
 from remat.errors import RematError
 
 
+class LogitsWithheld(RematError, AttributeError):
+    """Somebody reads logits that are not there.
+
+    An AttributeError too: who only asks whether there is a dtype hears no.
+    """
+
+
 class Withheld:
-    """Stands for the logits of a head that runs in slices. Whoever reads it gets a RematError."""
+    """Stands for the logits of a head that runs in slices. Whoever reads it gets `LogitsWithheld`."""
 
     def __init__(self, slices: int):
         self.slices = slices
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise RematError(
+        raise LogitsWithheld(
             f"the logits are not there in training: the plan computes the loss in {self.slices} slices, and they never "
-            "exist at once. Do not read them, or make a plan that leaves the loss whole (chunks=False, --exact). "
+            "exist at once. Do not read them, or make a plan that leaves the loss whole (exact=True, --exact). "
             "In evaluation they are there."
         )
 

@@ -11,7 +11,7 @@ import torch
 from remat.costing.costs import Costs, assumptions, roofline_costs, with_library_workspaces
 from remat.costing.planning_device import PlanningDevice, find_planning_device
 from remat.costing.profile import Profile
-from remat.evaluation.graph import Graph
+from remat.evaluation.graph import LIBRARY_WORKSPACES, NOT_UNTRACED, Graph
 from remat.evaluation.sharding import shard
 from remat.planning.untraced import with_untraced
 from remat.recording.fake_step import FakeStep
@@ -65,28 +65,40 @@ def profile_step(
     step: FakeStep, place: PlanningDevice, *, on_progress: Callable[[int, int], None] | None = None
 ) -> Profile:
     """`profile` of a step that is there already, under the loop and with the chunks that it has now."""
-    whole, costs = _recorded(step, place, on_progress)
+    whole, costs = _recorded(step, place, on_progress=on_progress)
     whole = with_untraced(whole, step, costs, place.target, place.device)
     return _profile(whole, costs, step, place)
 
 
 def profile_variant(step: FakeStep, place: PlanningDevice, untouched: Profile) -> Profile:
     """`profile_step` where `step` has other chunks than in `untouched`: what people run who have no plan stays."""
-    whole, costs = _recorded(step, place, None)
     known = untouched.whole or untouched.graph
-    return _profile(dataclasses.replace(whole, untraced_bytes=known.untraced_bytes), costs, step, place)
+    libraries_bytes = known.fixed_bytes.get(LIBRARY_WORKSPACES, 0)  # will be added to both again
+    known = dataclasses.replace(
+        known,
+        first_step_bytes=known.first_step_bytes - libraries_bytes,
+        untraced_bytes=known.untraced_bytes - libraries_bytes,
+    )
+    whole, costs = _recorded(step, place, whole=known)
+    about = {name: known.about[name] for name in (NOT_UNTRACED,) if name in known.about}
+    whole = dataclasses.replace(whole, untraced_bytes=known.untraced_bytes, about={**whole.about, **about})
+    return _profile(whole, costs, step, place)
 
 
 def _recorded(
-    step: FakeStep, place: PlanningDevice, on_progress: Callable[[int, int], None] | None
+    step: FakeStep,
+    place: PlanningDevice,
+    *,
+    whole: Graph | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Graph, Costs]:
     from remat.costing.operator_timing import time_operators
 
-    whole = record(step, alignment_bytes=place.target.alignment_bytes)
+    found = record(step, alignment_bytes=place.target.alignment_bytes, whole=whole)
     if place.device is not None:
-        return whole, time_operators(whole.kinds, place.device, on_progress=on_progress)
-    whole = dataclasses.replace(whole, about={**whole.about, **assumptions(whole, place.target)})
-    return whole, roofline_costs(whole, place.target)
+        return found, time_operators(found.kinds, place.device, on_progress=on_progress)
+    found = dataclasses.replace(found, about={**found.about, **assumptions(found, place.target)})
+    return found, roofline_costs(found, place.target)
 
 
 def _profile(whole: Graph, costs: Costs, step: FakeStep, place: PlanningDevice) -> Profile:

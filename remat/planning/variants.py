@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from remat.costing.planning_device import PlanningDevice
 from remat.costing.profile import Profile
@@ -38,13 +39,15 @@ PATIENCE_S = 10.0  # for the plan of a variant, where nobody set a time limit
 class Variant:
     """One way to cut the losses of a step.
 
-    extra_us  what its step takes longer than the whole one, without recomputation
+    extra_us   what its step takes longer than the whole one, without recomputation
+    untouched  `Problem.without_checkpointing` of the whole one
     """
 
     chunks: tuple[Chunk, ...]
     profile: Profile
     judge: Judge
     extra_us: float
+    untouched: dict[str, Any]
 
 
 class Variants:
@@ -111,8 +114,15 @@ class Variants:
         with self._step.in_slices(chunks):
             found = profile_variant(self._step, PlanningDevice(whole.target, device), whole)
         found = self._execution.price(found)
-        extra_us = found.costs.step_time_us(found.graph) - whole.costs.step_time_us(whole.graph)
-        return Variant(chunks, found, Judge(self._execution, self._step, found, self._on_replay), extra_us)
+        step_us = whole.costs.step_time_us(whole.graph)
+        peak_bytes = Memory(whole.graph, whole.costs.workspace_per_op(whole.graph)).peak_without_checkpointing
+        return Variant(
+            chunks,
+            found,
+            Judge(self._execution, self._step, found, self._on_replay),
+            found.costs.step_time_us(found.graph) - step_us,
+            {"peak_bytes": peak_bytes, "step_time_us": step_us},
+        )
 
 
 def why_whole(execution: Execution, step: FakeStep) -> str | None:
@@ -215,7 +225,7 @@ def _least_budget(error: Infeasible | NoPlanInTime) -> float:
 
 def priced(made: Plan, variant: Variant) -> Plan:
     """A plan of a variant, its price and its bound counted from the whole step. (Rule 1)"""
-    step_us = made.without_checkpointing["step_time_us"] - variant.extra_us
+    step_us = variant.untouched["step_time_us"]
     predicted = {**made.predicted, "slices_time_us": variant.extra_us}
     predicted["overhead"] = (predicted["recompute_time_us"] + variant.extra_us) / step_us if step_us else 0.0
     solver = {**made.solver}
@@ -225,7 +235,7 @@ def priced(made: Plan, variant: Variant) -> Plan:
         made,
         predicted=predicted,
         solver=solver,
-        without_checkpointing={**made.without_checkpointing, "step_time_us": step_us},
+        without_checkpointing=variant.untouched,
     )
 
 

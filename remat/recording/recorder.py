@@ -51,9 +51,14 @@ from remat.recording.tracker import FIXED, Tracker
 from remat.workload.workload import trainable
 
 
-def record(step: FakeStep, *, alignment_bytes: int = 1) -> Graph:
-    """The Graph of `step`. Raises `CaptureError` for a model that cannot be captured, naming the operator."""
-    first_step_rise, first = step.warm_up(alignment_bytes)
+def record(step: FakeStep, *, alignment_bytes: int = 1, whole: Graph | None = None) -> Graph:
+    """The Graph of `step`. Raises `CaptureError` for a model that cannot be captured, naming the operator.
+
+    whole  the graph of the same step with other chunks, recorded before: it is in its steady state, and its first
+           optimizer step takes the same
+    """
+    if whole is None or step.loop.holds_outputs:
+        first_step_rise, first = step.warm_up(alignment_bytes)
     recorder = _Recorder(alignment_bytes, step.model.buffers())
     fixed = step.fix_state(recorder)
     made = ("gradients", OPTIMIZER_STATE, "running average")  # by the first step itself
@@ -77,10 +82,14 @@ def record(step: FakeStep, *, alignment_bytes: int = 1) -> Graph:
     graph = recorder.graph(
         fixed, {**_about(step), CALLED_MODULES: [path for path in recorder.modules if path in paths]}
     )
+    if whole is None:
+        first_step_bytes = before + first_step_rise
+    else:  # its gradients are all made in backward, where they are counted
+        first_step_bytes = whole.first_step_bytes - sum(size for size, _ in whole.held_outputs)
     return dataclasses.replace(
         graph,
         parameters=tuple(recorder.parameters_of(step)),
-        first_step_bytes=before + first_step_rise + sum(size for size, _ in held),
+        first_step_bytes=first_step_bytes + sum(size for size, _ in held),
         held_outputs=tuple(held),
     )
 
