@@ -101,7 +101,7 @@ def test_clipping_runs_before_the_optimizer() -> None:
 def test_the_first_step_lacks_the_optimizers_state_until_the_optimizer_makes_it(
     optimizer: type[torch.optim.Optimizer] | None, accumulation: int
 ) -> None:
-    memory = recorded(Loop(accumulation=accumulation), optimizer)
+    memory = recorded(Loop(accumulation=accumulation), optimizer)  # type: ignore[arg-type]
     graph = memory.graph
     state = graph.fixed_bytes.get("optimizer state", 0)
     for regions in ((), every_block(graph)):
