@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-NAMES = ("commands", "sweep", "main_job", "estimates", "torture", "architectures", "curves")
+NAMES = ("commands", "sweep", "main_job", "estimates", "fuzzing", "architectures", "curves")
 # Only when named:
 LONG = (
     "default_solver",

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from benchmarks import report
-from remat.costing.operator_timing import device_target, measure
+from remat.costing.operator_timing import device_target, time_operators
 from remat.costing.profile import Profile
 from remat.errors import RematError
 from remat.evaluation.plan import Plan, traced_branches
@@ -430,7 +430,7 @@ def recorded(workload: Workload) -> Recorded:
     step = FakeStep(workload, device=CPU)
     graph = record(step)
     return Recorded(
-        step, Profile(graph, measure(graph.kinds, CPU, repeats=3, seconds_per_kind=0.0), device_target(CPU))
+        step, Profile(graph, time_operators(graph.kinds, CPU, repeats=3, seconds_per_kind=0.0), device_target(CPU))
     )
 
 

@@ -28,7 +28,7 @@ from remat.costing.device_allocator import measure_peak
 from remat.costing.planning_device import find_planning_device
 from remat.costing.profile import Profile
 from remat.evaluation.evaluator import Memory
-from remat.evaluation.plan import Plan, unplace
+from remat.evaluation.plan import Plan, from_refs
 from remat.execution.apply import apply, counts_of
 from remat.execution.compiled.compiling import AOT_EAGER, INDUCTOR
 from remat.execution.compiled.replay import replay_compiled
@@ -126,7 +126,7 @@ def _beside(
         workload, compiler, profile.graph.fixed_total - profile.graph.unseen_bytes, lambda model: apply(model, plan)
     )
     assert planned["regions"] == len(plan.regions), "the plan was lost"
-    memory, regions = Memory(profile.graph), unplace(profile.graph, plan.regions)
+    memory, regions = Memory(profile.graph), from_refs(profile.graph, plan.regions)
     return {
         "regions": len(plan.regions),
         "recompute_ms": round(memory.recompute_time_us(regions, profile.costs.per_op_us(profile.graph)) / 1000, 1),

@@ -20,7 +20,7 @@ from remat.planning.profiling import fake_step, profile_step
 from remat.units import MIB
 from remat.validation.training import Training, release_memory, undisturbed
 from remat.workload.optimizers import optimizer_named
-from remat.workload.training_loop import Loop
+from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 
 OPTIMIZERS = ("adamw", "adamw:fused", "sgd", "adafactor")
@@ -50,14 +50,17 @@ def main(*models: str) -> None:
             for accumulation in ACCUMULATIONS:
                 row = {"model": model, "optimizer": optimizer, "accumulation": accumulation}
                 rows.append(
-                    {**row, **compare(workload, find_planning_device(device.type), Loop(accumulation=accumulation))}
+                    {
+                        **row,
+                        **compare(workload, find_planning_device(device.type), TrainingLoop(accumulation=accumulation)),
+                    }
                 )
                 print(rows[-1], file=sys.stderr, flush=True)
                 report.write(path, {**about, **summary(rows)}, rows, COLUMNS)
         torch._dynamo.reset()
 
 
-def compare(workload: Workload, place: PlanningDevice, loop: Loop) -> dict[str, Any]:
+def compare(workload: Workload, place: PlanningDevice, loop: TrainingLoop) -> dict[str, Any]:
     """Predicted and measured peaks of the first two optimizer steps, in MiB, and by how much they differ."""
     assert place.device is not None
     step = fake_step(workload, place, loop=loop)

@@ -27,7 +27,7 @@ from remat.planning.micro_batches import MicroBatches, Window
 from remat.solvers.least_peak import least_peak
 from remat.units import MIB
 from remat.validation.training import Training, undisturbed
-from remat.workload.training_loop import Loop
+from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 
 MODELS = ("gpt2", "resnet50", "bert-large")
@@ -40,15 +40,15 @@ def main(*models: str) -> None:
     path, about = report.stem("fits", cpu), report.provenance(cpu)
     rows: list[dict[str, Any]] = []
     for model in models or MODELS:
-        rows.append({"model": model, **measure(model)})
+        rows.append({"model": model, **row_of(model)})
         print(rows[-1], file=sys.stderr, flush=True)
         report.write(path, about, rows, COLUMNS)
         torch._dynamo.reset()
 
 
-def measure(model: str) -> dict[str, Any]:
+def row_of(model: str) -> dict[str, Any]:
     workload, place, limits = TEST_SIZES[model](), find_planning_device("cpu"), Limits(time_s=20)
-    sizes = MicroBatches(workload, place, Budget(1 << 60, 1 << 60), Loop(), limits, lambda what: None)
+    sizes = MicroBatches(workload, place, Budget(1 << 60, 1 << 60), TrainingLoop(), limits, lambda what: None)
     half = sizes.profile(max(workload.batch_size // 2, 1), False)
     limit = Memory(half.graph, half.costs.workspace_per_op(half.graph)).peak_without_checkpointing
     plan = largest_batch(workload, place, Budget(limit, limit), limits=limits)
@@ -77,7 +77,7 @@ def run(workload: Workload, plan: Plan) -> int:
     """Measured peak of the second optimizer step under `plan`."""
     cpu = torch.device("cpu")
     with undisturbed(cpu):
-        training = Training(workload, cpu, 0, Loop())
+        training = Training(workload, cpu, 0, TrainingLoop())
         training.begin_again()
         apply(training.model, plan)
         training.update()

@@ -31,7 +31,7 @@ from remat.reservation.allocator_settings import AllocatorSettings
 from remat.reservation.fragmentation import CONTEXT_BYTES, footprints
 from remat.solvers import load
 from remat.units import MIB
-from remat.workload.training_loop import Loop
+from remat.workload.training_loop import TrainingLoop
 
 TARGETS = "h100-80gb,rtx4090"
 SETTINGS = {"default": "", "expandable": "expandable_segments:True"}
@@ -72,7 +72,7 @@ def main(targets: str = TARGETS, *models: str) -> None:
 def _rows(model: str, target: str) -> list[dict[str, Any]]:
     place = find_planning_device(target)
     card = place.target.memory_bytes - CONTEXT_BYTES
-    sizes = MicroBatches(build(model), place, Budget(card, card), Loop(), PATIENCE, lambda what: None)
+    sizes = MicroBatches(build(model), place, Budget(card, card), TrainingLoop(), PATIENCE, lambda what: None)
     named = {"target": target, "model": model, "card_mib": card // MIB}
     fixed = sizes.profile(2, False).graph.fixed_total
     if fixed > card:

@@ -38,7 +38,7 @@ from remat.solvers import Solver
 from remat.solvers.least_peak import least_peak
 from remat.units import MIB
 from remat.validation.training import Training
-from remat.workload.training_loop import Loop
+from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 
 COLUMNS = [
@@ -176,7 +176,7 @@ class Peers:
 
     def _training(self, prepare: Callable[[nn.Module], object] | None) -> Training:
         """The model as `prepare` changes it, trained until the optimizer's state exists and everything is compiled."""
-        training = Training(self.workload, self.device, 0, Loop())
+        training = Training(self.workload, self.device, 0, TrainingLoop())
         training.begin_again()
         if prepare:
             prepare(training.model)

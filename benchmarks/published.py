@@ -1,8 +1,8 @@
 """Published training speeds against this project's estimates: `python -m benchmarks published[:NAME,...]`.
 
-What is estimated is one micro-batch of one rank, forward and backward by `remat.costing.costs.estimate`, and the part
-of the optimizer's step that falls on it. See `published_runs.py` for the runs, their sources, and those of them by
-which parameters were chosen.
+The estimate is of one micro-batch of one rank: forward and backward by `remat.costing.costs.roofline_costs`, and the
+part of the optimizer's step that falls on it. `published_runs.py` lists the runs, their sources, and which of them
+the roofline's parameters were fitted to.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from benchmarks import report
-from benchmarks.published_runs import Run, runs
-from remat.costing.costs import estimate
+from benchmarks.published_runs import PublishedRun, published_runs
+from remat.costing.costs import roofline_costs
 from remat.costing.planning_device import PlanningDevice
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import Graph
@@ -45,7 +45,7 @@ EXPLAINED = {
 
 def main(*names: str) -> None:
     path, about, rows = report.stem("published", torch.device("cpu")), report.provenance(torch.device("cpu")), []
-    for run in runs():
+    for run in published_runs():
         if names and run.name not in names:
             continue
         rows.append(row_of(run))
@@ -55,7 +55,7 @@ def main(*names: str) -> None:
     print("\n".join(map(_line, rows)))
 
 
-def row_of(run: Run) -> dict[str, Any]:
+def row_of(run: PublishedRun) -> dict[str, Any]:
     estimated_ms = estimated(run) / 1e3
     return {
         "run": run.name,
@@ -70,12 +70,12 @@ def row_of(run: Run) -> dict[str, Any]:
     }
 
 
-def estimated(run: Run) -> float:
+def estimated(run: PublishedRun) -> float:
     """Microseconds of one micro-batch of one rank, with its share of the optimizer."""
     graph = record(
         fake_step(run.workload, PlanningDevice(run.target, None)), alignment_bytes=run.target.alignment_bytes
     )
-    times = estimate(graph, run.target).per_op_us(graph)
+    times = roofline_costs(graph, run.target).per_op_us(graph)
     again_us = Memory(graph).recompute_time_us(selective(graph), times) if run.selective else 0.0
     own_us, optimizer_us = float(times[: graph.backward_end].sum()), float(times[graph.backward_end :].sum())
     return own_us + again_us + run.optimizer_share * optimizer_us

@@ -1,8 +1,8 @@
 """Published training speeds, with the settings that they were obtained with, and workloads that run the same kernels.
 
-Only eager runs whose hardware, batch, sequence, precision and checkpointing are stated. Each `Run` says what its
-workload here does differently. `split` is "fit" for those by which parameters of `remat/roofline.py` were chosen, and
-"check" for the others: no parameter was chosen by them.
+Only eager runs whose hardware, batch, sequence, precision and checkpointing are stated. Each
+`PublishedRun` says what its workload here does differently. `split` is "fit" for those that parameters of
+`remat/costing/roofline.py` were fitted to, and "check" for the others.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TORCHTITAN = "pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, t
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class PublishedRun:
     """One published speed.
 
     per_second     what the source prints: tokens, images or sequences, per second and GPU
@@ -247,9 +247,9 @@ def _mpt_run(
     length: int,
     accumulation: int,
     per_second: float,
-) -> Run:
+) -> PublishedRun:
     date = "October 2023" if card == _A100 else "January 2024"
-    return Run(
+    return PublishedRun(
         f"{name} {card}",
         split,
         _mpt(*shape, batch_size, length),
@@ -263,10 +263,10 @@ def _mpt_run(
     )
 
 
-def _torchtitan() -> Run:
+def _torchtitan() -> PublishedRun:
     width = "96 GB of HBM2e at 2.4 TB/s, 500 W"
     card = _card(_H100, "2.6", name="h100-96gb-500w", bytes_per_us=2.4e6)
-    return Run(
+    return PublishedRun(
         "llama-3.1-8b h100-96gb-500w",
         "check",
         dataclasses.replace(llama.llama_8b().with_dtype("bf16"), batch_size=2, seq_len=8192),
@@ -281,7 +281,7 @@ def _torchtitan() -> Run:
     )
 
 
-def runs() -> list[Run]:
+def published_runs() -> list[PublishedRun]:
     """All of them; the workloads are made, not built."""
     fp16 = torch.float16
     lambda_differs = "apex's fused Adam and layer norm there; loss scaling is not in the estimate"
@@ -291,7 +291,7 @@ def runs() -> list[Run]:
     a100 = _card(_A100, "1.9")
     return [
         *mpt,
-        Run(
+        PublishedRun(
             "bert-large-squad h100-80gb",
             "fit",
             _squad(1024, 24, 16, 112, fp16),
@@ -302,7 +302,7 @@ def runs() -> list[Run]:
             "112 x 384, fp16 autocast, container 24.08 or 24.10, 1 GPU, eager",
             lambda_differs,
         ),
-        Run(
+        PublishedRun(
             "bert-base-squad h100-80gb",
             "check",
             _squad(768, 12, 12, 320, fp16),
@@ -313,7 +313,7 @@ def runs() -> list[Run]:
             "320 x 384, fp16 autocast, 1 GPU, eager",
             lambda_differs,
         ),
-        Run(
+        PublishedRun(
             "bert-large-squad-tf32 h100-80gb",
             "check",
             _squad(1024, 24, 16, 64, None),
@@ -324,7 +324,7 @@ def runs() -> list[Run]:
             "64 x 384, TF32, 1 GPU, eager",
             lambda_differs,
         ),
-        Run(
+        PublishedRun(
             "resnet50 a100-80gb",
             "fit",
             _images(resnet.resnet50(), 256, fp16, last=True),
@@ -335,7 +335,7 @@ def runs() -> list[Run]:
             "256 images, fp16 autocast, channels last, 1 GPU, eager",
             dali,
         ),
-        Run(
+        PublishedRun(
             "resnet50-tf32 a100-80gb",
             "fit",
             _images(resnet.resnet50(), 256, None, last=False),
@@ -347,7 +347,7 @@ def runs() -> list[Run]:
             dali,
         ),
         *(
-            Run(
+            PublishedRun(
                 f"{name} rtx3090",
                 split,
                 _images(workload, batch_size, fp16, last=True),

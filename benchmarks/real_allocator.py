@@ -30,7 +30,7 @@ import torch
 from benchmarks import report
 from remat.costing.planning_device import find_planning_device
 from remat.evaluation.evaluator import Memory
-from remat.evaluation.plan import unplace
+from remat.evaluation.plan import from_refs
 from remat.formulation.solution import Limits
 from remat.models import build
 from remat.planning.budget import Budget
@@ -176,7 +176,7 @@ def _steps(real: RealAllocator, model: str) -> Iterator[dict[str, Any]]:
     memory = Memory(profile.graph, profile.costs.workspace_per_op(profile.graph))
     budget = int(0.8 * memory.peak_without_checkpointing)
     made = plan_profile(profile, Budget(budget, budget), limits=Limits(time_s=20), solver=load("chain-dp"))
-    for name, regions in (("untouched", ()), ("planned", unplace(profile.graph, made.regions))):
+    for name, regions in (("untouched", ()), ("planned", from_refs(profile.graph, made.regions))):
         for text in SETTINGS[:2]:
             simulated = Recording(AllocatorSettings.parse(text))
             footprint(memory, regions, allocator=simulated)

@@ -39,7 +39,7 @@ def main(*layers: str) -> None:
     rows: list[dict[str, Any]] = []
     for count in [int(text) for text in layers] or [*LAYERS, CHAIN]:
         workload = mlp_chain(count) if count >= CHAIN else gpt3(count)
-        rows.append({"model": workload.name, "layers": count, **measure(workload)})
+        rows.append({"model": workload.name, "layers": count, **row_of(workload)})
         print(rows[-1], flush=True)
         report.write(path, about, rows, COLUMNS)
 
@@ -74,7 +74,7 @@ def mlp_chain(layers: int, width: int = 1024) -> Workload:
     )
 
 
-def measure(workload: Workload) -> dict[str, Any]:
+def row_of(workload: Workload) -> dict[str, Any]:
     place = find_planning_device("h200")
     times: dict[str, Any] = {}
     with _timed("record", times):

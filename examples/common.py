@@ -109,22 +109,22 @@ def images(samples: int, length: int | None = None) -> tuple[torch.Tensor, torch
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
-    """A training: its losses, and the peak of memory above what was there before it."""
+class TrainingResult:
+    """What a training did: its losses, and the peak of memory above what was there before it."""
 
     losses: list[float]
     peak_bytes: int
 
 
-def observed(train: Callable[[], Sequence[float]]) -> Run:
+def observed(train: Callable[[], Sequence[float]]) -> TrainingResult:
     """Run `train` once, from the same seed each time."""
     torch.manual_seed(0)
     losses: list[float] = []
     peak = measure_peak(lambda: losses.extend(train()), DEVICE)
-    return Run(losses, peak)
+    return TrainingResult(losses, peak)
 
 
-def report(without: Run, planned: Run) -> None:
+def report(without: TrainingResult, planned: TrainingResult) -> None:
     print(f"{'':16}{'loss':>22}{'peak':>14}")
     for name, run in (("without a plan", without), ("with the plan", planned)):
         print(f"{name:16}{run.losses[0]:10.4f} -> {run.losses[-1]:8.4f}{gib(run.peak_bytes):>14}")

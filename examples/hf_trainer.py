@@ -9,7 +9,19 @@ import tempfile
 from collections.abc import Sequence
 
 import torch
-from common import BATCH_SIZE, DEVICE, LENGTH, TARGET, Run, gpt2, observed, options, random_text, report, text
+from common import (
+    BATCH_SIZE,
+    DEVICE,
+    LENGTH,
+    TARGET,
+    TrainingResult,
+    gpt2,
+    observed,
+    options,
+    random_text,
+    report,
+    text,
+)
 from transformers import Trainer, TrainingArguments
 
 import remat
@@ -25,7 +37,7 @@ WORKLOAD = remat.Workload(
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> tuple[Run, Run]:
+def main(arguments: Sequence[str] | None = None) -> tuple[TrainingResult, TrainingResult]:
     given = options(__doc__).parse_args(arguments)
     plan = remat.plan(WORKLOAD, budget=given.budget or "22MiB", target=TARGET)
     print(plan)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import lightning
 import torch
-from common import DEVICE, TARGET, Run, convnet, images, observed, options, report
+from common import DEVICE, TARGET, TrainingResult, convnet, images, observed, options, report
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -41,7 +41,7 @@ class Bars(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def main(arguments: Sequence[str] | None = None) -> tuple[Run, Run]:
+def main(arguments: Sequence[str] | None = None) -> tuple[TrainingResult, TrainingResult]:
     given = options(__doc__).parse_args(arguments)
     plan = remat.plan(WORKLOAD, budget=given.budget or "20MiB", target=TARGET, execution="modules")
     print(plan)

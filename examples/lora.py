@@ -8,7 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from common import BATCH_SIZE, DEVICE, LENGTH, TARGET, Run, gpt2, observed, options, random_text, report, text
+from common import (
+    BATCH_SIZE,
+    DEVICE,
+    LENGTH,
+    TARGET,
+    TrainingResult,
+    gpt2,
+    observed,
+    options,
+    random_text,
+    report,
+    text,
+)
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
@@ -32,7 +44,7 @@ WORKLOAD = remat.Workload(
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> tuple[Run, Run]:
+def main(arguments: Sequence[str] | None = None) -> tuple[TrainingResult, TrainingResult]:
     given = options(__doc__).parse_args(arguments)
     plan = remat.plan(WORKLOAD, budget=given.budget or "22MiB", target=TARGET)
     print(plan)

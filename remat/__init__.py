@@ -30,20 +30,20 @@ if TYPE_CHECKING:
     from remat.planning.profiling import profile as profile
     from remat.validation.report import Report as Report
     from remat.validation.validating import validate as validate
-    from remat.workload.training_loop import Loop as Loop
+    from remat.workload.training_loop import TrainingLoop as TrainingLoop
     from remat.workload.workload import Workload as Workload
 
 _HOMES = {
     "CaptureError": "remat.errors",
     "Infeasible": "remat.errors",
     "Limits": "remat.formulation.solution",
-    "Loop": "remat.workload.training_loop",
     "NoPlanInTime": "remat.errors",
     "Plan": "remat.evaluation.plan",
     "PlanMismatch": "remat.errors",
     "Profile": "remat.costing.profile",
     "RematError": "remat.errors",
     "Report": "remat.validation.report",
+    "TrainingLoop": "remat.workload.training_loop",
     "UsageError": "remat.errors",
     "ValidationFailed": "remat.errors",
     "Workload": "remat.workload.workload",

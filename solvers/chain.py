@@ -3,24 +3,25 @@
 What limits a run is little more than the number of bytes that the segments before it keep. That number, and for one
 storage at every cut whether it is in it, is the state of the dynamic program; a `Transition` is what a run does to it.
 
-A storage with several reasons to be kept (a residual stream: saved by the region that made it, taken by the next, or
-kept by autograd there) must be counted once. `Chain.tracked` names for every cut at most one storage that crosses it,
-and the state says whether some run before the cut keeps it already; so it is counted by the first run that has a
-reason. A storage crosses many cuts with one name: the tracked ones are chosen so that their stretches do not overlap,
-the most bytes first (weighted interval scheduling).
+A shared storage (a residual stream: saved by the region that made it, taken by the next, or kept by autograd there)
+must be counted once. `Chain.state_storages` names for every cut at most one storage that crosses it, and the state says
+whether some run before the cut keeps it already; so it is counted by the first run that has a reason. A storage crosses
+many cuts with one name: state storages are chosen so that their stretches do not overlap, the most bytes first
+(weighted interval scheduling).
 
-Any other storage with several reasons (an encoder's output, a position bias, a UNet's skip connection) is counted at
+Any other shared storage (an encoder's output, a position bias, a UNet's skip connection) is counted at
 one of its sites, if the run there keeps it: at the last one, or wherever `Case.counted` says. That may understate what
 a plan needs and never overstates it: a bound stays a bound. Where it understates too much, cases settle it (`Case`):
 in one there is a reason to keep the storage at a certain site or before, and it is counted there; in the other there
 is none, and nothing may want it so far. (To count it where it is made would overstate: what only a later site wants is
 let go before backward comes back to the runs between.)
 
-What somebody holds to the end of the forward anyway (autocast's copies of weights) may be kept for longer by a plain
-run or a save. While the forward runs it must not be counted as kept, as it is local; in backward it must be. So there
-are two numbers of bytes with limits of their own, P without what is held and P + H with it. A chain counts a share w of
-H, and limits P + w H by (1 - w) times the one limit plus w times the other: a surrogate of the two (Glover 1968), which
-every plan keeps. Every share gives a bound; the best is found by trying (`chain_dp.py`).
+A storage is *forward-held* if somebody holds it to the end of the forward whatever the plan: autocast its copies of
+weights, for example. A plain run or a save may keep it for longer. While the forward runs it is local, so it must not
+be counted as kept; in backward it must be. So two numbers of bytes have limits of their own: P without the forward-held
+storages, and P + H with them. A chain counts a share w of H. It limits P + w H by (1 - w) times the one limit plus w
+times the other: a surrogate of the two (Glover 1968), which every plan keeps. Every share gives a bound; the best is
+found by trying (`chain_dp.py`).
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from remat.formulation.choices import Kept, Row, Run
+from remat.formulation.choices import Row, Run, SharedStorage
 from remat.formulation.problem import Problem
 
-LASTING = 2  # sites of a storage beyond which it is settled by cases
-MOST_LASTING = 4
+LONG_LIVED = 2  # sites of a storage beyond which it is settled by cases
+MOST_LONG_LIVED = 4
 MATTERS = 2000  # a storage smaller than a 2000th of the budget is not worth it
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Plans in which storages, none of them tracked, are kept from a certain site on, or not until then.
+    """Plans in which storages outside the state are kept from a certain site on, or not until then.
 
     pinned  storage -> site: it is kept for a reason at that site or before, and not before the one it is `absent` until
     absent  storage -> site: nothing at that site or before is a reason to keep it
@@ -65,25 +66,31 @@ class Case:
         """The same plans, with other storages counted elsewhere."""
         return dataclasses.replace(self, counted={**self.counted, **sites})
 
-    def site(self, kept: Kept) -> int:
-        """Where `kept` is counted, unless it is tracked."""
-        return self.pinned.get(kept.storage, self.counted.get(kept.storage, kept.sites[-1]))
+    def site(self, shared: SharedStorage) -> int:
+        """Where `shared` is counted, unless it is a state storage."""
+        return self.pinned.get(shared.storage, self.counted.get(shared.storage, shared.sites[-1]))
 
 
-def lasting_storages(problem: Problem) -> list[int]:
-    """Storages worth a split, the largest first: those with many sites that are not tracked, and not too small."""
+def long_lived_storages(problem: Problem) -> list[int]:
+    """Storages worth a split, the largest first: those outside the state, with many sites, and not too small."""
     least = problem.budget_bytes // MATTERS
-    tracked = {kept.storage for kept in _choose_tracked(problem, len(problem.space.segments)) if kept is not None}
-    lasting = [kept for kept in problem.kept.values() if len(kept.sites) > LASTING and kept.storage not in tracked]
-    lasting = [kept for kept in lasting if kept.size_bytes > least]
-    return [kept.storage for kept in sorted(lasting, key=lambda kept: -kept.size_bytes)[:MOST_LASTING]]
+    in_state = {
+        shared.storage for shared in _choose_state_storages(problem, len(problem.space.segments)) if shared is not None
+    }
+    long_lived = [
+        shared
+        for shared in problem.shared.values()
+        if len(shared.sites) > LONG_LIVED and shared.storage not in in_state
+    ]
+    long_lived = [shared for shared in long_lived if shared.size_bytes > least]
+    return [shared.storage for shared in sorted(long_lived, key=lambda shared: -shared.size_bytes)[:MOST_LONG_LIVED]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Item:
     """A node that a region may save: bytes that it keeps then, ns that it spares.
 
-    passes_on  the storage tracked at the region's end is among what it keeps
+    passes_on  the state storage of the region's end is among what it keeps
     """
 
     node: int
@@ -96,11 +103,11 @@ class Item:
 class Transition:
     """Run `index`, from cut a to cut b.
 
-    keeps_bytes  what it keeps, saves and the storage tracked at `a` left out
+    keeps_bytes  what it keeps, saves and the state storage of `a` left out
     most_bytes   what may be kept before it at most
-    wants        it has a reason of its own to keep the storage tracked at `a` ...
+    wants        it has a reason of its own to keep the state storage of `a` ...
     counts       ... and `most_bytes` has deducted that storage
-    passes_on    it is plain and keeps the storage tracked at `b`, which it made
+    passes_on    it is plain and keeps the state storage of `b`, which it made
     saves        it is a region that may save
     never_again  nodes that it does not recompute, so that saving them gains nothing (early stop)
     """
@@ -121,27 +128,34 @@ class Transition:
 class Chain:
     """Transitions of `problem` in one case: those of the runs in `keep`, or of all.
 
-    held_percent  the share w that is counted of what is held to the end of the forward
+    forward_held_percent  the share w that is counted of forward-held storages
 
-    into       for every cut the transitions that end there, the shortest first; those that others dominate are left out
-    beside     for every pair of cuts the runs between them, those left out included
-    tracked    for every cut the storage whose being kept is part of the state, or None
-    forward    for every cut and k what segments before it may keep while later ones run forward, what is held left out
-    backward   likewise what they may keep in all
-    most_after for every cut what may be kept there when a region that ends at it is recomputed
-    inside     for every cut what may be kept before it where a region goes on there
+    into            for every cut the transitions that end there, the shortest first; those that others dominate are
+                    left out
+    beside          for every pair of cuts the runs between them, those left out included
+    state_storages  for every cut the storage whose being kept is part of the state, or None
+    forward         for every cut and k what segments before it may keep while later ones run forward, forward-held
+                    storages left out
+    backward        likewise what they may keep in all
+    most_after      for every cut what may be kept there when a region that ends at it is recomputed
+    inside          for every cut what may be kept before it where a region goes on there
     """
 
     def __init__(
-        self, problem: Problem, case: Case | None = None, keep: set[int] | None = None, *, held_percent: int = 100
+        self,
+        problem: Problem,
+        case: Case | None = None,
+        keep: set[int] | None = None,
+        *,
+        forward_held_percent: int = 100,
     ):
         self.problem = problem
         self.case = case or Case()
-        self.held_percent = held_percent
+        self.forward_held_percent = forward_held_percent
         self.count = len(problem.space.segments)
         self._items: dict[tuple[int, int, frozenset[int]], tuple[Item, ...]] = {}
         self._insides: dict[int, np.ndarray] = {}
-        self.tracked = _choose_tracked(problem, self.count)
+        self.state_storages = _choose_state_storages(problem, self.count)
         self.open = _open_storages(problem, self.count)
         self.forward = [self._forward_limits(cut) for cut in range(self.count + 1)]
         self.backward = [self._backward_limits(cut) for cut in range(self.count + 1)]
@@ -166,20 +180,20 @@ class Chain:
         """The most that may be kept anywhere."""
         return max(self.most_at(cut, k) for cut, limits in enumerate(self.forward) for k in range(len(limits)))
 
-    def tracked_bytes(self, cut: int) -> int:
-        """What is counted of the storage tracked at `cut`."""
-        kept = self.tracked[cut]
-        return self._counted(kept) if kept is not None else 0
+    def state_storage_bytes(self, cut: int) -> int:
+        """What is counted of the state storage of `cut`."""
+        shared = self.state_storages[cut]
+        return self._counted(shared) if shared is not None else 0
 
     def persists(self, a: int, b: int) -> bool:
-        """Whether the storage tracked at cut `a` is still the one tracked at `b`."""
-        return self.tracked[a] is not None and self.tracked[a] is self.tracked[b]
+        """Whether the state storage of cut `a` is still that of `b`."""
+        return self.state_storages[a] is not None and self.state_storages[a] is self.state_storages[b]
 
     def entry(self, transition: Transition, k: int) -> tuple[int, int, int]:
         """(k at the end of `transition`, bytes that it adds, bytes that may be kept before it), taken in state `k`."""
-        adds = transition.keeps_bytes + (self.tracked_bytes(transition.a) if transition.wants and not k else 0)
-        tracked = self.tracked[transition.a] if k and transition.counts else None
-        backward = transition.most_bytes + (tracked.size_bytes if tracked is not None else 0)
+        adds = transition.keeps_bytes + (self.state_storage_bytes(transition.a) if transition.wants and not k else 0)
+        state_storage = self.state_storages[transition.a] if k and transition.counts else None
+        backward = transition.most_bytes + (state_storage.size_bytes if state_storage is not None else 0)
         most = self._surrogate(backward, self.forward[transition.a][k])
         most = min(most, self._least_inside(transition.a, transition.b) - adds)
         if self.persists(transition.a, transition.b):
@@ -201,7 +215,7 @@ class Chain:
     def _pinned_from(self, segment: int) -> int:
         """What is counted of what is pinned there or later: a region counts all of it at once."""
         pinned = self.case.pinned.items()
-        return sum(self._counted(self.problem.kept[u]) for u, site in pinned if site >= segment)
+        return sum(self._counted(self.problem.shared[u]) for u, site in pinned if site >= segment)
 
     def _least_inside(self, a: int, b: int) -> int:
         """What may be kept where a region goes on at every cut between `a` and `b`."""
@@ -211,7 +225,7 @@ class Chain:
 
     def _surrogate(self, backward: int, forward: int) -> int:
         """The limit of P + w H, if P + H is limited by `backward` and P by `forward`."""
-        mixed = self.held_percent * backward + (100 - self.held_percent) * forward
+        mixed = self.forward_held_percent * backward + (100 - self.forward_held_percent) * forward
         return min(backward, -(-mixed // 100))
 
     def items(self, segment: int, b: int, never_again: frozenset[int] = frozenset()) -> tuple[Item, ...]:
@@ -232,21 +246,23 @@ class Chain:
         problem = self.problem
         found = list(range(1, self.count + 1))
         for segment, nodes in enumerate(problem.saves_in):
-            shared = (problem.kept[u] for node in nodes for u in problem.saved_by[node] if u in problem.kept)
-            found[segment] = max([found[segment], *(kept.sites[-1] + 1 for kept in shared)])
+            saved = (problem.shared[u] for node in nodes for u in problem.saved_by[node] if u in problem.shared)
+            found[segment] = max([found[segment], *(shared.sites[-1] + 1 for shared in saved)])
         return found
 
     def _find_items(self, segment: int, b: int, excluded: frozenset[int]) -> tuple[Item, ...]:
-        problem, tracked = self.problem, self.tracked[b]
+        problem, state_storage = self.problem, self.state_storages[b]
         found = []
         for node in problem.saves_in[segment]:
             if node in excluded:
                 continue
-            shared = [problem.kept[u] for u in problem.saved_by[node] if u in problem.kept]
-            if any(kept.segment <= self.case.absent.get(kept.storage, -1) for kept in shared):
+            saved = [problem.shared[u] for u in problem.saved_by[node] if u in problem.shared]
+            if any(shared.segment <= self.case.absent.get(shared.storage, -1) for shared in saved):
                 continue
-            passes_on = tracked is not None and any(kept is tracked for kept in shared)
-            late = (k for k in shared if k.storage not in self.case.pinned and (k is tracked or self.case.site(k) < b))
+            passes_on = state_storage is not None and any(shared is state_storage for shared in saved)
+            late = (
+                k for k in saved if k.storage not in self.case.pinned and (k is state_storage or self.case.site(k) < b)
+            )
             size = problem.save_bytes[node] - self._uncounted(u for u in problem.saved_by[node] if problem.is_own(u))
             size += sum(map(self._counted, late))
             found.append(Item(node, size, problem.save_time_ns[node], passes_on))
@@ -256,15 +272,15 @@ class Chain:
         if self._wants_what_is_absent(run):
             return
         transition = self._plain_transition(index, run) if run.region is None else self._region_transition(index, run)
-        if transition.most_bytes + (self.tracked_bytes(run.a) if transition.counts else 0) >= 0:
+        if transition.most_bytes + (self.state_storage_bytes(run.a) if transition.counts else 0) >= 0:
             self.into[run.b].append(transition)
 
     def _wants_what_is_absent(self, run: Run) -> bool:
         for u, until in self.case.absent.items():
-            kept = self.problem.kept[u]
-            if run.region is None and run.a <= until and run.a in kept.packed:
+            shared = self.problem.shared[u]
+            if run.region is None and run.a <= until and run.a in shared.packed:
                 return True
-            if run.region is not None and _is_taken(kept, run, until):
+            if run.region is not None and _is_taken(shared, run, until):
                 return True
         return False
 
@@ -293,53 +309,53 @@ class Chain:
     def _pinned_bytes(self, run: Run) -> int:
         """What is counted in `run` of what the case settles as kept."""
         pinned = self.case.pinned.items()
-        return sum(self._counted(self.problem.kept[u]) for u, site in pinned if run.a <= site < run.b)
+        return sum(self._counted(self.problem.shared[u]) for u, site in pinned if run.a <= site < run.b)
 
-    def _is_counted_before(self, kept: Kept, cut: int) -> bool:
-        """Whether `kept` is counted before `cut` if anything keeps it there, tracked or not."""
-        return self.case.site(kept) < cut
+    def _is_counted_before(self, shared: SharedStorage, cut: int) -> bool:
+        """Whether `shared` is counted before `cut` if anything keeps it there, a state storage or not."""
+        return self.case.site(shared) < cut
 
-    def _counts_in(self, kept: Kept, run: Run) -> bool:
-        """Whether `kept` is counted in `run` if that wants it."""
-        is_open = kept is not self.tracked[run.a] and kept.storage not in self.case.pinned
-        return is_open and run.a <= self.case.site(kept) < run.b
+    def _counts_in(self, shared: SharedStorage, run: Run) -> bool:
+        """Whether `shared` is counted in `run` if that wants it."""
+        is_open = shared is not self.state_storages[run.a] and shared.storage not in self.case.pinned
+        return is_open and run.a <= self.case.site(shared) < run.b
 
     @functools.cached_property
-    def _counted_in(self) -> list[list[Kept]]:
+    def _counted_in(self) -> list[list[SharedStorage]]:
         """For every segment the storages that are counted there."""
-        found: list[list[Kept]] = [[] for _ in range(self.count)]
-        for kept in self.problem.kept.values():
-            found[self.case.site(kept)].append(kept)
+        found: list[list[SharedStorage]] = [[] for _ in range(self.count)]
+        for shared in self.problem.shared.values():
+            found[self.case.site(shared)].append(shared)
         return found
 
     def _plain_transition(self, index: int, run: Run) -> Transition:
-        problem, at, end = self.problem, self.tracked[run.a], self.tracked[run.b]
+        problem, at, end = self.problem, self.state_storages[run.a], self.state_storages[run.b]
         (row,) = problem.first_rows(index) or [Row(index, 0, 0)]
         keeps = problem.own_bytes[run.a] - self._uncounted(problem.own[run.a]) + self._pinned_bytes(run)
-        here = (kept for kept in self._counted_in[run.a] if self._counts_in(kept, run))
-        keeps += sum(self._counted(kept) for kept in here if kept.is_reason(run, run.a))
+        here = (shared for shared in self._counted_in[run.a] if self._counts_in(shared, run))
+        keeps += sum(self._counted(shared) for shared in here if shared.is_reason(run, run.a))
         passes_on = end is not None and end is not at and run.a in end.packed
-        alive = (problem.kept[u] for u in row.alive)
-        earlier = [kept for kept in alive if kept is not at and self._is_counted_before(kept, run.a)]
+        alive = (problem.shared[u] for u in row.alive)
+        earlier = [shared for shared in alive if shared is not at and self._is_counted_before(shared, run.a)]
         return Transition(
             index,
             run.a,
             run.b,
             0,
             keeps + (self._counted(end) if passes_on and end is not None else 0),
-            problem.budget_bytes - row.bytes + sum(kept.size_bytes for kept in earlier),
+            problem.budget_bytes - row.bytes + sum(shared.size_bytes for shared in earlier),
             wants=at is not None and run.a in at.packed,
             counts=at is not None and at.storage in row.alive,
             passes_on=passes_on,
         )
 
     def _region_transition(self, index: int, run: Run) -> Transition:
-        problem, at, shape = self.problem, self.tracked[run.a], run.shape
+        problem, at, shape = self.problem, self.state_storages[run.a], run.shape
         assert run.region is not None
-        taken = [kept for kept in self.open[run.a] if _is_taken(kept, run)]
-        late = [kept for kept in taken if self._counts_in(kept, run)]
-        earlier = [kept for kept in taken if kept is not at and self._is_counted_before(kept, run.a)]
-        before = sum(kept.size_bytes for kept in earlier)
+        taken = [shared for shared in self.open[run.a] if _is_taken(shared, run)]
+        late = [shared for shared in taken if self._counts_in(shared, run)]
+        earlier = [shared for shared in taken if shared is not at and self._is_counted_before(shared, run.a)]
+        before = sum(shared.size_bytes for shared in earlier)
         local, saves = problem.local_bytes_at(run), not run.region.inner
         most = problem.budget_bytes - local
         counts = False
@@ -347,7 +363,9 @@ class Chain:
             counts = high.recomputing or high.op <= shape.kept_until
             most -= high.bytes - (high.spare_bytes if saves else 0) - (before if counts else 0)
         if saves:
-            inputs = sum(kept.size_bytes for kept in taken if kept is at or self._is_counted_before(kept, run.b))
+            inputs = sum(
+                shared.size_bytes for shared in taken if shared is at or self._is_counted_before(shared, run.b)
+            )
             after = problem.budget_bytes
             if (start := shape.start) is not None:
                 after += start.spare_bytes + start.made_bytes + inputs - local - start.bytes
@@ -370,31 +388,33 @@ class Chain:
 
         What all segments keep is limited where the forward ends.
         """
-        problem, storages, tracked = self.problem, self.problem.graph.storages, self.tracked[cut]
-        most = [problem.budget_bytes - problem.graph.fixed_total] * (1 if tracked is None else 2)
+        problem, storages, state_storage = self.problem, self.problem.graph.storages, self.state_storages[cut]
+        most = [problem.budget_bytes - problem.graph.fixed_total] * (1 if state_storage is None else 2)
         first = max((row.op for row in problem.forward_rows), default=0)
         if cut < self.count:
             first = problem.graph.nodes[problem.space.segments[cut].first].first
         for row in problem.forward_rows:
             if row.op >= first:
                 twice = (storages.birth <= row.op) & (storages.death >= row.op) & (self._made_in < cut)
-                twice &= self._may_count & ~self._is_held
+                twice &= self._may_count & ~self._is_forward_held
                 for k in reversed(range(len(most))):
-                    if tracked is not None and not k:
-                        twice[tracked.storage] = False
+                    if state_storage is not None and not k:
+                        twice[state_storage.storage] = False
                     most[k] = min(most[k], problem.budget_bytes - row.bytes + int(storages.size_bytes[twice].sum()))
         return most
 
     def _backward_limits(self, cut: int) -> list[int]:
-        """For every k what segments before `cut` may keep in all: what the forward allows and all that is held, and no
-        more than there may be when backward starts."""
+        """For every k what segments before `cut` may keep in all.
+
+        What the forward allows and all forward-held bytes, but no more than there may be when backward starts.
+        """
         most = self.problem.budget_bytes - self.problem.graph.fixed_total
-        return [min(forward + self._held_before[cut], most) for forward in self.forward[cut]]
+        return [min(forward + self._forward_held_before[cut], most) for forward in self.forward[cut]]
 
     @functools.cached_property
-    def _held_before(self) -> list[int]:
-        """For every cut the bytes made before it that are held."""
-        held = self._is_held & self._may_count
+    def _forward_held_before(self) -> list[int]:
+        """For every cut the bytes made before it that are forward-held."""
+        held = self._is_forward_held & self._may_count
         sizes = np.bincount(self._made_in[held], self.problem.graph.storages.size_bytes[held], minlength=self.count + 1)
         return [0, *np.cumsum(sizes).astype(np.int64).tolist()]
 
@@ -405,30 +425,30 @@ class Chain:
         return np.where(made_by >= 0, self.problem.segment_of_node[made_by], self.count)
 
     @functools.cached_property
-    def _is_held(self) -> np.ndarray:
+    def _is_forward_held(self) -> np.ndarray:
         """Storages that are local, from their making on, at every point of the forward that limits what is kept."""
         last = max((row.op for row in self.problem.forward_rows), default=0)
         return self.problem.graph.storages.death >= last
 
     @functools.cached_property
-    def held_in(self) -> list[int]:
-        """For every segment what it keeps of what is held, if it is plain."""
-        held, sizes = self._is_held, self.problem.graph.storages.size_bytes
+    def forward_held_in(self) -> list[int]:
+        """For every segment the forward-held bytes that it keeps, if it is plain."""
+        held, sizes = self._is_forward_held, self.problem.graph.storages.size_bytes
         return [int(sum(sizes[u] for u in own if held[u])) for own in self.problem.own]
 
     @property
-    def holds_any(self) -> bool:
+    def has_forward_held(self) -> bool:
         """Whether the share that is counted makes a difference."""
-        return self._held_before[-1] > 0
+        return self._forward_held_before[-1] > 0
 
     def _uncounted(self, storages: Iterable[int]) -> int:
         """What this chain does not count of `storages` where they are kept."""
-        sizes = (int(self.problem.graph.storages.size_bytes[u]) for u in storages if self._is_held[u])
-        return sum(size - size * self.held_percent // 100 for size in sizes)
+        sizes = (int(self.problem.graph.storages.size_bytes[u]) for u in storages if self._is_forward_held[u])
+        return sum(size - size * self.forward_held_percent // 100 for size in sizes)
 
-    def _counted(self, kept: Kept) -> int:
-        """What this chain counts of `kept` where it is kept."""
-        return kept.size_bytes - self._uncounted([kept.storage])
+    def _counted(self, shared: SharedStorage) -> int:
+        """What this chain counts of `shared` where it is kept."""
+        return shared.size_bytes - self._uncounted([shared.storage])
 
     @functools.cached_property
     def _may_count(self) -> np.ndarray:
@@ -436,43 +456,43 @@ class Chain:
         problem = self.problem
         found = problem.is_packed.copy()
         found[[u for saved in problem.saved_by.values() for u in saved]] = True
-        found[list(problem.kept)] = True
+        found[list(problem.shared)] = True
         return found
 
 
-def _is_taken(kept: Kept, run: Run, until: int = 1 << 30) -> bool:
-    """Whether a region takes `kept` at a site of its own up to `until`."""
-    return any(source < run.a <= site < run.b and site <= until for source, site in kept.taken)
+def _is_taken(shared: SharedStorage, run: Run, until: int = 1 << 30) -> bool:
+    """Whether a region takes `shared` at a site of its own up to `until`."""
+    return any(source < run.a <= site < run.b and site <= until for source, site in shared.taken)
 
 
-def _open_storages(problem: Problem, count: int) -> list[list[Kept]]:
+def _open_storages(problem: Problem, count: int) -> list[list[SharedStorage]]:
     """For every cut the storages that cross it and have a reason after it."""
-    found: list[list[Kept]] = [[] for _ in range(count + 1)]
-    for kept in problem.kept.values():
-        for cut in range(kept.segment + 1, kept.sites[-1] + 1):
-            found[cut].append(kept)
+    found: list[list[SharedStorage]] = [[] for _ in range(count + 1)]
+    for shared in problem.shared.values():
+        for cut in range(shared.segment + 1, shared.sites[-1] + 1):
+            found[cut].append(shared)
     return found
 
 
-def _choose_tracked(problem: Problem, count: int) -> list[Kept | None]:
-    """For every cut the storage to track: stretches that do not overlap, of most bytes in all."""
-    stretches = [(kept.segment + 1, kept.sites[-1], kept) for kept in problem.kept.values()]
+def _choose_state_storages(problem: Problem, count: int) -> list[SharedStorage | None]:
+    """For every cut its state storage: stretches that do not overlap, of most bytes in all."""
+    stretches = [(shared.segment + 1, shared.sites[-1], shared) for shared in problem.shared.values()]
     stretches = sorted((s for s in stretches if s[0] <= s[1]), key=lambda s: (s[1], s[0], s[2].storage))
     ends = [end for _, end, _ in stretches]
     best = [0]  # bytes, by number of stretches considered
     taken: list[bool] = []
-    for first, _, kept in stretches:
+    for first, _, shared in stretches:
         before = bisect.bisect_left(ends, first)
-        with_it = best[before] + kept.size_bytes
+        with_it = best[before] + shared.size_bytes
         taken.append(with_it > best[-1])
         best.append(max(with_it, best[-1]))
-    tracked: list[Kept | None] = [None] * (count + 1)
+    chosen: list[SharedStorage | None] = [None] * (count + 1)
     i = len(stretches)
     while i > 0:
-        first, end, kept = stretches[i - 1]
+        first, end, shared = stretches[i - 1]
         if taken[i - 1]:
-            tracked[first : end + 1] = [kept] * (end + 1 - first)
+            chosen[first : end + 1] = [shared] * (end + 1 - first)
             i = bisect.bisect_left(ends, first)
         else:
             i -= 1
-    return tracked
+    return chosen

@@ -1,7 +1,7 @@
 """Dynamic programming along the chain of segments, over discretised memory (after Beaumont et al., rotor, 2019).
 
 The program is nearly a chain (`chain.py`). With R[b][k][p] = least recompute time of the segments from cut b on, if
-those before it keep p bytes, among them (k = 1) or not (k = 0) the storage tracked at b,
+those before it keep p bytes, among them (k = 1) or not (k = 0) the state storage of b,
 
     R[a][k][p] = min  t_r - sum c_v s[v] + R[b][k'][p + kept_r + sum bytes s]      over runs r = [a, b), saves s
                  where p <= B - peak_r and p + kept_r + sum bytes s <= B - start_b
@@ -14,11 +14,11 @@ Two things keep it from being exact, and both are made to err on one side:
 
 * Bytes are counted in grains, rounded down. The plan found that way may overstep the budget by a little; then the
   best plan is taken for a start at as many bytes more.
-* Storages that are not tracked are counted late, and a run's rows are two. That can only understate, so the bound
+* Shared storages outside the state are counted late, and a run's rows are two. That can only understate, so the bound
   stands; the evaluator judges the plan.
 
-The bound closes the exact program, whose own relaxation is weak where layers are alike: the solver there has to tell
-apart permutations that all cost the same.
+The bound closes the exact program, whose own relaxation is weak where layers are isomorphic: the solver there has to
+tell apart permutations that all cost the same.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from remat.evaluation.plan import Region
-from remat.formulation.choices import Kept, Run
+from remat.formulation.choices import Run, SharedStorage
 from remat.formulation.liveness import NS
 from remat.formulation.problem import Problem
 from remat.formulation.solution import Limits, Solution
@@ -61,7 +61,7 @@ NUMPY_LEVELS = 3_000  # that take as long as it takes to call numpy for any
 SPLIT_GAIN = 0.1  # of the gap: a split that closes less of it is the last
 PROGRESS = 0.02  # of the gap: less than that is none
 STALLS_S = 4.0  # without progress, before others have their turn
-SHARES = 5  # of what is held, tried at the coarsest grain: all, nothing, and between where the limits trade places
+SHARES = 5  # of forward-held bytes, tried at the coarsest grain: all, none, and where the limits trade places
 
 
 def solve(problem: Problem, limits: Limits) -> Solution:
@@ -94,7 +94,8 @@ class Branch:
     """A case that may hold a better plan, made of the runs in `useful` (None: any).
 
     fineness  index into LEVELS of its tables, or of those that are to come
-    held_percent  the share of what is held (`chain.py`) with the best bound so far; None before the first table
+    forward_held_percent  the share of what is forward-held (`chain.py`) with the best bound so far; None before the
+                  first table
     tables    that say what `bound_ns` is, the one with the best bound first
     whole_ns  the bound of the branch that it is a part of, None where its tables are of another grain than that one's
     is_recounted  whether it differs from that branch in nothing but where storages are counted
@@ -104,7 +105,7 @@ class Branch:
     useful: set[int] | None = None
     bound_ns: float = 0.0
     fineness: int = 0
-    held_percent: int | None = None
+    forward_held_percent: int | None = None
     tables: tuple[Table, ...] = ()
     whole_ns: float | None = None
     is_recounted: bool = False
@@ -193,7 +194,7 @@ def _disagreement(
 ) -> tuple[set[int], set[int]] | tuple[()]:
     """What of `useful` to rule out in two halves, of which neither holds `plan` and one of its rivals: runs, by index.
 
-    Of the segments that are plain in one of them, it is the one that keeps most of what is held, where surrogates err.
+    Of the segments that are plain in one of them, it is the one with most forward-held bytes: surrogates err there.
     """
     runs = chain.problem.runs
 
@@ -201,7 +202,7 @@ def _disagreement(
         return any(choice(plan[at], at) != choice(rival[at], at) for rival in rivals)
 
     at_segments = [at for at in range(len(plan)) if differ(lambda run, _: run.region is None, at)]
-    for at in sorted(at_segments, key=lambda at: (-chain.held_in[at], -chain.problem.own_bytes[at])):
+    for at in sorted(at_segments, key=lambda at: (-chain.forward_held_in[at], -chain.problem.own_bytes[at])):
         holding = {i for i in useful if runs[i].a <= at < runs[i].b}
         plain = {i for i in holding if runs[i].region is None}
         if plain and plain != holding:
@@ -226,20 +227,20 @@ def _uncounted(chain: Chain, case: Case, legs: Sequence[Leg]) -> list[tuple[int,
         return []
     before, runs = row.before, _runs(problem, regions)
     saved = {u for region in regions for node in region.saved for u in problem.saved_by[node]}
-    tracked = {kept.storage for kept in chain.tracked if kept is not None}
+    in_state = {shared.storage for shared in chain.state_storages if shared is not None}
 
-    def is_reason(kept: Kept, site: int) -> bool:
-        return kept.is_reason(runs[site], site) or (site == kept.segment and kept.storage in saved)
+    def is_reason(shared: SharedStorage, site: int) -> bool:
+        return shared.is_reason(runs[site], site) or (site == shared.segment and shared.storage in saved)
 
     found = []
-    for kept in problem.kept.values():
-        if kept.storage in tracked or kept.storage in case.pinned or kept.storage in row.alive:
+    for shared in problem.shared.values():
+        if shared.storage in in_state or shared.storage in case.pinned or shared.storage in row.alive:
             continue
-        first = next((at for at in kept.sites if runs[at].b <= before and is_reason(kept, at)), None)
-        site = case.site(kept)
-        counted = runs[site].b <= before and is_reason(kept, site)
-        if first is not None and not counted and first > case.absent.get(kept.storage, -1):
-            found.append((kept.size_bytes, kept.storage, first))
+        first = next((at for at in shared.sites if runs[at].b <= before and is_reason(shared, at)), None)
+        site = case.site(shared)
+        counted = runs[site].b <= before and is_reason(shared, site)
+        if first is not None and not counted and first > case.absent.get(shared.storage, -1):
+            found.append((shared.size_bytes, shared.storage, first))
     return [(u, site) for size, u, site in sorted(found, reverse=True) if size > problem.budget_bytes // MATTERS]
 
 
@@ -392,23 +393,25 @@ class _Search:
         tables = 2 * len(branch.tables)
         if self._expected_s(tables * [branch.cells()]) > self.found.patience_s(self.limits):
             return []
-        percent = None if branch.fineness == 0 else branch.held_percent
+        percent = None if branch.fineness == 0 else branch.forward_held_percent
         return [
-            dataclasses.replace(part, held_percent=percent)
+            dataclasses.replace(part, forward_held_percent=percent)
             for part in branch.parts(self.found.regions, self.found.objective_ns)
         ]
 
     def _solve_branch(self, branch: Branch) -> Branch:
         """`branch` with a better bound, infinite if it holds no plan, and the tables that say so; plans are offered."""
         started, tables, bounds = time.monotonic(), list[Table](), dict[int, float]()
-        low, high, percent = 0, 100, 100 if branch.held_percent is None else branch.held_percent
+        low, high, percent = 0, 100, 100 if branch.forward_held_percent is None else branch.forward_held_percent
         while percent not in bounds:
             table = self._table(branch, percent)
             tables.append(table)
             of_table = table.least_time_ns()
             bounds[percent] = math.inf if of_table is None else of_table
             overstepped = _offer_plan(table, self.found)
-            is_last = branch.held_percent is not None or not table.chain.holds_any or len(tables) == SHARES
+            is_last = (
+                branch.forward_held_percent is not None or not table.chain.has_forward_held or len(tables) == SHARES
+            )
             if overstepped is None or is_last:
                 break
             if overstepped == "forward":
@@ -418,11 +421,11 @@ class _Search:
         self.spent_s += time.monotonic() - started
         best = max(bounds, key=lambda percent: bounds[percent])
         bound_ns = max(branch.bound_ns, bounds[best])
-        tables.sort(key=lambda table: -bounds[table.chain.held_percent])
-        return dataclasses.replace(branch, bound_ns=bound_ns, held_percent=best, tables=tuple(tables))
+        tables.sort(key=lambda table: -bounds[table.chain.forward_held_percent])
+        return dataclasses.replace(branch, bound_ns=bound_ns, forward_held_percent=best, tables=tuple(tables))
 
-    def _table(self, branch: Branch, held_percent: int) -> Table:
-        chain = Chain(self.problem, branch.case, branch.useful, held_percent=held_percent)
+    def _table(self, branch: Branch, forward_held_percent: int) -> Table:
+        chain = Chain(self.problem, branch.case, branch.useful, forward_held_percent=forward_held_percent)
         table = Table(chain, _grain(chain, branch.fineness))
         self.cells += _cells(chain.transition_count, table.levels)
         return table
@@ -441,7 +444,7 @@ class _Search:
             fineness += 1  # which may still lead to a better plan
             if not self._is_cheap(branch, fineness, PLANS_S):
                 return []
-        return [Branch(branch.case, useful, branch.bound_ns, fineness, branch.held_percent)]
+        return [Branch(branch.case, useful, branch.bound_ns, fineness, branch.forward_held_percent)]
 
     def _is_cheap(self, branch: Branch, fineness: int, most_s: float) -> bool:
         return fineness < len(LEVELS) and self._expected_s([branch.cells(fineness)]) <= most_s

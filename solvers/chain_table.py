@@ -1,6 +1,6 @@
 """The table of `chain_dp.py`: R from the last cut to the first, and plans read off it.
 
-A table is an array over levels, the grains kept at a cut; at a cut with a tracked storage there is one for its not
+A table is an array over levels, the grains kept at a cut; at a cut with a state storage there is one for its not
 being kept (k = 0) and one for its being kept (k = 1).
 
 Whether finer grains are worth their time is told before they are tried: where the best plan of a table is within the
@@ -101,7 +101,7 @@ def _sizes(chain: Chain) -> Iterator[int]:
     for b in range(1, chain.count + 1):
         yield from (transition.keeps_bytes for transition in chain.into[b] if transition.b - transition.a == 1)
         yield from (item.bytes for item in chain.items(b - 1, b))
-        yield chain.tracked_bytes(b)
+        yield chain.state_storage_bytes(b)
 
 
 class Table:
@@ -111,7 +111,7 @@ class Table:
         self.chain = chain
         self.grain = grain
         self.levels = max(chain.room // self.grain + 1, 1)
-        states = [1 if kept is None else 2 for kept in chain.tracked]
+        states = [1 if shared is None else 2 for shared in chain.state_storages]
         self.values = [[np.full(self.levels, np.inf) for _ in range(n)] for n in states]
         self.choice = [[np.full(self.levels, -1, dtype=np.int32) for _ in range(n)] for n in states]
         for values in self.values[-1]:
@@ -167,8 +167,8 @@ class Table:
 
     def _begun(self, after: Values, segment: int, b: int) -> Values:
         """`after` where `segment` begins: what is made there is not kept yet, and what is kept is limited."""
-        tracked = self.chain.tracked[b]
-        if tracked is not None and tracked.segment == segment:
+        state_storage = self.chain.state_storages[b]
+        if state_storage is not None and state_storage.segment == segment:
             after = after[:1]
         return self._capped(after, self.chain.inside[segment])
 

@@ -102,8 +102,8 @@ class Freed:
 
     def __init__(self, problem: Problem):
         self.problem, storages = problem, problem.graph.storages
-        self.held = storages.death >= problem.graph.forward_end
-        self.node = np.where(problem.is_packed & ~self.held, storages.node, -1)
+        self.caller_held = storages.death >= problem.graph.forward_end
+        self.node = np.where(problem.is_packed & ~self.caller_held, storages.node, -1)
         self.last_taken = last_taken(problem.graph)
 
     def by(self, piece: Piece) -> int:
@@ -112,7 +112,7 @@ class Freed:
         sizes = self.problem.graph.storages.size_bytes
         own = (self.node >= first) & (self.node < end) & (self.last_taken < end)
         taken = np.array(sorted(self.problem.memory.inputs(first, end)), dtype=np.int64)
-        more = taken[~self.problem.is_packed[taken] & ~self.held[taken]]
+        more = taken[~self.problem.is_packed[taken] & ~self.caller_held[taken]]
         return int(sizes[own].sum() - sizes[more].sum())
 
     def by_dropping(self, node: int) -> int:

@@ -23,7 +23,7 @@ from remat.evaluation.plan import Region
 from remat.formulation.problem import Problem
 from remat.formulation.solution import Limits
 from remat.solvers import has_ortools
-from remat.solvers.chain import Case, Chain, Transition, lasting_storages
+from remat.solvers.chain import Case, Chain, Transition, long_lived_storages
 
 NOTHING = -(1 << 62)  # what may be kept where nothing goes on
 
@@ -48,11 +48,11 @@ def least_peak(problem: Problem, limits: Limits) -> LeastPeak:
     best = LeastPeak(highest.budget_bytes, (), problem.optimizer_peak_bytes)
     solved = [_Extents(highest, Case())]
     best = _better(best, solved)
-    if not best.proved and (lasting := lasting_storages(highest)):
+    if not best.proved and (long_lived := long_lived_storages(highest)):
         cases = [Case()]
-        for storage in lasting:
-            kept = highest.kept[storage]
-            site = next((site for site in kept.sites if site > kept.segment), kept.sites[-1])
+        for storage in long_lived:
+            shared = highest.shared[storage]
+            site = next((site for site in shared.sites if site > shared.segment), shared.sites[-1])
             cases = [half for case in cases for half in case.split(storage, site)]
         solved = [_Extents(highest, case) for case in cases]
         best = _better(best, solved)
@@ -108,14 +108,14 @@ def _without_workspace(problem: Problem, regions: tuple[Region, ...]) -> tuple[R
 class _Extents:
     """M of one case, and with it the least that a plan of the case takes.
 
-    Either way to count what is held (`Chain.count_held`) gives a bound; the chain that counts it is the tighter one
-    where backward limits what is kept, as it does here.
+    A chain that counts forward-held bytes and one that does not both give a bound (`Chain.forward_held_percent`).
+    Counting them is tighter where backward limits what is kept, as it does here.
     """
 
     def __init__(self, problem: Problem, case: Case):
         self.problem = problem
         self.chain = chain = Chain(problem, case)
-        self.most = [[NOTHING] * (1 if kept is None else 2) for kept in chain.tracked]
+        self.most = [[NOTHING] * (1 if shared is None else 2) for shared in chain.state_storages]
         self.choice: list[list[Transition | None]] = [[None] * len(states) for states in self.most]
         self.most[-1] = [chain.most_at(chain.count, k) for k in range(len(self.most[-1]))]
         for b in range(chain.count, 0, -1):
@@ -149,12 +149,12 @@ class _Extents:
         return min(after, self.chain.most_after[transition.b]), k
 
     def _passing_on(self, transition: Transition) -> list[int]:
-        """Bytes of the save that would keep the storage tracked at the end of `transition`."""
-        tracked = self.chain.tracked[transition.b]
-        assert tracked is not None
-        if not transition.a <= tracked.segment < transition.b:
+        """Bytes of the save that would keep the state storage of the end of `transition`."""
+        state_storage = self.chain.state_storages[transition.b]
+        assert state_storage is not None
+        if not transition.a <= state_storage.segment < transition.b:
             return []
-        items = self.chain.items(tracked.segment, transition.b, transition.never_again)
+        items = self.chain.items(state_storage.segment, transition.b, transition.never_again)
         return [item.bytes for item in items if item.passes_on]
 
     @property

@@ -43,7 +43,7 @@ from typing import Protocol
 import numpy as np
 
 from remat.evaluation.plan import Region
-from remat.formulation.choices import Kept, Row
+from remat.formulation.choices import Row, SharedStorage
 from remat.formulation.liveness import NS
 from remat.formulation.problem import Problem
 from remat.formulation.solution import Limits, Solution, Status
@@ -278,9 +278,9 @@ class Program:
         if not least_peak:
             self._save_inside_regions()
         self.k: dict[tuple[int, int], int] = {}
-        self._opened: dict[int, list[tuple[Kept, int]]] = {}
-        for kept in problem.kept.values():
-            self._keep_for_every_reason(kept)
+        self._opened: dict[int, list[tuple[SharedStorage, int]]] = {}
+        for shared in problem.shared.values():
+            self._keep_for_every_reason(shared)
         self.prefix = self._prefixes()
         self.objective: Terms = ((self.peak, 1),) if self.peak is not None else self._recomputation()
         self._partition_segments()
@@ -330,33 +330,33 @@ class Program:
         """Less the x of runs that recompute nodes of `segment` which may be saved, with those nodes."""
         able = {i: run for i in self.holding[segment] if (run := self.problem.runs[i]).region and not run.region.inner}
         never = {i: run.never_again for i, run in able.items()}
-        alike: dict[frozenset[int], list[int]] = {}
+        grouped: dict[frozenset[int], list[int]] = {}
         for v in saves:
-            alike.setdefault(frozenset(i for i in able if v in never[i]), []).append(v)
-        for without, nodes in alike.items():
+            grouped.setdefault(frozenset(i for i in able if v in never[i]), []).append(v)
+        for without, nodes in grouped.items():
             if recomputing := tuple((self.x[i], -1) for i in able if i not in without):
                 yield recomputing, nodes
 
-    def _keep_for_every_reason(self, kept: Kept) -> None:  # (4)
+    def _keep_for_every_reason(self, shared: SharedStorage) -> None:  # (4)
         runs = self.problem.runs
         before: int | None = None
-        for site in kept.sites:
-            sources = [source for source, taken_at in kept.taken if taken_at == site]
+        for site in shared.sites:
+            sources = [source for source, taken_at in shared.taken if taken_at == site]
             reasons = [
                 self.x[i]
                 for i in self.holding[site]
-                if (site in kept.packed if runs[i].region is None else any(source < runs[i].a for source in sources))
+                if (site in shared.packed if runs[i].region is None else any(source < runs[i].a for source in sources))
             ]
-            if site == kept.segment and kept.saver in self.s:
-                reasons.append(self.s[kept.saver])
+            if site == shared.segment and shared.saver in self.s:
+                reasons.append(self.s[shared.saver])
             if reasons:
-                k = self._variable(f"k[{kept.storage},{site}]")
+                k = self._variable(f"k[{shared.storage},{site}]")
                 self._require([*((reason, 1) for reason in reasons), (k, -1)], 0)
                 if before is not None:
                     self._require([(before, 1), (k, -1)], 0)
                 before = k
             if before is not None:
-                self.k[kept.storage, site] = before
+                self.k[shared.storage, site] = before
 
     def _prefixes(self) -> list[int | None]:  # (5)
         """P[0..m]; None is zero."""
@@ -367,9 +367,9 @@ class Program:
                 added[a].append((self.x[a], problem.own_bytes[a]))
         for v, s in self.s.items():
             added[int(problem.segment_of_node[v])].append((s, problem.save_bytes[v]))
-        for kept in problem.kept.values():
-            if (k := self.k.get((kept.storage, kept.sites[-1]))) is not None:
-                added[kept.sites[-1]].append((k, kept.size_bytes))
+        for shared in problem.shared.values():
+            if (k := self.k.get((shared.storage, shared.sites[-1]))) is not None:
+                added[shared.sites[-1]].append((k, shared.size_bytes))
         most = max(problem.budget_bytes - self.fixed_bytes, 0) // self.grain
         prefix: list[int | None] = [None]
         for a in range(count):
@@ -417,30 +417,34 @@ class Program:
         rounded = grain == self.grain
         if rounded and (prefix := self.prefix[row.before]) is not None:
             terms.append((prefix, 1))
-        for kept, k in self._open(row.before):
-            if kept.storage not in row.alive and not (rounded and kept.sites[-1] < row.before):
-                terms.append((k, kept.size_bytes // grain))
+        for shared, k in self._open(row.before):
+            if shared.storage not in row.alive and not (rounded and shared.sites[-1] < row.before):
+                terms.append((k, shared.size_bytes // grain))
         if not rounded:
             terms += [(self.x[a], problem.own_bytes[a]) for a in range(row.before) if a in self.x]
             terms += [(s, problem.save_bytes[v]) for v, s in self.s.items() if problem.segment_of_node[v] < row.before]
         return terms
 
-    def _open(self, segment: int) -> list[tuple[Kept, int]]:
+    def _open(self, segment: int) -> list[tuple[SharedStorage, int]]:
         """Storages made before `segment` that segments before it may keep, with the k that says so."""
         if segment not in self._opened:
-            sites = ((kept, kept.site_before(segment)) for kept in self.problem.kept.values() if kept.segment < segment)
+            sites = (
+                (shared, shared.site_before(segment))
+                for shared in self.problem.shared.values()
+                if shared.segment < segment
+            )
             self._opened[segment] = [
-                (kept, self.k[kept.storage, site])
-                for kept, site in sites
-                if site is not None and (kept.storage, site) in self.k
+                (shared, self.k[shared.storage, site])
+                for shared, site in sites
+                if site is not None and (shared.storage, site) in self.k
             ]
         return self._opened[segment]
 
     def _forward_terms(self, row: Row, grain: int) -> list[tuple[int, int]]:  # (7)
         terms = [(self.x[a], size // grain) for a, size in row.plain if a in self.x]
-        for storage, site in row.kept:
+        for storage, site in row.shared:
             if (storage, site) in self.k:
-                terms.append((self.k[storage, site], self.problem.kept[storage].size_bytes // grain))
+                terms.append((self.k[storage, site], self.problem.shared[storage].size_bytes // grain))
         return terms
 
     def bound_below(self, bound_us: float) -> None:

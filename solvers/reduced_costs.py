@@ -4,7 +4,7 @@ V[b][k][p] is the least time of the segments before cut b that keep p bytes, as 
 after it. It takes longer than R and may understate, in three ways:
 
 * A region's limit on what is kept before it is that of the loosest region with the same start.
-* A storage tracked at a region's end is free there if it was made more than RECENT segments before.
+* The state storage of a region's end is free there if it was made more than RECENT segments before.
 * Every node more than RECENT segments before a region's end counts as recomputed, so that saving it may gain time.
 """
 
@@ -61,7 +61,7 @@ class _Reached:
             b = transition.b
             while settled < b - RECENT:
                 for item in chain.items(settled, b):
-                    folded = self._with_saving(folded, item, free=chain.tracked_bytes(b) if item.passes_on else 0)
+                    folded = self._with_saving(folded, item, free=chain.state_storage_bytes(b) if item.passes_on else 0)
                 settled += 1
             values = [folded]
             segments = range(settled, b)

@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from remat.costing.costs import Costs
-from remat.evaluation.graph import OUTSIDE, Graph, Node, OpKind, Packs, Storages
+from remat.evaluation.graph import OUTSIDE, Graph, Node, OpKind, SavedTensors, Storages
 from remat.evaluation.plan import Region
 from remat.formulation.search_space import Segment, Space, legal_cuts, saveable
 from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
-from remat.workload.training_loop import Loop
+from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 
 WIDTH = 8
@@ -380,7 +380,7 @@ class Recorded:
 @functools.cache
 def recorded(workload: Workload, accumulation: int = 1) -> Recorded:
     """`workload` recorded on fake CPU tensors; tracing takes a second, so once for all tests."""
-    step = FakeStep(workload, device=torch.device("cpu"), loop=Loop(accumulation=accumulation))
+    step = FakeStep(workload, device=torch.device("cpu"), loop=TrainingLoop(accumulation=accumulation))
     return Recorded(workload, step, record(step))
 
 
@@ -472,7 +472,7 @@ class _Builder:
         self.costs: list[tuple[int, int]] = []
         self.op_node: list[int] = []
         self.storages: list[dict[str, int]] = []
-        self.packs: list[dict[str, int]] = []
+        self.saved_tensors: list[dict[str, int]] = []
         self.nodes: list[dict[str, Any]] = []
         self.gradients: list[int] = []
         self.roots: list[int] = []  # of a view the node that has the gradient
@@ -508,7 +508,7 @@ class _Builder:
             if toy.extra:
                 extra = self.storage(toy.extra, main, index)
                 saved += [(main + 1, extra)] * ("extra" in toy.keeps)
-            self.packs += [{"node": index, "storage": u, "at": at} for at, u in saved]
+            self.saved_tensors += [{"node": index, "storage": u, "at": at} for at, u in saved]
         self.nodes.append(
             {
                 "name": f"n{index}",
@@ -520,7 +520,7 @@ class _Builder:
                 "first": first,
                 "end": len(self.op_node),
                 "mutates": toy.inputs if toy.kind == "in-place" else (),
-                "wired": toy.inputs,
+                "graph_inputs": toy.inputs,
             }
         )
 
@@ -547,9 +547,9 @@ class _Builder:
             done = len(self.op_node) - 1
             for u in arriving[index]:
                 self.storages[u]["death"] = done
-            for pack in self.packs:
-                if pack["node"] == index:
-                    pack |= {"unpack": op, "used": done, "release": done + toy.lingers}
+            for row in self.saved_tensors:
+                if row["node"] == index:
+                    row |= {"unpack": op, "used": done, "release": done + toy.lingers}
 
 
 def toy_graph(nodes: Sequence[ToyNode], *, fixed_bytes: int = 0, optimizer_bytes: int = 0) -> tuple[Graph, Costs]:
@@ -565,8 +565,8 @@ def toy_graph(nodes: Sequence[ToyNode], *, fixed_bytes: int = 0, optimizer_bytes
     forward_end = len(builder.op_node)
     builder.backward()
     backward_end = len(builder.op_node)
-    for pack in builder.packs:
-        pack["release"] = min(pack["release"], backward_end - 1)
+    for row in builder.saved_tensors:
+        row["release"] = min(row["release"], backward_end - 1)
     for u in builder.nodes[-1]["values"]:
         builder.storages[u]["death"] = backward_end - 1
     builder.storage(optimizer_bytes, builder.op(-1), -1)
@@ -578,7 +578,7 @@ def toy_graph(nodes: Sequence[ToyNode], *, fixed_bytes: int = 0, optimizer_bytes
         op_kind=np.arange(len(builder.kinds)),
         op_node=np.array(builder.op_node),
         storages=Storages(**_columns(builder.storages, Storages)),
-        packs=Packs(**_columns(builder.packs, Packs)),
+        saved_tensors=SavedTensors(**_columns(builder.saved_tensors, SavedTensors)),
         forward_end=forward_end,
         backward_end=backward_end,
         fixed_bytes={"parameters": fixed_bytes},

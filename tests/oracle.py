@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from hypothesis import strategies as st
 
 from remat.evaluation.plan import Region
-from remat.formulation.choices import Kept, Row, Run
+from remat.formulation.choices import Row, Run, SharedStorage
 from remat.formulation.problem import Problem
 
 
@@ -78,17 +78,17 @@ def chosen_runs(problem: Problem, regions: Sequence[Region]) -> list[int]:
     return sorted(problem.runs_of(regions), key=lambda i: problem.runs[i].a)
 
 
-def is_kept(kept: Kept, until: int, runs: Sequence[Run], saved: set[int]) -> bool:
+def is_kept(shared: SharedStorage, until: int, runs: Sequence[Run], saved: set[int]) -> bool:
     """Whether a plan has a reason to keep the storage at a site up to `until`."""
     for run in runs:
-        for site in kept.sites:
+        for site in shared.sites:
             if not run.a <= site < run.b or site > until:
                 continue
-            if run.region is None and site in kept.packed:
+            if run.region is None and site in shared.packed:
                 return True
-            if run.region is not None and any(s < run.a and at == site for s, at in kept.taken):
+            if run.region is not None and any(s < run.a and at == site for s, at in shared.taken):
                 return True
-    return kept.saver in saved and kept.segment <= until
+    return shared.saver in saved and shared.segment <= until
 
 
 def value_of(problem: Problem, row: Row, regions: Sequence[Region]) -> int:
@@ -99,16 +99,16 @@ def value_of(problem: Problem, row: Row, regions: Sequence[Region]) -> int:
     total = row.bytes + sum(size for v, size in row.saves if v in saved)
     if row.run is None:
         total += sum(size for segment, size in row.plain if segment in plain)
-        sites = row.kept
+        sites = row.shared
         return total + sum(
-            problem.kept[u].size_bytes for u, site in sites if is_kept(problem.kept[u], site, runs, saved)
+            problem.shared[u].size_bytes for u, site in sites if is_kept(problem.shared[u], site, runs, saved)
         )
     total += sum(problem.own_bytes[a] for a in plain if a < row.before)
     total += sum(problem.save_bytes[v] for v in saved if problem.segment_of_node[v] < row.before)
-    for kept in problem.kept.values():
-        site = kept.site_before(row.before)
-        if site is None or kept.segment >= row.before or kept.storage in row.alive:
+    for shared in problem.shared.values():
+        site = shared.site_before(row.before)
+        if site is None or shared.segment >= row.before or shared.storage in row.alive:
             continue
-        if is_kept(kept, site, runs, saved):
-            total += kept.size_bytes
+        if is_kept(shared, site, runs, saved):
+            total += shared.size_bytes
     return total

@@ -1,9 +1,9 @@
 """Random small models and random plans for them, each from one number, so that any case can be had again.
 
 A model is a program over a growing list of values: every line applies a layer to one or two of them. Layers come from
-`pieces.PIECES`; beside them are residual sums, products and concatenations with any earlier value, layers used again,
-operators with two results that are both used later, values written in place, and branches without gradients. The
-loss takes the last value, and sometimes others.
+`tricky_layers.TRICKY_LAYERS`; beside them are residual sums, products and concatenations with any earlier value,
+layers used again, operators with two results that are both used later, values written in place, and branches without
+gradients. The loss takes the last value, and sometimes others.
 
 A plan takes any legal cuts; some of its regions save nodes, some are made of smaller ones. It need not be any good.
 """
@@ -24,15 +24,15 @@ from remat.evaluation.graph import OUTSIDE, Graph
 from remat.evaluation.plan import Region
 from remat.formulation.search_space import legal_cuts, saveable
 from remat.workload.workload import Workload
-from tests.pieces import LENGTH, PIECES, SAMPLES, WIDTH
+from tests.tricky_layers import LENGTH, SAMPLES, TRICKY_LAYERS, WIDTH
 
-# One layer is refused by name (test_pieces.py). An LSTM trains as without a plan, but its CPU kernel (oneDNN) keeps for
-# backward what no fake tensor shows, so that nothing true can be said of its memory.
+# One layer is refused by name (test_tricky_layers.py). An LSTM trains as without a plan, but its CPU kernel (oneDNN)
+# keeps for backward what no fake tensor shows, so that nothing true can be said of its memory.
 LEFT_OUT = ("batch-norm-cumulative", "lstm")
-LAYERS = tuple(name for name in PIECES if name not in LEFT_OUT)
+LAYERS = tuple(name for name in TRICKY_LAYERS if name not in LEFT_OUT)
 BREAKING = frozenset({"graph-break"})
 
-# What the torture draws for each line, and how often.
+# What fuzzing draws for each line, and how often.
 KINDS = {"layer": 6, "linear": 3, "again": 1, "sum": 2, "product": 1, "join": 1, "two": 1, "in-place": 1, "gate": 1}
 PAIRS = ("join", "sum", "product", "in-place")  # a gate's second value is looked at, without a gradient
 
@@ -109,7 +109,7 @@ def _layer(name: str) -> nn.Module:
     if name in ("linear", "wide", "narrow"):
         inputs, outputs = {"linear": (1, 1), "wide": (1, 2), "narrow": (2, 1)}[name]
         return nn.Linear(inputs * WIDTH, outputs * WIDTH)
-    return PIECES[name]()
+    return TRICKY_LAYERS[name]()
 
 
 class RandomModel(nn.Module):

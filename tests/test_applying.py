@@ -17,7 +17,7 @@ from torch import nn
 from remat import models
 from remat.errors import PlanMismatch, UsageError
 from remat.evaluation.evaluator import Memory
-from remat.evaluation.plan import Plan, Region, place
+from remat.evaluation.plan import Plan, Region, to_refs
 from remat.execution.apply import apply, counts_of, remove
 from remat.execution.eager.replay import replay
 from remat.execution.eager.rewritten_calls import RewrittenCalls
@@ -381,9 +381,9 @@ def test_evaluator_and_executor_count_the_same_recomputed_nodes(name: str) -> No
     graph = record(fake)
     memory = Memory(graph)
     for choice, regions in assorted(graph).items():
-        calls = RewrittenCalls(place(graph, regions), observe=True)
-        fake.run_call = calls
-        fake.run(Tracker(), lambda: None, lambda: None)
+        calls = RewrittenCalls(to_refs(graph, regions), observe=True)
+        fake.execute_call = calls
+        fake.execute(Tracker(), lambda: None, lambda: None)
         assert calls.counts.recomputed_nodes == memory.recomputed_nodes(regions), choice
 
 
@@ -392,11 +392,11 @@ def test_evaluator_and_executor_count_the_same_recomputed_nodes(name: str) -> No
 def test_evaluator_and_executor_need_the_same_memory(name: str, choice: str, graphs: Any) -> None:
     fake, graph = graphs[name]
     regions = tuple(CHOICES[choice](graph))
-    assert Memory(graph).curve(regions).peak_bytes == replay(fake, place(graph, regions)).max()
+    assert Memory(graph).curve(regions).peak_bytes == replay(fake, to_refs(graph, regions)).max()
 
 
 def test_evaluator_and_executor_need_the_same_memory_under_autocast(graphs: Any) -> None:
     fake, graph = graphs["transformer-amp"]
     for choice in ("half-saved", "nested"):
         regions = tuple(CHOICES[choice](graph))
-        assert Memory(graph).curve(regions).peak_bytes == replay(fake, place(graph, regions)).max()
+        assert Memory(graph).curve(regions).peak_bytes == replay(fake, to_refs(graph, regions)).max()

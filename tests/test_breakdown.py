@@ -15,7 +15,7 @@ from remat.evaluation import breakdown
 from remat.evaluation.evaluator import Memory
 from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
-from remat.workload.training_loop import Loop
+from remat.workload.training_loop import TrainingLoop
 from tests import toys as workloads
 from tests.graphs import TOYS, ToyNode, plans, toy_graph, toys
 from tests.toys import CONVNET, Transformer, every_block
@@ -30,7 +30,7 @@ WORKLOADS = {
 
 
 @functools.cache
-def recorded(loop: Loop, optimizer: type[torch.optim.Optimizer] | None = torch.optim.AdamW) -> Memory:
+def recorded(loop: TrainingLoop, optimizer: type[torch.optim.Optimizer] | None = torch.optim.AdamW) -> Memory:
     workload = dataclasses.replace(TRANSFORMER, optimizer=optimizer)
     return Memory(record(FakeStep(workload, device=torch.device("cpu"), loop=loop)))
 
@@ -57,14 +57,14 @@ def test_a_point_of_the_stack_is_the_breakdown_there(name: str) -> None:
 
 
 def test_recomputed_activations_are_told_from_kept_ones() -> None:
-    memory = recorded(Loop())
+    memory = recorded(TrainingLoop())
     graph = memory.graph
     assert "recomputed activations" not in breakdown.over_time(memory, ()).parts
     assert breakdown.over_time(memory, every_block(graph)).parts["recomputed activations"].max() > 0
 
 
 def test_modules_share_the_activations_and_layers_are_taken_together() -> None:
-    memory = recorded(Loop())
+    memory = recorded(TrainingLoop())
     graph = memory.graph
     end = graph.forward_end - 1
     modules, parts = breakdown.by_module(memory, (), end), breakdown.at(memory, (), end)
@@ -80,18 +80,18 @@ def numel() -> int:
 
 
 def test_a_running_average_is_another_copy_of_the_parameters() -> None:
-    plain, averaged = recorded(Loop()), recorded(Loop(ema=True))
+    plain, averaged = recorded(TrainingLoop()), recorded(TrainingLoop(ema=True))
     assert averaged.graph.fixed_bytes["running average"] == numel() * WIDTH_BYTES
     rise = averaged.peak_without_checkpointing - plain.peak_without_checkpointing
     assert rise >= numel() * WIDTH_BYTES
 
 
 def test_gradient_buckets_are_another_copy_of_the_gradients() -> None:
-    assert recorded(Loop(ddp=True)).graph.fixed_bytes["gradient buckets"] == numel() * WIDTH_BYTES
+    assert recorded(TrainingLoop(ddp=True)).graph.fixed_bytes["gradient buckets"] == numel() * WIDTH_BYTES
 
 
 def test_clipping_runs_before_the_optimizer() -> None:
-    plain, clipped = recorded(Loop(), None), recorded(Loop(clip_grad_norm=True), None)
+    plain, clipped = recorded(TrainingLoop(), None), recorded(TrainingLoop(clip_grad_norm=True), None)
     assert plain.graph.op_count == plain.graph.backward_end
     assert clipped.graph.op_count > clipped.graph.backward_end
 
@@ -101,7 +101,7 @@ def test_clipping_runs_before_the_optimizer() -> None:
 def test_the_first_step_lacks_the_optimizers_state_until_the_optimizer_makes_it(
     optimizer: type[torch.optim.Optimizer] | None, accumulation: int
 ) -> None:
-    memory = recorded(Loop(accumulation=accumulation), optimizer)  # type: ignore[arg-type]
+    memory = recorded(TrainingLoop(accumulation=accumulation), optimizer)  # type: ignore[arg-type]
     graph = memory.graph
     state = graph.fixed_bytes.get("optimizer state", 0)
     for regions in ((), every_block(graph)):
@@ -113,7 +113,7 @@ def test_the_first_step_lacks_the_optimizers_state_until_the_optimizer_makes_it(
 
 
 def test_every_parameter_has_its_gradient_and_its_state() -> None:
-    graph = recorded(Loop()).graph
+    graph = recorded(TrainingLoop()).graph
     names = [name for name, _ in TRANSFORMER.build().named_parameters()]
     assert [parameter.name for parameter in graph.parameters] == names
     sizes = {int(graph.storages.size_bytes[p.gradient]) == p.size_bytes == p.gradient_bytes for p in graph.parameters}
@@ -124,7 +124,7 @@ def test_every_parameter_has_its_gradient_and_its_state() -> None:
 
 
 def test_gradients_that_accumulate_are_there_before_the_step() -> None:
-    graph = recorded(Loop(accumulation=2)).graph
+    graph = recorded(TrainingLoop(accumulation=2)).graph
     assert {p.gradient for p in graph.parameters} == {-1}
     assert sum(p.gradient_bytes for p in graph.parameters) == graph.fixed_bytes["gradients"]
 
@@ -132,9 +132,9 @@ def test_gradients_that_accumulate_are_there_before_the_step() -> None:
 def test_a_step_is_recorded_again_under_another_loop_as_if_it_were_new() -> None:
     step = FakeStep(TOYS["residual"], device=torch.device("cpu"))
     first = record(step)
-    step.loop = Loop(accumulation=2, clip_grad_norm=True)
+    step.loop = TrainingLoop(accumulation=2, clip_grad_norm=True)
     between = record(step)
-    step.loop = Loop()
+    step.loop = TrainingLoop()
     again = record(step)
     assert between.fixed_bytes["gradients"] and "gradients" not in first.fixed_bytes
     assert again.fixed_bytes == first.fixed_bytes and again.first_step_bytes == first.first_step_bytes
@@ -142,6 +142,6 @@ def test_a_step_is_recorded_again_under_another_loop_as_if_it_were_new() -> None
 
 
 def test_the_loop_of_a_plan_is_read_back() -> None:
-    loop = Loop(accumulation=4, ema=True, ranks=8, shard="zero2")
-    assert Loop.of({**loop.to_json(), "workload": "any"}) == loop
-    assert Loop().to_json() == {"accumulation": 1}
+    loop = TrainingLoop(accumulation=4, ema=True, ranks=8, shard="zero2")
+    assert TrainingLoop.of({**loop.to_json(), "workload": "any"}) == loop
+    assert TrainingLoop().to_json() == {"accumulation": 1}

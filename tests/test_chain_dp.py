@@ -46,10 +46,10 @@ def table_of(chain: Chain, levels: tuple[int, int] = (3000, 10000)) -> Table:
     return Table(chain, choose_grain(chain, levels))
 
 
-def untracked(problem: Problem) -> list[int]:
-    """Storages with several reasons to be kept that are no part of the chain's state."""
-    tracked = {kept.storage for kept in Chain(problem).tracked if kept is not None}
-    return sorted(set(problem.kept) - tracked)
+def outside_the_state(problem: Problem) -> list[int]:
+    """Shared storages that are no part of the chain's state."""
+    in_state = {shared.storage for shared in Chain(problem).state_storages if shared is not None}
+    return sorted(set(problem.shared) - in_state)
 
 
 @st.composite
@@ -80,10 +80,10 @@ def test_bound_and_verdict_hold_against_every_plan(problem: Problem, data: st.Da
 @given(tight_problems(), st.sampled_from([(10, 30), (3000, 10000)]), st.integers(0, 100))
 @MANY
 def test_every_table_bounds_every_plan_of_its_case(
-    drawn: tuple[Problem, tuple[Region, ...]], grains: tuple[int, int], held_percent: int
+    drawn: tuple[Problem, tuple[Region, ...]], grains: tuple[int, int], forward_held_percent: int
 ) -> None:
     tight, regions = drawn
-    bound = table_of(Chain(tight, held_percent=held_percent), grains).least_time_ns()
+    bound = table_of(Chain(tight, forward_held_percent=forward_held_percent), grains).least_time_ns()
     assert bound is not None
     assert bound <= tight.objective_ns(regions)
 
@@ -107,10 +107,10 @@ def halves_bound_every_plan(drawn: tuple[Problem, tuple[Region, ...]], data: st.
     What other storages are counted at makes no difference to that.
     """
     tight, regions = drawn
-    if shared := untracked(tight):
+    if shared := outside_the_state(tight):
         storage = data.draw(st.sampled_from(shared))
-        site = data.draw(st.sampled_from(tight.kept[storage].sites))
-        counted = {u: data.draw(st.sampled_from(tight.kept[u].sites)) for u in shared}
+        site = data.draw(st.sampled_from(tight.shared[storage].sites))
+        counted = {u: data.draw(st.sampled_from(tight.shared[u].sites)) for u in shared}
         halves = Case().counting(counted).split(storage, site)
         bounds = [table_of(Chain(tight, case)).least_time_ns() for case in halves]
         assert min((bound for bound in bounds if bound is not None), default=math.inf) <= tight.objective_ns(regions)
@@ -133,8 +133,8 @@ def test_runs_of_a_better_plan_are_useful_in_thousands(
 
 def runs_of_a_better_plan_are_useful(drawn: tuple[Problem, tuple[Region, ...]], data: st.DataObject) -> None:
     tight, regions = drawn
-    case = Case().counting({u: data.draw(st.sampled_from(tight.kept[u].sites)) for u in untracked(tight)})
-    table = table_of(Chain(tight, case, held_percent=data.draw(st.sampled_from([100, 40, 0]))))
+    case = Case().counting({u: data.draw(st.sampled_from(tight.shared[u].sites)) for u in outside_the_state(tight)})
+    table = table_of(Chain(tight, case, forward_held_percent=data.draw(st.sampled_from([100, 40, 0]))))
     bound = table.least_time_ns()
     assert bound is not None and bound <= tight.objective_ns(regions)
     assert tight.runs_of(regions) <= useful_runs(table, tight.objective_ns(regions) + 1)
@@ -203,8 +203,8 @@ def test_a_plan_of_a_real_model_is_never_below_the_bound_at_its_own_peak(name: s
     for share in (0.2, 0.8):
         found = chain_dp.solve(problem.with_budget(int(least + share * (most - least))), Limits())
         tight = problem.with_budget(problem.memory.curve(found.regions).peak_bytes)
-        for held_percent in (100, 60, 30, 0):
-            table = table_of(Chain(tight, held_percent=held_percent))
+        for forward_held_percent in (100, 60, 30, 0):
+            table = table_of(Chain(tight, forward_held_percent=forward_held_percent))
             bound, legs = table.least_time_ns(), table.legs()
             assert bound is not None and legs is not None
             assert bound <= problem.objective_ns(found.regions)

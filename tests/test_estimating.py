@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from remat.cli.plots.timeline_plot import draw
-from remat.costing.costs import estimate as roofline
+from remat.costing.costs import roofline_costs
 from remat.costing.planning_device import PlanningDevice, find_planning_device
 from remat.costing.profile import Profile
 from remat.evaluation import breakdown
@@ -23,7 +23,7 @@ from remat.planning.advice import CHUNKS, advise, with_chunked_loss, with_fused_
 from remat.planning.estimate import estimate
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.timeline import POINTS, Timeline, save_snapshot, timeline
-from remat.workload.training_loop import Loop
+from remat.workload.training_loop import TrainingLoop
 from tests.toys import TRANSFORMER, Transformer, every_block
 
 WIDE = dataclasses.replace(TRANSFORMER, build=functools.partial(Transformer, layers=3, width=64), seq_len=32)
@@ -32,7 +32,7 @@ WIDE = dataclasses.replace(TRANSFORMER, build=functools.partial(Transformer, lay
 @functools.cache
 def profiled(accumulation: int = 1, batch_size: int = 4) -> Profile:
     place = find_planning_device("h100-80gb")
-    return profile_step(fake_step(WIDE.sized(batch_size), place, loop=Loop(accumulation=accumulation)), place)
+    return profile_step(fake_step(WIDE.sized(batch_size), place, loop=TrainingLoop(accumulation=accumulation)), place)
 
 
 def unfused() -> Profile:
@@ -42,7 +42,7 @@ def unfused() -> Profile:
     from remat.recording.recorder import record
 
     graph = record(step)
-    return Profile(graph, roofline(graph, place.target), place.target)
+    return Profile(graph, roofline_costs(graph, place.target), place.target)
 
 
 # Estimates
@@ -173,7 +173,7 @@ def test_the_snapshot_replays_to_the_predicted_peak(tmp_path: Path) -> None:
 def test_levers_are_what_recording_again_finds() -> None:
     place = find_planning_device("h100-80gb")
     profile = profiled()
-    found = advise(WIDE, place, Loop(), profile.graph, lambda graph, costs: Memory(graph).curve(()).peak_bytes)
+    found = advise(WIDE, place, TrainingLoop(), profile.graph, lambda graph, costs: Memory(graph).curve(()).peak_bytes)
     peak = Memory(profile.graph).peak_without_checkpointing
     by_name = {lever.what.split(" (")[0]: lever for lever in found}
     assert [lever.frees_bytes for lever in found] == sorted((lever.frees_bytes for lever in found), reverse=True)

@@ -95,7 +95,7 @@ MARKS = ("", "", "", "random", "batch_norm", "counter", "tuple")
 def marked(node: Node, mark: str) -> Node:
     """`node`, drawing at random, changing the state of a module, or with several outputs."""
     effect = mark if mark in ("batch_norm", "counter") else ""
-    return dataclasses.replace(node, random=mark == "random", effect=effect, crossable=mark != "tuple")
+    return dataclasses.replace(node, random=mark == "random", effect=effect, single_tensor=mark != "tuple")
 
 
 # The oracle, by hand: a chain of 4, 4 and 8 bytes (its curves stand in test_memory.py), a microsecond a node, every
@@ -434,7 +434,7 @@ def values_at(made: Program, regions: Sequence[Region]) -> list[int]:
     for v in saved & set(made.s):
         values[made.s[v]] = 1
     for (storage, site), k in made.k.items():
-        values[k] = max(values[k], int(is_kept(problem.kept[storage], site, runs, saved)))
+        values[k] = max(values[k], int(is_kept(problem.shared[storage], site, runs, saved)))
     for constraint in made.constraints:
         if constraint.equal and any(coefficient == -1 for _, coefficient in constraint.terms):
             *terms, (prefix, _) = constraint.terms

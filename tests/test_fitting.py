@@ -26,7 +26,7 @@ from remat.planning.micro_batches import RUNGS, MicroBatches, Window, between, d
 from remat.planning.profiling import fake_step
 from remat.recording.recorder import record
 from remat.units import GIB
-from remat.workload.training_loop import Loop
+from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 from tests.toys import CONVNET, TRANSFORMER, Transformer, every_block
 
@@ -40,13 +40,15 @@ LIMITS = Limits(time_s=20)
 @functools.cache
 def at(batch_size: int, model: str = "transformer", accumulation: int = 1) -> Graph:
     workload, place = {"transformer": WIDE, "convnet": CONVNET}[model].sized(batch_size), find_planning_device(TARGET)
-    step = fake_step(workload, place, loop=Loop(accumulation=accumulation))
+    step = fake_step(workload, place, loop=TrainingLoop(accumulation=accumulation))
     return with_library_workspaces(record(step, alignment_bytes=place.target.alignment_bytes), place.target)
 
 
-def search(budget_bytes: int, workload: Workload = WIDE, loop: Loop | None = None) -> MicroBatches:
+def search(budget_bytes: int, workload: Workload = WIDE, loop: TrainingLoop | None = None) -> MicroBatches:
     budget = Budget(budget_bytes, budget_bytes)
-    return MicroBatches(workload, find_planning_device(TARGET), budget, loop or Loop(), LIMITS, lambda what: None)
+    return MicroBatches(
+        workload, find_planning_device(TARGET), budget, loop or TrainingLoop(), LIMITS, lambda what: None
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -253,6 +255,6 @@ def test_where_not_one_sample_fits_the_least_budget_is_named() -> None:
 
 def test_sharing_states_makes_room_for_a_larger_micro_batch() -> None:
     budget = int(1.2 * Memory(at(1)).peak_without_checkpointing)
-    alone, shared = search(budget), search(budget, loop=Loop(ranks=8, shard="zero3"))
+    alone, shared = search(budget), search(budget, loop=TrainingLoop(ranks=8, shard="zero3"))
     sizes = [largest(lambda size, look=look: look.feasible(size, accumulates=False)) for look in (alone, shared)]  # type: ignore[misc]
     assert sizes[1] > sizes[0] > 0

@@ -14,7 +14,7 @@ from remat.costing.profile import Profile
 from remat.errors import Infeasible, NoPlanInTime, UsageError
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import OPTIMIZER_STATE, Graph, Parameter
-from remat.evaluation.plan import Plan, unplace
+from remat.evaluation.plan import Plan, from_refs
 from remat.formulation.solution import Limits
 from remat.models import TEST_SIZES
 from remat.planning.budget import Budget, parse_budget, usable_bytes
@@ -29,14 +29,14 @@ from remat.reservation.fragmentation import CONTEXT_BYTES, Footprint, before_fir
 from remat.units import GIB, MIB
 from remat.validation.validating import _simulated
 from remat.workload.target import Target
-from remat.workload.training_loop import Loop
+from remat.workload.training_loop import TrainingLoop
 
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
 H100 = find_planning_device("h100-80gb")
 
 
 @functools.cache
-def profile_of(name: str, loop: Loop | None = None) -> Profile:
+def profile_of(name: str, loop: TrainingLoop | None = None) -> Profile:
     return profile_step(fake_step(TEST_SIZES[name](), H100, loop=loop), H100)
 
 
@@ -77,8 +77,8 @@ def test_what_is_fixed_beyond_the_parameters_is_one_block_more() -> None:
     assert list(before_first_step(graph)) == [MIB, 2 * MIB, MIB, MIB]
 
 
-@pytest.mark.parametrize("loop", [None, Loop(accumulation=2), Loop(ranks=4, shard="zero3")], ids=str)
-def test_what_is_fed_is_what_is_fixed(loop: Loop | None) -> None:
+@pytest.mark.parametrize("loop", [None, TrainingLoop(accumulation=2), TrainingLoop(ranks=4, shard="zero3")], ids=str)
+def test_what_is_fed_is_what_is_fixed(loop: TrainingLoop | None) -> None:
     graph = profile_of("gpt2", loop).graph
     assert sum(before_first_step(graph)) + sum(states(graph)) == graph.fixed_total
 
@@ -109,7 +109,7 @@ def test_requested_is_the_peak_of_the_evaluator(name: str, settings: AllocatorSe
     memory = memory_of(profile)
     budget = int(0.9 * memory.peak_without_checkpointing)
     made = plan_profile(profile, Budget(budget, budget), limits=Limits(time_s=20))
-    for regions in ((), unplace(profile.graph, made.regions)):
+    for regions in ((), from_refs(profile.graph, made.regions)):
         found = footprint(memory, regions, settings)
         assert found.requested_bytes == memory.curve(regions).peak_bytes
         assert found.requested_bytes <= found.allocated_bytes <= found.reserved_bytes

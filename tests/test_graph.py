@@ -91,7 +91,7 @@ def test_a_fingerprint_is_the_same_for_another_batch(name: str) -> None:
 
 def test_a_fingerprint_sees_what_is_called_where_and_on_what() -> None:
     graph = toy_graph(chain(4, 4, 8))[0]
-    changes = [{"op": "other"}, {"module": "layers.1"}, {"wired": (0, 1)}]
+    changes = [{"op": "other"}, {"module": "layers.1"}, {"graph_inputs": (0, 1)}]
     fingerprints = {graph.fingerprints}
     for change in changes:
         nodes = (*graph.nodes[:2], dataclasses.replace(graph.nodes[2], **change))  # type: ignore[arg-type]
@@ -124,14 +124,14 @@ def test_a_recorded_graph_is_in_order(name: str) -> None:
     """What every reader of a Graph relies on."""
     workload = {**TOYS, BRACKETS.name: BRACKETS, BATCH_NORM.name: BATCH_NORM}[name]
     graph = recorded(workload).graph
-    storages, packs = graph.storages, graph.packs
+    storages, saved = graph.storages, graph.saved_tensors
     assert graph.nodes[0].first == 0 and graph.nodes[-1].end == graph.forward_end
     assert all(a.end == b.first for a, b in itertools.pairwise(graph.nodes))
     assert (np.diff(storages.birth) >= 0).all() and (storages.death >= storages.birth).all()
-    assert (np.diff(packs.node) >= 0).all() and (np.diff(packs.at) >= 0).all()
-    asked = packs.unpack >= 0
-    assert (packs.unpack[asked] >= graph.forward_end).all()
-    assert (packs.used[asked] >= packs.unpack[asked]).all() and (packs.release[asked] >= packs.used[asked]).all()
+    assert (np.diff(saved.node) >= 0).all() and (np.diff(saved.at) >= 0).all()
+    asked = saved.unpack >= 0
+    assert (saved.unpack[asked] >= graph.forward_end).all()
+    assert (saved.used[asked] >= saved.unpack[asked]).all() and (saved.release[asked] >= saved.used[asked]).all()
     assert all(i < n for n, node in enumerate(graph.nodes) for i in (*node.inputs, *node.mutates))
 
 

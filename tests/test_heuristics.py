@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remat import models, solvers
-from remat.costing.costs import estimate
+from remat.costing.costs import roofline_costs
 from remat.costing.planning_device import find_planning_device
 from remat.evaluation.plan import Region
 from remat.formulation.check import check
@@ -66,7 +66,7 @@ def recorded_problem(name: str) -> Problem:
         return Problem(profile.graph, profile.costs, find_space(profile.graph), AMPLE)
     workloads = {**TOYS, BATCH_NORM.name: BATCH_NORM, **{w.name: w for w in small.WORKLOADS.values()}}
     graph = recorded(workloads[name]).graph
-    return Problem(graph, estimate(graph, TARGETS["h100-80gb"]), find_space(graph), AMPLE)
+    return Problem(graph, roofline_costs(graph, TARGETS["h100-80gb"]), find_space(graph), AMPLE)
 
 
 def layered(count: int, *nodes: ToyNode) -> Problem:
@@ -321,7 +321,7 @@ def with_policy(problem: Problem, every: int) -> tuple[Region, ...]:
 def recomputed_kinds(problem: Problem, regions: tuple[Region, ...]) -> list[str]:
     """The operators with FLOPs that run again."""
     curve, graph = problem.memory.curve(regions), problem.graph
-    again = curve.op[(curve.region >= 0) & curve.runs]
+    again = curve.op[(curve.region >= 0) & curve.executed]
     return [graph.kinds[k].name for k in graph.op_kind[again] if graph.kinds[k].flops]
 
 

@@ -28,7 +28,7 @@ from remat.errors import PlanMismatch, UsageError
 from remat.evaluation import breakdown
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import Graph
-from remat.evaluation.plan import Plan, place
+from remat.evaluation.plan import Plan, to_refs
 from remat.execution.apply import apply
 from remat.execution.compiled.replay import replay_compiled
 from remat.execution.eager.replay import replay
@@ -43,7 +43,7 @@ from remat.recording.tracker import Tracker
 from remat.units import gib
 from remat.validation.training import Training, undisturbed
 from remat.validation.validating import validate
-from remat.workload.training_loop import Holds, Loop
+from remat.workload.training_loop import Holds, TrainingLoop
 from tests.command_line import Remat
 from tests.toys import CHOICES, CPU, TRANSFORMER, VOCAB, Choose, Transformer
 
@@ -80,7 +80,7 @@ PAIR = dataclasses.replace(
 
 @functools.cache
 def profiled(holds: Holds, accumulation: int = 1, clip: bool = False) -> tuple[Profile, FakeStep]:
-    place, loop = find_planning_device("cpu"), Loop(accumulation=accumulation, clip_grad_norm=clip, holds=holds)
+    place, loop = find_planning_device("cpu"), TrainingLoop(accumulation=accumulation, clip_grad_norm=clip, holds=holds)
     step = fake_step(PAIR, place, loop=loop)
     return profile_step(step, place), step
 
@@ -197,9 +197,9 @@ def assert_replayed(choose: Choose, accumulation: int) -> None:
     graph, regions = profile.graph, choose(profile.graph)
     memory = Memory(graph)
     curve = memory.curve(regions)
-    alive = replay(step, place(graph, tuple(regions))) + graph.unseen_bytes
-    assert alive.tolist() == curve.alive_bytes[curve.runs].tolist()
-    assert sum(size for size, _ in graph.held) == LOGITS + 4  # and the loss
+    alive = replay(step, to_refs(graph, tuple(regions))) + graph.unseen_bytes
+    assert alive.tolist() == curve.alive_bytes[curve.executed].tolist()
+    assert sum(size for size, _ in graph.held_outputs) == LOGITS + 4  # and the loss
     assert sum(breakdown.at(memory, regions, 3).values()) == curve.alive_bytes[3]
     stack = breakdown.over_time(memory, regions)
     assert sum(stack.parts.values()).tolist() == curve.alive_bytes.tolist()  # type: ignore[union-attr]
@@ -209,10 +209,10 @@ def assert_replayed(choose: Choose, accumulation: int) -> None:
 def test_the_loop_without_a_plan_takes_what_is_predicted(accumulation: int) -> None:
     profile, _ = profiled("outputs", accumulation)
     with undisturbed(CPU):
-        training = Training(PAIR, CPU, 0, Loop(accumulation=accumulation, holds="outputs"))
+        training = Training(PAIR, CPU, 0, TrainingLoop(accumulation=accumulation, holds="outputs"))
         training.begin_again()
         training.step()
-        _, measured = training.measure(1, 1)
+        _, measured = training.measure_steady_step(1, 1)
         training.begin_again()
         training.update()
         updated = training.peak_of_update(1)
@@ -236,7 +236,7 @@ def test_compiled_it_holds_them_too() -> None:
 def test_files_and_pictures_tell_of_it(tmp_path: Path) -> None:
     profile, _ = profiled("outputs")
     profile.save(tmp_path / "pair.json")
-    assert Profile.load(tmp_path / "pair.json").graph.held == profile.graph.held
+    assert Profile.load(tmp_path / "pair.json").graph.held_outputs == profile.graph.held_outputs
     save_snapshot(profile, (), tmp_path / "pair.pickle")
     level = peak = 0
     for event in pickle.loads((tmp_path / "pair.pickle").read_bytes())["device_traces"][0]:
@@ -247,14 +247,14 @@ def test_files_and_pictures_tell_of_it(tmp_path: Path) -> None:
 
 def test_at_any_batch_size_it_is_what_a_record_finds() -> None:
     place = find_planning_device("h100-80gb")
-    sizes = MicroBatches(PAIR, place, Budget(1, 1), Loop(holds="outputs"), Limits(), lambda what: None)
-    found = sizes.profile(8, False).graph.held
-    assert found == sizes.recorded(8, 1)[0].graph.held and found[0][0] >= LOGITS // 2
+    sizes = MicroBatches(PAIR, place, Budget(1, 1), TrainingLoop(holds="outputs"), Limits(), lambda what: None)
+    found = sizes.profile(8, False).graph.held_outputs
+    assert found == sizes.recorded(8, 1)[0].graph.held_outputs and found[0][0] >= LOGITS // 2
 
 
 def test_what_loops_hold_is_loss_or_outputs(remat: Remat) -> None:
     with pytest.raises(UsageError, match="--holds is loss or outputs, not 'all'"):
-        Loop(holds="all")  # type: ignore[arg-type]
+        TrainingLoop(holds="all")  # type: ignore[arg-type]
     common = ("--model", "model.py:stack", "--target", "h100-80gb", "--json")
     peaks = [remat("estimate", *common, "--holds", holds).data["peaks"]["peak_bytes"] for holds in ("loss", "outputs")]
     assert peaks[0] <= peaks[1]

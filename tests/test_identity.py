@@ -31,13 +31,13 @@ from remat.evaluation.identity import (
     from_lines,
     to_lines,
 )
-from remat.evaluation.plan import Plan, Region, place
+from remat.evaluation.plan import Plan, Region, to_refs
 from remat.execution.apply import apply, counts_of
 from remat.execution.eager.replay import replay
 from remat.execution.eager.rewrite import CallRegion
 from remat.execution.placing import Placer
 from remat.execution.regions_in_graph import regions_in
-from remat.recording.fake_step import NUMBER_BYTES, FakeStep
+from remat.recording.fake_step import WRAPPED_NUMBER_BYTES, FakeStep
 from remat.recording.recorder import record
 from remat.workload.workload import Workload
 from tests import toys
@@ -50,7 +50,7 @@ pytestmark = [
     pytest.mark.filterwarnings(DYNAMO_LOOKS_AT_GRAD),
 ]
 
-QUOTIENT_BYTES = 4 + NUMBER_BYTES
+QUOTIENT_BYTES = 4 + WRAPPED_NUMBER_BYTES
 GOLDEN = Path(__file__).parent / "golden"
 recorded = functools.cache(toys.recorded)
 
@@ -216,7 +216,7 @@ def test_a_moved_plan_takes_the_bytes_that_it_promised(here: str, choice: str) -
     assert not isinstance(moved, Unlike) and len(moved) == len(regions)
     promised = Memory(planned).curve(regions).peak_bytes
     assert Memory(graph).curve(moved).peak_bytes <= promised + QUOTIENT_BYTES
-    assert replay(step, place(graph, moved)).max() + graph.unseen_bytes == Memory(graph).curve(moved).peak_bytes
+    assert replay(step, to_refs(graph, moved)).max() + graph.unseen_bytes == Memory(graph).curve(moved).peak_bytes
 
 
 @pytest.mark.parametrize("there", ["other-views", "all"])

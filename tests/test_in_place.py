@@ -15,17 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from remat.evaluation.evaluator import Memory
-from remat.evaluation.plan import Region, place
+from remat.evaluation.plan import Region, to_refs
 from remat.execution.apply import apply
 from remat.execution.eager.replay import replay
 from remat.formulation.search_space import legal_cuts
 from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
 from remat.validation.training import Training
-from remat.workload.training_loop import Loop
+from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
+from tests.fuzzing import workspaces
 from tests.graphs import may_be_region
-from tests.torturing import workspaces
 from tests.toys import plan_by_hand
 
 # Dynamo makes an instance of a custom autograd function, and torch warns of it.
@@ -138,10 +138,10 @@ def test_the_predicted_peak_is_the_measured_one(function: Callable[..., Any]) ->
     per_op = np.array([known.get(kind.key, 0) for kind in graph.kinds])[graph.op_kind]
     predicted = Memory(graph, per_op).peak_without_checkpointing
     assert predicted == int(replay(step, (), workspace_of=known).max()) + graph.unseen_bytes
-    training = Training(workload, CPU, 0, Loop())
+    training = Training(workload, CPU, 0, TrainingLoop())
     apply(training.model, plan_by_hand(graph, ()))  # traced, so that no local variable holds anything
     training.step()
-    _, measured = training.measure(1, 1)
+    _, measured = training.measure_steady_step(1, 1)
     assert 0 <= predicted - measured < 4 * WIDTH * WIDTH / 100
 
 
@@ -155,8 +155,8 @@ def test_a_recomputation_is_judged_alike(function: Callable[..., Any]) -> None:
     end = max(cut for cut in cuts if may_be_region(graph, cuts[0], cut))
     curve = Memory(graph).curve((Region(cuts[0], end),))
     assert (curve.region >= 0).any()
-    replayed = replay(step, place(graph, (Region(cuts[0], end),)))
-    np.testing.assert_array_equal(replayed, curve.alive_bytes[curve.runs] - graph.unseen_bytes)
+    replayed = replay(step, to_refs(graph, (Region(cuts[0], end),)))
+    np.testing.assert_array_equal(replayed, curve.alive_bytes[curve.executed] - graph.unseen_bytes)
 
 
 def test_unfused_attention_adds_its_mask_in_place() -> None:

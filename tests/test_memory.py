@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import CAST
-from remat.evaluation.plan import Region, place
+from remat.evaluation.plan import Region, to_refs
 from remat.execution.eager import replay as replaying
 from remat.execution.eager.replay import replay
 from remat.recording.tracker import Tracker
@@ -153,8 +153,8 @@ def assert_replay_agrees(workload: Workload, regions: tuple[Region, ...], accumu
     found = recorded(workload, accumulation)
     curve = Memory(found.graph).curve(regions)
     # Python numbers that autograd keeps as tensors are counted when recording; no tracker of tensors sees them.
-    predicted = curve.alive_bytes[curve.runs] - found.graph.unseen_bytes
-    np.testing.assert_array_equal(replay(found.step, place(found.graph, regions)), predicted)
+    predicted = curve.alive_bytes[curve.executed] - found.graph.unseen_bytes
+    np.testing.assert_array_equal(replay(found.step, to_refs(found.graph, regions)), predicted)
 
 
 def without_idle_saves(workload: Workload, regions: tuple[Region, ...]) -> tuple[Region, ...]:
@@ -229,10 +229,10 @@ def test_batch_normalisation_copies_its_statistics_and_is_exact_otherwise(data: 
     found = recorded(BATCH_NORM)
     regions = without_idle_saves(BATCH_NORM, data.draw(plans(found.graph, nested=False)))
     with mock.patch.object(replaying, "Tracker", SeenTracker):
-        replayed = replay(found.step, place(found.graph, regions))
+        replayed = replay(found.step, to_refs(found.graph, regions))
     curve = Memory(found.graph).curve(regions)
     kinds = list(SeenTracker.last.kinds.values())
     copies = np.array([kinds[kind].name == "aten.clone.default" for kind in SeenTracker.last.op_kinds])
-    predicted = curve.alive_bytes[curve.runs] - found.graph.unseen_bytes
+    predicted = curve.alive_bytes[curve.executed] - found.graph.unseen_bytes
     assert int(replayed.max()) == int(predicted.max())
     np.testing.assert_array_equal(replayed[~copies], predicted)

@@ -15,13 +15,13 @@ from torch import nn
 
 from remat import models
 from remat.cli import main as cli
-from remat.costing.costs import estimate
+from remat.costing.costs import roofline_costs
 from remat.costing.planning_device import find_planning_device as place_named
 from remat.costing.profile import Profile
 from remat.errors import Infeasible, PlanMismatch, UsageError
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import Graph
-from remat.evaluation.plan import Plan, Region, place
+from remat.evaluation.plan import Plan, Region, to_refs
 from remat.execution import executions
 from remat.execution.apply import apply, counts_of, planned_forward, remove
 from remat.execution.modules.regions import ModuleCounts, PlannedModules
@@ -81,8 +81,8 @@ def plan_of(graph: Graph, choice: str = "outermost") -> Plan:
     space = find_module_space(graph)
     assert space.modules is not None
     regions = tuple(Region(first, end) for first, end, _ in CHOICES[choice](space.modules))
-    placed = place(graph, regions, space.modules)
-    return dataclasses.replace(plan_by_hand(graph, regions), regions=placed, execution="modules")
+    refs = to_refs(graph, regions, space.modules)
+    return dataclasses.replace(plan_by_hand(graph, regions), regions=refs, execution="modules")
 
 
 def built(workload: Workload) -> nn.Module:
@@ -132,8 +132,8 @@ def test_a_region_that_is_a_normalisation_updates_its_state_once(graphs: Any) ->
     graph = graphs["convnet"][1]
     inside = [i for i, node in enumerate(graph.nodes) if node.module == "layers.1.norms.0"]
     region = Region(inside[0], inside[-1] + 1)
-    placed = place(graph, (region,), ((region.first, region.end, "layers.1.norms.0"),))
-    plan = dataclasses.replace(plan_by_hand(graph, (region,)), regions=placed, execution="modules")
+    refs = to_refs(graph, (region,), ((region.first, region.end, "layers.1.norms.0"),))
+    plan = dataclasses.replace(plan_by_hand(graph, (region,)), regions=refs, execution="modules")
     untouched, model = built(CONVNET), apply(built(CONVNET), plan)
     expected, got = trained(CONVNET, untouched), trained(CONVNET, model)
     assert got[0] == expected[0] and same(got[1], expected[1])
@@ -328,7 +328,7 @@ def test_modules_within_modules_are_all_candidates() -> None:
     graph = recorded(CONVNET)[1]
     paths = [path for _, _, path in find_module_space(graph).modules or ()]
     assert paths == ["layers.0", "layers.1", "layers.2"]  # convolutions and normalisations are single operators
-    profile = Profile(graph, estimate(graph, TARGETS["h100-80gb"]), TARGETS["h100-80gb"])
+    profile = Profile(graph, roofline_costs(graph, TARGETS["h100-80gb"]), TARGETS["h100-80gb"])
     runs = executions.load("modules").pose(profile, find_module_space(graph), AMPLE).runs
     assert {run.region for run in runs} - {None} == {Region(a, b) for a, b, _ in find_module_space(graph).modules or ()}
 
@@ -350,7 +350,9 @@ def test_evaluator_and_untraced_replay_need_the_same_memory(name: str, target: s
     numbers = graph.unseen_bytes
     for choice, choose in CHOICES.items():
         regions = tuple(Region(first, end) for first, end, _ in choose(modules or ()))
-        found = replay_modules(step, place(graph, regions, modules), alignment_bytes=where.target.alignment_bytes).max()
+        found = replay_modules(
+            step, to_refs(graph, regions, modules), alignment_bytes=where.target.alignment_bytes
+        ).max()
         expected = Memory(graph).curve(regions).peak_bytes - numbers
         assert 0 <= found / expected - 1 <= (0.01 if choice == "innermost" else 0)
 
@@ -383,7 +385,7 @@ def profile_of(workload: Workload) -> tuple[Profile, FakeStep]:
     where = place_named("cpu")
     step = fake_step(workload, where)
     graph = record(step)
-    return Profile(graph, estimate(graph, TARGETS["h100-80gb"]), where.target), step
+    return Profile(graph, roofline_costs(graph, TARGETS["h100-80gb"]), where.target), step
 
 
 def test_a_plan_keeps_its_budget_untraced_and_its_predicted_peak_is_the_replays() -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from remat.costing.costs import estimate
+from remat.costing.costs import roofline_costs
 from remat.costing.planning_device import find_planning_device
 from remat.costing.profile import Profile
 from remat.errors import PlanMismatch
@@ -31,7 +31,7 @@ from remat.planning.planner import plan_profile
 from remat.recording.fake_step import FakeStep
 from remat.validation.training import Training
 from remat.workload.target import TARGETS
-from remat.workload.training_loop import Loop
+from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 from tests.test_modules import plan_of
 from tests.toys import CPU, every_block, half_saved, nested, plan_by_hand, recorded
@@ -184,7 +184,7 @@ def test_the_measured_peak_is_the_replayed_one(name: str, choice: str, recording
     replayed = int(load(plan.execution).replay(step, graph, plan.regions, **options).max())
     if plan.execution == "eager":
         assert plan.predicted["peak_bytes"] == replayed
-    training = Training(WORKLOADS[name], CPU, 0, Loop())
+    training = Training(WORKLOADS[name], CPU, 0, TrainingLoop())
     training.begin_again()
     apply(training.model, plan)
     training.step()
@@ -194,11 +194,11 @@ def test_the_measured_peak_is_the_replayed_one(name: str, choice: str, recording
 @pytest.mark.parametrize("execution", ["eager", "modules"])
 def test_a_plan_that_is_solved_for_keeps_its_budget(execution: str, recordings: Any) -> None:
     step, graph = recordings["llama"]
-    profile = Profile(graph, estimate(graph, TARGETS["h100-80gb"]), find_planning_device("cpu").target)
+    profile = Profile(graph, roofline_costs(graph, TARGETS["h100-80gb"]), find_planning_device("cpu").target)
     budget = int(0.7 * Memory(graph).peak_without_checkpointing)
     plan = plan_profile(profile, Budget(budget, budget), step=step, execution=execution)
     assert plan.solver["status"] in ("optimal", "feasible")
-    training = Training(WORKLOADS["llama"], CPU, 0, Loop())
+    training = Training(WORKLOADS["llama"], CPU, 0, TrainingLoop())
     training.begin_again()
     apply(training.model, plan)
     training.step()

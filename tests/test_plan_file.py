@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remat.errors import UsageError
-from remat.evaluation.plan import VERSION, Plan, Region, place, unplace, write_atomically
+from remat.evaluation.plan import VERSION, Plan, Region, from_refs, to_refs, write_atomically
 from remat.workload.target import TARGETS
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD, TOYS, plans, recorded
 
@@ -26,7 +26,7 @@ REGIONS = (Region(0, 4, saved=(2,)), Region(6, 18, inner=(Region(6, 12), Region(
 def a_plan(name: str = "residual", regions: tuple[Region, ...] = REGIONS) -> Plan:
     graph = recorded(TOYS[name]).graph
     return Plan(
-        regions=place(graph, regions),
+        regions=to_refs(graph, regions),
         fingerprints=graph.fingerprints,
         identities=graph.identities,
         about=graph.about,
@@ -52,13 +52,13 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 def test_regions_are_placed_and_found_again(data: st.DataObject) -> None:
     graph = recorded(TOYS[data.draw(st.sampled_from(("residual", "broken", "multi-output")))]).graph
     regions = data.draw(plans(graph))
-    assert unplace(graph, place(graph, regions)) == regions
+    assert from_refs(graph, to_refs(graph, regions)) == regions
 
 
 def test_a_region_is_named_by_call_and_ordinal() -> None:
     graph = recorded(TOYS["broken"]).graph
     border = next(i for i, node in enumerate(graph.nodes) if node.call == 1)
-    before, after = place(graph, (Region(1, 3), Region(border, border + 2)))
+    before, after = to_refs(graph, (Region(1, 3), Region(border, border + 2)))
     assert (before.call, before.first.ordinal, before.last.ordinal) == (0, 1, 2)
     assert (after.call, after.first.ordinal, after.last.ordinal) == (1, 0, 1)
     assert after.first.name == graph.nodes[border].name and after.count_nodes() == 2
@@ -68,9 +68,9 @@ def test_random_nodes_are_listed_unless_saved() -> None:
     graph = recorded(TOYS["residual"]).graph
     random = [i for i, node in enumerate(graph.nodes) if node.random]
     whole = Region(0, len(graph.nodes))
-    assert [ref.ordinal for ref in place(graph, (whole,))[0].random] == random and len(random) == 3
+    assert [ref.ordinal for ref in to_refs(graph, (whole,))[0].random] == random and len(random) == 3
     saving = Region(0, len(graph.nodes), saved=(random[0],))
-    assert [ref.ordinal for ref in place(graph, (saving,))[0].random] == random[1:]
+    assert [ref.ordinal for ref in to_refs(graph, (saving,))[0].random] == random[1:]
 
 
 def test_a_plan_prints_what_a_person_asks() -> None:

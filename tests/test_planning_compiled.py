@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from remat.cli import screen
-from remat.costing.costs import estimate
-from remat.costing.operator_timing import measure
+from remat.costing.costs import roofline_costs
+from remat.costing.operator_timing import time_operators
 from remat.costing.planning_device import find_planning_device
 from remat.costing.profile import Profile
 from remat.errors import NoPlanInTime, PlanMismatch, UsageError
@@ -31,7 +31,7 @@ from remat.planning.sweep import sweep
 from remat.recording.fake_step import FakeStep
 from remat.validation.validating import validate
 from remat.workload.target import TARGETS
-from remat.workload.training_loop import Loop
+from remat.workload.training_loop import TrainingLoop
 from tests.command_line import Remat
 from tests.test_applying import batch_of, built, loss_of
 from tests.test_cli import stack
@@ -46,7 +46,7 @@ CPU = find_planning_device("cpu")
 
 def profile_of(graph: Graph) -> Profile:
     """Costs of a data sheet, so that plans do not depend on the clock."""
-    return Profile(graph, estimate(graph, TARGETS["h100-80gb"]), dataclasses.replace(CPU.target, name="cpu"))
+    return Profile(graph, roofline_costs(graph, TARGETS["h100-80gb"]), dataclasses.replace(CPU.target, name="cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_a_budget_that_no_replay_keeps_is_refused_with_what_is_needed(larger: tu
     [
         pytest.param(None, None, "a profile has none; use --model", id="profile"),
         pytest.param(find_planning_device("h200"), None, "h200 is not this machine's", id="target"),
-        pytest.param(CPU, Loop(ranks=2, shard="zero3"), "leave --shard out", id="shards"),
+        pytest.param(CPU, TrainingLoop(ranks=2, shard="zero3"), "leave --shard out", id="shards"),
     ],
 )
 def test_what_cannot_be_planned_compiled_is_refused(device: Any, loop: Any, message: str) -> None:
@@ -193,7 +193,8 @@ def test_the_screen_says_that_there_is_no_bound(plan: Plan) -> None:
 
 def test_the_command_line_plans_for_a_compiler(remat: Remat, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "remat.costing.operator_timing.measure", functools.partial(measure, repeats=3, seconds_per_kind=0.0)
+        "remat.costing.operator_timing.time_operators",
+        functools.partial(time_operators, repeats=3, seconds_per_kind=0.0),
     )
     ran = remat(*stack("--target", "cpu", "--compiler", "aot_eager", budget="1GiB"))
     assert ran.exit_code == 0

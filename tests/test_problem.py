@@ -74,8 +74,8 @@ def assert_rows_exact(problem: Problem, regions: tuple[Region, ...]) -> None:
 def test_rows_of_toy_graphs_are_exact(nodes: list[ToyNode], data: st.DataObject) -> None:
     graph, costs = toy_graph(nodes, fixed_bytes=5)
     space = data.draw(spaces(graph))
-    unheld = tuple(v for v in space.saveable if v != len(nodes) - 1)
-    problem = Problem(graph, costs, dataclasses.replace(space, saveable=unheld, depth=1), 10**6)
+    not_caller_held = tuple(v for v in space.saveable if v != len(nodes) - 1)
+    problem = Problem(graph, costs, dataclasses.replace(space, saveable=not_caller_held, depth=1), 10**6)
     assert_rows_exact(problem, data.draw(plans_of(problem)))
 
 
@@ -85,8 +85,8 @@ def test_no_row_ever_overstates_a_plan(nodes: list[ToyNode], data: st.DataObject
     """Nested plans included, whose inner regions keep their inputs in forward a little longer than rows say."""
     graph, costs = toy_graph(nodes)
     space = data.draw(spaces(graph))
-    unheld = tuple(v for v in space.saveable if v != len(nodes) - 1)
-    problem = Problem(graph, costs, dataclasses.replace(space, saveable=unheld), 10**6)
+    not_caller_held = tuple(v for v in space.saveable if v != len(nodes) - 1)
+    problem = Problem(graph, costs, dataclasses.replace(space, saveable=not_caller_held), 10**6)
     rows = row_by_row(problem, data.draw(plans_of(problem)))
     assert [row for row in rows if row[1] > row[2]] == []
 
@@ -114,10 +114,10 @@ def test_forward_rows_count_the_inputs_of_inner_regions() -> None:
 def recorded_problem(name: str) -> Problem:
     """Of a recorded toy; what the caller holds through backward is not to be saved (see the test above)."""
     graph = recorded(TOYS[name]).graph
-    held = {int(v) for v in graph.storages.node[graph.storages.death >= graph.forward_end]}
+    caller_held = {int(v) for v in graph.storages.node[graph.storages.death >= graph.forward_end]}
     space = find_space(graph, depth=1)
-    unheld = tuple(v for v in space.saveable if v not in held)
-    return Problem(graph, toy_costs(graph), dataclasses.replace(space, saveable=unheld), 10**9)
+    not_caller_held = tuple(v for v in space.saveable if v not in caller_held)
+    return Problem(graph, toy_costs(graph), dataclasses.replace(space, saveable=not_caller_held), 10**9)
 
 
 @pytest.mark.parametrize("name", TOYS)

@@ -20,11 +20,11 @@ from torch.utils._pytree import tree_flatten
 from remat._torch import UnseenMode
 from remat.capture.schemas import makes_nothing
 from remat.cli import screen
-from remat.costing.costs import estimate
+from remat.costing.costs import roofline_costs
 from remat.costing.planning_device import find_planning_device
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import MADE_AGAIN, Graph
-from remat.evaluation.plan import Region, place
+from remat.evaluation.plan import Region, to_refs
 from remat.execution.eager.replay import replay
 from remat.execution.eager.saving import Replay, Save
 from remat.formulation.problem import Problem
@@ -39,7 +39,7 @@ from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
 from remat.recording.tracker import Tracker
 from remat.solvers import load
-from remat.workload.training_loop import Loop
+from remat.workload.training_loop import TrainingLoop
 from tests import toys
 
 TARGETS = ("cpu", "a100-80gb", "h100-80gb")  # where attention is the CPU's, flash, and cuDNN's
@@ -58,7 +58,7 @@ def forgotten() -> Iterator[None]:
 def step_of(model: str, target: str, accumulation: int = 1) -> tuple[FakeStep, Graph, int]:
     """The step at a batch of one, recorded; and the target's alignment."""
     place_ = find_planning_device(target)
-    step = fake_step(TEST_SIZES[model]().sized(1), place_, loop=Loop(accumulation=accumulation))
+    step = fake_step(TEST_SIZES[model]().sized(1), place_, loop=TrainingLoop(accumulation=accumulation))
     return step, record(step, alignment_bytes=place_.target.alignment_bytes), place_.target.alignment_bytes
 
 
@@ -82,7 +82,7 @@ def nested(graph: Graph) -> tuple[Region, ...]:
 
 def planned(graph: Graph, target: str) -> Iterator[tuple[Region, ...]]:
     """What the greedy strategy makes of each budget; where it finds nothing, what comes nearest."""
-    costs = estimate(graph, find_planning_device(target).target)
+    costs = roofline_costs(graph, find_planning_device(target).target)
     peak = Memory(graph).peak_without_checkpointing
     for share in SHARES:
         problem = Problem(graph, costs, find_space(graph), int(share * peak))
@@ -95,11 +95,11 @@ def assert_equal(model: str, target: str, accumulation: int = 1) -> Graph:
     memory, copies = Memory(graph), any(node.effect == "batch_norm" for node in graph.nodes)
     for regions in (saving_attention(graph), nested(graph), *planned(graph, target)):
         kept = tuple(region for region in regions if not region.saved or memory.recomputation(region))
-        replayed = replay(step, place(graph, kept), alignment_bytes=alignment_bytes) + graph.unseen_bytes
+        replayed = replay(step, to_refs(graph, kept), alignment_bytes=alignment_bytes) + graph.unseen_bytes
         curve = memory.curve(kept)
         assert int(replayed.max()) == curve.peak_bytes, kept
         if not copies:
-            np.testing.assert_array_equal(replayed, curve.alive_bytes[curve.runs])
+            np.testing.assert_array_equal(replayed, curve.alive_bytes[curve.executed])
     return graph
 
 
@@ -165,8 +165,8 @@ def walked(model: str, target: str) -> Walk:
     tracker = Tracker(place_.target.alignment_bytes)
     step.fix_state(tracker)
     walk = Walk(tracker)
-    step.run_call = lambda call, graph_module, args: _under(walk, functools.partial(graph_module, *args))
-    step.run(tracker, lambda: None, lambda: None)
+    step.execute_call = lambda call, graph_module, args: _under(walk, functools.partial(graph_module, *args))
+    step.execute(tracker, lambda: None, lambda: None)
     return walk
 
 

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from remat.capture.dynamo import GraphCalls
 from remat.evaluation.evaluator import Memory
-from remat.evaluation.plan import Region, place
+from remat.evaluation.plan import Region, to_refs
 from remat.execution.eager import rewrite as rewriting
 from remat.execution.eager.rewrite import CallRegion, Counts, RewriteOptions, rewrite
 from remat.execution.eager.rewritten_calls import RewrittenCalls
@@ -47,19 +47,19 @@ FEW_PLANS = settings(
 
 @dataclasses.dataclass
 class RealStep:
-    """A workload's forward and backward on real tensors; `run_call` executes its captured graphs."""
+    """A workload's forward and backward on real tensors; `execute_call` executes its captured graphs."""
 
     workload: Workload
     model: nn.Module
     batch: Any
     forward: Callable[..., Any]
     calls: GraphCalls
-    run_call: Any = None
+    execute_call: Any = None
 
-    def outcome(self, run_call: Any) -> dict[str, torch.Tensor]:
-        """Loss, gradients, buffers and the generator's state after a step; untouched if `run_call` is None."""
-        self.run_call = run_call
-        self.model.forward = self.forward if run_call is None else self.calls
+    def outcome(self, execute_call: Any) -> dict[str, torch.Tensor]:
+        """Loss, gradients, buffers and the generator's state after a step; untouched if `execute_call` is None."""
+        self.execute_call = execute_call
+        self.model.forward = self.forward if execute_call is None else self.calls
         before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         self.model.zero_grad()
         torch.manual_seed(1)
@@ -81,7 +81,7 @@ def real_step(workload: Workload) -> RealStep:
     batch = workload.batch(workload.batch_size, workload.seq_len)
 
     def run(call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
-        return step.run_call(call, graph_module, args)
+        return step.execute_call(call, graph_module, args)
 
     step = RealStep(workload, model, batch, model.forward, GraphCalls(model.forward, run))
     return step
@@ -94,7 +94,7 @@ def untouched(workload: Workload) -> dict[str, torch.Tensor]:
 
 def assert_same_outcome(workload: Workload, regions: tuple[Region, ...]) -> RewrittenCalls:
     """Asserts that a step under `regions` is the untouched one; returns what ran it."""
-    rewritten = RewrittenCalls(place(recorded(workload).graph, regions), observe=True)
+    rewritten = RewrittenCalls(to_refs(recorded(workload).graph, regions), observe=True)
     step = real_step(workload)
     expected, found = untouched(workload), step.outcome(rewritten)
     assert expected.keys() == found.keys()
@@ -166,7 +166,7 @@ STEP = 4 * LINEAR + (2 * 4 - 1) * LINEAR
     ],
 )
 def test_flops_rise_by_exactly_what_is_recomputed(regions: tuple[Region, ...], linears_again: int) -> None:
-    rewritten = RewrittenCalls(place(recorded(TOYS["chain"]).graph, regions))
+    rewritten = RewrittenCalls(to_refs(recorded(TOYS["chain"]).graph, regions))
     step = real_step(TOYS["chain"])
     captured: list[Any] = []
 
@@ -241,7 +241,7 @@ def test_a_recomputation_leaves_autocast_as_it_found_it() -> None:
     with autocast_left_as_found():
         before = torch.autocast_increment_nesting()
         torch.autocast_decrement_nesting()
-        real_step(BRACKETS).outcome(RewrittenCalls(place(graph, (Region(0, end),))))
+        real_step(BRACKETS).outcome(RewrittenCalls(to_refs(graph, (Region(0, end),))))
         after = torch.autocast_increment_nesting()
         torch.autocast_decrement_nesting()
         assert after == before

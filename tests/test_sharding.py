@@ -15,7 +15,7 @@ from remat.evaluation.sharding import shard, share
 from remat.formulation.search_space import find_space
 from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
-from remat.workload.training_loop import SHARDS, Loop, Shard
+from remat.workload.training_loop import SHARDS, Shard, TrainingLoop
 from tests.toys import TRANSFORMER, every_block
 
 RANKS = 4
@@ -23,12 +23,12 @@ RANKS = 4
 
 @functools.cache
 def whole(accumulation: int = 1) -> Graph:
-    loop = Loop(accumulation=accumulation)
+    loop = TrainingLoop(accumulation=accumulation)
     return record(FakeStep(TRANSFORMER, device=torch.device("cpu"), loop=loop))
 
 
 def of(kind: Shard, accumulation: int = 1, ranks: int = RANKS) -> Graph:
-    return shard(whole(accumulation), Loop(accumulation=accumulation, ranks=ranks, shard=kind))
+    return shard(whole(accumulation), TrainingLoop(accumulation=accumulation, ranks=ranks, shard=kind))
 
 
 def total(graph: Graph) -> int:
@@ -36,7 +36,7 @@ def total(graph: Graph) -> int:
 
 
 def test_without_shards_the_graph_is_the_same() -> None:
-    assert shard(whole(), Loop(ranks=8)) is whole()
+    assert shard(whole(), TrainingLoop(ranks=8)) is whole()
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

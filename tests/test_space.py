@@ -57,7 +57,7 @@ def test_no_cut_is_inside_a_context(opening: str, closing: str) -> None:
 def test_no_cut_is_where_a_tuple_crosses(op: str) -> None:
     graph = recorded(TOYS["multi-output"]).graph
     for i in nodes_of(graph, op):
-        last = max(k for k, node in enumerate(graph.nodes) if i in node.wired)
+        last = max(k for k, node in enumerate(graph.nodes) if i in node.graph_inputs)
         assert not set(legal_cuts(graph)) & set(range(i + 1, last + 1))
 
 

@@ -23,7 +23,7 @@ from remat.evaluation.graph import Graph
 from remat.execution.apply import apply, counts_of
 from remat.execution.planned_forward import OnLarger
 from remat.workload.workload import Workload
-from tests import pieces
+from tests import tricky_layers
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD
 from tests.toys import (
     CHOICES,
@@ -345,7 +345,7 @@ def test_hooks_of_layers_that_the_plan_was_made_with_run_once_a_step(kind: str) 
     workload = dataclasses.replace(TRANSFORMER, build=lambda: Hooked(kind))
     found = recorded(workload)[1]
     untouched, model = built(workload), built(workload)
-    apply(model, plan_by_hand(found, pieces.largest(found)))
+    apply(model, plan_by_hand(found, tricky_layers.largest(found)))
     for each in (untouched, model):
         backward(each)
     assert equal(gradients(model) + model.seen, gradients(untouched) + untouched.seen)
@@ -469,7 +469,7 @@ def test_more_parameters_to_train_than_planned_are_told_of() -> None:
 def test_dropout_that_was_off_when_planned_is_refused() -> None:
     """There is no room for its mask."""
     found = recorded(dataclasses.replace(TRANSFORMER, build=lambda: Transformer(dropout=0.0)))[1]
-    model = apply(built(), plan_by_hand(found, pieces.largest(found)))
+    model = apply(built(), plan_by_hand(found, tricky_layers.largest(found)))
     with pytest.raises(PlanMismatch, match="draws random numbers, and did not when planned"):
         backward(model)
 

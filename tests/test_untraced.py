@@ -33,7 +33,7 @@ from remat.recording.fake_step import FakeStep
 from remat.units import gib
 from remat.validation.training import Training, undisturbed
 from remat.validation.validating import validate
-from remat.workload.training_loop import Loop
+from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 from tests.toys import CPU, TRANSFORMER, Transformer
 
@@ -54,7 +54,7 @@ TOY = dataclasses.replace(
 MORE = 8 * 32 * KEPT * 4  # bytes of what `Hoarding` keeps
 
 
-def measured(workload: Workload, loop: Loop, plan: Plan | None = None) -> int:
+def measured(workload: Workload, loop: TrainingLoop, plan: Plan | None = None) -> int:
     """Peak of a steady-state step on the CPU, under `plan` if there is one."""
     from remat.execution.apply import apply
 
@@ -64,13 +64,13 @@ def measured(workload: Workload, loop: Loop, plan: Plan | None = None) -> int:
         if plan is not None:
             apply(training.model, plan)
         training.step()
-        return training.measure(1, 1)[1]
+        return training.measure_steady_step(1, 1)[1]
 
 
 @functools.cache
-def profiled(target: str = "cpu", loop: Loop | None = None) -> tuple[Profile, FakeStep, PlanningDevice]:
+def profiled(target: str = "cpu", loop: TrainingLoop | None = None) -> tuple[Profile, FakeStep, PlanningDevice]:
     place = find_planning_device(target)
-    step = fake_step(TOY, place, loop=loop or Loop())
+    step = fake_step(TOY, place, loop=loop or TrainingLoop())
     return profile_step(step, place), step, place
 
 
@@ -94,7 +94,7 @@ def between(memory: Memory) -> int:
 
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_the_step_without_checkpointing_is_predicted_as_it_runs(accumulation: int) -> None:
-    loop = Loop(accumulation=accumulation)
+    loop = TrainingLoop(accumulation=accumulation)
     profile, _, _ = profiled("cpu", loop)
     predicted = Memory(profile.graph, profile.costs.workspace_per_op(profile.graph)).peak_without_checkpointing
     found = measured(TOY, loop)
@@ -105,7 +105,7 @@ def test_the_step_without_checkpointing_is_predicted_as_it_runs(accumulation: in
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("name", TEST_SIZES)
 def test_so_is_that_of_every_family(name: str, accumulation: int) -> None:
-    workload, place, loop = TEST_SIZES[name](), find_planning_device("cpu"), Loop(accumulation=accumulation)
+    workload, place, loop = TEST_SIZES[name](), find_planning_device("cpu"), TrainingLoop(accumulation=accumulation)
     profile = profile_step(fake_step(workload, place, loop=loop), place)
     plan = plan_profile(profile, Budget(1 << 40, 1 << 40))
     predicted, found = plan.without_checkpointing["peak_bytes"], measured(workload, loop)
@@ -118,7 +118,7 @@ def test_so_is_that_of_every_family(name: str, accumulation: int) -> None:
 def test_nothing_is_needed_where_the_untraced_step_fits(memory: Memory) -> None:
     plan = planned(memory.peak_without_checkpointing)
     assert plan.solver["name"] == NONE_NEEDED and plan.regions == ()
-    assert measured(TOY, Loop()) <= plan.budget_bytes
+    assert measured(TOY, TrainingLoop()) <= plan.budget_bytes
     assert "no checkpointing needed" in plan_text(plan)
 
 
@@ -126,7 +126,7 @@ def test_a_plan_that_helps_by_tracing_alone_says_that_it_must_be_applied(memory:
     plan = planned(between)
     assert plan.regions == () and plan.predicted["recompute_time_us"] == 0
     assert (plan.solver["name"], plan.solver["status"]) == (TRACING_ALONE, "optimal")
-    assert measured(TOY, Loop()) > plan.budget_bytes >= measured(TOY, Loop(), plan)
+    assert measured(TOY, TrainingLoop()) > plan.budget_bytes >= measured(TOY, TrainingLoop(), plan)
     text = plan_text(plan)
     assert "no checkpointing needed" not in text
     assert "apply this plan: the step fits because" in text and gib(memory.peak_without_checkpointing) in text
@@ -188,7 +188,7 @@ def test_in_a_comparison_and_on_a_curve_no_checkpointing_is_the_untraced_step(me
 
 
 def test_one_ranks_share_takes_as_much_more_as_the_whole() -> None:
-    for loop in (Loop(), Loop(ranks=4, shard="zero3")):
+    for loop in (TrainingLoop(), TrainingLoop(ranks=4, shard="zero3")):
         profile, _, _ = profiled("h100-80gb", loop)
         memory = Memory(profile.graph)
         more = memory.peak_without_checkpointing - memory.peak_without_regions

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 import remat.validation.validating as validation
-from remat.costing.operator_timing import measure
+from remat.costing.operator_timing import time_operators
 from remat.errors import PlanMismatch, UsageError, ValidationFailed
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import Graph
 from remat.evaluation.plan import Plan
-from remat.execution.eager.rewrite import RegionRun
+from remat.execution.eager.rewrite import RegionTape
 from remat.validation.kernel_log import MOST_DIFFERENCES, KernelLog, kernel_differences
 from remat.validation.report import Report
 from remat.validation.validating import validate
@@ -67,8 +67,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     """Times are not what is tested here: measure costs as fast as may be, apart from the user's cache."""
-    fast = functools.partial(measure, cache=cache, repeats=3, seconds_per_kind=0.0)
-    monkeypatch.setattr(validation, "measure", fast)
+    fast = functools.partial(time_operators, cache=cache, repeats=3, seconds_per_kind=0.0)
+    monkeypatch.setattr(validation, "time_operators", fast)
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
 
 
@@ -108,7 +108,7 @@ def with_free_bytes(monkeypatch: pytest.MonkeyPatch, free: int, workload: Worklo
 )
 def test_a_good_plan_passes(name: str, choice: str, graphs: dict[str, Graph], cache: Path) -> None:
     graph, workload = graphs[name], WORKLOADS[name]
-    costs = measure(graph.kinds, CPU, cache=cache, repeats=3, seconds_per_kind=0.0)
+    costs = time_operators(graph.kinds, CPU, cache=cache, repeats=3, seconds_per_kind=0.0)
     regions = tuple(CHOICES[choice](graph))
     plan = plan_by_hand(graph, regions, costs)
     report = on_cpu(workload, dataclasses.replace(plan, budget_bytes=plan.budget_bytes + 1024))
@@ -167,10 +167,10 @@ def test_a_peak_above_the_budget_fails(plan: Plan) -> None:
 
 
 def test_a_wrong_gradient_fails(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    def forgetful(self: RegionRun, key: int, function: Any, args: Any, kwargs: Any) -> Any:
+    def forgetful(self: RegionTape, key: int, function: Any, args: Any, kwargs: Any) -> Any:
         return function(*args, **kwargs)  # the recomputation draws other numbers than forward did
 
-    monkeypatch.setattr(RegionRun, "random", forgetful)
+    monkeypatch.setattr(RegionTape, "random", forgetful)
     report = on_cpu(TRANSFORMER, plan)
     assert report.loss_equal
     assert not report.gradients_equal

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from remat.costing.costs import estimate, with_library_workspaces
+from remat.costing.costs import roofline_costs, with_library_workspaces
 from remat.costing.planning_device import find_planning_device
 from remat.costing.profile import Profile
 from remat.costing.workspaces import FORMULAS, cublas_bytes, handles, without_formula, workspace_bytes
@@ -21,7 +21,7 @@ from remat.planning.planner import plan_profile
 from remat.planning.profiling import fake_step, profile_step
 from remat.units import GIB, KIB, MIB
 from remat.workload.target import TARGETS, Target
-from remat.workload.training_loop import Loop
+from remat.workload.training_loop import TrainingLoop
 from tests import toys
 
 H100 = TARGETS["h100-80gb"].with_versions("2.13.0")
@@ -127,7 +127,7 @@ def test_cublas_gets_what_torch_gives_it(target: Target, expected: int) -> None:
     assert cublas_bytes(target) == expected
 
 
-def profiled(target: str = "h100-80gb", loop: Loop | None = None) -> Profile:
+def profiled(target: str = "h100-80gb", loop: TrainingLoop | None = None) -> Profile:
     place = find_planning_device(target)
     return profile_step(fake_step(toys.TRANSFORMER_BF16, place, loop=loop), place)
 
@@ -148,12 +148,12 @@ def test_a_step_on_the_cpu_keeps_none() -> None:
 
 def test_where_costs_are_measured_so_are_libraries() -> None:
     graph = dataclasses.replace(profiled().graph, fixed_bytes={})
-    costs = dataclasses.replace(estimate(graph, H100), source="measured", about={"library_bytes": 5 * MIB})
+    costs = dataclasses.replace(roofline_costs(graph, H100), source="measured", about={"library_bytes": 5 * MIB})
     assert with_library_workspaces(graph, H100, costs).fixed_bytes == {LIBRARY_WORKSPACES: 10 * MIB}
 
 
-@pytest.mark.parametrize("loop", [Loop(), Loop(ranks=2, shard="zero3")], ids=["whole", "zero3"])
-def test_the_replay_counts_libraries_once(loop: Loop) -> None:
+@pytest.mark.parametrize("loop", [TrainingLoop(), TrainingLoop(ranks=2, shard="zero3")], ids=["whole", "zero3"])
+def test_the_replay_counts_libraries_once(loop: TrainingLoop) -> None:
     """The plan's peak is the evaluator's, the replay's, and within the budget."""
     place = find_planning_device("h100-80gb")
     step = fake_step(toys.TRANSFORMER_BF16.sized(256), place, loop=loop)
@@ -167,7 +167,7 @@ def test_the_replay_counts_libraries_once(loop: Loop) -> None:
 
 def test_a_step_at_another_batch_size_has_its_workspaces() -> None:
     place = find_planning_device("h100-80gb")
-    sizes = MicroBatches(toys.TRANSFORMER_BF16, place, Budget(GIB, GIB), Loop(), Limits(), lambda what: None)
+    sizes = MicroBatches(toys.TRANSFORMER_BF16, place, Budget(GIB, GIB), TrainingLoop(), Limits(), lambda what: None)
     scaled = sizes.profile(48, False)
     recorded, _ = sizes.recorded(48, 1)
     assert scaled.graph.fixed_bytes[LIBRARY_WORKSPACES] == recorded.graph.fixed_bytes[LIBRARY_WORKSPACES]

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from remat.costing.costs import Costs, estimate
+from remat.costing.costs import Costs, roofline_costs
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import Graph
-from remat.evaluation.plan import Plan, Region, place
+from remat.evaluation.plan import Plan, Region, to_refs
 from remat.formulation.search_space import Space, blocks, find_space
 from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
@@ -190,12 +190,12 @@ def recorded(workload: Workload) -> tuple[FakeStep, Graph]:
 
 def plan_by_hand(graph: Graph, regions: Sequence[Region], costs: Costs | None = None, **changes: object) -> Plan:
     """A Plan of `regions` whose budget is what the evaluator says that it needs."""
-    costs, regions = costs or estimate(graph, TARGETS["h100-80gb"]), tuple(regions)
+    costs, regions = costs or roofline_costs(graph, TARGETS["h100-80gb"]), tuple(regions)
     memory = Memory(graph, costs.workspace_per_op(graph))
     step_us, again_us = costs.step_time_us(graph), memory.recompute_time_us(regions, costs.per_op_us(graph))
     peak = memory.curve(regions).peak_bytes
     plan = Plan(
-        regions=place(graph, regions),
+        regions=to_refs(graph, regions),
         fingerprints=graph.fingerprints,
         about=graph.about,
         target="cpu",

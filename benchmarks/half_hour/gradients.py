@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks.half_hour.work import Work
-from remat.costing.costs import estimate
+from remat.costing.costs import roofline_costs
 from remat.costing.planning_device import PlanningDevice
 from remat.costing.profile import Profile
 from remat.evaluation.evaluator import Memory
@@ -47,7 +47,7 @@ def _plan_that_saves_attention(workload: Workload, place: PlanningDevice) -> Pla
     regions = tuple(
         Region(first, end, tuple(v for v in range(first, end) if v in saved)) for first, end in blocks(graph)
     )
-    costs = estimate(graph, place.target)
+    costs = roofline_costs(graph, place.target)
     problem = Problem(graph, costs, space, Memory(graph).curve(regions).peak_bytes)
     solution = Solution("by hand", "feasible", regions, problem.objective_ns(regions) / 1e3)
     return assemble(problem, solution, Profile(graph, costs, place.target), executions.load("eager"), None)

@@ -14,7 +14,7 @@ from benchmarks.half_hour import carried
 from benchmarks.half_hour.findings import Findings
 from remat.costing.planning_device import PlanningDevice, find_planning_device
 from remat.validation.training import Training, undisturbed
-from remat.workload.training_loop import Loop
+from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 
 GPT2, LLAMA = carried.CARRIED["gpt2"][:2], carried.CARRIED["llama-1b"][:2]  # batch and sequence
@@ -46,6 +46,6 @@ class Work:
     @contextlib.contextmanager
     def training(self, workload: Workload) -> Iterator[Training]:
         with undisturbed(self.device):
-            training = Training(workload, self.device, 0, Loop())
+            training = Training(workload, self.device, 0, TrainingLoop())
             training.begin_again()
             yield training

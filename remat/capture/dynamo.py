@@ -58,7 +58,7 @@ class ForeignMask(RematError):
     """The model makes an attention mask of its own, whose data is not known before the trace."""
 
 
-class RunCall(Protocol):
+class ExecuteCall(Protocol):
     """Executes graph call number `call` of a forward on `args`."""
 
     def __call__(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any: ...
@@ -71,7 +71,7 @@ class CompileCall(Protocol):
 
 
 class GraphCalls:
-    """A function traced by Dynamo whose graph calls are executed by `run_call`, or by what `compile_call` gave.
+    """A function traced by Dynamo whose graph calls are executed by `execute_call`, or by what `compile_call` gave.
 
     count     graph calls of the last call          elements  of the tensors that it was given, by name
     seen      what the data of the last call said about attention
@@ -86,7 +86,7 @@ class GraphCalls:
     def __init__(
         self,
         function: Callable[..., Any],
-        run_call: RunCall | None = None,
+        execute_call: ExecuteCall | None = None,
         compile_call: CompileCall | None = None,
         fits: Callable[[fx.GraphModule], bool] | None = None,
         answers: Answers | None = None,
@@ -96,7 +96,7 @@ class GraphCalls:
         self.function = function
         self.answers = answers
         self.own_checkpoints = 0  # calls of the model's own that were taken out of its graphs
-        self._run_call = run_call
+        self._execute_call = execute_call
         self._compile_call = compile_call
         self._fits = fits
         self._planned = planned or Masks()
@@ -125,8 +125,8 @@ class GraphCalls:
         if self._compile_call is not None:
             execute = self._compile_call(self.count, graph_module, example_inputs)
         else:
-            assert self._run_call is not None
-            execute = _interpreted(self._run_call, graph_module)
+            assert self._execute_call is not None
+            execute = _interpreted(self._execute_call, graph_module)
 
         def run(*args: Any) -> Any:
             call = self.count
@@ -200,8 +200,8 @@ class _Backend:
         return self._calls.compile(graph_module, example_inputs)
 
 
-def _interpreted(run_call: RunCall, graph_module: fx.GraphModule) -> Callable[..., Any]:
-    return lambda call, *args: run_call(call, graph_module, args)
+def _interpreted(execute_call: ExecuteCall, graph_module: fx.GraphModule) -> Callable[..., Any]:
+    return lambda call, *args: execute_call(call, graph_module, args)
 
 
 def forget_traces() -> None:

@@ -22,7 +22,7 @@ from remat.evaluation.graph import NOT_UNTRACED
 from remat.units import gib, ms
 
 if TYPE_CHECKING:
-    from remat.evaluation.plan import NodeRef, PlacedRegion, Plan
+    from remat.evaluation.plan import NodeRef, Plan, RegionRef
 
 DEBUG = "REMAT_DEBUG"  # set in the environment: nothing is kept off the screen
 INDENT = "  "
@@ -237,7 +237,7 @@ def regions_text(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _region_lines(region: PlacedRegion, title: str, indent: str) -> list[str]:
+def _region_lines(region: RegionRef, title: str, indent: str) -> list[str]:
     saved = f", {len(region.saved)} saved" if region.saved else ""
     random = f", {len(region.random)} random" if region.random else ""
     lines = [f"{indent}{title}   {_span(region)}   {_count(region.count_nodes(), 'node')}{saved}{random}"]
@@ -249,7 +249,7 @@ def _region_lines(region: PlacedRegion, title: str, indent: str) -> list[str]:
     return lines
 
 
-def _span(region: PlacedRegion) -> str:
+def _span(region: RegionRef) -> str:
     first, last = _place_of(region.first), _place_of(region.last)
     call = f"call {region.call}: " if region.call else ""
     if region.module:
@@ -261,7 +261,7 @@ def _place_of(ref: NodeRef) -> str:
     return ref.module or f"`{ref.name}`"
 
 
-def _saves(region: PlacedRegion) -> int:
+def _saves(region: RegionRef) -> int:
     return len(region.saved) + sum(map(_saves, region.inner))
 
 

@@ -70,7 +70,7 @@ def kind_key(kind: OpKind) -> str:
     return f"{kind.name} {kind.signature}"
 
 
-def estimate(graph: Graph, target: Target) -> Costs:
+def roofline_costs(graph: Graph, target: Target) -> Costs:
     """Costs of `graph` on a target that is not at hand: times by `roofline.py`, workspaces by `workspaces.py`."""
     return Costs(
         source="estimated",

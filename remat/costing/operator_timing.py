@@ -69,7 +69,7 @@ _ON_HOST = {
 }
 
 
-def measure(
+def time_operators(
     kinds: Sequence[OpKind],
     device: torch.device,
     *,
@@ -97,7 +97,7 @@ def measure(
             if row is None:
                 try:
                     with known.trying(kind):
-                        row = known.add(kind, measure_kind(kind, device, repeats, seconds_per_kind))
+                        row = known.add(kind, time_operator(kind, device, repeats, seconds_per_kind))
                 except NotMeasurable as error:
                     failed.append({"kind": index, "op": kind.name, "reason": str(error)})
             if row is None:
@@ -140,7 +140,7 @@ def _ready(device: torch.device) -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
-def measure_kind(kind: OpKind, device: torch.device, repeats: int = 15, seconds_per_kind: float = 0.15) -> KindCost:
+def time_operator(kind: OpKind, device: torch.device, repeats: int = 15, seconds_per_kind: float = 0.15) -> KindCost:
     """Time and workspace of one kind; raises `NotMeasurable`."""
     function = _overload(kind.name)
     _check_memory(kind, device)
@@ -415,12 +415,12 @@ def _measured_rates(device: torch.device) -> dict[str, float]:
     length, side = (64 << 20, 4096) if device.type == "cuda" else (4 << 20, 512)
     vector = {"tensor": [[length], [1], "float32"]}
     copy = OpKind("aten.clone.default", [[vector], {}], 0, 8 * length, "float32")
-    rates = {"bytes": copy.moved_bytes / measure_kind(copy, device).time_us}
+    rates = {"bytes": copy.moved_bytes / time_operator(copy, device).time_us}
     for dtype in ("float32", "bfloat16", "float16"):
         matrix = {"tensor": [[side, side], [side, 1], dtype]}
         product = OpKind("aten.mm.default", [[matrix, matrix], {}], 2 * side**3, 0, dtype)
         with contextlib.suppress(NotMeasurable):  # a dtype that this device has no product for
-            rates[dtype] = product.flops / measure_kind(product, device).time_us
+            rates[dtype] = product.flops / time_operator(product, device).time_us
     return rates
 
 
@@ -446,5 +446,5 @@ def measured_workspaces(
     """The kernels' own bytes of what `tracker` has seen and `known` has not, measured."""
     found = {kind.key: kind for kind in tracker.kinds.values()}
     missing = {key: kind for key, kind in found.items() if key not in known and "empty" not in kind.name}
-    costs = measure(tuple(missing.values()), device)
+    costs = time_operators(tuple(missing.values()), device)
     return dict(zip(missing, costs.workspace_bytes, strict=True))

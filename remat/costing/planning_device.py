@@ -26,7 +26,7 @@ class PlanningDevice:
 
 
 def find_planning_device(name: str) -> PlanningDevice:
-    """The place that `--target name` means.
+    """The planning device that `--target name` means.
 
     auto  this machine's GPU, or else `DEFAULT_TARGET`      cuda  this machine's GPU, or a UsageError
     cpu   this machine's CPU                                any other: a target by name

@@ -29,7 +29,7 @@ NAMES = (
     "gathered shards",
 )
 WORKSPACES = "workspaces"
-HELD = "outputs of the step before"
+HELD_OUTPUTS = "outputs of the step before"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
 
@@ -55,9 +55,11 @@ def at(memory: Memory, regions: Sequence[Region], position: int) -> dict[str, in
     for code, size in enumerate(np.bincount(codes, sizes, minlength=len(NAMES)).astype(np.int64).tolist()):
         if size:
             found[NAMES[code]] = found.get(NAMES[code], 0) + size
-    workspace = int(memory.workspace_bytes[lives.op[position]]) if lives.runs[position] else 0
-    held = int(memory.held_bytes(lives.op, lives.region)[position])
-    return found | ({WORKSPACES: workspace} if workspace else {}) | ({HELD: held} if held else {})
+    workspace = int(memory.workspace_bytes[lives.op[position]]) if lives.executed[position] else 0
+    held_outputs = int(memory.held_outputs_bytes(lives.op, lives.region)[position])
+    return (
+        found | ({WORKSPACES: workspace} if workspace else {}) | ({HELD_OUTPUTS: held_outputs} if held_outputs else {})
+    )
 
 
 def by_module(memory: Memory, regions: Sequence[Region], position: int) -> dict[str, int]:
@@ -88,9 +90,9 @@ def over_time(memory: Memory, regions: Sequence[Region]) -> Stack:
             np.subtract.at(change, lives.death[mine] + 1, lives.size_bytes[mine])
             parts[name] = parts.get(name, 0) + np.cumsum(change[:-1])
     if memory.workspace_bytes.any():
-        parts[WORKSPACES] = np.where(lives.runs, memory.workspace_bytes[lives.op], 0)
-    if memory.graph.held:
-        parts[HELD] = memory.held_bytes(lives.op, lives.region)
+        parts[WORKSPACES] = np.where(lives.executed, memory.workspace_bytes[lives.op], 0)
+    if memory.graph.held_outputs:
+        parts[HELD_OUTPUTS] = memory.held_outputs_bytes(lives.op, lives.region)
     return Stack(curve, parts)
 
 

@@ -49,13 +49,13 @@ class Curve:
     alive_bytes  bytes alive during it, fixed bytes, workspaces and outputs held from the step before included
     op           the recorded operator: in a recomputation maybe a cast from before its region (Rule 7)
     region       index of the top-level region that it recomputes for, -1 in forward, backward and optimizer
-    runs         False where a saved node's operator is only replayed from what was saved
+    executed     False where a saved node's operator is only replayed from what was saved
     """
 
     alive_bytes: np.ndarray
     op: np.ndarray
     region: np.ndarray
-    runs: np.ndarray
+    executed: np.ndarray
 
     @property
     def peak_bytes(self) -> int:
@@ -72,7 +72,7 @@ class Lives:
 
     storage, size_bytes, birth, death  columns over lives: a storage of the graph, and the positions between which it
                                        is alive
-    op, region, runs                   columns over positions, as in `Curve`
+    op, region, executed               columns over positions, as in `Curve`
     """
 
     storage: np.ndarray
@@ -81,7 +81,7 @@ class Lives:
     death: np.ndarray
     op: np.ndarray
     region: np.ndarray
-    runs: np.ndarray
+    executed: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -104,10 +104,14 @@ def _joined(parts: Sequence[tuple[np.ndarray, int]]) -> tuple[np.ndarray, np.nda
 class Recomputation:
     """Operators [first, stop), inserted before backward operator `trigger`.
 
-    top      index of the top-level region          level  0, or 1 for an inner one
-    packs    the saves that it makes again          release  last operator during which its inputs are kept
-    inner    those of the regions that it holds     start    its position on the timeline
-    casts    storages of older casts that it makes again, in order          cast_at  before which operators (Rule 7)
+    top            index of the top-level region
+    release        last operator during which its inputs are kept
+    level          0, or 1 for an inner one
+    saved_tensors  rows of `Graph.saved_tensors` that it makes again
+    inner          those of the regions that it holds
+    casts          storages of older casts that it makes again, in order
+    cast_at        operators before which it makes them (Rule 7)
+    start          its position on the timeline
     """
 
     region: Region
@@ -117,7 +121,7 @@ class Recomputation:
     trigger: int
     release: int
     level: int
-    packs: np.ndarray
+    saved_tensors: np.ndarray
     inner: tuple[Recomputation, ...] = ()
     casts: np.ndarray = dataclasses.field(default_factory=_none)
     cast_at: np.ndarray = dataclasses.field(default_factory=_none)
@@ -159,12 +163,12 @@ class _Leaf:
     stop: int
     trigger: int
     release: int
-    packs: np.ndarray
+    saved_tensors: np.ndarray
     casts: np.ndarray
     cast_at: np.ndarray
 
     def of(self, region: Region, top: int, level: int) -> Recomputation:
-        columns = (self.first, self.stop, self.trigger, self.release, level, self.packs)
+        columns = (self.first, self.stop, self.trigger, self.release, level, self.saved_tensors)
         return Recomputation(region, top, *columns, casts=self.casts, cast_at=self.cast_at)
 
 
@@ -174,8 +178,8 @@ class Memory:
     def __init__(self, graph: Graph, workspace_bytes: np.ndarray | None = None):
         self.graph = graph
         self.workspace_bytes = np.zeros(graph.op_count, dtype=np.int64) if workspace_bytes is None else workspace_bytes
-        packs = graph.packs
-        self.kept = np.flatnonzero((packs.storage >= 0) & (packs.release >= graph.forward_end))
+        table = graph.saved_tensors
+        self.kept_for_backward = np.flatnonzero((table.storage >= 0) & (table.release >= graph.forward_end))
         self._inputs: dict[tuple[int, int], frozenset[int]] = {}
         self._input_arrays: dict[tuple[int, int], np.ndarray] = {}
         self._leaves: dict[tuple[int, int], _Leaf | None] = {}
@@ -211,13 +215,13 @@ class Memory:
     def first_step_peak(self, regions: Sequence[Region]) -> int:
         """Peak of the very first step, in which the optimizer makes its state."""
         graph, curve = self.graph, self.curve(regions)
-        alive = curve.alive_bytes - self.held_bytes(curve.op, curve.region)  # there is no step before
+        alive = curve.alive_bytes - self.held_outputs_bytes(curve.op, curve.region)  # there is no step before
         before = alive[curve.op < graph.backward_end].max()
         return max(int(before) - graph.fixed_bytes.get(OPTIMIZER_STATE, 0), graph.first_step_bytes)
 
-    def packs_in(self, first: int, end: int) -> np.ndarray:
+    def saved_tensors_in(self, first: int, end: int) -> np.ndarray:
         """Indices of the saves made by nodes first..end-1, in order."""
-        low, high = np.searchsorted(self.graph.packs.node, (first, end))
+        low, high = np.searchsorted(self.graph.saved_tensors.node, (first, end))
         return np.arange(low, high)
 
     def curve(self, regions: Sequence[Region], *, plain: tuple[int, int] | None = None) -> Curve:
@@ -231,14 +235,14 @@ class Memory:
         np.add.at(change, lives.birth, lives.size_bytes)
         np.subtract.at(change, lives.death + 1, lives.size_bytes)
         alive = np.cumsum(change[:-1]) + self.graph.fixed_total
-        alive += np.where(lives.runs, self.workspace_bytes[lives.op], 0)
-        alive += self.held_bytes(lives.op, lives.region)
-        return Curve(alive, lives.op, lives.region, lives.runs)
+        alive += np.where(lives.executed, self.workspace_bytes[lives.op], 0)
+        alive += self.held_outputs_bytes(lives.op, lives.region)
+        return Curve(alive, lives.op, lives.region, lives.executed)
 
-    def held_bytes(self, op: np.ndarray, region: np.ndarray) -> np.ndarray:
+    def held_outputs_bytes(self, op: np.ndarray, region: np.ndarray) -> np.ndarray:
         """What the loop holds of the step before at positions of a timeline: it lets go of it within forward."""
         sizes = np.zeros(len(op), dtype=np.int64)
-        for size, until in self.graph.held:
+        for size, until in self.graph.held_outputs:
             sizes[(op < until) & (region < 0)] += size
         return sizes
 
@@ -249,7 +253,7 @@ class Memory:
         storages = self.graph.storages
         death = position(self._deaths_of_originals(regions, recomputations, plain))
         again, again_birth, again_death, made_by = self._made_again(recomputations, position)
-        runs = np.ones(len(ops), dtype=bool)
+        executed = np.ones(len(ops), dtype=bool)
         for i, recomputation in enumerate(recomputations):
             if recomputation.region.saved:
                 is_saved = np.zeros(len(storages.birth), dtype=bool)
@@ -258,7 +262,7 @@ class Memory:
                 death[again[saved]] = np.maximum(death[again[saved]], again_death[saved])
                 self._end_with_replay(death, recomputation)
                 made_by[saved] = -1
-            self._mark_replayed(runs, recomputation)
+            self._mark_replayed(executed, recomputation)
         instances = made_by >= 0
         again, again_birth, again_death = again[instances], again_birth[instances], again_death[instances]
         copies = self._copies(recomputations, position)
@@ -269,7 +273,7 @@ class Memory:
             death=np.concatenate([death, again_death, copies.death]),
             op=ops,
             region=owner,
-            runs=runs,
+            executed=executed,
         )
 
     def saved_storages(self, region: Region) -> np.ndarray:
@@ -290,7 +294,7 @@ class Memory:
     def recompute_time_us(self, regions: Sequence[Region], op_time_us: np.ndarray) -> float:
         """Time of everything that runs a second (third, ...) time under `regions`."""
         curve = self.curve(regions)
-        again = (curve.region >= 0) & curve.runs
+        again = (curve.region >= 0) & curve.executed
         return float(op_time_us[curve.op[again]].sum())
 
     def nested_time(self, region: Region, time_until: np.ndarray) -> int:
@@ -334,18 +338,18 @@ class Memory:
 
     def _leaf(self, region: Region) -> _Leaf | None:
         """The recomputation of a region that holds no regions. (Rule 4)"""
-        table, packs = self.graph.packs, self.packs_in(region.first, region.end)
-        asked = table.unpack[packs]
+        table, rows = self.graph.saved_tensors, self.saved_tensors_in(region.first, region.end)
+        asked = table.unpack[rows]
         if not (asked >= 0).any():
             return None
-        stop = self._stop(region, int(table.at[packs].max()))
+        stop = self._stop(region, int(table.at[rows].max()))
         casts, cast_at = self._casts_again(region, stop)
         return _Leaf(
             first=int(self.node_first[region.first]),
             stop=stop,
             trigger=int(asked[asked >= 0].min()),
-            release=int(table.release[packs].max()),
-            packs=packs,
+            release=int(table.release[rows].max()),
+            saved_tensors=rows,
             casts=casts,
             cast_at=cast_at,
         )
@@ -377,7 +381,7 @@ class Memory:
         """The last node of `region` that its recomputation calls; it goes up to where the last inner region begins."""
         if self._holds_context(region):
             return region.end - 1
-        saving = self.graph.packs.node[self.packs_in(region.first, region.end)]
+        saving = self.graph.saved_tensors.node[self.saved_tensors_in(region.first, region.end)]
         if not region.inner:
             return int(saving[-1])
         own = [v for v in saving.tolist() if not any(v in part for part in region.inner)]
@@ -393,27 +397,27 @@ class Memory:
         return any(node.takes_fixed and node.effect != "counter" for node in nodes)
 
     def _holds_context(self, region: Region) -> bool:
-        return bool(self._bracketed[region.end] > self._bracketed[region.first])
+        return bool(self._in_context[region.end] > self._in_context[region.first])
 
     @functools.cached_property
-    def _bracketed(self) -> np.ndarray:
+    def _in_context(self) -> np.ndarray:
         """How many nodes before each are inside a context or close one."""
         nodes = self.graph.nodes
-        inside = [node.bracketed or (i > 0 and nodes[i - 1].bracketed) for i, node in enumerate(nodes)]
+        inside = [node.in_context or (i > 0 and nodes[i - 1].in_context) for i, node in enumerate(nodes)]
         return np.concatenate([[0], np.cumsum(inside)])
 
     def _outer(self, region: Region, top: int, inner: list[Recomputation]) -> Recomputation | None:
         """The recomputation of a region that holds regions. (Rule 5)"""
-        table, packs = self.graph.packs, self.packs_in(region.first, region.end)
+        table, rows = self.graph.saved_tensors, self.saved_tensors_in(region.first, region.end)
         starts, ends = ([getattr(part, side) for part in region.inner] for side in ("first", "end"))
-        holder = np.searchsorted(starts, table.node[packs], side="right") - 1
-        packs = packs[(holder < 0) | (table.node[packs] >= np.array(ends)[holder])]
-        asked = table.unpack[packs]
+        holder = np.searchsorted(starts, table.node[rows], side="right") - 1
+        rows = rows[(holder < 0) | (table.node[rows] >= np.array(ends)[holder])]
+        asked = table.unpack[rows]
         triggers = [*asked[asked >= 0].tolist(), *(r.trigger for r in inner)]
         if not triggers:
             return None
         entered = self.node_first[[region.first, *self._entered(region)]].tolist()
-        stop = self._stop(region, max([*table.at[packs].tolist(), *entered]))
+        stop = self._stop(region, max([*table.at[rows].tolist(), *entered]))
         casts, cast_at = self._casts_again(region, stop)
         return Recomputation(
             region,
@@ -421,9 +425,9 @@ class Memory:
             first=int(self.node_first[region.first]),
             stop=stop,
             trigger=min(triggers),
-            release=max([*table.release[packs].tolist(), *(r.release for r in inner)]),
+            release=max([*table.release[rows].tolist(), *(r.release for r in inner)]),
             level=0,
-            packs=packs,
+            saved_tensors=rows,
             inner=tuple(inner),
             casts=casts,
             cast_at=cast_at,
@@ -456,7 +460,7 @@ class Memory:
         self, regions: Sequence[Region], recomputations: list[Recomputation], only: tuple[int, int] | None
     ) -> np.ndarray:
         """Last recorded operator during which each storage made in forward is alive. (Rules 1-3)"""
-        table = self.graph.packs
+        table = self.graph.saved_tensors
         death = self.graph.storages.death.copy()
         plain = np.flatnonzero(table.storage >= 0)
         if only is not None:
@@ -481,9 +485,9 @@ class Memory:
         asked = {r.region for r in recomputations if r.level == 0}
         for region in regions:
             if region not in asked:
-                packs = self.packs_in(region.first, region.end)
+                rows = self.saved_tensors_in(region.first, region.end)
                 keeps = np.concatenate([self._inputs_array(region), self.saved_storages(region)])
-                last = int(table.release[packs].max(initial=int(self.node_end[region.end - 1]) - 1))
+                last = int(table.release[rows].max(initial=int(self.node_end[region.end - 1]) - 1))
                 death[keeps] = np.maximum(death[keeps], last)
         return death
 
@@ -491,7 +495,7 @@ class Memory:
         self, recomputations: list[Recomputation], position: _Position
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """(storages made again, their births, their deaths, which recomputation makes them). (Rules 4, 5 and 7)"""
-        storages, table = self.graph.storages, self.graph.packs
+        storages, table = self.graph.storages, self.graph.saved_tensors
         first = np.array([r.first for r in recomputations], dtype=np.int64)
         stop = np.array([r.stop for r in recomputations], dtype=np.int64)
         low, high = np.searchsorted(storages.birth, first), np.searchsorted(storages.birth, stop)
@@ -503,13 +507,13 @@ class Memory:
         in_it = storages.death[made] < stop[by]
         death = np.where(in_it, _placed(recomputations, by, storages.death[made]), ends[by])
 
-        def live_until_used(packs: np.ndarray, by: np.ndarray) -> None:
-            storage, used = table.storage[packs], table.used[packs]
+        def live_until_used(rows: np.ndarray, by: np.ndarray) -> None:
+            storage, used = table.storage[rows], table.used[rows]
             own = (storage >= low[by]) & (storage < high[by]) & (used >= 0)
             np.maximum.at(death, storage[own] + place[by[own]], position(used[own]))
 
-        packs, owner = _joined([(r.packs, i) for i, r in enumerate(recomputations)])
-        live_until_used(packs, owner)
+        rows, owner = _joined([(r.saved_tensors, i) for i, r in enumerate(recomputations)])
+        live_until_used(rows, owner)
         for i, idle, end in self._idle(recomputations):
             keeps = self._inputs_array(idle)
             own = keeps[(keeps >= low[i]) & (keeps < high[i])]
@@ -521,10 +525,10 @@ class Memory:
             own = (keeps >= low[i]) & (keeps < high[i])
             until = position(np.array([part.trigger for part in outer.inner])) - 1
             np.maximum.at(death, keeps[own] + place[i], until[inner[own]])
-            packs, inner_of_pack = _joined([(part.packs, k) for k, part in enumerate(outer.inner)])
+            rows, inner_of_row = _joined([(part.saved_tensors, k) for k, part in enumerate(outer.inner)])
             # A pair (inner region, storage) as one number, to find the saves of what that region takes.
-            pairs = inner_of_pack * (1 << 32) + table.storage[packs]
-            again = packs[np.isin(pairs, inner[own] * (1 << 32) + keeps[own])]
+            pairs = inner_of_row * (1 << 32) + table.storage[rows]
+            again = rows[np.isin(pairs, inner[own] * (1 << 32) + keeps[own])]
             live_until_used(again, np.full(len(again), i))
         birth = _placed(recomputations, by, storages.birth[made])
         casts = self._cast_again(recomputations, position)
@@ -536,13 +540,13 @@ class Memory:
         self, recomputations: list[Recomputation], position: _Position
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """As `_made_again`, of casts from before a region: autocast remembers them while it is recomputed. (Rule 7)"""
-        table = self.graph.packs
+        table = self.graph.saved_tensors
         casts, by = _joined([(r.casts, i) for i, r in enumerate(recomputations)])
         birth, _ = _joined([(r.cast_positions, i) for i, r in enumerate(recomputations) if len(r.casts)])
         death = np.array([r.last for r in recomputations], dtype=np.int64)[by]
         for k, u in enumerate(casts.tolist()):
-            packs = recomputations[by[k]].packs
-            used = table.used[packs[table.storage[packs] == u]]
+            rows = recomputations[by[k]].saved_tensors
+            used = table.used[rows[table.storage[rows] == u]]
             death[k] = max([death[k], *position(used[used >= 0]).tolist()])
         return casts, birth, death, by
 
@@ -559,15 +563,13 @@ class Memory:
 
     def _copies(self, recomputations: list[Recomputation], position: _Position) -> _Copies:
         """Copies of module state, counted with the first storage of their node. (Rule 6)"""
-        table = self.graph.packs
-        packs, by = _joined([(r.packs, i) for i, r in enumerate(recomputations)])
+        table = self.graph.saved_tensors
+        rows, by = _joined([(r.saved_tensors, i) for i, r in enumerate(recomputations)])
         stop = np.array([r.stop for r in recomputations], dtype=np.int64)
-        copied = (table.copy_bytes[packs] > 0) & (table.at[packs] < stop[by])
-        packs, by = packs[copied], by[copied]
-        birth = _placed(recomputations, by, table.at[packs])
-        return _Copies(
-            self._first_storage[table.node[packs]], table.copy_bytes[packs], birth, position(table.used[packs])
-        )
+        copied = (table.copy_bytes[rows] > 0) & (table.at[rows] < stop[by])
+        rows, by = rows[copied], by[copied]
+        birth = _placed(recomputations, by, table.at[rows])
+        return _Copies(self._first_storage[table.node[rows]], table.copy_bytes[rows], birth, position(table.used[rows]))
 
     @functools.cached_property
     def _first_storage(self) -> np.ndarray:
@@ -584,12 +586,12 @@ class Memory:
         unused = unused[self.graph.storages.node[unused] <= self._last_called(r.region)]
         deaths[unused] = np.maximum(deaths[unused], r.last)
 
-    def _mark_replayed(self, runs: np.ndarray, r: Recomputation) -> None:
+    def _mark_replayed(self, executed: np.ndarray, r: Recomputation) -> None:
         counters = [i for i in self._counters if i in r.region]
         for node in (*r.region.saved, *counters):
             begin, end = max(self.node_first[node], r.first), min(self.node_end[node], r.stop)
             for op in range(begin, end):
-                runs[r.positions(op)] = self.graph.is_made_again[op]
+                executed[r.positions(op)] = self.graph.is_made_again[op]
 
     @functools.cached_property
     def _counters(self) -> list[int]:

@@ -9,8 +9,8 @@ The record distinguishes three ways in which a storage can be alive, because a p
 * *local*: somebody other than autograd refers to it: a value that a later node takes, a result that the caller
   holds, a gradient on its way. `Storages.death` is the last operator during which that is so. A plan does not
   change it.
-* *packed*: autograd keeps it for a backward. Every single save is a row of `Packs`, with the operator after which
-  it is let go.  A region drops its packs in forward and makes them again when it is recomputed.
+* *packed*: autograd keeps it for a backward. Every single save is a row of `SavedTensors`, with the operator after
+  which it is let go. A region drops its saved tensors in forward and makes them again when it is recomputed.
 * *fixed*: it was there before the step (parameters, buffers, optimizer state, the batch): `Graph.fixed_bytes`.
 
 Operators are numbered through the step: `forward_end` first ones are the forward, then the backward up to
@@ -34,6 +34,7 @@ from remat.units import gib
 
 OPTIMIZER_STATE = "optimizer state"  # in `Graph.fixed_bytes`: what the first step lacks
 LIBRARY_WORKSPACES = "library workspaces"  # in `Graph.fixed_bytes`: what cuBLAS keeps, see `workspaces.py`
+WRAPPED_NUMBERS = "numbers"  # in `Graph.fixed_bytes`: Python numbers that autograd keeps as tensors on the CPU
 OUTSIDE = -1  # Node.call of what the step computes outside the captured graphs
 CAST = "aten._to_copy.default"  # the operator kind that changes the dtype
 MADE_AGAIN = (CAST, "aten.lift_fresh.default")  # kinds whose result is never saved; the second brings in a constant
@@ -47,21 +48,26 @@ NOT_UNTRACED = "not_untraced"  # ... why nothing is known of the step untraced
 class Node:
     """One operator of a captured fx graph (or, with call = OUTSIDE, what the step ran between two graphs).
 
-    name     its name in the fx graph          op       what it calls, as text
-    module   path of the module that it is in  call     which graph call of the step it belongs to
-    inputs   nodes whose values it takes       values   storages that its value refers to (fixed ones left out); of what
-                                                        ran between two graphs, those that a later node takes
-    first    first of its forward operators    end      one past its last forward operator
-    random   it draws random numbers
-    effect   what it does to storages older than itself: "" nothing, "batch_norm" and "counter" update module
-             state in a known way, "other" updates the state of a module in a way that must happen exactly once
-    mutates  older nodes whose values it changes in place
-    crossable  its value is a single tensor, so that it can enter and leave a region
-    bracketed  a context (autocast, no_grad) is open after it that a later node closes
-    wired    those of `inputs` that are nodes of the same graph call
-    takes_fixed  it takes a tensor that was there before the step: a parameter, a buffer, the batch
-    reused   storages of casts that an older node made and that nobody hands to this one: autocast remembers those of
-             weights                           reused_at  operators before which they would be made otherwise
+    name           its name in the fx graph
+    op             what it calls, as text
+    module         path of the module that it is in
+    call           which graph call of the step it belongs to
+    inputs         nodes whose values it takes
+    values         storages that its value refers to (fixed ones left out); of what ran between two graphs, those that a
+                   later node takes
+    first          first of its forward operators
+    end            one past its last forward operator
+    random         it draws random numbers
+    effect         what it does to storages older than itself: "" nothing, "batch_norm" and "counter" update module
+                   state in a known way, "other" updates the state of a module in a way that must happen exactly once
+    mutates        older nodes whose values it changes in place
+    single_tensor  its value is a single tensor, so that it can enter and leave a region
+    in_context     a context (autocast, no_grad) is open after it that a later node closes
+    graph_inputs   those of `inputs` that are nodes of the same graph call
+    takes_fixed    it takes a tensor that was there before the step: a parameter, a buffer, the batch
+    reused         storages of cached autocast copies of weights: an older node made them, and this node uses them
+                   without taking them as inputs
+    reused_at      operators before which those copies would be made otherwise
     anchor, tensors, draws, made_bytes  see `identity.NodeId`
     """
 
@@ -76,9 +82,9 @@ class Node:
     random: bool = False
     effect: str = ""
     mutates: tuple[int, ...] = ()
-    crossable: bool = True
-    bracketed: bool = False
-    wired: tuple[int, ...] = ()
+    single_tensor: bool = True
+    in_context: bool = False
+    graph_inputs: tuple[int, ...] = ()
     takes_fixed: bool = False
     reused: tuple[int, ...] = ()
     reused_at: tuple[int, ...] = ()
@@ -143,15 +149,17 @@ class Storages:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Packs:
+class SavedTensors:
     """Columns over the tensors that autograd saved, in the order of saving.
 
-    node     node during which it was saved    storage  which storage, -1 for fixed ones
+    node        node during which it was saved
+    storage     which storage, -1 for fixed ones
     copy_bytes  size of the copy of module state that is saved in its place when the node is recomputed, or 0
-    at       operators run before the saving   unpack   operators run before backward asked for it, -1 if never
-    used     last operator of the gradient function that asked for it, -1 if never
-    release  last operator during which autograd still keeps it (a little later: the engine sums broadcast
-             gradients before it lets go)
+    at          operators run before the saving
+    unpack      operators run before backward asked for it, -1 if never
+    used        last operator of the gradient function that asked for it, -1 if never
+    release     last operator during which autograd still keeps it (a little later: the engine sums broadcast
+                gradients before it lets go)
     """
 
     node: np.ndarray
@@ -194,7 +202,7 @@ class Graph:
     first_step_bytes   most bytes alive while the optimizer runs for the first time, and makes its state; 0: not known
     untraced_bytes     alive during every operator of the same step where nothing is traced (`untraced.py`): fixed bytes
                        and kernels' own included; empty: not known
-    held               outputs of the step before that the loop still holds, as (bytes, operators before which they are
+    held_outputs       outputs of the step before that the loop still holds, as (bytes, operators before which they are
                        there)
     """
 
@@ -203,7 +211,7 @@ class Graph:
     op_kind: np.ndarray
     op_node: np.ndarray
     storages: Storages
-    packs: Packs
+    saved_tensors: SavedTensors
     forward_end: int
     backward_end: int
     fixed_bytes: dict[str, int]
@@ -213,7 +221,7 @@ class Graph:
     first_step_bytes: int = 0
     gathered: tuple[int, ...] = ()
     untraced_bytes: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    held: tuple[tuple[int, int], ...] = ()
+    held_outputs: tuple[tuple[int, int], ...] = ()
 
     @property
     def op_count(self) -> int:
@@ -231,7 +239,7 @@ class Graph:
     @property
     def unseen_bytes(self) -> int:
         """Of the fixed bytes what no replay sees: Python numbers kept as tensors, libraries' workspaces."""
-        return self.fixed_bytes.get("numbers", 0) + self.fixed_bytes.get(LIBRARY_WORKSPACES, 0)
+        return self.fixed_bytes.get(WRAPPED_NUMBERS, 0) + self.fixed_bytes.get(LIBRARY_WORKSPACES, 0)
 
     @functools.cached_property
     def call_nodes(self) -> tuple[tuple[int, ...], ...]:
@@ -260,7 +268,7 @@ class Graph:
             NodeId(
                 canonical(node.op),
                 node.module,
-                tuple(ordinal[j] for j in node.wired),
+                tuple(ordinal[j] for j in node.graph_inputs),
                 **{name: getattr(node, name) for name in IDENTITY},
             )
             for node in (self.nodes[i] for i in members)
@@ -269,11 +277,11 @@ class Graph:
     def _fingerprint_of(self, members: tuple[int, ...]) -> str:
         ordinal = {i: k for k, i in enumerate(members)}
         return fingerprint(
-            (self.nodes[i].op, self.nodes[i].module, [ordinal[j] for j in self.nodes[i].wired]) for i in members
+            (self.nodes[i].op, self.nodes[i].module, [ordinal[j] for j in self.nodes[i].graph_inputs]) for i in members
         )
 
     def __str__(self) -> str:
-        packed = np.unique(self.packs.storage[self.packs.storage >= 0])
+        packed = np.unique(self.saved_tensors.storage[self.saved_tensors.storage >= 0])
         return (
             f"Graph of {self.about.get('workload', '?')}: {len(self.nodes)} nodes, {self.forward_end} forward and "
             f"{self.backward_end - self.forward_end} backward operators of {len(self.kinds)} kinds; "
@@ -287,7 +295,7 @@ class Graph:
             "op_kind": self.op_kind.tolist(),
             "op_node": self.op_node.tolist(),
             "storages": _columns_to_json(self.storages),
-            "packs": _columns_to_json(self.packs),
+            "packs": _columns_to_json(self.saved_tensors),
             "forward_end": self.forward_end,
             "backward_end": self.backward_end,
             "fixed_bytes": self.fixed_bytes,
@@ -297,7 +305,7 @@ class Graph:
             "first_step_bytes": self.first_step_bytes,
             "gathered": list(self.gathered),
             "untraced_bytes": self.untraced_bytes.tolist(),
-            "held": [list(row) for row in self.held],
+            "held": [list(row) for row in self.held_outputs],
         }
 
     @staticmethod
@@ -310,7 +318,7 @@ class Graph:
             op_kind=np.array(data["op_kind"], dtype=np.int64),
             op_node=np.array(data["op_node"], dtype=np.int64),
             storages=Storages(**_columns_from_json(data["storages"])),
-            packs=Packs(**_columns_from_json(data["packs"])),
+            saved_tensors=SavedTensors(**_columns_from_json(data["packs"])),
             forward_end=data["forward_end"],
             backward_end=data["backward_end"],
             fixed_bytes=data["fixed_bytes"],
@@ -320,7 +328,7 @@ class Graph:
             first_step_bytes=data.get("first_step_bytes", 0),
             gathered=tuple(data.get("gathered", ())),
             untraced_bytes=np.array(data.get("untraced_bytes", ()), dtype=np.int64),
-            held=tuple((size, until) for size, until in data.get("held", ())),
+            held_outputs=tuple((size, until) for size, until in data.get("held", ())),
         )
 
 
@@ -334,7 +342,7 @@ def _parameter_from_json(row: list[Any]) -> Parameter:
     return dataclasses.replace(parameter, state_tensors=tuple(parameter.state_tensors))
 
 
-def _columns_to_json(table: Storages | Packs) -> dict[str, list[int]]:
+def _columns_to_json(table: Storages | SavedTensors) -> dict[str, list[int]]:
     return {field.name: getattr(table, field.name).tolist() for field in dataclasses.fields(table)}
 
 

@@ -56,7 +56,7 @@ class NodeRef:
 
 
 @dataclasses.dataclass(frozen=True)
-class PlacedRegion:
+class RegionRef:
     """A region by reference: nodes `first`..`last` inclusive of one call.
 
     saved   nodes whose outputs are kept
@@ -70,7 +70,7 @@ class PlacedRegion:
     saved: tuple[NodeRef, ...] = ()
     random: tuple[NodeRef, ...] = ()
     once: tuple[NodeRef, ...] = ()
-    inner: tuple[PlacedRegion, ...] = ()
+    inner: tuple[RegionRef, ...] = ()
     module: str = ""
 
     @property
@@ -95,7 +95,7 @@ class Plan:
     identities    what the nodes of each graph call are known by; empty in plans of file version 1
     """
 
-    regions: tuple[PlacedRegion, ...]
+    regions: tuple[RegionRef, ...]
     fingerprints: tuple[str, ...]
     about: dict[str, Any]
     target: str
@@ -170,9 +170,9 @@ def traced_branches(about: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def place(
+def to_refs(
     graph: Graph, regions: tuple[Region, ...], modules: Sequence[tuple[int, int, str]] | None = None
-) -> tuple[PlacedRegion, ...]:
+) -> tuple[RegionRef, ...]:
     """`regions` by reference, as the plan file holds them; `modules` as in `Space`."""
     path_of = {(first, end): path for first, end, path in modules or ()}
     ordinals: dict[int, int] = {}
@@ -182,25 +182,25 @@ def place(
         ordinals[node.call] = ordinal + 1
         refs.append(NodeRef(node.call, ordinal, node.name, node.module))
 
-    def placed(region: Region) -> PlacedRegion:
+    def ref_of(region: Region) -> RegionRef:
         first, last = refs[region.first], refs[region.end - 1]
         assert first.call == last.call != OUTSIDE
         inside = range(region.first, region.end)
-        return PlacedRegion(
+        return RegionRef(
             first,
             last,
             saved=tuple(refs[v] for v in region.saved),
             random=tuple(refs[v] for v in inside if graph.nodes[v].random and v not in region.saved),
             once=tuple(refs[v] for v in inside if graph.nodes[v].effect),
-            inner=tuple(map(placed, region.inner)),
+            inner=tuple(map(ref_of, region.inner)),
             module=path_of.get((region.first, region.end), ""),
         )
 
-    return tuple(placed(region) for region in regions)
+    return tuple(ref_of(region) for region in regions)
 
 
-def unplace(graph: Graph, regions: tuple[PlacedRegion, ...]) -> tuple[Region, ...]:
-    """Inverse of `place` on a graph with the same fingerprints."""
+def from_refs(graph: Graph, regions: tuple[RegionRef, ...]) -> tuple[Region, ...]:
+    """Inverse of `to_refs` on a graph with the same fingerprints."""
     index: dict[tuple[int, int], int] = {}
     ordinals: dict[int, int] = {}
     for i, node in enumerate(graph.nodes):
@@ -208,22 +208,22 @@ def unplace(graph: Graph, regions: tuple[PlacedRegion, ...]) -> tuple[Region, ..
         ordinals[node.call] = ordinal + 1
         index[node.call, ordinal] = i
 
-    def region_of(placed: PlacedRegion) -> Region:
+    def region_of(ref: RegionRef) -> Region:
         return Region(
-            index[placed.call, placed.first.ordinal],
-            index[placed.call, placed.last.ordinal] + 1,
-            tuple(index[ref.call, ref.ordinal] for ref in placed.saved),
-            tuple(map(region_of, placed.inner)),
+            index[ref.call, ref.first.ordinal],
+            index[ref.call, ref.last.ordinal] + 1,
+            tuple(index[node.call, node.ordinal] for node in ref.saved),
+            tuple(map(region_of, ref.inner)),
         )
 
     return tuple(map(region_of, regions))
 
 
-def _region_from_json(row: dict[str, Any]) -> PlacedRegion:
+def _region_from_json(row: dict[str, Any]) -> RegionRef:
     def refs(name: str) -> tuple[NodeRef, ...]:
         return tuple(NodeRef(**ref) for ref in row[name])
 
-    return PlacedRegion(
+    return RegionRef(
         NodeRef(**row["first"]),
         NodeRef(**row["last"]),
         saved=refs("saved"),

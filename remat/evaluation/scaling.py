@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from remat.evaluation.evaluator import Memory
-from remat.evaluation.graph import Graph, OpKind, Packs, Storages
+from remat.evaluation.graph import Graph, OpKind, SavedTensors, Storages
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,7 +65,9 @@ class Family:
             storages=dataclasses.replace(low.storages, size_bytes=sizes),
             fixed_bytes={**low.fixed_bytes, "batch": int(batch.sum())},
             first_step_bytes=int(line(low.first_step_bytes, high.first_step_bytes)),
-            held=tuple((int(line(a, b)), until) for (a, until), (b, _) in zip(low.held, high.held, strict=True)),
+            held_outputs=tuple(
+                (int(line(a, b)), until) for (a, until), (b, _) in zip(low.held_outputs, high.held_outputs, strict=True)
+            ),
             about={
                 **low.about,
                 "batch_size": batch_size,
@@ -79,9 +81,11 @@ class Family:
         rounded = dataclasses.replace(
             bare,
             storages=dataclasses.replace(low.storages, size_bytes=self._rounded(sizes)),
-            packs=dataclasses.replace(low.packs, copy_bytes=self._rounded(low.packs.copy_bytes)),
+            saved_tensors=dataclasses.replace(
+                low.saved_tensors, copy_bytes=self._rounded(low.saved_tensors.copy_bytes)
+            ),
             fixed_bytes={**self.low.fixed_bytes, "batch": int(self._rounded(batch).sum())},
-            held=tuple((int(self._rounded(np.asarray(size))), until) for size, until in bare.held),
+            held_outputs=tuple((int(self._rounded(np.asarray(size))), until) for size, until in bare.held_outputs),
         )
         # Storages of the untraced step are not known one by one: rounding takes there what it does at the traced peak.
         more = Memory(rounded).peak_without_regions - Memory(bare).peak_without_regions
@@ -100,8 +104,8 @@ def family(low: Recorded, high: Recorded, alignment_bytes: int) -> Family | None
 
 def _structure(graph: Graph) -> tuple[Any, ...]:
     """All of a graph but its sizes."""
-    storages, packs = graph.storages, graph.packs
-    columns = [graph.op_node, *_columns(storages, "size_bytes"), *_columns(packs, "copy_bytes")]
+    storages, saved = graph.storages, graph.saved_tensors
+    columns = [graph.op_node, *_columns(storages, "size_bytes"), *_columns(saved, "copy_bytes")]
     return (
         tuple(dataclasses.replace(node, made_bytes=0) for node in graph.nodes),
         tuple(graph.kinds[kind].name for kind in graph.op_kind),
@@ -113,11 +117,11 @@ def _structure(graph: Graph) -> tuple[Any, ...]:
         graph.gathered,
         tuple(graph.fixed_bytes),
         len(graph.untraced_bytes),
-        tuple(until for _, until in graph.held),
+        tuple(until for _, until in graph.held_outputs),
     )
 
 
-def _columns(table: Storages | Packs, without: str) -> list[np.ndarray]:
+def _columns(table: Storages | SavedTensors, without: str) -> list[np.ndarray]:
     names = [field.name for field in dataclasses.fields(table)]
     return [np.ascontiguousarray(getattr(table, name)) for name in names if name != without]
 

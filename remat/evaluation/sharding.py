@@ -32,7 +32,7 @@ import numpy as np
 
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import OPTIMIZER_STATE, Graph, Parameter, Storages, block_of
-from remat.workload.training_loop import Loop
+from remat.workload.training_loop import TrainingLoop
 
 ROOT = None  # the unit outside layers
 
@@ -51,7 +51,7 @@ class Added:
     role: Role = "gathered"
 
 
-def shard(graph: Graph, loop: Loop) -> Graph:
+def shard(graph: Graph, loop: TrainingLoop) -> Graph:
     """`graph` as one of `loop.ranks` runs it; the same graph where nothing is shared."""
     if loop.shard is None:
         return graph
@@ -73,7 +73,7 @@ def share(size_bytes: int, ranks: int) -> int:
 
 
 class _Sharding:
-    def __init__(self, graph: Graph, loop: Loop):
+    def __init__(self, graph: Graph, loop: TrainingLoop):
         self.graph, self.ranks, self.loop = graph, loop.ranks, loop
         self.gradients = loop.shard in ("zero2", "zero3")
         self.parameters = loop.shard == "zero3"
@@ -201,8 +201,8 @@ def with_added(graph: Graph, added: Sequence[Added]) -> Graph:
 
 def _renumbered(graph: Graph, place: np.ndarray) -> Graph:
     """`graph` with storage u called place[u]."""
-    packs = graph.packs
-    storage = np.where(packs.storage >= 0, place[np.maximum(packs.storage, 0)], packs.storage)
+    table = graph.saved_tensors
+    storage = np.where(table.storage >= 0, place[np.maximum(table.storage, 0)], table.storage)
     return dataclasses.replace(
         graph,
         nodes=tuple(
@@ -213,7 +213,7 @@ def _renumbered(graph: Graph, place: np.ndarray) -> Graph:
             )
             for node in graph.nodes
         ),
-        packs=dataclasses.replace(packs, storage=storage),
+        saved_tensors=dataclasses.replace(table, storage=storage),
         parameters=tuple(
             dataclasses.replace(p, gradient=int(place[p.gradient]) if p.gradient >= 0 else -1) for p in graph.parameters
         ),

@@ -21,7 +21,7 @@ from torch import nn
 from remat.costing.profile import Profile
 from remat.errors import UsageError
 from remat.evaluation.graph import Graph
-from remat.evaluation.plan import PlacedRegion
+from remat.evaluation.plan import RegionRef
 from remat.formulation.problem import Problem
 from remat.formulation.search_space import DEPTH, Space
 from remat.formulation.solution import Solution
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from remat.costing.planning_device import PlanningDevice
     from remat.recording.fake_step import FakeStep
-    from remat.workload.training_loop import Loop
+    from remat.workload.training_loop import TrainingLoop
 
 MOST_TRIES = 5
 
@@ -68,7 +68,7 @@ class Execution(abc.ABC):
     most_tries: int = MOST_TRIES
     patience_s: float | None = None
 
-    def require(self, device: PlanningDevice | None, loop: Loop | None) -> None:  # noqa: B027
+    def require(self, device: PlanningDevice | None, loop: TrainingLoop | None) -> None:  # noqa: B027
         """Raise UsageError where no plan can be made for this way to run; a profile out of a file has no `device`."""
 
     @abc.abstractmethod
@@ -87,7 +87,7 @@ class Execution(abc.ABC):
         self,
         step: FakeStep,
         graph: Graph,
-        regions: Sequence[PlacedRegion],
+        regions: Sequence[RegionRef],
         *,
         alignment_bytes: int,
         workspace_of: Mapping[tuple[str, str], int],
@@ -101,7 +101,7 @@ class Execution(abc.ABC):
         return seen + graph.unseen_bytes
 
     @abc.abstractmethod
-    def replay_seen(self, step: FakeStep, regions: Sequence[PlacedRegion], **options: Any) -> np.ndarray:
+    def replay_seen(self, step: FakeStep, regions: Sequence[RegionRef], **options: Any) -> np.ndarray:
         """`replay`, of what fake tensors show; `options` are its keywords."""
 
     @abc.abstractmethod

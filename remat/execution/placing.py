@@ -48,8 +48,8 @@ class Placer:
         if call >= self.call_count:
             return Unlike(call, nodes)
         if not self._plan.identities:
-            alike = fingerprint_of(graph_module) == self._plan.fingerprints[call]
-            return Fit(tuple(range(nodes)), nodes) if alike else Unlike(call, nodes)
+            is_same = fingerprint_of(graph_module) == self._plan.fingerprints[call]
+            return Fit(tuple(range(nodes)), nodes) if is_same else Unlike(call, nodes)
         fit = compare(self._plan.identities[call], identity_of(graph_module), same_shapes=same_shapes)
         return Unlike(call, nodes, fit) if isinstance(fit, Difference) else fit
 

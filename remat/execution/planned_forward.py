@@ -45,7 +45,7 @@ from remat.execution.eager.rewritten_calls import RewrittenCalls
 from remat.execution.placing import Placer
 from remat.units import gib
 from remat.workload.held_outputs import LastOutputs
-from remat.workload.training_loop import Loop
+from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import trainable
 
 OnLarger = Literal["warn", "refuse"]
@@ -123,7 +123,7 @@ class PlannedForward:
             self._settle()
             # A forward that is one graph can be traced again as long as nothing of it has run.
             fits = self._placer.fits_some if self._is_one_graph else None
-            self._graphs = self._traced(run_call=self._run_call, fits=fits)
+            self._graphs = self._traced(execute_call=self._execute_call, fits=fits)
         self._compare_autocast()
         self._compare_compiler(None)
         self._compare_batch(args, kwargs)
@@ -133,7 +133,7 @@ class PlannedForward:
         except (SizesNotOpen, CaptureError):
             if not self._graphs.opens_sizes or self._graphs.count:
                 raise
-        self._graphs = self._traced(run_call=self._run_call)
+        self._graphs = self._traced(execute_call=self._execute_call)
         return self._run(self._graphs, args, kwargs)
 
     def _unplanned(self, args: Any, kwargs: Any) -> Any:
@@ -268,7 +268,7 @@ class PlannedForward:
         )
         return self.calls.counts
 
-    def _run_call(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
+    def _execute_call(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
         if id(graph_module) not in self._fitting:
             # A forward that is about to raise has another graph: its own error counts, so this one waits for the end.
             self._mismatch = self._mismatch or self._graph_mismatch(call, graph_module)
@@ -421,11 +421,11 @@ class PlannedForward:
 
     def _compare_loop(self) -> None:
         """Whether what the last step left behind is gone, or the plan knows that the loop keeps it."""
-        loop = Loop.of(self.plan.about)
+        loop = TrainingLoop.of(self.plan.about)
         self._compare_gradients(loop)
         self._compare_held(loop.holds_outputs)
 
-    def _compare_gradients(self, loop: Loop) -> None:
+    def _compare_gradients(self, loop: TrainingLoop) -> None:
         if loop.accumulates or loop.ddp or loop.shard is not None or "gradients" in self._warned:
             return
         first = next((p for p in self.model.parameters() if p.requires_grad), None)

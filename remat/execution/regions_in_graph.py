@@ -8,7 +8,7 @@ from remat.capture.circumstances import differences
 from remat.errors import PlanMismatch
 from remat.evaluation.graph import Graph
 from remat.evaluation.identity import Difference, Fit, Unlike, compare, position_of
-from remat.evaluation.plan import PlacedRegion, Plan, Region
+from remat.evaluation.plan import Plan, Region, RegionRef
 from remat.formulation.search_space import legal_cuts
 
 
@@ -43,7 +43,7 @@ def regions_in(plan: Plan, graph: Graph) -> tuple[Region, ...] | Unlike:
     return tuple(_placed_in(region, graph, found, cuts) for region in plan.regions)
 
 
-def _placed_in(region: PlacedRegion, graph: Graph, fits: Sequence[Fit], cuts: frozenset[int] | None) -> Region:
+def _placed_in(region: RegionRef, graph: Graph, fits: Sequence[Fit], cuts: frozenset[int] | None) -> Region:
     nodes, fit = graph.call_nodes[region.call], fits[region.call]
     here = None
     if cuts is not None and not fit.is_exact:

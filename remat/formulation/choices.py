@@ -1,4 +1,4 @@
-"""What a plan is made of and what limits it: runs, their shapes and rows, and storages with several reasons to be kept.
+"""What a plan is made of and what limits it: runs, their shapes and rows, and shared storages.
 
 `problem.py` finds them; solvers read them.
 """
@@ -12,7 +12,7 @@ from remat.evaluation.plan import Region
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """An operator at which a run has much alive, in terms that hold for all runs alike (`symmetry.py`).
+    """An operator at which a run has much alive, in terms that hold for all isomorphic runs (`symmetry.py`).
 
     op           counted from the run's first forward operator if `recomputing`, else from its first backward one
     bytes        alive there if nothing but the run kept anything, less what the step itself has alive at the run's
@@ -30,7 +30,7 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What runs alike share: time to recompute one once, in ns, and where its memory is tested first.
+    """What isomorphic runs share: time to recompute one once, in ns, and where its memory is tested first.
 
     highest      where the run has most alive           start  where its recomputation begins, if it may save
     firm         where it has most alive even if the node that runs is saved
@@ -77,9 +77,11 @@ class Run:
 class Row:
     """bytes + prefix(before) without `alive` + sum of saves <= budget, if the run is chosen.
 
-    run     index of the run; None: holds for every plan, and `plain` and `kept` list what is kept instead
-    op      the operator at which it holds          alive  storages that `bytes` counts already
-    plain   segment -> bytes kept if it is plain    kept   (storage, site) -> bytes
+    run     index of the run; None: holds for every plan, and `plain` and `shared` list what is kept instead
+    op      the operator at which it holds
+    alive   storages that `bytes` counts already
+    plain   segment -> bytes kept if it is plain
+    shared  (storage, site), counted if anything keeps it by then
     """
 
     run: int | None
@@ -89,17 +91,20 @@ class Row:
     alive: frozenset[int] = frozenset()
     saves: tuple[tuple[int, int], ...] = ()
     plain: tuple[tuple[int, int], ...] = ()
-    kept: tuple[tuple[int, int], ...] = ()
+    shared: tuple[tuple[int, int], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
-    """A storage with more than one reason to outlive its forward.
+class SharedStorage:
+    """A storage with more than one reason to outlive its forward. It is counted once, whoever keeps it.
 
-    segment  where it is made                  sites   segments with a reason to keep it, ascending
+    storage  which one of the graph's
+    segment  where it is made
+    sites    segments with a reason to keep it, ascending
     packed   sites at which autograd saves it, if they are plain
     taken    (source, site): a region that holds `site` but starts after `source` takes it as an input
-    savers   node that makes it, if saving that node saves it
+    saver    the node that makes it, if saving that node saves it
+    death    last operator of its local life
     """
 
     storage: int

@@ -2,8 +2,8 @@
 
 Autograd keeps what it saves in a plain segment; a region keeps what it takes, and what it saves. Most storages have one
 such reason, in the segment that makes them: they are its *own*. Those that several segments may want to keep (a
-residual stream, a mask, an encoder's output) have to be counted once, whoever wants them: they are `kept`. What
-somebody holds through backward anyway is neither.
+residual stream, a mask, an encoder's output) have to be counted once, whoever wants them: they are *shared*. A storage
+that the caller holds through backward, whatever the plan, is neither.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import numpy as np
 from remat.costing.costs import Costs
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import Graph
-from remat.formulation.choices import Kept
+from remat.formulation.choices import SharedStorage
 from remat.formulation.search_space import Space
 
 NS = 1000  # nanoseconds in a microsecond: objectives are integers
 
 
-class Keeping:
-    """One graph, its costs, and the segments and saves of a space."""
+class Liveness:
+    """What may outlive the forward of one graph, cut into the segments and saves of a space."""
 
     def __init__(self, graph: Graph, costs: Costs, space: Space):
         self.graph = graph
@@ -68,9 +68,9 @@ class Keeping:
         """(segment -> storages that autograd keeps if it is plain, with release; storage -> (source, site))."""
         graph, segment = self.graph, self.segment_of_node
         packed: dict[int, dict[int, int]] = {s: {} for s in range(len(self.space.segments))}
-        for p in self.memory.kept.tolist():
-            site, storage = int(segment[graph.packs.node[p]]), int(graph.packs.storage[p])
-            packed[site][storage] = max(packed[site].get(storage, -1), int(graph.packs.release[p]))
+        for p in self.memory.kept_for_backward.tolist():
+            site, storage = int(segment[graph.saved_tensors.node[p]]), int(graph.saved_tensors.storage[p])
+            packed[site][storage] = max(packed[site].get(storage, -1), int(graph.saved_tensors.release[p]))
         taken: dict[int, set[tuple[int, int]]] = {}
         for i, node in enumerate(graph.nodes):
             for source in node.inputs:
@@ -80,7 +80,7 @@ class Keeping:
         return packed, taken
 
     @functools.cached_property
-    def kept(self) -> dict[int, Kept]:
+    def shared(self) -> dict[int, SharedStorage]:
         """Storages that several runs may want to keep; `own_bytes` has the others."""
         packed, taken = self._reasons
         storages, segment = self.graph.storages, self.segment_of_node
@@ -97,10 +97,10 @@ class Keeping:
         result = {}
         for u, found_sites in sites.items():
             if storages.death[u] >= self.graph.forward_end:
-                continue  # somebody holds it through backward: it is local
+                continue  # caller-held: it is local whatever the plan
             made = int(segment[storages.node[u]])
             all_sites = {*found_sites, made} if u in saver else found_sites
-            result[u] = Kept(
+            result[u] = SharedStorage(
                 storage=u,
                 size_bytes=int(storages.size_bytes[u]),
                 segment=made,
@@ -113,8 +113,8 @@ class Keeping:
         return result
 
     def is_own(self, storage: int) -> bool:
-        """Whether only its own segment can keep it, and it is not held anyway."""
-        return storage not in self.kept and self.graph.storages.death[storage] < self.graph.forward_end
+        """Whether only its own segment can keep it, and the caller does not hold it anyway."""
+        return storage not in self.shared and self.graph.storages.death[storage] < self.graph.forward_end
 
     @functools.cached_property
     def own(self) -> list[list[int]]:
@@ -134,7 +134,7 @@ class Keeping:
     def is_packed(self) -> np.ndarray:
         """Which storages autograd would keep for backward."""
         packed = np.zeros(len(self.graph.storages.birth), dtype=bool)
-        packed[self.graph.packs.storage[self.memory.kept]] = True
+        packed[self.graph.saved_tensors.storage[self.memory.kept_for_backward]] = True
         return packed
 
     @functools.cached_property

@@ -6,7 +6,7 @@ save inside chosen regions. Memory at one operator under a plan has three parts,
 
 * what does not depend on other runs: local life, and all that the run itself has alive there (`Row.bytes`);
 * what earlier runs keep for their own backward (`Row.before`): the prefix sum over segments < a of what plain
-  segments keep, what regions take, and what they save, every storage counted once (`Kept`);
+  segments keep, what regions take, and what they save, every storage counted once (`SharedStorage`);
 * what the run's own saves add or spare there (`Row.saves`).
 
 The rows are exact: evaluated at a plan they give `Memory.curve` at that operator. There are many; a solver starts
@@ -27,7 +27,7 @@ from remat.evaluation.evaluator import Curve
 from remat.evaluation.graph import Graph
 from remat.evaluation.plan import Region
 from remat.formulation.choices import Point, Row, Run, Shape
-from remat.formulation.liveness import Keeping
+from remat.formulation.liveness import Liveness
 from remat.formulation.search_space import Space
 from remat.formulation.symmetry import classes
 
@@ -35,14 +35,14 @@ INNER_WIDTHS = (1, 2, 4)  # segments in an inner region
 PLAIN = -1  # stands for the width of what is no region
 
 
-class Problem(Keeping):
+class Problem(Liveness):
     """The data of the program for one graph, space and budget."""
 
     def __init__(self, graph: Graph, costs: Costs, space: Space, budget_bytes: int):
         super().__init__(graph, costs, space)
         self.budget_bytes = budget_bytes
         self.step_time_us = costs.step_time_us(graph)
-        self._alike_runs: dict[tuple[int, ...], int] = {}
+        self._run_classes: dict[tuple[int, ...], int] = {}
         self._shapes: dict[tuple[int, int], Shape | None] = {}
         self._inner_regions: dict[tuple[int, int], Region] = {}
 
@@ -62,7 +62,7 @@ class Problem(Keeping):
         regions = sum(run.region is not None for run in self.runs)
         return (
             f"Problem: {len(self.space.segments)} segments, {regions} possible regions, {len(self.save_time_ns)} "
-            f"nodes to save, {len(self.kept)} storages kept for several reasons"
+            f"nodes to save, {len(self.shared)} shared storages"
         )
 
     # Segments
@@ -91,20 +91,20 @@ class Problem(Keeping):
         calls = [self.graph.nodes[segment.first].call for segment in self.space.segments]
         for start, stop in self.space.stretches():
             for a in range(start, stop):
-                alike: tuple[int, ...] = (self._alike[a],)
+                classes_in_it: tuple[int, ...] = (self._segment_classes[a],)
                 for b in range(a + 1, min(stop, a + self.space.longest) + 1):
                     if calls[b - 1] != calls[a]:
                         break
-                    number = self._alike_runs.setdefault(alike, len(self._alike_runs))
+                    number = self._run_classes.setdefault(classes_in_it, len(self._run_classes))
                     for width, region in self._regions(a, b):
                         shape = self._region_shape(a, b, region, (number, width))
                         if shape is not None:
                             yield Run(a, b, region, shape)
-                    if b < len(self._alike):
-                        alike = (number, self._alike[b])
+                    if b < len(self._segment_classes):
+                        classes_in_it = (number, self._segment_classes[b])
 
     @functools.cached_property
-    def _alike(self) -> list[int]:
+    def _segment_classes(self) -> list[int]:
         return classes(self.memory, self.space.segments, self.backward_of, self.op_time_ns, self._local_bytes)
 
     def _regions(self, a: int, b: int) -> Iterator[tuple[int, Region]]:
@@ -128,7 +128,7 @@ class Problem(Keeping):
     # Shapes
 
     def _plain_shape(self, a: int) -> Shape:
-        key = (self._alike_runs.setdefault((self._alike[a],), len(self._alike_runs)), PLAIN)
+        key = (self._run_classes.setdefault((self._segment_classes[a],), len(self._run_classes)), PLAIN)
         if key not in self._shapes:
             highest, *_ = self._points(Run(a, a + 1, None, Shape()))
             self._shapes[key] = Shape(highest=highest)
@@ -296,12 +296,12 @@ class Problem(Keeping):
         """Storages from before `run` that its row counts already."""
         if run.region is None:
             packed, _ = self._reasons
-            return frozenset(u for u, release in packed[run.a].items() if release >= op and u in self.kept)
+            return frozenset(u for u, release in packed[run.a].items() if release >= op and u in self.shared)
         recomputation = self.memory.recomputation(run.region)
         assert recomputation is not None
         if not recomputing and op > recomputation.release:
             return frozenset()
-        return frozenset(u for u in self.memory.inputs(run.region.first, run.region.end) if u in self.kept)
+        return frozenset(u for u in self.memory.inputs(run.region.first, run.region.end) if u in self.shared)
 
     def _save_terms(self, run: Run, op: int, recomputing: bool) -> tuple[tuple[int, int], ...]:
         """What saving each node of `run` adds at this operator: all that is not made again yet."""
@@ -341,14 +341,14 @@ class Problem(Keeping):
 
         plain = ((s, gone(found)) for s, found in enumerate(self.own))
         saves = ((v, gone([u for u in found if self.is_own(u)])) for v, found in self.saved_by.items())
-        kept = ((k.storage, k.sites[-1]) for k in self.kept.values() if k.death < op)
+        shared = ((k.storage, k.sites[-1]) for k in self.shared.values() if k.death < op)
         return Row(
             run=None,
             op=op,
             bytes=int(self._local_bytes[op]),
             plain=tuple((s, size) for s, size in plain if size),
             saves=tuple((v, size) for v, size in saves if size),
-            kept=tuple(kept),
+            shared=tuple(shared),
         )
 
     @functools.cached_property

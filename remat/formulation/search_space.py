@@ -115,9 +115,9 @@ def legal_cuts(graph: Graph) -> list[int]:
     legal = np.ones(count + 1, dtype=bool)
     last_use = last_uses(graph)
     for i, node in enumerate(graph.nodes):
-        if not node.crossable and last_use[i] > i:
+        if not node.single_tensor and last_use[i] > i:
             legal[i + 1 : last_use[i] + 1] = False
-        if node.bracketed:
+        if node.in_context:
             legal[i + 1] = False
         for producer in node.mutates:
             legal[producer + 1 : i + 1] = False
@@ -139,8 +139,10 @@ def saveable(graph: Graph) -> tuple[int, ...]:
     What somebody holds through backward anyway is left out.
     """
     changed = {producer for node in graph.nodes for producer in node.mutates}
-    held = graph.storages.death >= graph.forward_end
-    allocating = set(graph.storages.node[graph.storages.cast == 0].tolist()) - set(graph.storages.node[held].tolist())
+    caller_held = graph.storages.death >= graph.forward_end
+    allocating = set(graph.storages.node[graph.storages.cast == 0].tolist()) - set(
+        graph.storages.node[caller_held].tolist()
+    )
     return tuple(
         i
         for i, node in enumerate(graph.nodes)

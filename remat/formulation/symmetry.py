@@ -1,14 +1,14 @@
-"""Segments that are alike: the same operators, times, sizes, lives and saves at another place of the step.
+"""Isomorphic segments: the same operators, times, sizes, lives and saves at another place of the step.
 
-Models repeat their layers. Two runs whose segments are pairwise alike have the same bytes of their own at the same
-operators, counted from where the run's forward and its backward begin; they differ by what the step holds at that
-place whatever the plan. So a run's points are found once for all runs like it (`Problem.shapes`).
+Models repeat their layers. Two runs are isomorphic if their segments are, pairwise. They have the same bytes of their
+own at the same operators, counted from where the run's forward and its backward begin. They differ by what the step
+holds at that place whatever the plan. So a run's shape is found once for all runs isomorphic to it (`Problem.runs`).
 
 Everything that `Memory` reads about a run is part of a segment's signature, with operators counted from the
 segment's own first forward and first backward operator. Storages from outside are named by how far back they were
 made, except those that some segment takes from afar (a mask, rotary tables, an encoder's output): these are named
-themselves, everywhere. Being too strict costs time; being too lax would cost the truth, so `tests/test_alike.py`
-compares shared points with those computed for every single run.
+themselves, everywhere. Being too strict costs time; being too lax would cost the truth, so
+`tests/test_isomorphic.py` compares shared shapes with those computed for every single run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def classes(
     op_time_ns: np.ndarray,
     local_bytes: np.ndarray,
 ) -> list[int]:
-    """A number for every segment: equal where segments are alike.
+    """A number for every segment: equal where segments are isomorphic.
 
     backward_of  for every segment its backward operators [first, end)
     op_time_ns   for every operator
@@ -59,7 +59,9 @@ class _Signatures:
         self.rise = np.diff(local_bytes, prepend=local_bytes[0])
         self.dying = np.bincount(graph.storages.death, graph.storages.size_bytes, minlength=graph.op_count)
         self.taken = self._taken()
-        self.packs = np.searchsorted(graph.packs.node, [s.first for s in segments] + [segments[-1].end]).tolist()
+        self.first_saved = np.searchsorted(
+            graph.saved_tensors.node, [s.first for s in segments] + [segments[-1].end]
+        ).tolist()
         self.afar = self._afar()
         self.unique = self._far_ends()
 
@@ -72,7 +74,7 @@ class _Signatures:
         nodes = self.graph.nodes[segment.first : segment.end]
         return (
             segment.plain,
-            *((n.first - begin, n.end - begin, n.effect, n.bracketed) for n in nodes),
+            *((n.first - begin, n.end - begin, n.effect, n.in_context) for n in nodes),
             *((u, at - begin) for n in nodes for u, at in zip(n.reused, n.reused_at, strict=True)),
         )
 
@@ -107,20 +109,20 @@ class _Signatures:
         return "forward", death - self.forward[made]
 
     def _saves(self, s: int) -> tuple[Hashable, ...]:
-        packs, rows = self.graph.packs, slice(self.packs[s], self.packs[s + 1])
+        table, rows = self.graph.saved_tensors, slice(self.first_saved[s], self.first_saved[s + 1])
         window = self.windows[s][0]
 
         def in_backward(ops: np.ndarray) -> bytes:
             return np.where(ops >= self.graph.forward_end, ops - window, -(1 << 40)).tobytes()
 
         return (
-            (packs.node[rows] - self.segments[s].first).tobytes(),
-            packs.copy_bytes[rows].tobytes(),
-            (packs.at[rows] - self.forward[s]).tobytes(),
-            in_backward(packs.unpack[rows]),
-            in_backward(packs.used[rows]),
-            in_backward(packs.release[rows]),
-            tuple(self._name(int(u), s) for u in packs.storage[rows]),
+            (table.node[rows] - self.segments[s].first).tobytes(),
+            table.copy_bytes[rows].tobytes(),
+            (table.at[rows] - self.forward[s]).tobytes(),
+            in_backward(table.unpack[rows]),
+            in_backward(table.used[rows]),
+            in_backward(table.release[rows]),
+            tuple(self._name(int(u), s) for u in table.storage[rows]),
         )
 
     def _inputs(self, s: int) -> tuple[Hashable, ...]:
@@ -161,7 +163,7 @@ class _Signatures:
 
     def _afar(self) -> set[int]:
         """Storages that some segment takes or saves from more than NEAR segments away."""
-        packs = self.graph.packs
-        saved = zip(self.segment_of_node[packs.node].tolist(), packs.storage.tolist(), strict=True)
+        table = self.graph.saved_tensors
+        saved = zip(self.segment_of_node[table.node].tolist(), table.storage.tolist(), strict=True)
         taken = ((s, u) for s, found in enumerate(self.taken) for _, u in found)
         return {u for s, u in (*saved, *taken) if u >= 0 and s - self._made(u) > NEAR}

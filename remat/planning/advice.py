@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from remat.costing.costs import Costs, estimate, with_library_workspaces
+from remat.costing.costs import Costs, roofline_costs, with_library_workspaces
 from remat.costing.planning_device import PlanningDevice
 from remat.evaluation.breakdown import HEAD, codes_of_storages
 from remat.evaluation.graph import OPTIMIZER_STATE, Graph
@@ -34,7 +34,7 @@ from remat.solvers.least_peak import least_peak
 from remat.units import ms
 from remat.workload.optimizers import optimizer_named
 from remat.workload.target import Target
-from remat.workload.training_loop import SHARDS, Loop
+from remat.workload.training_loop import SHARDS, TrainingLoop
 from remat.workload.workload import Workload
 
 Judge = Callable[[Graph, Costs], int]
@@ -57,15 +57,15 @@ class Lever:
     frees_bytes: int
 
 
-def advise(workload: Workload, place: PlanningDevice, loop: Loop, whole: Graph, judge: Judge) -> list[Lever]:
+def advise(workload: Workload, place: PlanningDevice, loop: TrainingLoop, whole: Graph, judge: Judge) -> list[Lever]:
     """Every lever that frees something, the most first.
 
     whole  the step as recorded, before any sharding
     """
-    peak = judge(shard(whole, loop), estimate(whole, place.target))
+    peak = judge(shard(whole, loop), roofline_costs(whole, place.target))
     found = []
     for what, graph in _changed(workload, place, loop, whole):
-        left = judge(graph, estimate(graph, place.target))
+        left = judge(graph, roofline_costs(graph, place.target))
         found.append(Lever(what, left, peak - left))
     return sorted((lever for lever in found if lever.frees_bytes > 0), key=lambda lever: -lever.frees_bytes)
 
@@ -76,7 +76,9 @@ def least_peak_of(graph: Graph, costs: Costs) -> int:
     return least_peak(problem, Limits(time_s=LEAST_PEAK_S)).peak_bytes
 
 
-def _changed(workload: Workload, place: PlanningDevice, loop: Loop, whole: Graph) -> Iterator[tuple[str, Graph]]:
+def _changed(
+    workload: Workload, place: PlanningDevice, loop: TrainingLoop, whole: Graph
+) -> Iterator[tuple[str, Graph]]:
     """Each lever, and the graph of one rank with it."""
     for what, changed in _workloads(workload, whole):
         step = fake_step(changed, place, loop=loop)
@@ -93,10 +95,10 @@ def _changed(workload: Workload, place: PlanningDevice, loop: Loop, whole: Graph
         yield _state_on_host(shard(whole, loop), place.target, loop), shard(with_state_on_host(whole), loop)
 
 
-def _state_on_host(graph: Graph, target: Target, loop: Loop) -> str:
+def _state_on_host(graph: Graph, target: Target, loop: TrainingLoop) -> str:
     """What swapping the optimizer's state out and in costs each optimizer step, with and without hiding it."""
     swapped_bytes = 2 * graph.fixed_bytes.get(OPTIMIZER_STATE, 0)
-    meanwhile_us = estimate(graph, target).update_time_us(graph, loop.accumulation)
+    meanwhile_us = roofline_costs(graph, target).update_time_us(graph, loop.accumulation)
     least, most = (ms(target.exposed_swap_us(swapped_bytes, behind_us)) for behind_us in (meanwhile_us, 0.0))
     return f"optimizer state on the host until it is used (computed; waits {least} to {most} a step)"
 

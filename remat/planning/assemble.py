@@ -8,7 +8,7 @@ from remat.costing.profile import Profile
 from remat.errors import Infeasible
 from remat.evaluation.breakdown import at_peak
 from remat.evaluation.graph import CALLED_MODULES, Graph
-from remat.evaluation.plan import Plan, place
+from remat.evaluation.plan import Plan, to_refs
 from remat.formulation.problem import Problem
 from remat.formulation.solution import Limits, Solution
 from remat.solvers.least_peak import LeastPeak, least_peak
@@ -75,7 +75,7 @@ def assemble(problem: Problem, solution: Solution, profile: Profile, execution: 
         predicted["evaluator_peak_bytes"] = curve.peak_bytes
     untouched = execution.without_plan(problem, None if judge is None else lambda: judge.peak(problem, ()))
     return Plan(
-        regions=place(graph, solution.regions, problem.space.modules),
+        regions=to_refs(graph, solution.regions, problem.space.modules),
         fingerprints=graph.fingerprints,
         about={name: value for name, value in graph.about.items() if name != CALLED_MODULES},
         target=profile.target.name,

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from remat.costing.profile import Profile
 from remat.errors import Infeasible, NoPlanInTime
 from remat.evaluation.evaluator import Memory
-from remat.evaluation.plan import Plan, unplace
+from remat.evaluation.plan import Plan, from_refs
 from remat.formulation.solution import Solution
 from remat.reservation.allocator_settings import AllocatorSettings
 from remat.reservation.fragmentation import footprints
@@ -29,7 +29,7 @@ def with_footprints(made: Plan, profile: Profile, settings: AllocatorSettings) -
     Where the executor needs more than the evaluator says (regions of modules), each is as much larger.
     """
     memory = Memory(profile.graph, profile.costs.workspace_per_op(profile.graph))
-    regions = unplace(profile.graph, made.regions)
+    regions = from_refs(profile.graph, made.regions)
     more = max(made.predicted["peak_bytes"] - memory.curve(regions).peak_bytes, 0)
     found = [each.with_more(more).to_json() for each in footprints(memory, regions, settings)]
     return dataclasses.replace(made, predicted={**made.predicted, "allocator": found})

@@ -21,7 +21,7 @@ from remat.evaluation.graph import Graph
 from remat.evaluation.plan import Region
 from remat.planning.assemble import where
 from remat.reservation.fragmentation import Footprint, assumed_settings, footprints
-from remat.workload.training_loop import Loop
+from remat.workload.training_loop import TrainingLoop
 
 PHASES = ("forward", "backward", "optimizer")
 
@@ -88,7 +88,7 @@ class Estimate:
             "costs": self.costs,
             "memory_bytes": self.memory_bytes,
             "parameters": self.about["parameter_count"],
-            "loop": Loop.of(self.about).to_json(),
+            "loop": TrainingLoop.of(self.about).to_json(),
             "peaks": dataclasses.asdict(self.peaks),
             "allocator": [each.to_json() for each in self.allocator],
             "speed": dataclasses.asdict(self.speed),
@@ -134,14 +134,14 @@ def _phases(graph: Graph, curve: Curve) -> dict[str, int]:
 
 
 def _speed(profile: Profile, memory: Memory, regions: Sequence[Region]) -> Speed:
-    graph, costs, loop = profile.graph, profile.costs, Loop.of(profile.graph.about)
+    graph, costs, loop = profile.graph, profile.costs, TrainingLoop.of(profile.graph.about)
     again_us = memory.recompute_time_us(regions, costs.per_op_us(graph))
     time_us = costs.update_time_us(graph, loop.accumulation, again_us)
     samples = graph.about["batch_size"] * loop.accumulation * loop.ranks
     tokens = samples * graph.about["seq_len"] if graph.about["seq_len"] else None
     flops = np.array([kind.flops for kind in graph.kinds], dtype=np.int64)[graph.op_kind]
     curve = memory.curve(regions)
-    again = int(flops[curve.op[(curve.region >= 0) & curve.runs]].sum())
+    again = int(flops[curve.op[(curve.region >= 0) & curve.executed]].sum())
     own, peak_rate = int(flops.sum()), profile.target.flops_per_us.get(_dtype(graph, flops))
     most = peak_rate * time_us if peak_rate and time_us else None
     return Speed(

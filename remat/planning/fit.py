@@ -6,7 +6,7 @@ never slower than a rung, and faster where a larger micro-batch pays for some re
 
 A global batch is ranks x samples of a rank; the samples of a rank are accumulated over micro-batches of equal size, the
 last one smaller where they do not divide. With more than one, gradients are alive through forward: a step of its own
-(`Loop.accumulation`).
+(`TrainingLoop.accumulation`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from remat.execution.executions import EAGER
 from remat.formulation.solution import Limits
 from remat.planning.budget import Budget
 from remat.planning.micro_batches import Candidate, MicroBatches, Window, largest
-from remat.workload.training_loop import Loop
+from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 
 JOINT = "joint optimum"
@@ -73,7 +73,7 @@ def fit(
     budget: Budget,
     global_batch: int,
     *,
-    loop: Loop | None = None,
+    loop: TrainingLoop | None = None,
     execution: str = EAGER,
     limits: Limits | None = None,
     on_try: Callable[[str], None] | None = None,
@@ -88,7 +88,7 @@ def fit(
     Raises UsageError where the global batch does not divide over the ranks, Infeasible where not even a micro-batch
     of one sample fits.
     """
-    loop, limits = loop or Loop(), limits or Limits()
+    loop, limits = loop or TrainingLoop(), limits or Limits()
     samples = samples_of_rank(global_batch, loop.ranks)
     sizes = MicroBatches(workload, place, budget, loop, limits, on_try or (lambda what: None), execution=execution)
     windows = sizes.windows(samples)
@@ -138,13 +138,13 @@ def largest_batch(
     place: PlanningDevice,
     budget: Budget,
     *,
-    loop: Loop | None = None,
+    loop: TrainingLoop | None = None,
     execution: str = EAGER,
     limits: Limits | None = None,
     on_try: Callable[[str], None] | None = None,
 ) -> Plan:
     """A plan for the largest micro-batch that fits `budget`; arguments and errors are those of `fit`."""
-    loop, on_try = loop or Loop(), on_try or (lambda what: None)
+    loop, on_try = loop or TrainingLoop(), on_try or (lambda what: None)
     sizes = MicroBatches(workload, place, budget, loop, limits or Limits(), on_try, execution=execution)
     guess = sizes.guess(accumulates=loop.accumulates)
     found = largest(lambda size: sizes.feasible(size, accumulates=loop.accumulates), guess=guess)
@@ -180,7 +180,7 @@ def longest_sequence(
     place: PlanningDevice,
     budget: Budget,
     *,
-    loop: Loop | None = None,
+    loop: TrainingLoop | None = None,
     execution: str = EAGER,
     limits: Limits | None = None,
     on_try: Callable[[str], None] | None = None,
@@ -193,7 +193,7 @@ def longest_sequence(
     if workload.seq_len is None:
         raise UsageError(f"{workload.name} has no sequences; ask for --max-batch.")
     step, size = max(workload.seq_len // SEQ_PARTS, 1), workload.batch_size
-    loop, limits, on_try = loop or Loop(), limits or Limits(), on_try or (lambda what: None)
+    loop, limits, on_try = loop or TrainingLoop(), limits or Limits(), on_try or (lambda what: None)
 
     @functools.cache
     def at(parts: int) -> MicroBatches:

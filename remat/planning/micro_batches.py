@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from remat.costing.costs import estimate, with_library_workspaces
+from remat.costing.costs import roofline_costs, with_library_workspaces
 from remat.costing.planning_device import PlanningDevice
 from remat.costing.profile import Profile
 from remat.errors import Infeasible
@@ -39,7 +39,7 @@ from remat.planning.untraced import with_untraced
 from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
 from remat.recording.tracker import Tracker
-from remat.workload.training_loop import Loop
+from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 
 RUNGS = ("as is", "accumulate", "checkpoint")  # of the classic ladder
@@ -129,7 +129,7 @@ def largest(fits: Callable[[int], bool], most: int = MOST, guess: int = 1) -> in
     return between(max(known - far, 0), known, fits)
 
 
-def _alike(micro_batch: int, accumulates: bool) -> Window:
+def _even_window(micro_batch: int, accumulates: bool) -> Window:
     """A window of micro-batches of one size."""
     return Window(micro_batch * (SEVERAL if accumulates else 1), micro_batch)
 
@@ -146,7 +146,7 @@ class MicroBatches:
         workload: Workload,
         place: PlanningDevice,
         budget: Budget,
-        loop: Loop,
+        loop: TrainingLoop,
         limits: Limits,
         on_try: Callable[[str], None],
         *,
@@ -174,7 +174,7 @@ class MicroBatches:
                 found, _ = self.recorded(micro_batch, SEVERAL if accumulates else 1)
             else:
                 graph = with_library_workspaces(scaled.at(micro_batch), self.place.target)
-                found = Profile(graph, estimate(graph, self.place.target), self.place.target)
+                found = Profile(graph, roofline_costs(graph, self.place.target), self.place.target)
             self._profiles[key] = self.how.price(found)
         return self._profiles[key]
 
@@ -185,7 +185,7 @@ class MicroBatches:
             self._families[accumulates] = family(low, high, self.place.target.alignment_bytes)
         return self._families[accumulates]
 
-    def _to_scale(self, micro_batch: int, loop: Loop) -> Recorded:
+    def _to_scale(self, micro_batch: int, loop: TrainingLoop) -> Recorded:
         self.on_try(f"recording micro-batch {micro_batch}")
         if micro_batch not in self._to_record:
             self._to_record[micro_batch] = fake_step(self.workload.sized(micro_batch), self.place, loop=loop)
@@ -193,7 +193,7 @@ class MicroBatches:
         step.loop = loop  # accumulated or not, it is captured once
         graph, target = record(step), self.place.target
         unrounded = dataclasses.replace(target, alignment_bytes=1)
-        graph = with_untraced(graph, step, estimate(graph, target), unrounded)
+        graph = with_untraced(graph, step, roofline_costs(graph, target), unrounded)
         alignment_bytes = target.alignment_bytes
         fixed = step.fix_state(Tracker(alignment_bytes)) if alignment_bytes > 1 else graph.fixed_bytes
         tensors = [leaf for leaf in tree_leaves(step.batch) if isinstance(leaf, torch.Tensor)]
@@ -249,12 +249,12 @@ class MicroBatches:
         return max(samples_that_fit(self.budget.limit_bytes, fixed, per_sample), 1) if per_sample > 0 else 1
 
     def _peak_before_optimizer(self, micro_batch: int, accumulates: bool) -> int:
-        problem = self.problem(_alike(micro_batch, accumulates))
+        problem = self.problem(_even_window(micro_batch, accumulates))
         return int(problem.memory.curve(()).alive_bytes[: problem.graph.backward_end].max())
 
     def feasible(self, micro_batch: int, *, accumulates: bool) -> bool:
         """Whether some plan fits `micro_batch`."""
-        window = _alike(micro_batch, accumulates)
+        window = _even_window(micro_batch, accumulates)
         if self.how.is_exact and self.problem(window).memory.peak_without_regions <= self.budget.limit_bytes:
             return True
         self.on_try(f"is there a plan for micro-batch {micro_batch}")

@@ -26,7 +26,7 @@ from remat.planning.search import Judge, OnReplay, solve_within
 from remat.recording.fake_step import FakeStep
 from remat.reservation.fragmentation import assumed_settings
 from remat.solvers import Solver, load
-from remat.workload.training_loop import Loop
+from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 
 
@@ -36,7 +36,7 @@ def plan(
     budget: str | int,
     target: str = "auto",
     headroom: str | int | None = None,
-    loop: Loop | None = None,
+    loop: TrainingLoop | None = None,
     limits: Limits | None = None,
     solver: Solver | None = None,
     execution: str = EAGER,

@@ -8,19 +8,19 @@ from collections.abc import Callable
 
 import torch
 
-from remat.costing.costs import assumptions, estimate, with_library_workspaces
+from remat.costing.costs import assumptions, roofline_costs, with_library_workspaces
 from remat.costing.planning_device import PlanningDevice, find_planning_device
 from remat.costing.profile import Profile
 from remat.evaluation.sharding import shard
 from remat.planning.untraced import with_untraced
 from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
-from remat.workload.training_loop import Loop
+from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 
 
 def fake_step(
-    workload: Workload, place: PlanningDevice, *, loop: Loop | None = None, compiled: bool = False
+    workload: Workload, place: PlanningDevice, *, loop: TrainingLoop | None = None, compiled: bool = False
 ) -> FakeStep:
     """The workload's step on fake tensors that pretend to be on `place`; `compiled` where training will compile it."""
     device = place.device or torch.device("cpu")
@@ -47,7 +47,7 @@ def profile(
     workload: Workload,
     *,
     target: str = "auto",
-    loop: Loop | None = None,
+    loop: TrainingLoop | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Profile:
     """Record and cost the workload's step.
@@ -64,14 +64,14 @@ def profile_step(
     step: FakeStep, place: PlanningDevice, *, on_progress: Callable[[int, int], None] | None = None
 ) -> Profile:
     """`profile` of a step that is there already, under the loop that it has now."""
-    from remat.costing.operator_timing import measure
+    from remat.costing.operator_timing import time_operators
 
     whole = record(step, alignment_bytes=place.target.alignment_bytes)
     if place.device is None:
         whole = dataclasses.replace(whole, about={**whole.about, **assumptions(whole, place.target)})
-        costs = estimate(whole, place.target)
+        costs = roofline_costs(whole, place.target)
     else:
-        costs = measure(whole.kinds, place.device, on_progress=on_progress)
+        costs = time_operators(whole.kinds, place.device, on_progress=on_progress)
     whole = with_untraced(whole, step, costs, place.target, place.device)
     whole = with_library_workspaces(whole, place.target, costs)
     graph = shard(whole, step.loop)

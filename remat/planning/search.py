@@ -14,7 +14,7 @@ from collections.abc import Callable
 from remat.costing.profile import Profile
 from remat.errors import NoPlanInTime
 from remat.evaluation.evaluator import Memory
-from remat.evaluation.plan import Region, place
+from remat.evaluation.plan import Region, to_refs
 from remat.execution.base import Execution, Try
 from remat.formulation import check
 from remat.formulation.problem import Problem
@@ -52,7 +52,7 @@ class Judge:
         alive = self.execution.replay(
             self.step,
             problem.graph,
-            place(problem.graph, regions, problem.space.modules),
+            to_refs(problem.graph, regions, problem.space.modules),
             alignment_bytes=profile.target.alignment_bytes,
             workspace_of=profile.workspace_of(),
         )

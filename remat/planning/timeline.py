@@ -84,7 +84,7 @@ def timeline(
     memory = Memory(graph, costs.workspace_per_op(graph))
     stack = breakdown.over_time(memory, regions)
     curve = stack.curve
-    took_us = np.where(curve.runs, costs.per_op_us(graph)[curve.op], 0.0)
+    took_us = np.where(curve.executed, costs.per_op_us(graph)[curve.op], 0.0)
     ends = np.cumsum(took_us)
     begins = ends - took_us
     forward = curve.op < graph.forward_end
@@ -135,13 +135,13 @@ def _trace(graph: Graph, memory: Memory, regions: Sequence[Region]) -> list[dict
         trace.append(_event("alloc", address, size, _frames(name, "before the step")))
         address += size
     held = []  # of the step before, released in forward
-    for size, _ in graph.held:
-        held.append((address, size, _frames(breakdown.HELD, "before the step")))
+    for size, _ in graph.held_outputs:
+        held.append((address, size, _frames(breakdown.HELD_OUTPUTS, "before the step")))
         trace.append(_event("alloc", *held[-1]))
         address += size
     events = [(int(birth), 1, life) for life, birth in enumerate(lives.birth)]
     events += [(int(death) + 1, 0, life) for life, death in enumerate(lives.death) if death < len(lives.op) - 1]
-    events += [(until, 0, ~i) for i, (_, until) in enumerate(graph.held)]
+    events += [(until, 0, ~i) for i, (_, until) in enumerate(graph.held_outputs)]
     addresses = address + np.cumsum(lives.size_bytes) - lives.size_bytes
     for _, born, life in sorted(events):
         if life < 0:

@@ -29,11 +29,11 @@ from remat.evaluation.graph import (
 from remat.recording.optimizer_forms import forms_of
 from remat.recording.tracker import Tracker
 from remat.recording.view_histories import ViewHistories
-from remat.workload.held_outputs import Held
-from remat.workload.training_loop import Loop
+from remat.workload.held_outputs import HeldOutputs
+from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload, trainable
 
-NUMBER_BYTES = 16  # eight in forward, eight more while it is recomputed
+WRAPPED_NUMBER_BYTES = 16  # eight in forward, eight more while it is recomputed
 LARGEST_NORM = 1.0  # of gradients that are clipped; any number takes the same memory
 EMA_DECAY = 0.999  # likewise
 
@@ -44,7 +44,7 @@ class Finish:
     averages  the running average's tensors, parameters first; none before the first step
     """
 
-    def __init__(self, loop: Loop, model: nn.Module, optimizer: torch.optim.Optimizer | None):
+    def __init__(self, loop: TrainingLoop, model: nn.Module, optimizer: torch.optim.Optimizer | None):
         self.loop, self.model, self.optimizer = loop, model, optimizer
         self.averages: list[torch.Tensor] = []
 
@@ -95,7 +95,7 @@ class FakeStep:
         workload: Workload,
         *,
         device: torch.device,
-        loop: Loop | None = None,
+        loop: TrainingLoop | None = None,
         prepare: Callable[[fx.GraphModule], None] | None = None,
         recompute_context: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
         kernels_of: str | None = None,
@@ -105,7 +105,7 @@ class FakeStep:
         self.workload = workload
         self.device = device
         self.mode = FakeTensorMode()
-        self.loop = loop or Loop()
+        self.loop = loop or TrainingLoop()
         self._prepare = prepare
         self._prepared: dict[int, fx.GraphModule] = {}
         self._recompute_context = recompute_context
@@ -114,14 +114,14 @@ class FakeStep:
         self.model = fake_model(workload.build, self.mode, device)
         with self.mode, torch.device(device), (seen := OnesSeen()):
             self.batch = workload.batch(workload.batch_size, workload.seq_len)
-        self.run_call: Any = run_plainly
+        self.execute_call: Any = execute_plainly
         self._forward = self.model.forward
         self._ones = seen
         self._settled = compiled
         self.capture_anew(None if compiled else Answers())
         self._kernels_of = kernels_of or device.type
         self.finish = Finish(self.loop, self.model, self._make_optimizer())
-        self.held = Held()
+        self.held_outputs = HeldOutputs()
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -129,7 +129,7 @@ class FakeStep:
 
     def capture_anew(self, answers: Answers | None) -> None:
         """Forget what was captured, and capture with `answers` from now on."""
-        self.calls = _NotedCalls(self._forward, self._run_call, answers=answers, is_ones=self._ones.hold)
+        self.calls = _NotedCalls(self._forward, self._execute_call, answers=answers, is_ones=self._ones.hold)
         self.model.forward = self._traced_forward
 
     def _settle(self) -> None:
@@ -150,7 +150,7 @@ class FakeStep:
         with tracker.answering(), forms_of(self._kernels_of, self.device.type):
             yield
 
-    def _run_call(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
+    def _execute_call(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
         if id(graph_module) not in self._prepared:
             identity_of(graph_module)  # before kernels are put in
             if self._prepare is not None:
@@ -159,7 +159,7 @@ class FakeStep:
         substituted = self._recompute_context is not None  # such kernels cast by themselves
         autocast = torch.autocast(self.device.type, enabled=False) if substituted else contextlib.nullcontext()
         with autocast, self._views:
-            return tree_map(self._views.renewed, self.run_call(call, graph_module, args))
+            return tree_map(self._views.renewed, self.execute_call(call, graph_module, args))
 
     @contextlib.contextmanager
     def recompute_context(self) -> Iterator[None]:
@@ -197,7 +197,7 @@ class FakeStep:
         return loss
 
     def _holding(self) -> contextlib.AbstractContextManager[None]:
-        return self.held.catching(self.model) if self.loop.holds_outputs else contextlib.nullcontext()
+        return self.held_outputs.catching(self.model) if self.loop.holds_outputs else contextlib.nullcontext()
 
     def _traced_forward(self, *args: Any, **kwargs: Any) -> Any:
         with without_cache(self.model):
@@ -217,7 +217,7 @@ class FakeStep:
         and what the loop holds.
         """
         self._settle()
-        self.held.let_go()
+        self.held_outputs.let_go()
         self.model.zero_grad(set_to_none=True)
         self.finish = Finish(self.loop, self.model, self._make_optimizer())
         with self.mode, grouped_products(), Tracker(alignment_bytes) as tracker:
@@ -230,7 +230,7 @@ class FakeStep:
                 self.finish()
         return int(tracker.alive(since=forward_end)[backward_end:].max(initial=0)), tracker
 
-    def run(self, tracker: Tracker, after_forward: Callable[[], None], after_backward: Callable[[], None]) -> None:
+    def execute(self, tracker: Tracker, after_forward: Callable[[], None], after_backward: Callable[[], None]) -> None:
         """One whole step under `tracker`: forward, backward, optimizer."""
         with self.mode, grouped_products(), tracker:
             loss = self.forward()
@@ -280,5 +280,5 @@ def autocast_context(device: torch.device, dtype: torch.dtype | None) -> context
     return torch.autocast(device.type, dtype) if dtype else contextlib.nullcontext()
 
 
-def run_plainly(call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
+def execute_plainly(call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
     return graph_module(*args)

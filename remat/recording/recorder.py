@@ -36,14 +36,15 @@ from remat.evaluation.graph import (
     IDENTITY,
     OPTIMIZER_STATE,
     OUTSIDE,
+    WRAPPED_NUMBERS,
     Graph,
     Node,
-    Packs,
     Parameter,
+    SavedTensors,
     Storages,
 )
 from remat.evaluation.identity import NodeId
-from remat.recording.fake_step import NUMBER_BYTES, FakeStep, describe, run_plainly
+from remat.recording.fake_step import WRAPPED_NUMBER_BYTES, FakeStep, describe, execute_plainly
 from remat.recording.tracker import FIXED, Tracker
 from remat.workload.workload import trainable
 
@@ -55,7 +56,7 @@ def record(step: FakeStep, *, alignment_bytes: int = 1) -> Graph:
     fixed = step.fix_state(recorder)
     made = ("gradients", OPTIMIZER_STATE, "running average")  # by the first step itself
     before = sum(size for name, size in fixed.items() if name not in made)
-    step.run_call = recorder.run_call
+    step.execute_call = recorder.execute_call
     held: list[tuple[int, int]] = []
 
     def note(replace: Callable[[], None]) -> None:
@@ -63,12 +64,13 @@ def record(step: FakeStep, *, alignment_bytes: int = 1) -> Graph:
         replace()
         held.append((before_bytes - first.alive_now, recorder.op_count))
 
-    step.held.replacing = note
+    step.held_outputs.replacing = note
     with torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack):
-        step.run(recorder, recorder.after_forward, lambda: recorder.after_backward(step.model))
-    step.run_call, step.held.replacing = run_plainly, None
-    if recorder.numbers and step.device.type == "cpu" and alignment_bytes == 1:  # elsewhere they are not on the device
-        fixed["numbers"] = NUMBER_BYTES * recorder.numbers
+        step.execute(recorder, recorder.after_forward, lambda: recorder.after_backward(step.model))
+    step.execute_call, step.held_outputs.replacing = execute_plainly, None
+    on_cpu = step.device.type == "cpu" and alignment_bytes == 1  # elsewhere they are not on the device
+    if recorder.wrapped_numbers and on_cpu:
+        fixed[WRAPPED_NUMBERS] = WRAPPED_NUMBER_BYTES * recorder.wrapped_numbers
     paths = {path for path, _ in step.model.named_modules()}  # others, kept in a list say, have no path to be found by
     graph = recorder.graph(
         fixed, {**_about(step), CALLED_MODULES: [path for path in recorder.modules if path in paths]}
@@ -77,7 +79,7 @@ def record(step: FakeStep, *, alignment_bytes: int = 1) -> Graph:
         graph,
         parameters=tuple(recorder.parameters_of(step)),
         first_step_bytes=before + first_step_rise + sum(size for size, _ in held),
-        held=tuple(held),
+        held_outputs=tuple(held),
     )
 
 
@@ -120,12 +122,12 @@ class _Recorder(Tracker):
         self._op_nodes: list[int] = []
         self._storage_nodes: list[int] = []
         self._sequence: list[int] = []  # autograd sequence number at the start of each node
-        self._packs: list[dict[str, int]] = []
+        self._saved_tensors: list[dict[str, int]] = []
         self._sequence_after = 0
         self._open = 0
         self._readers: dict[int, set[int]] = {}  # id of a fixed storage -> nodes of forward that take it
         self._writers: dict[int, set[int]] = {}  # ... that change it
-        self.numbers = 0
+        self.wrapped_numbers = 0
         self.modules: dict[str, None] = {}  # paths of those that are called, in order
         self._forward_end = self._backward_end = -1
         self._gradients: tuple[int, ...] = ()
@@ -133,7 +135,7 @@ class _Recorder(Tracker):
 
     # Nodes
 
-    def run_call(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
+    def execute_call(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
         self.modules.update((path, None) for node in captured_nodes(graph_module) for path in module_paths(node))
         return _instrumented(graph_module, self, call)(*args)
 
@@ -144,11 +146,11 @@ class _Recorder(Tracker):
         op: str = "outside",
         module: str = "",
         effect: str = "other",
-        wired: set[int] = frozenset(),  # type: ignore[assignment]
+        graph_inputs: set[int] = frozenset(),  # type: ignore[assignment]
         given: set[int | None] = frozenset(),  # type: ignore[assignment]
         known: NodeId | None = None,
     ) -> None:
-        """A node starts; `wired` are the nodes of its graph that it takes values of, `given` those of others.
+        """A node starts; `graph_inputs` are the nodes of its graph that it takes values of, `given` those of others.
 
         None in `given` stands for a tensor that was there before the step.
         """
@@ -161,16 +163,16 @@ class _Recorder(Tracker):
                 "op": op,
                 "module": module,
                 "call": call,
-                "inputs": tuple(sorted(wired.union(i for i in given if i is not None))),
+                "inputs": tuple(sorted(graph_inputs.union(i for i in given if i is not None))),
                 "values": (),
                 "first": self.op_count,
                 "end": self.op_count,
                 "random": False,
                 "effect": effect,
                 "mutates": (),
-                "crossable": True,
-                "bracketed": False,
-                "wired": tuple(sorted(wired)),
+                "single_tensor": True,
+                "in_context": False,
+                "graph_inputs": tuple(sorted(graph_inputs)),
                 "takes_fixed": None in given,
                 "reused": (),
                 "reused_at": (),
@@ -186,8 +188,8 @@ class _Recorder(Tracker):
         self._open += bracket
         node["values"] = tuple(sorted(storages))
         node["end"] = self.op_count
-        node["crossable"] = isinstance(value, torch.Tensor)
-        node["bracketed"] = self._open > 0
+        node["single_tensor"] = isinstance(value, torch.Tensor)
+        node["in_context"] = self._open > 0
         self._sequence_after = torch._C._autograd._get_sequence_nr()
         self._current = None
 
@@ -213,16 +215,16 @@ class _Recorder(Tracker):
         self._op_nodes.append(node)
         self._storage_nodes += [node if in_forward else -1] * (len(self.storages) - len(self._storage_nodes))
         if in_forward:
-            self._count_numbers(func, args)
+            self._count_wrapped_numbers(func, args)
             self._note_effects(node, func, args, kwargs)
             self._note_reused(op, node, args, kwargs)
             self._nodes[node]["end"] = self.op_count
 
-    def _count_numbers(self, func: Any, args: Any) -> None:
+    def _count_wrapped_numbers(self, func: Any, args: Any) -> None:
         """Count Python numbers given where a tensor is meant: autograd keeps each as a tensor that no hook sees."""
         for value, argument in zip(args, func._schema.arguments, strict=False):
             if isinstance(value, (int, float)) and str(argument.type) == "Tensor":
-                self.numbers += 1
+                self.wrapped_numbers += 1
 
     def _begin_outside(self, first: int) -> None:
         """Let what runs between graph calls from operator `first` on be a node of its own."""
@@ -322,13 +324,13 @@ class _Recorder(Tracker):
             "used": -1,
             "release": -1,
         }
-        self._packs.append(row)
-        return len(self._packs) - 1, self._copy(tensor, row, "release")
+        self._saved_tensors.append(row)
+        return len(self._saved_tensors) - 1, self._copy(tensor, row, "release")
 
     @torch._disable_dynamo
     def unpack(self, packed: tuple[int, torch.Tensor]) -> torch.Tensor:
         index, copy = packed
-        row = self._packs[index]
+        row = self._saved_tensors[index]
         if row["unpack"] < 0:
             row["unpack"] = self.op_count
         return self._copy(copy, row, "used")
@@ -378,9 +380,9 @@ class _Recorder(Tracker):
             node=_column(self._storage_nodes),
             cast=_column(int(s.cast) for s in self.storages),
         )
-        packs = Packs(
+        saved_tensors = SavedTensors(
             **{
-                name: _column(last if name == "release" and row[name] < 0 else row[name] for row in self._packs)
+                name: _column(last if name == "release" and row[name] < 0 else row[name] for row in self._saved_tensors)
                 for name in ("node", "storage", "copy_bytes", "at", "unpack", "used", "release")
             }
         )
@@ -390,7 +392,7 @@ class _Recorder(Tracker):
             op_kind=_column(self.op_kinds),
             op_node=_column(self._op_nodes),
             storages=storages,
-            packs=packs,
+            saved_tensors=saved_tensors,
             forward_end=self._forward_end,
             backward_end=self._backward_end,
             fixed_bytes=fixed,
@@ -424,13 +426,13 @@ def _recorded(node: fx.Node, function: Callable[..., Any], recorder: _Recorder, 
     wiring = tree_leaves((node.args, node.kwargs))
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
-        wired = {recorder.index[call, name] for name in names}
+        graph_inputs = {recorder.index[call, name] for name in names}
         given = {
             recorder.take(value)  # from an earlier graph call, or nobody
             for argument, value in zip(wiring, tree_leaves((args, kwargs)), strict=False)
             if isinstance(argument, fx.Node) and argument.op == "placeholder" and isinstance(value, torch.Tensor)
         }
-        recorder.begin(call, node.name, text, module, effect, wired, given, known)
+        recorder.begin(call, node.name, text, module, effect, graph_inputs, given, known)
         try:
             value = function(*args, **kwargs)
         except RematError:

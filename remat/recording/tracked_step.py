@@ -28,9 +28,9 @@ def track(step: FakeStep, tracker: Tracker, after_forward: Callable[[], None] | 
     """Run `step` under `tracker`; where the loop holds outputs, after a step whose outputs it holds."""
     fixed = sum(step.fix_state(tracker).values())
     if step.loop.holds_outputs:
-        step.run(tracker, after_forward or _nothing, _nothing)
+        step.execute(tracker, after_forward or _nothing, _nothing)
     first = tracker.op_count
-    step.run(tracker, after_forward or _nothing, _nothing)
+    step.execute(tracker, after_forward or _nothing, _nothing)
     return Tracked(tracker, fixed, first)
 
 

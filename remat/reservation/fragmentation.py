@@ -73,12 +73,12 @@ def footprint(
     graph = memory.graph
     for size in before_first_step(graph):
         allocator.malloc(size)
-    step.run(allocator, state=states(graph))
+    step.execute(allocator, state=states(graph))
     steps, reserved = 1, -1
     while allocator.reserved_bytes > reserved and steps < MOST_STEPS:
         steps, reserved = steps + 1, allocator.reserved_bytes
         allocator.reset_peaks()
-        step.run(allocator)
+        step.execute(allocator)
     counts = (allocator.peak_requested_bytes, allocator.peak_allocated_bytes, allocator.reserved_bytes)
     return Footprint(*counts, str(allocator.settings), steps)
 
@@ -141,10 +141,10 @@ class _Step:
     def __init__(self, memory: Memory, regions: Sequence[Region]):
         graph, lives = memory.graph, memory.lives(regions)
         real = np.flatnonzero((lives.size_bytes > 0) & (lives.death >= lives.birth))
-        workspace = np.where(lives.runs, memory.workspace_bytes[lives.op], 0)
+        workspace = np.where(lives.executed, memory.workspace_bytes[lives.op], 0)
         working = np.flatnonzero(workspace)
         # What the loop holds of the step before is there when this one begins, in a block of its own.
-        until = np.array([until for _, until in graph.held], dtype=np.int64)
+        until = np.array([until for _, until in graph.held_outputs], dtype=np.int64)
         held = len(lives.size_bytes) + np.arange(len(until))
         position = np.concatenate([np.full(len(held), -1), lives.birth[real], working, lives.death[real], until - 1])
         kind = np.repeat([0, 0, 1, 2, 2], [len(held), len(real), len(working), len(real), len(held)])
@@ -153,18 +153,18 @@ class _Step:
         optimizer = int(np.argmax(np.append(lives.op, graph.op_count) >= graph.backward_end))
         self._optimizer = int(np.searchsorted(position[order], optimizer))
         self._kind, self._who = kind[order].tolist(), who[order].tolist()
-        self._sizes = [*lives.size_bytes.tolist(), *(size for size, _ in graph.held)]
+        self._sizes = [*lives.size_bytes.tolist(), *(size for size, _ in graph.held_outputs)]
         self._workspace = workspace.tolist()
 
-    def run(self, allocator: CachingAllocator, state: Iterable[int] = ()) -> None:
+    def execute(self, allocator: CachingAllocator, state: Iterable[int] = ()) -> None:
         """Feed it to `allocator`; `state` is made when the optimizer begins, and stays."""
         held: dict[int, Block] = {}
-        self._run(allocator, held, 0, self._optimizer)
+        self._feed(allocator, held, 0, self._optimizer)
         for size in state:
             allocator.malloc(size)
-        self._run(allocator, held, self._optimizer, len(self._kind))
+        self._feed(allocator, held, self._optimizer, len(self._kind))
 
-    def _run(self, allocator: CachingAllocator, held: dict[int, Block], begin: int, end: int) -> None:
+    def _feed(self, allocator: CachingAllocator, held: dict[int, Block], begin: int, end: int) -> None:
         sizes, malloc, free = self._sizes, allocator.malloc, allocator.free
         for kind, who in zip(self._kind[begin:end], self._who[begin:end], strict=True):
             if kind == 0:

@@ -25,8 +25,8 @@ from remat.evaluation.plan import Plan
 from remat.execution.apply import apply
 from remat.recording.fake_step import Finish, autocast_context
 from remat.recording.tracker import Tracker
-from remat.workload.held_outputs import Held
-from remat.workload.training_loop import Loop
+from remat.workload.held_outputs import HeldOutputs
+from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload, trainable
 
 LONG_STEP_S = 5.0  # a step that takes longer is timed once
@@ -57,7 +57,7 @@ def seed_all(seed: int) -> None:
 class Training:
     """A workload's model, batch and optimizer on the device."""
 
-    def __init__(self, workload: Workload, device: torch.device, seed: int, loop: Loop):
+    def __init__(self, workload: Workload, device: torch.device, seed: int, loop: TrainingLoop):
         self.workload, self.device, self.loop = workload, device, loop
         self._seed_of_steps = seed + 2
         seed_all(seed)
@@ -65,7 +65,7 @@ class Training:
             self.model = workload.build().to(device).train()
         self._called: nn.Module = self.model
         self._state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._tensors()}
-        self.finish, self.held = Finish(loop, self.model, None), Held()
+        self.finish, self.held_outputs = Finish(loop, self.model, None), HeldOutputs()
         self.set_batch(workload.batch_size, seed + 1)
 
     def call_as(self, prepare: Callable[[nn.Module], nn.Module]) -> None:
@@ -86,7 +86,7 @@ class Training:
     def begin_again(self) -> None:
         """Parameters, buffers and random state as at the start; a new optimizer."""
         self.finish = Finish(self.loop, self.model, None)
-        self.held.let_go()
+        self.held_outputs.let_go()
         self.model.zero_grad(set_to_none=True)
         with torch.no_grad():
             for name, tensor in self._tensors():
@@ -97,7 +97,7 @@ class Training:
         seed_all(self._seed_of_steps)
 
     def forward_and_backward(self) -> torch.Tensor:
-        holding = self.held.catching(self.model) if self.loop.holds_outputs else contextlib.nullcontext()
+        holding = self.held_outputs.catching(self.model) if self.loop.holds_outputs else contextlib.nullcontext()
         with autocast_context(self.device, self.workload.autocast), holding:
             loss = self.workload.step(self._called, self.batch)
         loss.backward()
@@ -116,7 +116,7 @@ class Training:
 
     def peak_of_update(self, alignment_bytes: int) -> int:
         """Peak of the next optimizer step, with what exists before it."""
-        self.held.let_go()
+        self.held_outputs.let_go()
         before = self.bytes_before(alignment_bytes)
         release_memory(self.device)
         return before + measure_peak(self.from_nothing_held(self.update), self.device, requested=True)
@@ -142,9 +142,9 @@ class Training:
         tensors = [leaf for leaf in tree_leaves(kept) if isinstance(leaf, torch.Tensor)]
         return Tracker(alignment_bytes).fix([t for t in tensors if t.device.type == self.device.type])
 
-    def measure(self, alignment_bytes: int, repeats: int) -> tuple[Measured, int]:
+    def measure_steady_step(self, alignment_bytes: int, repeats: int) -> tuple[Measured, int]:
         """Memory and time of a step in the steady state, and the peak of requested bytes with what exists before it."""
-        self.held.let_go()
+        self.held_outputs.let_go()
         before = self.bytes_before(alignment_bytes)
         release_memory(self.device)
         measured = measure_step(self.from_nothing_held(self.step), self.device, warm_up=0, repeats=0)
@@ -172,16 +172,16 @@ def alive_over_step(
     """(microseconds, bytes alive) over one steady-state step on the CPU, under `plan` if there is one."""
     device = torch.device("cpu")
     with undisturbed(device):
-        training = Training(workload, device, seed, Loop.of(about))
+        training = Training(workload, device, seed, TrainingLoop.of(about))
         training.begin_again()
         if plan is not None:
             apply(training.model, plan)
         training.step()
         before = training.bytes_before(1)
         release_memory(device)
-        training.held.let_go()
+        training.held_outputs.let_go()
         alone = len(allocation_events(training.step)) if training.loop.holds_outputs else 0
-        training.held.let_go()
+        training.held_outputs.let_go()
         events = allocation_events(training.from_nothing_held(training.step))
     times, sizes = np.array([e[0] for e in events]), np.array([e[1] for e in events], dtype=np.int64)
     times, alive = times[alone:], before + np.cumsum(sizes)[alone:]

@@ -35,14 +35,14 @@ from typing import Any
 import torch
 
 from remat.capture.dynamo import cache_builders
-from remat.costing.costs import estimate
-from remat.costing.operator_timing import device_target, measure, physical_memory
+from remat.costing.costs import roofline_costs
+from remat.costing.operator_timing import device_target, physical_memory, time_operators
 from remat.costing.planning_device import PlanningDevice
 from remat.costing.timing_cache import device_name
 from remat.errors import PlanMismatch, UsageError, ValidationFailed, is_out_of_memory
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import Graph
-from remat.evaluation.plan import PlacedRegion, Plan, Region, place, traced_branches
+from remat.evaluation.plan import Plan, Region, RegionRef, to_refs, traced_branches
 from remat.execution import executions
 from remat.execution.apply import apply, counts_of, planned_forward, remove
 from remat.execution.base import Execution
@@ -59,7 +59,7 @@ from remat.units import gib
 from remat.validation.kernel_log import KernelLog, kernel_differences
 from remat.validation.report import Report
 from remat.validation.training import Training, undisturbed
-from remat.workload.training_loop import Loop
+from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload, trainable
 
 BEARABLE_S = 10.0  # estimated time of one step on a CPU
@@ -95,16 +95,18 @@ def validate(
     how = executions.load(plan.execution)
     place = _place(device)
     assert place.device is not None
-    how.require(place, Loop.of(plan.about))
+    how.require(place, TrainingLoop.of(plan.about))
     with undisturbed(place.device):
         sizes = _Sizes(workload, plan, place, how)
-        run = sizes.largest(sizes.planned_load)
-        compared = sizes.largest(sizes.untouched_load, at_most=run.workload.batch_size)
-        return _Validation(plan, how, place, run, compared, seed, repeats, sizes.notes).report(sizes, on_progress)
+        planned_step = sizes.largest(sizes.planned_load)
+        compared = sizes.largest(sizes.untouched_load, at_most=planned_step.workload.batch_size)
+        return _Validation(plan, how, place, planned_step, compared, seed, repeats, sizes.notes).report(
+            sizes, on_progress
+        )
 
 
 def _place(device: str | torch.device | None) -> PlanningDevice:
-    """The device at hand, as a place to predict for."""
+    """The device at hand, as a planning device."""
     found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if found.type not in ("cpu", "cuda"):
         raise UsageError(f"device {str(found)!r} is not supported; choose cpu or cuda.")
@@ -125,7 +127,7 @@ class _Recorded:
     workload: Workload
     step: FakeStep
     graph: Graph
-    placed: tuple[PlacedRegion, ...]
+    refs: tuple[RegionRef, ...]
     regions: tuple[Region, ...]
     how: Execution
 
@@ -143,18 +145,18 @@ class _Sizes:
         if batch_size not in self._known:
             workload = self._workload.sized(batch_size)
             compiled = self._how.compiler is not None
-            step = fake_step(workload, self._place, loop=Loop.of(self._plan.about), compiled=compiled)
+            step = fake_step(workload, self._place, loop=TrainingLoop.of(self._plan.about), compiled=compiled)
             graph = record(step, alignment_bytes=self._place.target.alignment_bytes)
             regions = _found(self._plan, graph)
-            placed = place(graph, regions, _modules(self._plan, regions))
-            self._known[batch_size] = _Recorded(workload, step, graph, placed, regions, self._how)
+            refs = to_refs(graph, regions, _modules(self._plan, regions))
+            self._known[batch_size] = _Recorded(workload, step, graph, refs, regions, self._how)
         return self._known[batch_size]
 
     def planned_load(self, recorded: _Recorded) -> tuple[float, str]:
         """How many times too much the planned step is, in memory or in time, and why."""
         graph, regions = recorded.graph, recorded.regions
         load, why = self._memory_load(graph, Memory(graph).curve(regions).peak_bytes, "the planned step")
-        costs = estimate(graph, self._place.target)
+        costs = roofline_costs(graph, self._place.target)
         seconds = costs.step_time_us(graph) + Memory(graph).recompute_time_us(regions, costs.per_op_us(graph))
         seconds /= 1e6
         if self._place.target.device == "cpu" and seconds / BEARABLE_S > load:
@@ -163,7 +165,7 @@ class _Sizes:
 
     def untouched_load(self, recorded: _Recorded) -> tuple[float, str]:
         graph, target = recorded.graph, self._place.target
-        graph = with_untraced(graph, recorded.step, estimate(graph, target), target)
+        graph = with_untraced(graph, recorded.step, roofline_costs(graph, target), target)
         return self._memory_load(graph, Memory(graph).peak_without_checkpointing, "the untouched step")
 
     def _memory_load(self, graph: Graph, peak_bytes: int, what: str) -> tuple[float, str]:
@@ -206,7 +208,7 @@ class _Sizes:
 
 
 def _modules(plan: Plan, regions: tuple[Region, ...]) -> list[tuple[int, int, str]]:
-    """Which module each region is, as `place` wants it."""
+    """Which module each region is, as `to_refs` wants it."""
     return [(here.first, here.end, there.module) for here, there in zip(regions, plan.regions, strict=True)]
 
 
@@ -264,11 +266,11 @@ class _Prediction:
 def _predict(recorded: _Recorded, place: PlanningDevice, on_progress: Progress | None) -> _Prediction:
     assert place.device is not None
     graph = recorded.graph
-    costs = measure(graph.kinds, place.device, on_progress=on_progress)
+    costs = time_operators(graph.kinds, place.device, on_progress=on_progress)
     graph = with_untraced(graph, recorded.step, costs, place.target, place.device)
     memory = Memory(graph, costs.workspace_per_op(graph))
     options: Any = {"alignment_bytes": place.target.alignment_bytes, "workspace_of": costs.workspace_of(graph)}
-    peak = int(recorded.how.replay(recorded.step, graph, recorded.placed, **options).max())
+    peak = int(recorded.how.replay(recorded.step, graph, recorded.refs, **options).max())
     untouched = memory.peak_without_checkpointing
     if recorded.how.compiler is not None:
         untouched = int(recorded.how.replay(recorded.step, graph, (), **options).max())
@@ -364,19 +366,19 @@ def _observed_nodes(counts: Counts, recorded: _Recorded) -> int | None:
     if not isinstance(counts, ModuleCounts):
         return counts.recomputed_nodes
     memory = Memory(recorded.graph)
-    regions = zip(recorded.placed, recorded.regions, strict=True)
-    return sum(counts.recomputed[placed.module] * memory.recomputed_nodes([region]) for placed, region in regions)
+    regions = zip(recorded.refs, recorded.regions, strict=True)
+    return sum(counts.recomputed[ref.module] * memory.recomputed_nodes([region]) for ref, region in regions)
 
 
 class _Validation:
-    """`run` is the planned step that is measured, `compared` the one whose gradients are compared. (Rule 4)"""
+    """`planned_step` is the one that is measured, `compared` the one whose gradients are compared. (Rule 4)"""
 
     def __init__(
         self,
         plan: Plan,
         how: Execution,
         place: PlanningDevice,
-        run: _Recorded,
+        planned_step: _Recorded,
         compared: _Recorded,
         seed: int,
         repeats: int,
@@ -384,14 +386,14 @@ class _Validation:
     ):
         assert place.device is not None
         self.plan, self.how, self.place, self.device = plan, how, place, place.device
-        self.run, self.compared = run, compared
+        self.planned_step, self.compared = planned_step, compared
         self.seed, self.repeats, self.notes = seed, repeats, notes
         self.alignment_bytes = place.target.alignment_bytes
 
     @property
     def fits(self) -> bool:
         """Whether the untouched step runs at the batch of the planned one."""
-        return self.run is self.compared
+        return self.planned_step is self.compared
 
     def report(self, sizes: _Sizes, on_progress: Progress | None) -> Report:
         self.notes += [f"The planned step runs a traced branch: {text}." for text in traced_branches(self.plan.about)]
@@ -400,10 +402,10 @@ class _Validation:
                 "The model calls torch.utils.checkpoint itself, so the untouched step recomputes too: kernels are not "
                 "compared, and its predicted peak is that without these calls."
             )
-        prediction = _predict(self.run, self.place, on_progress)
+        prediction = _predict(self.planned_step, self.place, on_progress)
         predicted, limit = self._promise(prediction)
         untouched, comparison, measured = self._steps(sizes)
-        workload = self.run.workload
+        workload = self.planned_step.workload
         if untouched is None:
             untouched = prediction.untouched
             self.notes.append(
@@ -433,7 +435,7 @@ class _Validation:
 
     def _promise(self, prediction: _Prediction) -> tuple[dict[str, int], tuple[str, int]]:
         """What is predicted, and what the measured peak is held against. (Rule 3)"""
-        plan, workload = self.plan, self.run.workload
+        plan, workload = self.plan, self.planned_step.workload
         about, here = plan.about, self.place.target.name
         if prediction.unmeasured:
             self.notes.append(f"The workspaces of {prediction.unmeasured} kinds of kernel could not be measured.")
@@ -479,14 +481,14 @@ class _Validation:
         except torch.OutOfMemoryError as error:
             raise ValidationFailed(
                 f"the planned step runs out of memory on {device_name(self.device)} at batch size "
-                f"{self.run.workload.batch_size}: {str(error).splitlines()[0]}"
+                f"{self.planned_step.workload.batch_size}: {str(error).splitlines()[0]}"
             ) from error
 
     def _built(self) -> Training:
         """The model on the device; its states alone may be too much for a device that others use too."""
         workload, graph = self.compared.workload, self.compared.graph
         try:
-            return Training(workload, self.device, self.seed, Loop.of(self.plan.about))
+            return Training(workload, self.device, self.seed, TrainingLoop.of(self.plan.about))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -503,7 +505,7 @@ class _Validation:
         if not self.fits:
             return found, None
         training.finish()
-        measured, peak = training.measure(self.alignment_bytes, self.repeats)
+        measured, peak = training.measure_steady_step(self.alignment_bytes, self.repeats)
         return found, {"peak_bytes": peak, "step_time_us": round(measured.time_us)}
 
     def _compare(self, training: Training, expected: _FirstStep) -> _Comparison:
@@ -563,9 +565,9 @@ class _Validation:
     def _planned(self, training: Training) -> dict[str, int]:
         """The planned step at full size, in its steady state."""
         if not self.fits:
-            training.set_batch(self.run.workload.batch_size, self.seed + 1)
+            training.set_batch(self.planned_step.workload.batch_size, self.seed + 1)
             training.step()
-        measured, peak = training.measure(self.alignment_bytes, self.repeats)
+        measured, peak = training.measure_steady_step(self.alignment_bytes, self.repeats)
         found = {"peak_bytes": peak, "step_time_us": round(measured.time_us)}
         if measured.reserved_bytes is None:
             return found

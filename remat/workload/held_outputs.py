@@ -4,8 +4,8 @@ In `logits, loss = model(x, y)` the names go on holding the last outputs while t
 So the logits are there twice when a forward ends, and once through backward and while the optimizer runs. A workload's
 `step` is a function, whose names go when it returns; a loop written out is not.
 
-`Held` does what such a loop does, for records, replays and measurements of a loop that says so (`Loop.holds`).
-`LastOutputs` looks whether a loop does it that has not said so. It holds weak references only.
+`HeldOutputs` does what such a loop does, for records, replays and measurements of a loop that says so
+(`TrainingLoop.holds`). `LastOutputs` notices a loop that does it and has not said so. It holds weak references only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SMALLEST_BYTES = 4096  # a storage below that is no output that matters: a loss,
 DEEPEST = 4  # containers within one another that are looked into
 
 
-class Held:
+class HeldOutputs:
     """The outputs of each call of a model in a step, until the same call of the next step has returned.
 
     replacing  called with what lets go of the old outputs, in place of letting go of them

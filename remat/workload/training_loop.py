@@ -1,7 +1,7 @@
 """The loop around a step: what training does besides forward and backward, as far as it takes memory.
 
-A `Loop` is data: the recorder (`recorder.py`) runs what it names for real on fake tensors, sharding (`sharding.py`)
-computes what a rank keeps.
+A `TrainingLoop` is data: the recorder (`recorder.py`) runs what it names for real on fake tensors, sharding
+(`sharding.py`) computes what a rank keeps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HOLDS: tuple[Holds, ...] = ("loss", "outputs")
 
 
 @dataclasses.dataclass(frozen=True)
-class Loop:
+class TrainingLoop:
     """accumulation    micro-batches per optimizer step; with more than one, gradients are alive through forward
     clip_grad_norm  `torch.nn.utils.clip_grad_norm_` runs before the optimizer
     ema             a running average of parameters and buffers is kept, as `torch.optim.swa_utils` does
@@ -63,12 +63,12 @@ class Loop:
 
     def to_json(self) -> dict[str, Any]:
         """For `Graph.about`: what differs from the plain loop, and always the accumulation."""
-        plain = Loop()
+        plain = TrainingLoop()
         changed = {name: value for name, value in vars(self).items() if value != getattr(plain, name)}
         return {"accumulation": self.accumulation, **changed}
 
     @staticmethod
-    def of(about: dict[str, Any]) -> Loop:
+    def of(about: dict[str, Any]) -> TrainingLoop:
         """The loop that `about` of a graph or plan tells of."""
-        names = {field.name for field in dataclasses.fields(Loop)}
-        return Loop(**{name: value for name, value in about.items() if name in names})
+        names = {field.name for field in dataclasses.fields(TrainingLoop)}
+        return TrainingLoop(**{name: value for name, value in about.items() if name in names})

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from remat.planning.estimate import Estimate, Peaks
     from remat.recording.fake_step import FakeStep
     from remat.recording.optimizer_states import States
-    from remat.workload.training_loop import Loop
+    from remat.workload.training_loop import TrainingLoop
 
 SEVERAL = 2  # micro-batches: from the second on, all are alike
 MODULES = 10  # rows
@@ -60,12 +60,12 @@ def estimate(
     return _answer(estimates, levers)
 
 
-def _other_loop(loop: Loop) -> Loop:
+def _other_loop(loop: TrainingLoop) -> TrainingLoop:
     """The same loop without accumulation, or with it."""
     return dataclasses.replace(loop, accumulation=1 if loop.accumulates else SEVERAL)
 
 
-def _recorded_again(step: FakeStep, found: Source, loop: Loop) -> Profile:
+def _recorded_again(step: FakeStep, found: Source, loop: TrainingLoop) -> Profile:
     from remat.planning.profiling import profile_step
 
     assert found.place is not None
@@ -95,7 +95,7 @@ def _advice(found: Source, profile: Profile, step: FakeStep | None, regions: Any
 def _states(count: int, source: SourceOptions) -> Answer:
     from remat.recording.optimizer_states import states_of
     from remat.workload.optimizers import optimizer_named
-    from remat.workload.training_loop import Loop
+    from remat.workload.training_loop import TrainingLoop
     from remat.workload.workload import weights_and_optimizer
 
     other = [name for name in source.given if name not in ("optimizer", "dtype", "ranks", "shard", "target")]
@@ -103,14 +103,14 @@ def _states(count: int, source: SourceOptions) -> Answer:
         raise UsageError(f"--{other[0].replace('_', '-')} needs a model; leave it out, or --parameters.")
     named = optimizer_named(source.optimizer or "adamw")
     dtype, optimizer = weights_and_optimizer(source.dtype or "fp32", named)  # type: ignore[arg-type]
-    loop = Loop(ranks=source.ranks or 1, shard=source.shard)  # type: ignore[arg-type]
+    loop = TrainingLoop(ranks=source.ranks or 1, shard=source.shard)  # type: ignore[arg-type]
     states = states_of([(count,)], dtype, optimizer).per_rank(loop.ranks, loop.shard)
     data: dict[str, Any] = {"parameters": count, "ranks": loop.ranks, "shard": loop.shard, "total_bytes": states.total}
     data |= {"states": dataclasses.asdict(states)}
     return Answer(data, _states_text(count, states, source, loop))
 
 
-def _states_text(count: int, states: States, source: SourceOptions, loop: Loop) -> str:
+def _states_text(count: int, states: States, source: SourceOptions, loop: TrainingLoop) -> str:
     from remat.cli.screen import aligned
 
     per_rank = f", one of {loop.ranks} ranks ({loop.shard or 'nothing shared'})" if loop.ranks > 1 else ""
@@ -127,12 +127,13 @@ def _states_text(count: int, states: States, source: SourceOptions, loop: Loop) 
 
 
 def _answer(estimates: Sequence[Estimate], levers: list[Lever] | None) -> Answer:
-    from remat.workload.training_loop import Loop
+    from remat.workload.training_loop import TrainingLoop
 
     first = estimates[0]
     data = first.to_json()
     data["other_accumulation"] = [
-        {"loop": Loop.of(other.about).to_json(), "peaks": dataclasses.asdict(other.peaks)} for other in estimates[1:]
+        {"loop": TrainingLoop.of(other.about).to_json(), "peaks": dataclasses.asdict(other.peaks)}
+        for other in estimates[1:]
     ]
     data["levers"] = None if levers is None else [dataclasses.asdict(lever) for lever in levers]
     return Answer(data, _text(estimates, levers))

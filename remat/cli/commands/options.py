@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from remat.cli.model_spec import ModelSpec
     from remat.cli.screen import LiveLine
     from remat.formulation.solution import Limits
-    from remat.workload.training_loop import Loop
+    from remat.workload.training_loop import TrainingLoop
 
 STEP, LOOP, SEARCH = "The training step", "The training loop", "The search"  # titles in --help
 
@@ -147,12 +147,12 @@ class StepOptions(ModelOptions):
         ),
     ] = None
 
-    def loop(self) -> Loop:
+    def loop(self) -> TrainingLoop:
         """What training does around the step; UsageError where it contradicts itself."""
-        from remat.workload.training_loop import Loop
+        from remat.workload.training_loop import TrainingLoop
 
-        names = (field.name for field in dataclasses.fields(Loop))
-        return Loop(**{name: value for name in names if (value := getattr(self, name)) is not None})
+        names = (field.name for field in dataclasses.fields(TrainingLoop))
+        return TrainingLoop(**{name: value for name in names if (value := getattr(self, name)) is not None})
 
 
 @dataclasses.dataclass(frozen=True)

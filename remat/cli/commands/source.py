@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from remat.planning.budget import Budget
     from remat.recording.fake_step import FakeStep
     from remat.workload.target import Target
-    from remat.workload.training_loop import Loop
+    from remat.workload.training_loop import TrainingLoop
     from remat.workload.workload import Workload
 
 MOST_LEVERS = 4  # that a refusal names
@@ -43,7 +43,7 @@ class Source:
     spec: ModelSpec | None
     record: Callable[[], tuple[Profile, FakeStep | None]]
     place: PlanningDevice | None = None
-    loop: Loop | None = None
+    loop: TrainingLoop | None = None
 
 
 def opened(options: StepOptions, line: LiveLine, execution: Execution | None = None) -> Source:
@@ -62,13 +62,13 @@ def _from_plan(path: Path, line: LiveLine) -> tuple[Source, Plan]:
     line.say("loading PyTorch")
     from remat.costing.planning_device import find_planning_device
     from remat.evaluation.plan import Plan
-    from remat.workload.training_loop import Loop
+    from remat.workload.training_loop import TrainingLoop
 
     plan = Plan.load(path)
     spec = spec_in(plan.about, path)
     if spec is None:
         raise UsageError(f"{path} does not say how to build its model; make the plan with `remat plan --model`.")
-    return _recorded(spec, find_planning_device(plan.target), Loop.of(plan.about), line), plan
+    return _recorded(spec, find_planning_device(plan.target), TrainingLoop.of(plan.about), line), plan
 
 
 def opened_step(options: SourceOptions, plan: Path | None, line: LiveLine) -> tuple[Source, Plan | None]:
@@ -105,7 +105,9 @@ def _from_model(options: StepOptions, line: LiveLine, execution: Execution | Non
     return _recorded(spec, find_planning_device(options.target or "auto"), loop, line, compiled=compiled)
 
 
-def _recorded(spec: ModelSpec, place: PlanningDevice, loop: Loop, line: LiveLine, *, compiled: bool = False) -> Source:
+def _recorded(
+    spec: ModelSpec, place: PlanningDevice, loop: TrainingLoop, line: LiveLine, *, compiled: bool = False
+) -> Source:
     def record() -> tuple[Profile, FakeStep]:
         from remat.planning.profiling import fake_step, profile_step
 

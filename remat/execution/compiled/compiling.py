@@ -23,7 +23,7 @@ from torch import fx
 
 from remat.capture.nodes import captured_nodes
 from remat.errors import PlanMismatch, UsageError
-from remat.evaluation.plan import PlacedRegion
+from remat.evaluation.plan import RegionRef
 from remat.execution.compiled.tags import RECOMPUTED, SAVED
 from remat.execution.eager.rewrite import CallRegion, Counts
 
@@ -92,7 +92,7 @@ def compile_graph(
         return found_backend(inner)(graph_module, inputs)
 
 
-def require_kept(regions: Sequence[CallRegion] | Sequence[PlacedRegion], inner: str | Backend) -> None:
+def require_kept(regions: Sequence[CallRegion] | Sequence[RegionRef], inner: str | Backend) -> None:
     """Raise UsageError where `inner` would not keep `regions`."""
     if name_of(inner) not in COMPILERS:
         raise UsageError(f"a plan is kept by the compilers {INDUCTOR} and {AOT_EAGER}, not by {name_of(inner)!r}.")

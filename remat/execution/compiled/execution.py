@@ -21,7 +21,7 @@ from remat.costing.planning_device import PlanningDevice
 from remat.costing.profile import Profile
 from remat.errors import UsageError
 from remat.evaluation.graph import Graph
-from remat.evaluation.plan import PlacedRegion
+from remat.evaluation.plan import RegionRef
 from remat.execution.base import Execution, Try, require_depth
 from remat.execution.compiled.compiling import AOT_EAGER, INDUCTOR
 from remat.execution.compiled.fusion import fused
@@ -30,7 +30,7 @@ from remat.formulation.problem import Problem
 from remat.formulation.search_space import Space, find_space
 from remat.formulation.solution import NONE_NEEDED, Solution
 from remat.recording.fake_step import FakeStep
-from remat.workload.training_loop import Loop
+from remat.workload.training_loop import TrainingLoop
 
 NEAR = 0.02  # of the budget: what is left of it is not worth another replay
 
@@ -42,7 +42,7 @@ class CompiledExecution(Execution):
     def __init__(self, compiler: str):
         self.name = self.compiler = compiler
 
-    def require(self, device: PlanningDevice | None, loop: Loop | None) -> None:
+    def require(self, device: PlanningDevice | None, loop: TrainingLoop | None) -> None:
         if device is None:
             raise UsageError("a plan for compiled execution compiles the model, and a profile has none; use --model.")
         if device.device is None:
@@ -59,7 +59,7 @@ class CompiledExecution(Execution):
     def price(self, profile: Profile) -> Profile:
         return fused(profile) if self.name == INDUCTOR else profile
 
-    def replay_seen(self, step: FakeStep, regions: Sequence[PlacedRegion], **options: Any) -> np.ndarray:
+    def replay_seen(self, step: FakeStep, regions: Sequence[RegionRef], **options: Any) -> np.ndarray:
         return replay_compiled(step, regions, compiler=self.name, device=step.device, **options)
 
     def trivial(self, problem: Problem, replayed: Callable[[], int] | None) -> Solution | None:

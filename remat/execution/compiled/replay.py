@@ -19,7 +19,7 @@ from torch import fx
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 
 from remat.costing.operator_timing import measured_workspaces
-from remat.evaluation.plan import PlacedRegion
+from remat.evaluation.plan import RegionRef
 from remat.execution.compiled.compiling import AOT_EAGER, INDUCTOR, Compiled, compile_graph
 from remat.execution.compiled.generated_code import Loaded, without_kernels
 from remat.execution.eager.rewrite import CallRegion
@@ -33,7 +33,7 @@ _STATE_BYTES = torch.get_rng_state().numel()
 
 def replay_compiled(
     step: FakeStep,
-    regions: Sequence[PlacedRegion],
+    regions: Sequence[RegionRef],
     *,
     compiler: str = AOT_EAGER,
     alignment_bytes: int = 1,
@@ -51,26 +51,26 @@ def replay_compiled(
     """
     compiling = without_kernels() if compiler == INDUCTOR else contextlib.nullcontext()
     with compiling as loaded:
-        run_call, step.run_call = step.run_call, _Calls(regions, compiler, loaded)
+        execute_call, step.execute_call = step.execute_call, _Calls(regions, compiler, loaded)
         try:
-            _run(step, _CompiledTracker(alignment_bytes))  # compiles
+            _execute(step, _CompiledTracker(alignment_bytes))  # compiles
             tracked = track(step, _CompiledTracker(alignment_bytes))
         finally:
-            step.run_call = run_call
+            step.execute_call = execute_call
     known = dict(workspace_of or {})
     if device is not None:
         known |= measured_workspaces(tracked.tracker, known, device)
     return tracked.alive(known)
 
 
-def _run(step: FakeStep, tracker: Tracker) -> None:
-    step.run(tracker, lambda: None, lambda: None)
+def _execute(step: FakeStep, tracker: Tracker) -> None:
+    step.execute(tracker, lambda: None, lambda: None)
 
 
 class _Calls:
     """Runs each graph call of a forward compiled; every graph is compiled once."""
 
-    def __init__(self, regions: Sequence[PlacedRegion], compiler: str, loaded: Loaded | None):
+    def __init__(self, regions: Sequence[RegionRef], compiler: str, loaded: Loaded | None):
         self._regions = regions_by_call(regions)
         self._compiler, self._loaded = compiler, loaded
         self._compiled: dict[tuple[int, int], tuple[fx.GraphModule, Compiled]] = {}

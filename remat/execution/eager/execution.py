@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from remat.evaluation.graph import Graph
-from remat.evaluation.plan import PlacedRegion
+from remat.evaluation.plan import RegionRef
 from remat.execution.base import Execution, require_depth
 from remat.execution.eager.replay import replay
 from remat.formulation.problem import Problem
@@ -27,7 +27,7 @@ class EagerExecution(Execution):
     def space(self, graph: Graph, depth: int | None = None) -> Space:
         return find_space(graph, depth=require_depth(self, depth))
 
-    def replay_seen(self, step: FakeStep, regions: Sequence[PlacedRegion], **options: Any) -> np.ndarray:
+    def replay_seen(self, step: FakeStep, regions: Sequence[RegionRef], **options: Any) -> np.ndarray:
         return replay(step, regions, **options)
 
     def trivial(self, problem: Problem, replayed: Callable[[], int] | None) -> Solution | None:

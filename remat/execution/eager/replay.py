@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from remat.evaluation.plan import PlacedRegion
+from remat.evaluation.plan import RegionRef
 from remat.execution.eager.rewritten_calls import RewrittenCalls
 from remat.recording.fake_step import FakeStep
 from remat.recording.tracked_step import track
@@ -19,7 +19,7 @@ from remat.recording.tracker import Tracker
 
 def replay(
     step: FakeStep,
-    regions: Sequence[PlacedRegion],
+    regions: Sequence[RegionRef],
     *,
     alignment_bytes: int = 1,
     workspace_of: Mapping[tuple[str, str], int] | None = None,
@@ -28,8 +28,11 @@ def replay(
 
     workspace_of  kernel's own bytes by operator and signature, see `Profile.workspace_of`
     """
-    run_call, step.run_call = step.run_call, RewrittenCalls(regions, recompute_context=step.recompute_context)
+    execute_call, step.execute_call = (
+        step.execute_call,
+        RewrittenCalls(regions, recompute_context=step.recompute_context),
+    )
     try:
         return track(step, Tracker(alignment_bytes)).alive(workspace_of)
     finally:
-        step.run_call = run_call
+        step.execute_call = execute_call

@@ -73,8 +73,8 @@ class RewriteOptions:
     recompute_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
 
-class RegionRun:
-    """One execution of one region: what it recorded in forward, for its recomputation.
+class RegionTape:
+    """What one region records in forward and replays when it is recomputed.
 
     replaying  it is being recomputed for its own backward
     again      its nodes run another time: in that recomputation, or in that of the region around it
@@ -85,10 +85,10 @@ class RegionRun:
 
     __slots__ = ("_before", "_drawn_on", "_outer", "_saved", "_states", "children", "options", "replaying")
 
-    def __init__(self, options: RewriteOptions, outer: RegionRun | None = None):
+    def __init__(self, options: RewriteOptions, outer: RegionTape | None = None):
         self.options = options
         self.replaying = False
-        self.children: dict[int, RegionRun] = {}
+        self.children: dict[int, RegionTape] = {}
         self._outer = outer
         self._drawn_on: torch.device | None = None  # whose generator is as the last random node left it
         self._states: dict[int, Any] = {}
@@ -102,11 +102,11 @@ class RegionRun:
     def contexts(self) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
         return _NOTHING, _Recomputation(self)
 
-    def child(self, key: int) -> RegionRun:
-        """The execution of inner region `key`; in the recomputation the same one as in forward. (Rule 5)"""
+    def child(self, key: int) -> RegionTape:
+        """The tape of inner region `key`; in the recomputation the same one as in forward. (Rule 5)"""
         self._drawn_on = None
         if key not in self.children:
-            self.children[key] = RegionRun(self.options, self)
+            self.children[key] = RegionTape(self.options, self)
         return self.children[key]
 
     def random(self, key: int, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -124,12 +124,12 @@ class RegionRun:
         """Put the generator where it was before random node `key`; `restore` undoes it."""
         if (state := self._states.get(key)) is None:
             return
-        run: RegionRun | None = self
-        while run is not None and not run.replaying:
-            run = run._outer
-        assert run is not None
-        if device not in run._before:
-            run._before[device] = _get_state(device)
+        tape: RegionTape | None = self
+        while tape is not None and not tape.replaying:
+            tape = tape._outer
+        assert tape is not None
+        if device not in tape._before:
+            tape._before[device] = _get_state(device)
         _set_state(device, state)
 
     def restore(self) -> None:
@@ -176,21 +176,21 @@ _NOTHING = contextlib.nullcontext()
 
 
 class _Recomputation:
-    """What `run` is recomputed under; entered once for every backward through the region."""
+    """What the region of `tape` is recomputed under; entered once for every backward through the region."""
 
-    __slots__ = ("_context", "_run")
+    __slots__ = ("_context", "_tape")
 
-    def __init__(self, run: RegionRun):
-        self._run = run
+    def __init__(self, tape: RegionTape):
+        self._tape = tape
 
     def __enter__(self) -> None:
-        self._context = self._run.options.recompute_context()
+        self._context = self._tape.options.recompute_context()
         self._context.__enter__()
-        self._run.replaying = True
+        self._tape.replaying = True
 
     def __exit__(self, *error: Any) -> None:
-        self._run.replaying = False
-        self._run.restore()
+        self._tape.replaying = False
+        self._tape.restore()
         self._context.__exit__(*error)
 
 
@@ -223,7 +223,7 @@ def _set_state(device: torch.device | None, state: Any) -> None:
         torch.get_device_module(device).set_rng_state(state, device)
 
 
-# What the nodes of a rewritten graph call. A body's first argument is its region's execution, `run`.
+# What the nodes of a rewritten graph call. A body's first argument is its region's tape.
 
 
 def _states_of(node: fx.Node) -> tuple[Any, ...]:
@@ -252,18 +252,18 @@ class _Body:
     states: int
     early_stop: bool
 
-    def __call__(self, run: RegionRun, state: tuple[Any, ...], *inputs: Any) -> Any:
-        return self.function.forward(run, *state, *inputs)
+    def __call__(self, tape: RegionTape, state: tuple[Any, ...], *inputs: Any) -> Any:
+        return self.function.forward(tape, *state, *inputs)
 
-    def checkpointed(self, run: RegionRun, inputs: tuple[Any, ...]) -> Any:
+    def checkpointed(self, tape: RegionTape, inputs: tuple[Any, ...]) -> Any:
         return checkpoint(
             self,
-            run,
+            tape,
             inputs[: self.states],
             *inputs[self.states :],
             use_reentrant=False,
             preserve_rng_state=False,
-            context_fn=run.contexts,
+            context_fn=tape.contexts,
             early_stop=self.early_stop,
         )
 
@@ -271,28 +271,28 @@ class _Body:
 def _top_region(body: _Body, options: RewriteOptions, name: str) -> Callable[..., Any]:
     def call(*inputs: Any) -> Any:
         options.counts.regions += 1
-        return body.checkpointed(RegionRun(options), inputs)
+        return body.checkpointed(RegionTape(options), inputs)
 
     return with_name(call, name)
 
 
 def _inner_region(body: _Body, key: int, name: str) -> Callable[..., Any]:
-    def call(run: RegionRun, *inputs: Any) -> Any:
-        return body.checkpointed(run.child(key), inputs)
+    def call(tape: RegionTape, *inputs: Any) -> Any:
+        return body.checkpointed(tape.child(key), inputs)
 
     return with_name(call, name)
 
 
 def _random(function: Callable[..., Any], key: int) -> Callable[..., Any]:
-    def call(run: RegionRun, *args: Any, **kwargs: Any) -> Any:
-        return run.random(key, function, args, kwargs)
+    def call(tape: RegionTape, *args: Any, **kwargs: Any) -> Any:
+        return tape.random(key, function, args, kwargs)
 
     return call
 
 
 def _saved(function: Callable[..., Any], key: int) -> Callable[..., Any]:
-    def call(run: RegionRun, *args: Any, **kwargs: Any) -> Any:
-        return run.saved(key, function, args, kwargs)
+    def call(tape: RegionTape, *args: Any, **kwargs: Any) -> Any:
+        return tape.saved(key, function, args, kwargs)
 
     return call
 
@@ -300,8 +300,8 @@ def _saved(function: Callable[..., Any], key: int) -> Callable[..., Any]:
 def _once(function: Callable[..., Any], key: int) -> Callable[..., Any]:
     """A counter: what it returns is what it changed. (Rule 4)"""
 
-    def call(run: RegionRun, *args: Any, **kwargs: Any) -> Any:
-        return args[0] if run.again else function(*args, **kwargs)
+    def call(tape: RegionTape, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if tape.again else function(*args, **kwargs)
 
     return call
 
@@ -312,8 +312,8 @@ def _batch_norm(function: Callable[..., Any], key: int) -> Callable[..., Any]:
     Autograd saves them all the same, so the recomputation works on copies and not without them.
     """
 
-    def call(run: RegionRun, *args: Any, **kwargs: Any) -> Any:
-        if not run.again:
+    def call(tape: RegionTape, *args: Any, **kwargs: Any) -> Any:
+        if not tape.again:
             return function(*args, **kwargs)
         args = (*args[:1], *(statistic.clone() for statistic in args[1:3]), *args[3:])
         running = {name: kwargs[name].clone() for name in _RUNNING if name in kwargs}
@@ -325,7 +325,7 @@ def _batch_norm(function: Callable[..., Any], key: int) -> Callable[..., Any]:
 def _plain(function: Callable[..., Any], key: int) -> Callable[..., Any]:
     """A node that needs nothing of its region, in the form of those that do."""
 
-    def call(run: RegionRun, *args: Any, **kwargs: Any) -> Any:
+    def call(tape: RegionTape, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
     return call
@@ -334,9 +334,9 @@ def _plain(function: Callable[..., Any], key: int) -> Callable[..., Any]:
 def _counted(wrapped: Callable[..., Any]) -> Callable[..., Any]:
     """Any node of a body that is not saved, when recomputations are counted."""
 
-    def call(run: RegionRun, *args: Any, **kwargs: Any) -> Any:
-        run.options.counts.recomputed_nodes += run.again
-        return wrapped(run, *args, **kwargs)
+    def call(tape: RegionTape, *args: Any, **kwargs: Any) -> Any:
+        tape.options.counts.recomputed_nodes += tape.again
+        return wrapped(tape, *args, **kwargs)
 
     return call
 
@@ -371,19 +371,19 @@ class _Rewriter:
         return self._module(graph)
 
     def _call_region(
-        self, graph: fx.Graph, region: CallRegion, environment: dict[fx.Node, fx.Node], run: fx.Node | None
+        self, graph: fx.Graph, region: CallRegion, environment: dict[fx.Node, fx.Node], tape: fx.Node | None
     ) -> None:
-        """Add the call of `region` to `graph`; `run` is the enclosing region's execution, if there is one."""
+        """Add the call of `region` to `graph`; `tape` is the enclosing region's, if there is one."""
         states, inputs, outputs = self._boundary(region)
         inputs = [*states, *inputs]
         inside = self._nodes[region.first : region.last + 1]
         early_stop = not any(bracket_of(node) for node in inside)
         body = _Body(self._body(region, inputs, outputs), len(states), early_stop)
         name, arguments = f"region_{region.first}_{region.last}", [environment[n] for n in inputs]
-        if run is None:
+        if tape is None:
             call = graph.call_function(_top_region(body, self._options, name), tuple(arguments))
         else:
-            call = graph.call_function(_inner_region(body, region.first, name), (run, *arguments))
+            call = graph.call_function(_inner_region(body, region.first, name), (tape, *arguments))
         if len(outputs) == 1:
             environment[outputs[0]] = call
             return
@@ -402,22 +402,22 @@ class _Rewriter:
 
     def _body(self, region: CallRegion, inputs: list[fx.Node], outputs: list[fx.Node]) -> fx.GraphModule:
         graph = fx.Graph()
-        run = graph.placeholder("run")
+        tape = graph.placeholder("tape")
         environment = {node: graph.placeholder(f"{node.name}_in") for node in inputs}
         owner = {i: part for part in region.inner for i in range(part.first, part.last + 1)}
         for ordinal in range(region.first, region.last + 1):
             node, inner = self._nodes[ordinal], owner.get(ordinal)
             if inner is None:
                 environment[node] = copy = graph.node_copy(node, lambda n: environment[n])
-                self._wrap(copy, region, ordinal, run)
+                self._wrap(copy, region, ordinal, tape)
             elif ordinal == inner.last:
-                self._call_region(graph, inner, environment, run)
+                self._call_region(graph, inner, environment, tape)
         values = tuple(environment[node] for node in outputs)
         graph.output(values[0] if len(values) == 1 else values)
         return self._module(graph)
 
-    def _wrap(self, node: fx.Node, region: CallRegion, ordinal: int, run: fx.Node) -> None:
-        """Let `node` be called through `run` where Rules 2-4 need it."""
+    def _wrap(self, node: fx.Node, region: CallRegion, ordinal: int, tape: fx.Node) -> None:
+        """Let `node` be called through `tape` where Rules 2-4 need it."""
         if ordinal in region.once:
             wrapper: Callable[..., Any] = _batch_norm if called(node) == "batch_norm" else _once
         elif ordinal in region.saved:
@@ -432,7 +432,7 @@ class _Rewriter:
         if self._options.observe and ordinal not in region.saved:
             function = _counted(function)
         replace_target(node, with_name(function, wrapper.__name__))
-        node.args = (run, *node.args)
+        node.args = (tape, *node.args)
 
     def _module(self, graph: fx.Graph) -> fx.GraphModule:
         graph.lint()

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import fx
 
-from remat.evaluation.plan import PlacedRegion
+from remat.evaluation.plan import RegionRef
 from remat.execution.eager.rewrite import CallRegion, Counts, RewriteOptions, rewrite
 
 
-def regions_by_call(regions: Sequence[PlacedRegion]) -> dict[int, tuple[CallRegion, ...]]:
+def regions_by_call(regions: Sequence[RegionRef]) -> dict[int, tuple[CallRegion, ...]]:
     """The regions of each graph call, in ordinals of that call."""
     calls: dict[int, list[CallRegion]] = {}
     for region in regions:
@@ -20,7 +20,7 @@ def regions_by_call(regions: Sequence[PlacedRegion]) -> dict[int, tuple[CallRegi
     return {call: tuple(found) for call, found in calls.items()}
 
 
-def _call_region(region: PlacedRegion) -> CallRegion:
+def _call_region(region: RegionRef) -> CallRegion:
     return CallRegion(
         region.first.ordinal,
         region.last.ordinal,
@@ -39,7 +39,7 @@ class RewrittenCalls:
 
     def __init__(
         self,
-        regions: Sequence[PlacedRegion],
+        regions: Sequence[RegionRef],
         *,
         observe: bool = False,
         recompute_context: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,

@@ -13,7 +13,7 @@ import numpy as np
 
 from remat.costing.profile import Profile
 from remat.evaluation.graph import Graph
-from remat.evaluation.plan import PlacedRegion
+from remat.evaluation.plan import RegionRef
 from remat.execution.base import Execution, Try, require_depth
 from remat.execution.modules.replay import replay_modules
 from remat.execution.modules.search_space import find_module_space
@@ -38,7 +38,7 @@ class ModulesExecution(Execution):
         )
         return problem
 
-    def replay_seen(self, step: FakeStep, regions: Sequence[PlacedRegion], **options: Any) -> np.ndarray:
+    def replay_seen(self, step: FakeStep, regions: Sequence[RegionRef], **options: Any) -> np.ndarray:
         return replay_modules(step, regions, **options)
 
     def trivial(self, problem: Problem, replayed: Callable[[], int] | None) -> Solution | None:

@@ -29,7 +29,7 @@ from remat._torch import fakes_are_on
 from remat.capture.attention_masks import PADDING, all_ones, masks_of
 from remat.capture.dynamo import named_tensors, without_cache
 from remat.errors import PlanMismatch, UsageError
-from remat.evaluation.plan import PlacedRegion
+from remat.evaluation.plan import RegionRef
 from remat.execution.eager.rewrite import Counts
 from remat.execution.planned_forward import PlannedForward, checkpoints_itself, dtypes_of
 from remat.workload.held_outputs import LastOutputs
@@ -52,7 +52,7 @@ class ModuleRegions:
     compare  called with every module that is about to run, its parameters gathered if they were sharded
     """
 
-    def __init__(self, model: nn.Module, regions: Sequence[PlacedRegion]):
+    def __init__(self, model: nn.Module, regions: Sequence[RegionRef]):
         self.model = model
         self.counts = ModuleCounts()
         self.entered: collections.Counter[str] = collections.Counter()
@@ -62,7 +62,7 @@ class ModuleRegions:
         for region in self.installed:
             region.module.forward = region
 
-    def _module(self, region: PlacedRegion) -> nn.Module:
+    def _module(self, region: RegionRef) -> nn.Module:
         try:
             return self.model.get_submodule(region.module)
         except AttributeError:
@@ -111,13 +111,13 @@ class ModuleRegions:
 class ModuleRegion:
     """The forward of a module that is a region."""
 
-    def __init__(self, regions: ModuleRegions, module: nn.Module, placed: PlacedRegion):
+    def __init__(self, regions: ModuleRegions, module: nn.Module, ref: RegionRef):
         self.regions = regions
         self.module = module
-        self.path = placed.module
-        self.random = bool(placed.random)
+        self.path = ref.module
+        self.random = bool(ref.random)
         self.replaced = module.__dict__.get("forward")
-        self.norms = [m for m in module.modules() if m._buffers.get("running_mean") is not None] if placed.once else []
+        self.norms = [m for m in module.modules() if m._buffers.get("running_mean") is not None] if ref.once else []
 
     @property
     def original(self) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from remat.evaluation.plan import PlacedRegion
+from remat.evaluation.plan import RegionRef
 from remat.execution.modules.regions import Context, ModuleRegions
 from remat.recording.fake_step import FakeStep
 from remat.recording.tracked_step import Tracked, track
@@ -20,7 +20,7 @@ from remat.recording.tracker import Tracker
 
 def replay_modules(
     step: FakeStep,
-    regions: Sequence[PlacedRegion],
+    regions: Sequence[RegionRef],
     *,
     alignment_bytes: int = 1,
     workspace_of: Mapping[tuple[str, str], int] | None = None,
@@ -29,7 +29,7 @@ def replay_modules(
     return track_untraced(step, regions, alignment_bytes=alignment_bytes).alive(workspace_of)
 
 
-def track_untraced(step: FakeStep, regions: Sequence[PlacedRegion], *, alignment_bytes: int = 1) -> Tracked:
+def track_untraced(step: FakeStep, regions: Sequence[RegionRef], *, alignment_bytes: int = 1) -> Tracked:
     """An untraced step under `regions`."""
     traced, step.model.forward = step.model.forward, step.eager_forward
     installed = ModuleRegions(step.model, regions)

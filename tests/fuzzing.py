@@ -1,4 +1,4 @@
-"""The judge of random models under random plans, for the tests and for `python -m benchmarks torture`.
+"""The judge of random models under random plans, for the tests and for `python -m benchmarks fuzzing`.
 
 A model is recorded once, and trained for two steps under each plan. Judged are
 
@@ -26,18 +26,18 @@ import torch
 from torch import nn
 
 from remat.costing.device_allocator import measure_peak
-from remat.costing.operator_timing import measure_kind
+from remat.costing.operator_timing import time_operator
 from remat.costing.timing_cache import NotMeasurable
 from remat.errors import RematError
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import Graph, OpKind
-from remat.evaluation.plan import Region, place
+from remat.evaluation.plan import Region, to_refs
 from remat.execution.apply import apply, planned_forward
 from remat.execution.eager.replay import replay
 from remat.recording.fake_step import FakeStep, autocast_context
 from remat.recording.recorder import record
 from remat.recording.tracker import Tracker
-from remat.workload.training_loop import Loop
+from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 from tests.random_models import recipe, regions, workload_of
 from tests.toys import plan_by_hand
@@ -81,7 +81,7 @@ class Subject:
 
     def __init__(self, workload: Workload, accumulation: int) -> None:
         self.workload, self.accumulation = workload, accumulation
-        self.step = FakeStep(workload, device=CPU, loop=Loop(accumulation=accumulation))
+        self.step = FakeStep(workload, device=CPU, loop=TrainingLoop(accumulation=accumulation))
         self.graph = record(self.step)
         self.workspace_of = workspaces(self.graph)
         per_kind = [self.workspace_of.get(kind.key, 0) for kind in self.graph.kinds]
@@ -119,12 +119,12 @@ class Subject:
     def _predicted(self, chosen: tuple[Region, ...]) -> tuple[int, list[str]]:
         """Peak by the replay, workspaces included; and where the evaluator differs from it."""
         numbers = self.graph.unseen_bytes
-        placed = place(self.graph, chosen)
+        refs = to_refs(self.graph, chosen)
         evaluated = self.memory.curve(chosen).peak_bytes
-        alive = replay(self.step, placed, workspace_of=self.workspace_of)
+        alive = replay(self.step, refs, workspace_of=self.workspace_of)
         replayed = int(alive.max()) + numbers
         differs = replayed != evaluated
-        draws = any(region.random or any(part.random for part in region.inner) for region in placed)
+        draws = any(region.random or any(part.random for part in region.inner) for region in refs)
         return replayed + GENERATOR_BYTES * draws, [f"evaluator {evaluated}, replay {replayed}"] * differs
 
 
@@ -199,7 +199,7 @@ def _workspace(kind: OpKind) -> tuple[tuple[str, str], int]:
     if key not in _WORKSPACES:
         try:
             with torch.no_grad(), torch.random.fork_rng():
-                _WORKSPACES[key] = measure_kind(kind, CPU, repeats=3, seconds_per_kind=0.0).workspace_bytes
+                _WORKSPACES[key] = time_operator(kind, CPU, repeats=3, seconds_per_kind=0.0).workspace_bytes
         except NotMeasurable:
             _WORKSPACES[key] = 0
     return key, _WORKSPACES[key]

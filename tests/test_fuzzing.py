@@ -1,4 +1,4 @@
-"""Random models under random plans keep every promise: dozens here, two thousand in `python -m benchmarks torture`."""
+"""Random models under random plans keep every promise: dozens here, two thousand in `python -m benchmarks fuzzing`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
+from tests.fuzzing import CPU, verdicts
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD
 from tests.random_models import recipe, workload_of
-from tests.torturing import CPU, verdicts
 
 PLANS = 5
 

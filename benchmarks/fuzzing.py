@@ -1,8 +1,8 @@
-"""Torture: 250 random small models under eight random plans each; every one of the 2,000 is a claim of the package.
+"""Fuzzing: 250 random small models under eight random plans each; every one of the 2,000 is a claim of the package.
 
-`tests/random_models.py` makes a model from its number; `python -m benchmarks torture:123` runs model 123 alone, and
-`torture:250-499` others than the first 250.
-`tests/torturing.py` judges it, and says what is claimed.
+`tests/random_models.py` makes a model from its number; `python -m benchmarks fuzzing:123` runs model 123 alone, and
+`fuzzing:250-499` others than the first 250.
+`tests/fuzzing.py` judges it, and says what is claimed.
 
 Toys are small: a kernel's workspace that the prediction does not know weighs much more in them than in a model.
 """
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks import report
-from tests.torturing import CPU, STEPS, TOLERANCE, verdicts
+from tests.fuzzing import CPU, STEPS, TOLERANCE, verdicts
 
 MODELS, PLANS = 250, 8
 COLUMNS = [
@@ -40,7 +40,7 @@ def main(*models: str) -> None:
     torch.set_num_threads(1)  # toys are too small to share
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
     numbers = [number for text in models or (f"0-{MODELS - 1}",) for number in numbers_of(text)]
-    path = report.stem("_".join(["torture", *models]), CPU)
+    path = report.stem("_".join(["fuzzing", *models]), CPU)
     about = {**report.provenance(CPU), "tolerance_percent": 100 * TOLERANCE, "steps_of_each": STEPS}
     started, rows = time.monotonic(), []
     with quiet():

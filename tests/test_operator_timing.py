@@ -1,4 +1,4 @@
-"""What `measure` and `allocator` say about memory is exact; about time nothing is claimed here."""
+"""What operator timing and `device_allocator` say about memory is exact; about time nothing is claimed here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from remat.costing import operator_timing as measure_module
 from remat.costing.costs import Costs
 from remat.costing.device_allocator import allocation_curve, measure_peak, measure_step
-from remat.costing.operator_timing import arguments, device_target, measure, measure_kind
+from remat.costing.operator_timing import arguments, device_target, time_operator, time_operators
 from remat.costing.timing_cache import FATAL, Cache, NotMeasurable, default_cache, device_name
 from remat.errors import UsageError
 from remat.evaluation.graph import OpKind
@@ -40,7 +40,7 @@ UNKNOWN = kind("nowhere.made_up.default", MATRIX)
 
 
 def quick(*kinds: OpKind, cache: Path | None = None) -> Costs:
-    return measure(kinds, CPU, cache=cache, repeats=3, seconds_per_kind=0.0)
+    return time_operators(kinds, CPU, cache=cache, repeats=3, seconds_per_kind=0.0)
 
 
 # The allocator
@@ -121,13 +121,13 @@ print(measure_peak(lambda: torch.empty(25), torch.device("cpu")))
 
 
 def test_outputs_are_not_workspace() -> None:
-    assert measure_kind(ADD, CPU, 3, 0.0).workspace_bytes == 0
+    assert time_operator(ADD, CPU, 3, 0.0).workspace_bytes == 0
 
 
 def test_the_workspace_of_a_convolution_leaves_out_its_output() -> None:
     args, _ = arguments(CONVOLUTION, CPU)
     peak = measure_peak(lambda: torch.ops.aten.convolution.default(*args), CPU)
-    workspace = measure_kind(CONVOLUTION, CPU, 3, 0.0).workspace_bytes
+    workspace = time_operator(CONVOLUTION, CPU, 3, 0.0).workspace_bytes
     assert workspace >= 0
     assert workspace == peak - 32768
 
@@ -136,7 +136,7 @@ def test_a_hidden_copy_is_workspace() -> None:
     turned = {"tensor": [[256, 16], [1, 256], "float32"]}  # layer norm needs rows: 256 * 16 * 4 bytes are copied
     scale = {"tensor": [[16], [1], "float32"]}
     norm = kind("aten.native_layer_norm.default", turned, [16], scale, scale, 1e-5)
-    assert measure_kind(norm, CPU, 3, 0.0).workspace_bytes == 256 * 16 * 4
+    assert time_operator(norm, CPU, 3, 0.0).workspace_bytes == 256 * 16 * 4
 
 
 def test_an_operator_in_place_has_no_output() -> None:
@@ -219,7 +219,7 @@ def test_what_cannot_be_measured_is_named_and_costs_nothing(unmeasurable: OpKind
 def test_costs_are_labelled_and_parallel_to_kinds() -> None:
     seen: list[tuple[int, int]] = []
     kinds, noted = (ADD, CONVOLUTION), lambda *at: seen.append(at)
-    costs = measure(kinds, CPU, cache=None, repeats=3, seconds_per_kind=0.0, on_progress=noted)
+    costs = time_operators(kinds, CPU, cache=None, repeats=3, seconds_per_kind=0.0, on_progress=noted)
     assert (costs.source, costs.device) == ("measured", device_name(CPU))
     assert len(costs.time_us) == len(costs.workspace_bytes) == len(costs.spread) == 2
     assert seen == [(1, 2), (2, 2)]
@@ -264,7 +264,7 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        measure((ADD, CONVOLUTION), CPU, cache=tmp_path, on_progress=interrupted)
+        time_operators((ADD, CONVOLUTION), CPU, cache=tmp_path, on_progress=interrupted)
     assert quick(ADD, CONVOLUTION, cache=tmp_path).about["from_cache"] == 1
 
 
@@ -273,14 +273,14 @@ def test_a_kind_that_ends_the_process_is_left_out_by_the_next(tmp_path: Path) ->
     program = f"""
 import os, signal, sys
 from pathlib import Path
-from remat.costing import operator_timing as measure, timing_cache as measure_cache
-from tests.test_measure import ADD, CONVOLUTION, quick
+from remat.costing import operator_timing, timing_cache
+from tests.test_operator_timing import ADD, CONVOLUTION, quick
 
-genuine = measure.measure_kind
+genuine = operator_timing.time_operator
 def deadly(kind, *rest):
     return genuine(kind, *rest) if kind is ADD else os.kill(os.getpid(), signal.SIGSEGV)
 
-measure.measure_kind, measure_cache.SAVE_S = deadly, 0.0
+operator_timing.time_operator, timing_cache.SAVE_S = deadly, 0.0
 quick(ADD, CONVOLUTION, cache=Path({str(tmp_path)!r}))
 """
     ran = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parent.parent, check=False)
@@ -316,7 +316,7 @@ def test_an_operator_that_ruins_the_device_ends_the_measurement_by_name(
 def test_the_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_cache() == tmp_path / "remat"
-    measure((ADD,), CPU, repeats=3, seconds_per_kind=0.0)
+    time_operators((ADD,), CPU, repeats=3, seconds_per_kind=0.0)
     assert len(os.listdir(tmp_path / "remat")) == 1
 
 
@@ -338,7 +338,7 @@ def test_the_cpu_is_a_target_with_the_memory_of_the_machine(tmp_path: Path, monk
 def test_on_cuda_a_product_has_no_output_in_its_workspace() -> None:
     device = torch.device("cuda")
     product = kind("aten.mm.default", MATRIX, MATRIX, flops=1)
-    costs = measure((product, ADD), device, cache=None, repeats=3)
+    costs = time_operators((product, ADD), device, cache=None, repeats=3)
     assert costs.about["not_measured"] == []
     assert costs.workspace_bytes == (0, 0)
     assert measure_peak(lambda: torch.empty(1000, device=device), device, requested=True) == 4000
@@ -349,7 +349,7 @@ def test_what_only_its_forward_can_feed_is_not_measured() -> None:
     """With any other notes than its forward's, the backward of an LSTM kills the process."""
     kind = OpKind("aten.mkldnn_rnn_layer_backward.default", [[], {}], 0, 0, "float32")
     with pytest.raises(NotMeasurable, match="only its forward can make"):
-        measure_kind(kind, torch.device("cpu"))
+        time_operator(kind, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

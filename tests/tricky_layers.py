@@ -428,15 +428,15 @@ STRUCTURE: dict[str, Callable[[], nn.Module]] = {
     "checkpointed-reentrant": lambda: Checkpointed(reentrant=True),
 }
 
-PIECES = {**RANDOM, **STATE, **VALUES, **STRUCTURE}
+TRICKY_LAYERS = {**RANDOM, **STATE, **VALUES, **STRUCTURE}
 
 
 class Stack(nn.Module):
-    """Pieces between linear layers, and a loss."""
+    """Tricky layers between linear ones, and a loss."""
 
-    def __init__(self, pieces: Sequence[nn.Module]) -> None:
+    def __init__(self, tricky: Sequence[nn.Module]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), piece) for piece in pieces)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), layer) for layer in tricky)
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -458,7 +458,7 @@ def workload_of(name: str, copies: int = 2, **options: Any) -> Workload:
     """A model of `copies` of the piece called `name`."""
 
     def build() -> nn.Module:
-        return Stack([PIECES[name]() for _ in range(copies)])
+        return Stack([TRICKY_LAYERS[name]() for _ in range(copies)])
 
     return Workload(name, build, vectors, step, batch_size=SAMPLES, seq_len=LENGTH, **options)
 

@@ -1,6 +1,6 @@
 """Whatever a layer does, a plan leaves its training bit for bit as it was: table of layers against kinds of plan.
 
-Every layer of `pieces.py` is trained for three steps with an optimizer, untouched and under four plans. Losses,
+Every layer of `tricky_layers.py` is trained for three steps with an optimizer, untouched and under four plans. Losses,
 gradients, parameters, buffers and the stream of random numbers must be equal; regions must have been entered, nodes
 recomputed as often as the evaluator says, and the evaluator's curve must be the replay's.
 """
@@ -17,15 +17,15 @@ from torch import nn
 
 from remat.errors import CaptureError
 from remat.evaluation.evaluator import Memory
-from remat.evaluation.plan import place
+from remat.evaluation.plan import to_refs
 from remat.execution.apply import apply, counts_of, planned_forward
 from remat.execution.eager.replay import replay
 from remat.recording.fake_step import autocast_context
 from remat.workload.workload import Workload
-from tests import pieces
+from tests import tricky_layers
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD
-from tests.pieces import CHOICES, PIECES, workload_of
 from tests.toys import CPU, plan_by_hand, recorded
+from tests.tricky_layers import CHOICES, TRICKY_LAYERS, workload_of
 
 pytestmark = [
     pytest.mark.filterwarnings(DYNAMO_LOOKS_AT_GRAD),
@@ -91,11 +91,11 @@ def assert_trains_alike(workload: Workload) -> None:
         assert different(trained(workload, model), expected) == [], choice
         assert counts.regions == STEPS * len(regions), choice
         assert counts.recomputed_nodes == STEPS * memory.recomputed_nodes(regions) > 0, choice
-        alive = replay(fake, place(graph, regions))
+        alive = replay(fake, to_refs(graph, regions))
         assert alive.max() + graph.unseen_bytes == memory.curve(regions).peak_bytes, choice
 
 
-@pytest.mark.parametrize("name", [name for name in PIECES if name not in REFUSED])
+@pytest.mark.parametrize("name", [name for name in TRICKY_LAYERS if name not in REFUSED])
 def test_a_layer_trains_bit_for_bit_as_without_a_plan(name: str) -> None:
     assert_trains_alike(workload_of(name, copies=1))
 
@@ -115,12 +115,12 @@ def test_what_cannot_be_planned_is_refused_by_name(name: str, caplog: pytest.Log
 
 def test_the_users_own_checkpoint_updates_running_statistics_once_under_a_plan() -> None:
     """Untouched, it does so twice; the plan takes such a call apart, and decides itself what is recomputed."""
-    workload = Workload("checkpointed-norm", CheckpointedNorm, pieces.vectors, pieces.step, 4)
+    workload = Workload("checkpointed-norm", CheckpointedNorm, tricky_layers.vectors, tricky_layers.step, 4)
     _, graph = recorded(workload)
     for planned, times in ((False, 2), (True, 1)):
         model = CheckpointedNorm()
         if planned:
-            apply(model, plan_by_hand(graph, pieces.largest(graph)))
+            apply(model, plan_by_hand(graph, tricky_layers.largest(graph)))
         trained(workload, model)
         assert model.state_dict()["norm.num_batches_tracked"] == times * STEPS
     assert counts_of(model).regions == STEPS
@@ -129,7 +129,7 @@ def test_the_users_own_checkpoint_updates_running_statistics_once_under_a_plan()
 class CheckpointedNorm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.norm = nn.Linear(pieces.WIDTH, pieces.WIDTH), nn.BatchNorm1d(pieces.WIDTH)
+        self.up, self.norm = nn.Linear(tricky_layers.WIDTH, tricky_layers.WIDTH), nn.BatchNorm1d(tricky_layers.WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.up(x).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""What runs alike share is what each of them has: every shape against the run computed for itself."""
+"""What isomorphic runs share is what each of them has: every shape against the run computed for itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.costing.costs import Costs, estimate
+from remat.costing.costs import Costs, roofline_costs
 from remat.costing.planning_device import find_planning_device
 from remat.evaluation.graph import Graph
 from remat.formulation.choices import Run
@@ -56,10 +56,10 @@ def test_runs_of_real_models(name: str) -> None:
 def test_runs_of_layers_that_share_weights() -> None:
     """Autocast casts a weight once: runs with its first use make the copy, all others make it again."""
     graph = recorded(TOYS["reused"]).graph
-    costs = estimate(graph, TARGETS["h100-80gb"])
+    costs = roofline_costs(graph, TARGETS["h100-80gb"])
     assert_shared_shapes_are_right(graph, costs, every_cut(graph, depth=2))
-    numbers = Problem(graph, costs, every_cut(graph), AMPLE)._alike
-    assert len(set(numbers)) < len(numbers)
+    found = segment_classes(graph, costs)
+    assert len(set(found)) < len(found)
 
 
 def repeated(pattern: list[ToyNode], times: int) -> list[ToyNode]:
@@ -87,13 +87,13 @@ def test_runs_of_toys(nodes: list[ToyNode], depth: int) -> None:
     assert_shared_shapes_are_right(graph, costs, every_cut(graph, depth=depth))
 
 
-def numbers(graph: Graph, costs: Costs) -> list[int]:
+def segment_classes(graph: Graph, costs: Costs) -> list[int]:
     problem = Problem(graph, costs, every_cut(graph), AMPLE)
-    return problem._alike
+    return problem._segment_classes
 
 
-def test_the_inner_layers_of_a_chain_are_alike() -> None:
-    found = numbers(*toy_graph(chain(4, 4, 4, 4, 4, 4, 4, 4)))
+def test_the_inner_layers_of_a_chain_are_isomorphic() -> None:
+    found = segment_classes(*toy_graph(chain(4, 4, 4, 4, 4, 4, 4, 4)))
     # the first takes nothing, the last is held by the caller, and the one before it feeds the last
     assert len(set(found[1:6])) == 1
 
@@ -108,20 +108,20 @@ def test_the_inner_layers_of_a_chain_are_alike() -> None:
         pytest.param({"keeps": frozenset({"inputs"})}, id="saves"),
     ],
 )
-def test_a_layer_that_differs_is_not_alike(change: dict[str, Any]) -> None:
+def test_a_layer_that_differs_is_not_isomorphic(change: dict[str, Any]) -> None:
     nodes = chain(4, 4, 4, 4, 4, 4, 4, 4)
     nodes[3] = dataclasses.replace(nodes[3], **change)
-    found = numbers(*toy_graph(nodes))
+    found = segment_classes(*toy_graph(nodes))
     assert found[3] not in found[:3] + found[4:]
 
 
 def test_what_is_taken_from_afar_is_named_itself() -> None:
-    """Layers that take a mask made by the first node are alike, however far from it."""
+    """Layers that take a mask made by the first node are isomorphic, however far from it."""
     nodes = [
         dataclasses.replace(node, inputs=tuple(sorted({0, *node.inputs}))) if i else node
         for i, node in enumerate(chain(*itertools.repeat(4, 12)))
     ]
     graph, costs = toy_graph(nodes)
-    found = numbers(graph, costs)
+    found = segment_classes(graph, costs)
     assert len(set(found[5:10])) == 1
     assert_shared_shapes_are_right(graph, costs, every_cut(graph, depth=2))
