@@ -24,10 +24,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def nothing_old_to_collect() -> None:
-    """Take what imports and earlier files left out of the collector's sight: steps collect before they are measured."""
+def nothing_old() -> Iterator[None]:
+    """Take what imports and earlier files left out of the collector's sight: steps collect before they are measured.
+
+    And out of Dynamo's, see `fresh_dynamo`: a file that records few models need not ask for that.
+    """
     gc.collect()
     gc.freeze()
+    yield
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset()
 
 
 @pytest.fixture

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from torch import nn
 
 import remat.validation.validating as validation
+from remat.capture import settling
 from remat.capture.dynamo import GraphCalls, dynamo_settings
 from remat.capture.eager_answers import Answers
 from remat.capture.grouped_products import grouped_products
@@ -419,3 +422,24 @@ def test_hooks_that_cannot_be_installed_are_said_by_name(monkeypatch: pytest.Mon
     monkeypatch.undo()
     install_recording_hooks(model, ["model"])
     assert recording_models(model) == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("anew", "captures"),
+    [
+        pytest.param([0], 1, id="nothing"),
+        pytest.param([1, 1], 2, id="the-same-part"),
+        pytest.param([3, 1, 0], 3, id="ever-less"),
+        pytest.param([4, 3, 2, 1], settling.MOST_FORWARDS, id="never-the-same"),
+    ],
+)
+def test_a_model_is_captured_until_the_next_forward_traces_no_more_anew_than_every_forward_does(
+    anew: list[int], captures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frames = itertools.accumulate(count for each in anew for count in (0, each))
+    found = [settling._Capture(Answers(), (), None) for _ in anew]
+    monkeypatch.setattr(settling, "_captured", lambda step, traced: found.pop())
+    monkeypatch.setattr(settling, "frames_traced", lambda: next(frames))
+    step: Any = types.SimpleNamespace(model=nn.Linear(2, 2), forward=lambda: None)
+    settling._steady(step, frozenset())
+    assert len(anew) - len(found) == captures

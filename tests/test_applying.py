@@ -39,7 +39,6 @@ from tests.toys import (
     every_block,
     nested,
     plan_by_hand,
-    plan_for,
     recorded,
 )
 
@@ -81,9 +80,14 @@ def trained(workload: Workload, model: nn.Module, micro_batches: int = 1) -> tup
 
 
 @pytest.fixture(scope="module")
-def plans() -> dict[str, Plan]:
+def graphs() -> dict[str, tuple[FakeStep, Any]]:
+    return {name: recorded(workload) for name, workload in WORKLOADS.items()}
+
+
+@pytest.fixture(scope="module")
+def plans(graphs: Any) -> dict[str, Plan]:
     """Every block of each toy a region."""
-    return {name: plan_for(workload) for name, workload in WORKLOADS.items()}
+    return {name: plan_by_hand(graph, every_block(graph)) for name, (_, graph) in graphs.items()}
 
 
 @pytest.fixture
@@ -92,11 +96,6 @@ def planned(plans: dict[str, Plan]) -> nn.Module:
 
 
 # Training
-
-
-@pytest.fixture(scope="module")
-def graphs() -> dict[str, tuple[FakeStep, Any]]:
-    return {name: recorded(workload) for name, workload in WORKLOADS.items()}
 
 
 @pytest.mark.parametrize("choice", CHOICES)
@@ -371,7 +370,10 @@ def assorted(graph: Any) -> dict[str, tuple[Region, ...]]:
     }
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5-base", "resnet50", "qwen3-moe"])  # benchmarks validate all
+@pytest.mark.parametrize(  # benchmarks validate all
+    "name",
+    ["gpt2", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("t5-base", "resnet50", "qwen3-moe"))],
+)
 def test_evaluator_and_executor_count_the_same_recomputed_nodes(name: str) -> None:
     pytest.importorskip("transformers")
     workload = models.TEST_SIZES[name]().sized(batch_size=2)
@@ -386,8 +388,15 @@ def test_evaluator_and_executor_count_the_same_recomputed_nodes(name: str) -> No
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_evaluator_and_executor_need_the_same_memory(choice: str, graphs: Any) -> None:
-    for name in ("transformer", "transformer-amp"):
-        fake, graph = graphs[name]
+@pytest.mark.parametrize("name", ["transformer", pytest.param("transformer-amp", marks=pytest.mark.exhaustive)])
+def test_evaluator_and_executor_need_the_same_memory(name: str, choice: str, graphs: Any) -> None:
+    fake, graph = graphs[name]
+    regions = tuple(CHOICES[choice](graph))
+    assert Memory(graph).curve(regions).peak_bytes == replay(fake, to_refs(graph, regions)).max()
+
+
+def test_evaluator_and_executor_need_the_same_memory_under_autocast(graphs: Any) -> None:
+    fake, graph = graphs["transformer-amp"]
+    for choice in ("half-saved", "nested"):
         regions = tuple(CHOICES[choice](graph))
         assert Memory(graph).curve(regions).peak_bytes == replay(fake, to_refs(graph, regions)).max()

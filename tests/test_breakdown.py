@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -15,13 +16,20 @@ from remat.evaluation.evaluator import Memory
 from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
 from remat.workload.training_loop import TrainingLoop
+from tests import toys as workloads
 from tests.graphs import TOYS, ToyNode, plans, toy_graph, toys
-from tests.toys import TRANSFORMER, WORKLOADS, every_block
-from tests.toys import recorded as recorded_toy
+from tests.toys import CONVNET, Transformer, every_block
 
 WIDTH_BYTES = 4
+TRANSFORMER = dataclasses.replace(workloads.TRANSFORMER, build=lambda: Transformer(layers=2))
+WORKLOADS = {
+    "transformer": TRANSFORMER,
+    "transformer-amp": dataclasses.replace(TRANSFORMER, autocast=torch.bfloat16),
+    "convnet": CONVNET,
+}
 
 
+@functools.cache
 def recorded(loop: TrainingLoop, optimizer: type[torch.optim.Optimizer] | None = torch.optim.AdamW) -> Memory:
     workload = dataclasses.replace(TRANSFORMER, optimizer=optimizer)
     return Memory(record(FakeStep(workload, device=torch.device("cpu"), loop=loop)))
@@ -40,7 +48,7 @@ def test_the_parts_add_up_to_what_is_alive_at_every_operator(nodes: list[ToyNode
 
 @pytest.mark.parametrize("name", sorted(WORKLOADS))
 def test_a_point_of_the_stack_is_the_breakdown_there(name: str) -> None:
-    graph = recorded_toy(WORKLOADS[name])[1]
+    graph = record(FakeStep(WORKLOADS[name], device=torch.device("cpu")))
     memory, regions = Memory(graph), every_block(graph)
     stack = breakdown.over_time(memory, regions)
     for position in range(0, len(stack.curve.op), 17):
@@ -49,15 +57,15 @@ def test_a_point_of_the_stack_is_the_breakdown_there(name: str) -> None:
 
 
 def test_recomputed_activations_are_told_from_kept_ones() -> None:
-    graph = recorded_toy(TRANSFORMER)[1]
-    memory = Memory(graph)
+    memory = recorded(TrainingLoop())
+    graph = memory.graph
     assert "recomputed activations" not in breakdown.over_time(memory, ()).parts
     assert breakdown.over_time(memory, every_block(graph)).parts["recomputed activations"].max() > 0
 
 
 def test_modules_share_the_activations_and_layers_are_taken_together() -> None:
-    graph = recorded_toy(TRANSFORMER)[1]
-    memory = Memory(graph)
+    memory = recorded(TrainingLoop())
+    graph = memory.graph
     end = graph.forward_end - 1
     modules, parts = breakdown.by_module(memory, (), end), breakdown.at(memory, (), end)
     assert sum(modules.values()) == parts["activations"] + parts["logits and loss"]
@@ -93,7 +101,7 @@ def test_clipping_runs_before_the_optimizer() -> None:
 def test_the_first_step_lacks_the_optimizers_state_until_the_optimizer_makes_it(
     optimizer: type[torch.optim.Optimizer] | None, accumulation: int
 ) -> None:
-    memory = recorded(TrainingLoop(accumulation=accumulation), optimizer)
+    memory = recorded(TrainingLoop(accumulation=accumulation), optimizer)  # type: ignore[arg-type]
     graph = memory.graph
     state = graph.fixed_bytes.get("optimizer state", 0)
     for regions in ((), every_block(graph)):

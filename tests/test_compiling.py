@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,13 @@ from remat.execution.compiled.replay import replay_compiled
 from remat.execution.compiled.tags import RECOMPUTED
 from remat.recording.fake_step import FakeStep
 from remat.workload.workload import Workload
+from tests import toys
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD
 from tests.test_applying import batch_of, built, gradients, loss_of, same
 from tests.toys import (
     CHOICES,
     CONVNET,
     CPU,
-    TRANSFORMER,
-    WORKLOADS,
     Transformer,
     every_block,
     plan_by_hand,
@@ -39,7 +39,14 @@ from tests.toys import (
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
 
-LAYERS = 4
+LAYERS = 2
+SHORT = functools.partial(Transformer, layers=LAYERS)
+TRANSFORMER = dataclasses.replace(toys.TRANSFORMER, build=SHORT)
+WORKLOADS = {
+    "transformer": TRANSFORMER,
+    "transformer-amp": dataclasses.replace(toys.TRANSFORMER_BF16, build=SHORT),
+    "convnet": CONVNET,
+}
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 
 

@@ -76,7 +76,7 @@ def boundary_bytes(width: int, tokens: int, heads: int = 8, seq: int = 1000) -> 
         assert len(regions) == layers
         return int(Memory(graph).curve(regions).alive_bytes[graph.forward_end - 1]) - graph.fixed_total
 
-    return kept(3) - kept(2)
+    return kept(2) - kept(1)
 
 
 def test_gpt3_2_7b_boundaries_in_16_bit() -> None:
@@ -136,7 +136,7 @@ def interior_bytes(b: int, s: int, h: int, a: int, fused: bool) -> int:
         graph = record(fake_step(workload.with_dtype("bf16"), find_planning_device("h200")))
         return int(Memory(graph).curve(()).alive_bytes[graph.forward_end - 1]) - graph.fixed_total
 
-    return kept(3) - kept(2)
+    return kept(2) - kept(1)
 
 
 @pytest.mark.parametrize(("b", "s", "h", "a"), [(4, 2048, 4096, 32), (1, 1024, 1024, 16), (2, 512, 2048, 16)])

@@ -1,6 +1,6 @@
 """Hugging Face models beyond the registry, tiny, from their configurations: planned, applied, equal bit by bit.
 
-Three of the cheapest; all of them are in `python -m benchmarks architectures`.
+Three of the cheapest, two of them exhaustive; all of them are in `python -m benchmarks architectures`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ pytest.importorskip("transformers")
 architectures: Any = importlib.import_module("benchmarks.architectures")
 
 
-@pytest.mark.parametrize("name", ["AlbertForMaskedLM", "DistilBertForMaskedLM", "OPTForCausalLM"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "OPTForCausalLM",
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("AlbertForMaskedLM", "DistilBertForMaskedLM")),
+    ],
+)
 @pytest.mark.filterwarnings("ignore")  # the library's own
 def test_a_model_from_its_configuration_trains_under_a_tight_budget_as_without(name: str) -> None:
     (found,) = [each for each in architectures.ALL if each.model == name]

@@ -21,18 +21,18 @@ from remat.workload.workload import Workload
 from tests.test_modules import plan_of
 from tests.toys import TRANSFORMER, TRANSFORMER_BF16, Transformer, every_block, plan_by_hand, recorded, tokens
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
-
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-# Of the frameworks themselves, about what this project cannot change.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning",
-    "ignore:.*isinstance.treespec, LeafSpec.*:DeprecationWarning",
-    "ignore:.*does not have many workers.*",
-    "ignore:The number of training batches",
-    "ignore:GPU available but not used",
-    "ignore:.*is_gradient_checkpointing.*:FutureWarning",
-)
+pytestmark = [
+    pytest.mark.usefixtures("fresh_dynamo", "one_thread"),
+    pytest.mark.filterwarnings(  # of the frameworks themselves, about what this project cannot change
+        "ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning",
+        "ignore:.*isinstance.treespec, LeafSpec.*:DeprecationWarning",
+        "ignore:.*does not have many workers.*",
+        "ignore:The number of training batches",
+        "ignore:GPU available but not used",
+        "ignore:.*is_gradient_checkpointing.*:FutureWarning",
+    ),
+]
 
 
 # Examples
@@ -48,10 +48,10 @@ def costs_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     ("name", "package"),
     [
         ("plain_loop", "transformers"),
-        ("accelerate_loop", "accelerate"),
-        ("hf_trainer", "accelerate"),
+        pytest.param("accelerate_loop", "accelerate", marks=pytest.mark.exhaustive),
+        pytest.param("hf_trainer", "accelerate", marks=pytest.mark.exhaustive),
         ("lightning_trainer", "lightning"),
-        ("lora", "peft"),
+        pytest.param("lora", "peft", marks=pytest.mark.exhaustive),
     ],
 )
 def test_an_example_trains_alike_in_less_memory(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -50,21 +50,21 @@ pytestmark = [
     ),
 ]
 
-LAYERS, SAMPLES, LENGTH, VOCAB = 4, 8, 32, 64
+LAYERS, SAMPLES, LENGTH, VOCAB = 3, 8, 32, 64
 ADAPTED = {"gpt2": ["c_attn", "c_fc"], "llama": ["q_proj", "v_proj", "down_proj"]}
 LAYER = {"gpt2": "base_model.model.transformer.h.{}", "llama": "base_model.model.model.layers.{}"}
 
 
-def base(family: str) -> nn.Module:
+def base(family: str, layers: int = LAYERS) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     tokens: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
     model: Any
     if family == "gpt2":
-        small: dict[str, Any] = {"n_positions": LENGTH, "n_embd": 32, "n_layer": LAYERS, "n_head": 2}
+        small: dict[str, Any] = {"n_positions": LENGTH, "n_embd": 32, "n_layer": layers, "n_head": 2}
         model = GPT2LMHeadModel(GPT2Config(**small, **tokens, use_cache=False))
     else:
-        small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": LAYERS, "num_attention_heads": 2}
+        small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": layers, "num_attention_heads": 2}
         model = LlamaForCausalLM(LlamaConfig(**small, **tokens, max_position_embeddings=LENGTH, use_cache=False))
     model.loss_type = "ForCausalLM"
     return model.train()
@@ -72,7 +72,7 @@ def base(family: str) -> nn.Module:
 
 def adapters(family: str, **options: Any) -> Any:
     rates = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.1}
-    return peft.LoraConfig(**rates, target_modules=ADAPTED[family], task_type="CAUSAL_LM", **options)
+    return peft.LoraConfig(**rates, task_type="CAUSAL_LM", **{"target_modules": ADAPTED[family], **options})
 
 
 def text(samples: int, length: int | None) -> dict[str, torch.Tensor]:
@@ -80,10 +80,10 @@ def text(samples: int, length: int | None) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-def workload(family: str, **options: Any) -> Workload:
+def workload(family: str, layers: int = LAYERS, **options: Any) -> Workload:
     return Workload(
         name=f"lora-{family}",
-        build=lambda: peft.get_peft_model(base(family), adapters(family, **options)).train(),
+        build=lambda: peft.get_peft_model(base(family, layers), adapters(family, **options)).train(),
         batch=text,
         step=lambda model, batch: model(**batch).loss,
         batch_size=SAMPLES,
@@ -111,6 +111,13 @@ CHOICES: dict[str, Callable[[Graph], Plan]] = {
     "innermost modules": lambda graph: plan_of(graph, "innermost"),
 }
 KINDS = ["half-saved", "layers"]  # of nodes, of modules
+
+
+def every_pair(choices: Iterable[str], quick: Iterable[tuple[str, str]]) -> list[Any]:
+    """Every workload under every choice; `make test` runs those in `quick`."""
+    quick = set(quick)
+    pairs = [(name, choice) for name in WORKLOADS for choice in choices]
+    return [pytest.param(*pair, marks=() if pair in quick else pytest.mark.exhaustive) for pair in pairs]
 
 
 def built(of: Workload) -> Any:
@@ -149,8 +156,13 @@ def alike(left: Any, right: Any, steps: int = 1) -> bool:
 # Training
 
 
-@pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize(
+    ("name", "choice"),
+    every_pair(
+        CHOICES,
+        [*(("llama", choice) for choice in CHOICES), ("gpt2", "layers"), ("last layers", "half-saved")],
+    ),
+)
 def test_adapters_train_bitwise_as_without_a_plan_and_the_rest_stays_frozen(
     name: str, choice: str, recordings: Any
 ) -> None:
@@ -162,8 +174,9 @@ def test_adapters_train_bitwise_as_without_a_plan_and_the_rest_stays_frozen(
     assert all("lora_" in name for name in trained(model)[1])
 
 
-@pytest.mark.parametrize("choice", KINDS)
-@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize(
+    ("name", "choice"), every_pair(KINDS, [("llama", "half-saved"), ("gpt2", "layers"), ("last layers", "layers")])
+)
 def test_the_measured_peak_is_the_replayed_one(name: str, choice: str, recordings: Any) -> None:
     step, graph = recordings[name]
     plan = CHOICES[choice](graph)
@@ -200,7 +213,7 @@ def test_a_plan_that_is_solved_for_keeps_its_budget(execution: str, recordings: 
 def test_a_region_before_the_first_adapter_keeps_nothing_and_is_not_recomputed(recordings: Any) -> None:
     graph = recordings["last layers"][1]
     regions, memory = every_block(graph), Memory(graph)
-    frozen, adapted = regions[:2], regions[2:]
+    frozen, adapted = regions[:-2], regions[-2:]
     assert memory.recomputed_nodes(frozen) == 0 < memory.recomputed_nodes(adapted)
     assert memory.curve(regions).peak_bytes == memory.curve(adapted).peak_bytes
     model = apply(built(WORKLOADS["last layers"]), plan_by_hand(graph, regions), observe=True)
@@ -213,7 +226,7 @@ def test_a_module_before_the_first_adapter_is_not_recomputed(recordings: Any) ->
     trained(model)
     counts = counts_of(model)
     assert isinstance(counts, ModuleCounts)
-    assert counts.recomputed == {LAYER["gpt2"].format(i): 1 for i in (2, 3)}
+    assert counts.recomputed == {LAYER["gpt2"].format(i): 1 for i in (LAYERS - 2, LAYERS - 1)}
 
 
 # Modules are known by the paths that `named_modules` gives
@@ -302,7 +315,7 @@ def test_a_plan_from_before_there_were_adapters_is_refused_by_name(choice: str, 
 
 def test_what_dynamo_breaks_elsewhere_on_real_tensors_is_refused_by_name() -> None:
     """DoRA asks of what class a weight is."""
-    dora = workload("gpt2", use_dora=True, layers_to_transform=[LAYERS - 1])
+    dora = workload("gpt2", layers=1, use_dora=True, target_modules=["c_attn"])
     model = apply(built(dora), CHOICES["half-saved"](recorded(dora)[1]))
     with pytest.raises(PlanMismatch, match=r"it ends where .* was planned"):
         trained(model)
@@ -327,14 +340,16 @@ def checkpointing(model: Any) -> Any:
 
 def test_a_plan_of_nodes_takes_the_place_of_checkpointing_that_it_was_made_with() -> None:
     """peft's hook, which lets the embeddings' output require a gradient, makes several graphs."""
-    checkpointed = dataclasses.replace(WORKLOADS["gpt2"], build=lambda: checkpointing(WORKLOADS["gpt2"].build()))
+    short = workload("gpt2", layers=1)
+    checkpointed = dataclasses.replace(short, build=lambda: checkpointing(short.build()))
     plan = CHOICES["half-saved"](recorded(checkpointed)[1])
     assert len(plan.fingerprints) > 1
     assert alike(built(checkpointed), apply(built(checkpointed), plan))
 
 
-def test_checkpointing_that_a_plan_of_nodes_does_not_know_is_refused_by_name(recordings: Any) -> None:
-    model = checkpointing(apply(built(WORKLOADS["gpt2"]), CHOICES["half-saved"](recordings["gpt2"][1])))
+def test_checkpointing_that_a_plan_of_nodes_does_not_know_is_refused_by_name() -> None:
+    short = workload("gpt2", layers=1)
+    model = checkpointing(apply(built(short), CHOICES["half-saved"](recorded(short)[1])))
     with pytest.raises(PlanMismatch, match="turn gradient_checkpointing off in this model"):
         trained(model)
 

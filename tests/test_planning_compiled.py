@@ -40,7 +40,7 @@ from tests.toys import TRANSFORMER, Transformer, recorded
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
 
-LARGER = dataclasses.replace(TRANSFORMER, build=lambda: Transformer(layers=4, width=32), batch_size=32)
+LARGER = dataclasses.replace(TRANSFORMER, build=lambda: Transformer(layers=3, width=32), batch_size=32)
 CPU = find_planning_device("cpu")
 
 
@@ -85,6 +85,7 @@ def test_it_recomputes_less_than_the_plan_for_eager_execution(plan: Plan, larger
     assert plan.predicted["evaluator_peak_bytes"] > plan.budget_bytes
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")  # of Inductor's own
 def test_a_plan_for_inductor_keeps_the_budget_there() -> None:
     step, graph = recorded(HALVES)

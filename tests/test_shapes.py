@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
@@ -34,7 +35,8 @@ pytestmark = [
     pytest.mark.filterwarnings(DYNAMO_LOOKS_AT_GRAD),
 ]
 
-LONG = dataclasses.replace(TRANSFORMER, seq_len=64)
+SHORT = dataclasses.replace(TRANSFORMER, build=functools.partial(Transformer, layers=2))
+LONG = dataclasses.replace(SHORT, seq_len=64)
 
 
 def built(workload: Workload) -> Any:
@@ -81,7 +83,7 @@ def test_a_smaller_batch_and_a_batch_of_one_are_two_traces_more() -> None:
     assert traces(model) == 4
 
 
-@pytest.mark.parametrize("name", ["gpt2", "resnet50"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("resnet50", marks=pytest.mark.exhaustive)])
 def test_kernels_at_a_shape_that_was_not_traced_are_those_of_the_untouched_model(name: str) -> None:
     pytest.importorskip("transformers")
     workload = models.TEST_SIZES[name]().sized(batch_size=4)
@@ -106,7 +108,9 @@ def test_kernels_at_a_shape_that_was_not_traced_are_those_of_the_untouched_model
 
 def test_a_number_that_changes_from_step_to_step_is_not_traced_anew() -> None:
     """As the count of tokens that a loss is divided by."""
-    workload = dataclasses.replace(TRANSFORMER, build=Divided, step=lambda m, b: m(*b, count=int(b[0].numel())))
+    workload = dataclasses.replace(
+        SHORT, build=lambda: Divided(layers=2), step=lambda m, b: m(*b, count=int(b[0].numel()))
+    )
     graph = recorded(workload)[1]
     untouched, model = built(workload), apply(built(workload), plan_by_hand(graph, half_saved(graph)))
     for length in (8, 7, 6, 5, 4):
@@ -152,7 +156,7 @@ class Reading(Transformer):
 @pytest.fixture
 def reading() -> tuple[Any, Any]:
     """Untouched, and with a plan."""
-    workload = dataclasses.replace(LONG, build=Reading)
+    workload = dataclasses.replace(LONG, build=lambda: Reading(layers=2))
     graph = recorded(workload)[1]
     return built(workload), apply(built(workload), plan_by_hand(graph, every_block(graph)))
 

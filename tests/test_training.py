@@ -38,9 +38,10 @@ from tests.toys import (
     tokens,
 )
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
-
-pytestmark = pytest.mark.filterwarnings(DYNAMO_LOOKS_AT_GRAD)
+pytestmark = [
+    pytest.mark.usefixtures("fresh_dynamo", "one_thread"),
+    pytest.mark.filterwarnings(DYNAMO_LOOKS_AT_GRAD),
+]
 
 Came = list[Tensor]
 

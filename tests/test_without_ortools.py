@@ -81,6 +81,7 @@ def test_plans_come_with_the_bound_of_the_chain(plans: dict[str, Any]) -> None:
     assert {solver["name"] for solver in plans["solvers"]} == {"chain-dp"}
 
 
+@pytest.mark.exhaustive
 def test_plans_are_within_what_ortools_proves(plans: dict[str, Any]) -> None:
     found = json.loads(run(PLANS, without=False).splitlines()[-1])
     assert found["ortools"] and found["least"] == plans["least"]

@@ -53,8 +53,13 @@ class Family:
         kinds, op_kind = _kinds(low, high, line)
         sizes = line(low.storages.size_bytes, high.storages.size_bytes)
         batch = line(self.low.batch_bytes, self.high.batch_bytes)
+        nodes = (
+            dataclasses.replace(a, made_bytes=int(line(a.made_bytes, b.made_bytes)))
+            for a, b in zip(low.nodes, high.nodes, strict=True)
+        )
         bare = dataclasses.replace(
             low,
+            nodes=tuple(nodes),
             kinds=kinds,
             op_kind=op_kind,
             storages=dataclasses.replace(low.storages, size_bytes=sizes),
@@ -102,7 +107,7 @@ def _structure(graph: Graph) -> tuple[Any, ...]:
     storages, saved = graph.storages, graph.saved_tensors
     columns = [graph.op_node, *_columns(storages, "size_bytes"), *_columns(saved, "copy_bytes")]
     return (
-        graph.nodes,
+        tuple(dataclasses.replace(node, made_bytes=0) for node in graph.nodes),
         tuple(graph.kinds[kind].name for kind in graph.op_kind),
         tuple(column.tobytes() for column in columns),
         graph.forward_end,

@@ -157,6 +157,7 @@ class MicroBatches:
         self.limits, self.on_try = limits, on_try
         self.how, self._scaled = executions.load(execution), scaled and place.device is None
         self.how.require(place, loop)
+        self._to_record: dict[int, FakeStep] = {}
         self._families: dict[bool, Family | None] = {}
         self._profiles: dict[tuple[int, bool], Profile] = {}
         self._problems: dict[tuple[int, bool], Problem] = {}
@@ -186,7 +187,10 @@ class MicroBatches:
 
     def _to_scale(self, micro_batch: int, loop: TrainingLoop) -> Recorded:
         self.on_try(f"recording micro-batch {micro_batch}")
-        step = fake_step(self.workload.sized(micro_batch), self.place, loop=loop)
+        if micro_batch not in self._to_record:
+            self._to_record[micro_batch] = fake_step(self.workload.sized(micro_batch), self.place, loop=loop)
+        step = self._to_record[micro_batch]
+        step.loop = loop  # accumulated or not, it is captured once
         graph, target = record(step), self.place.target
         unrounded = dataclasses.replace(target, alignment_bytes=1)
         graph = with_untraced(graph, step, roofline_costs(graph, target), unrounded)
