@@ -23,7 +23,7 @@ from remat.planning.budget import Budget, parse_budget, usable_bytes
 from remat.planning.card import reserving_at_most, with_footprints
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.search import Judge, OnReplay, solve_within
-from remat.planning.variants import Variant, Variants, fastest, within_patience
+from remat.planning.variants import Variant, Variants, at_most, fastest
 from remat.recording.fake_step import FakeStep
 from remat.reservation.fragmentation import assumed_settings
 from remat.solvers import Solver, load
@@ -129,8 +129,8 @@ def plan_profile(
         if variants is None:
             return of(profile, judge, whole_space, limit_bytes, limits.left(started))
 
-        def attempt(variant: Variant) -> Plan:
-            found, left = variant.profile, within_patience(limits.left(started, 0.5))
+        def attempt(variant: Variant, time_s: float) -> Plan:
+            found, left = variant.profile, at_most(limits.left(started, 0.5), time_s)
             return of(found, variant.judge, how.space(found.graph, depth), limit_bytes, left)
 
         return fastest(

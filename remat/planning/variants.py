@@ -7,7 +7,8 @@ Rule 1  A plan's price is what its step takes more than the whole one: what it r
         (smaller kernels, gradients added up).
 Rule 2  More slices cost more. So where slices alone cost as much as the best plan so far, no finer ones are tried, and
         the bound of all of them is that cost.
-Rule 3  Losses are cut where that is worth it: unless nothing else fits, by `WORTH` of the step.
+Rule 3  Every variant is searched for a few seconds, and the best of them once more, for longer.
+Rule 4  Losses are cut where that is worth it: unless nothing else fits, by `WORTH` of the step.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from remat.recording.fake_step import FakeStep
 SLICES = (1, 2, 4, 8, 16)
 LARGE = 0.01  # of the peak: smaller logits are left whole
 WORTH = 0.01  # of the step without checkpointing
-PATIENCE_S = 10.0  # for the plan of a variant, where nobody set a time limit
+QUICK_S, PATIENCE_S = 3.0, 12.0  # for the plan of a variant, at first and where it is the best
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,85 +139,91 @@ def why_whole(execution: Execution, step: FakeStep) -> str | None:
     return None
 
 
-def fastest(
-    whole: Callable[[], Plan],
-    variants: Variants,
-    attempt: Callable[[Variant], Plan],
-    is_over: Callable[[], bool] = lambda: False,
-) -> Plan:
-    """The plan of least price. (Rules 1 to 3)
+Attempt = Callable[[Variant, float], Plan]
 
-    whole    the plan that leaves the losses whole       attempt  the plan of a variant
+
+def fastest(
+    whole: Callable[[], Plan], variants: Variants, attempt: Attempt, is_over: Callable[[], bool] = bool
+) -> Plan:
+    """The plan of least price. (Rules 1 to 4)
+
+    whole    the plan that leaves the losses whole       attempt  that of a variant, found in so many seconds
     is_over  whether the time for all of it is up, or somebody pressed Ctrl-C
 
     Both plans raise Infeasible or NoPlanInTime.
     """
-    refused: list[Infeasible | NoPlanInTime] = []
+    search = _Search(variants, attempt, is_over)
     untouched: Plan | None = None
     try:
         untouched = whole()
     except (Infeasible, NoPlanInTime) as error:
-        refused.append(error)
-    best, bounds = untouched, [untouched.solver["bound_us"]] if untouched is not None else []
+        search.refused.append(error)
     try:
-        for found, bound_us in _found(variants, attempt, is_over, refused, best):
-            bounds.append(bound_us)
-            if found is not None and (best is None or _price(found) < _price(best)):
-                best = found
+        search.run(math.inf if untouched is None else _price(untouched))
     except KeyboardInterrupt:
-        if best is None:
+        if untouched is None and not search.tried:
             raise
-        bounds.append(0.0)
+        search.bounds_us.append(0.0)
+    best = min((tried.plan for tried in search.tried), key=_price, default=untouched)
     if best is None:
-        raise min(refused, key=_least_budget)
-    if best is untouched:
-        return best
+        raise min(search.refused, key=_least_budget)
     if untouched is not None:
+        search.bounds_us.append(untouched.solver["bound_us"])
         if _price(untouched) - _price(best) < WORTH * best.without_checkpointing["step_time_us"]:
             return untouched
         best = dataclasses.replace(best, predicted={**best.predicted, WHOLE: untouched.predicted["overhead"]})
-    return _bounded(best, min(bounds))
+    return _bounded(best, min([*search.bounds_us, *(tried.plan.solver["bound_us"] for tried in search.tried)]))
 
 
-def _found(
-    variants: Variants,
-    attempt: Callable[[Variant], Plan],
-    is_over: Callable[[], bool],
-    refused: list[Infeasible | NoPlanInTime],
-    best: Plan | None,
-) -> Iterator[tuple[Plan | None, float]]:
-    """For every variant that may be better, its plan and its bound. (Rule 2)"""
-    extra_us = 0.0
-    most = None if best is None else _price(best)
-    for variant in variants:
-        extra_us = variant.extra_us
-        if most is not None and extra_us >= most:
-            yield None, extra_us
+@dataclasses.dataclass(eq=False)
+class _Tried:
+    variant: Variant
+    plan: Plan
+
+
+class _Search:
+    """What was found among variants; `bounds_us` are those of variants without a plan. (Rules 2 and 3)"""
+
+    def __init__(self, variants: Variants, attempt: Attempt, is_over: Callable[[], bool]):
+        self._variants, self._attempt, self._is_over = variants, attempt, is_over
+        self.tried: list[_Tried] = []
+        self.bounds_us: list[float] = []
+        self.refused: list[Infeasible | NoPlanInTime] = []
+
+    def run(self, most_us: float) -> None:
+        """Try variants that may cost less than `most_us`, and the best of them once more, for longer."""
+        for variant in self._variants:
+            least_us = min([most_us, *(_price(tried.plan) for tried in self.tried)])
+            if variant.extra_us >= least_us or self._is_over():
+                self.bounds_us.append(variant.extra_us)
+                break
+            self._try(variant, QUICK_S)
+        best = min(self.tried, key=lambda tried: _price(tried.plan), default=None)
+        if best is None or best.plan.solver["status"] == "optimal" or self._is_over():
             return
-        if is_over():
-            break
+        if self._try(best.variant, PATIENCE_S):
+            self.tried.remove(best)
+
+    def _try(self, variant: Variant, time_s: float) -> bool:
         try:
-            made = priced(attempt(variant), variant)
+            self.tried.append(_Tried(variant, priced(self._attempt(variant, time_s), variant)))
         except Infeasible as error:
-            refused.append(error)
+            self.refused.append(error)
         except NoPlanInTime as error:
-            refused.append(error)
-            yield None, extra_us
+            self.refused.append(error)
+            self.bounds_us.append(variant.extra_us)
         else:
-            most = _price(made) if most is None else min(most, _price(made))
-            yield made, made.solver["bound_us"]
-    else:
-        return
-    yield None, extra_us
+            return True
+        return False
 
 
 def _price(made: Plan) -> float:
     return float(made.solver["objective_us"])
 
 
-def within_patience(limits: Limits) -> Limits:
-    """The limits of one variant."""
-    return limits if limits.time_s is not None else dataclasses.replace(limits, time_s=PATIENCE_S)
+def at_most(limits: Limits, time_s: float) -> Limits:
+    """`limits` with no more than so many seconds."""
+    return dataclasses.replace(limits, time_s=time_s if limits.time_s is None else min(limits.time_s, time_s))
 
 
 def _least_budget(error: Infeasible | NoPlanInTime) -> float:
