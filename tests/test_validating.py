@@ -46,6 +46,8 @@ KEYS = {
     "untouched",
     "loss_equal",
     "gradients_equal",
+    "gradients_bitwise",
+    "gradients_near",
     "max_gradient_error",
     "within_budget",
     "recomputed_nodes",
