@@ -528,7 +528,8 @@ class _Validation:
             counts = counts_of(training.model)
         else:
             counts = planned_forward(training.model).watch(observe=True, recompute_context=kernels.paused)
-            sums.watch(planned_forward(training.model).head_watch)
+            if chunks_of(self.plan.about):
+                sums.watch(planned_forward(training.model).head_watch)
         found = _first_step(training, kernels)
         training.finish()
         if kernels is not None:
