@@ -496,7 +496,7 @@ def test_a_profile_plans_as_its_model_does_and_remembers_it(remat: Remat) -> Non
     assert (a.regions, a.fingerprints, a.about) == (b.regions, b.fingerprints, b.about)
     assert (a.predicted["judged_by"], b.predicted["judged_by"]) == ("replay", "evaluator")
     text = remat("plan", "--profile", "p.json", "--budget", "72MiB").stdout
-    assert "judged by the evaluator alone: a profile has no model to replay the plan on" in text
+    assert "judged by the evaluator alone, and the loss left whole: a profile has no model to replay or to cut" in text
 
 
 def test_show_prints_every_region_or_the_file(remat: Remat) -> None:

@@ -16,6 +16,7 @@ rows out never overstates a peak, so a bound stays a bound.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -48,8 +49,7 @@ class Problem(Liveness):
 
     def with_budget(self, budget_bytes: int) -> Problem:
         """The same problem under another budget; what was computed about the graph is shared."""
-        other = object.__new__(Problem)
-        other.__dict__.update(self.__dict__)
+        other = copy.copy(self)
         other.budget_bytes = budget_bytes
         return other
 

@@ -110,7 +110,11 @@ def _answer(plan: Plan, path: Path, *, replayed: bool) -> Answer:
         "chunks": plan.about.get("chunks", []),
         "plan_path": str(path),
     }
-    notes = [] if replayed else ["judged by the evaluator alone: a profile has no model to replay the plan on"]
+    notes = []
+    if not replayed:
+        notes.append(
+            "judged by the evaluator alone, and the loss left whole: a profile has no model to replay or to cut"
+        )
     notes += [f"wrote {path}", f"next: remat validate {path}"]
     if compiler := load(plan.execution).compiler:
         notes.append(f'in training: torch.compile(remat.apply(model, "{path}"), backend="{compiler}")')
