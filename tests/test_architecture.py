@@ -37,7 +37,7 @@ ROOMS = {
     "reservation": ("evaluation", "workload"),
     "execution": ("capture", "chunking", "costing", "evaluation", "formulation", "recording", "workload"),
     "planning": (
-        *("costing", "cuda_kernels", "evaluation", "execution", "formulation"),
+        *("chunking", "costing", "cuda_kernels", "evaluation", "execution", "formulation"),
         *("recording", "reservation", "solvers", "workload"),
     ),
     "validation": (

@@ -26,6 +26,7 @@ from remat.capture.dynamo import GraphCalls
 from remat.chunking.chunk import chunk
 from remat.chunking.chunked_loss import ALIGNED_ROWS, ChunkedLoss, Given, cuts
 from remat.chunking.heads import find_heads
+from remat.chunking.products import round_alike
 from remat.chunking.withheld import Withheld
 from remat.cli.screen import plan_text
 from remat.costing.planning_device import find_planning_device
@@ -122,7 +123,33 @@ def of_probabilities(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor
     return F.cross_entropy(logits.view(-1, CLASSES), F.one_hot(labels.clamp(min=0).view(-1), CLASSES).float())
 
 
-NOT_CHUNKED = (smoothed, weighted, used_twice, mixing_rows, random_rows, of_probabilities)
+def outside_autocast(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return plain(logits.float(), labels)
+
+
+def selected_after_flattening(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.view(-1, CLASSES)[:-1], labels.view(-1)[1:])
+
+
+def written_meanwhile(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    labels = labels.clone()
+    labels.clamp_(min=0)
+    return plain(logits, labels)
+
+
+def tripled(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return (plain(logits, labels) + 1.0) / 3
+
+
+def squared(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return plain(logits, labels) ** 2
+
+
+NOT_CHUNKED = (
+    *(smoothed, weighted, used_twice, mixing_rows, random_rows, of_probabilities),
+    *(outside_autocast, selected_after_flattening, written_meanwhile, tripled, squared),
+)
 
 
 def batch(samples: int, length: int | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -161,6 +188,29 @@ def test_a_head_is_found_by_what_its_nodes_do(loss: Callable[..., torch.Tensor])
 @pytest.mark.parametrize("loss", NOT_CHUNKED)
 def test_what_has_no_rule_is_left_whole(loss: Callable[..., torch.Tensor]) -> None:
     assert find_heads(captured(loss)) == []
+
+
+class Ungraded(Language):
+    """Makes its logits where nothing gets a gradient, and a loss that learns by another way."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.embed(ids)
+        with torch.no_grad():
+            logits = self.head(x)
+        return {"loss": self.loss(logits, labels) + x.square().mean(), "logits": logits}
+
+
+def test_logits_without_gradient_are_left_whole() -> None:
+    fake = FakeStep(dataclasses.replace(LANGUAGE, build=functools.partial(Ungraded, plain)), device=CPU)
+    fake.warm_up()
+    assert list(fake.heads) == []
+
+
+def test_a_loss_may_be_added_to() -> None:
+    def with_penalty(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return plain(logits, labels) + 0.5 * torch.ones(()) + 2.0
+
+    assert len(find_heads(captured(with_penalty))) == 1
 
 
 # What slices compute
@@ -280,6 +330,25 @@ def test_backward_twice_needs_the_graph_to_be_retained() -> None:
     assert all(torch.equal(p.grad, 2 * first[name]) for name, p in model.named_parameters() if p.grad is not None)
     with pytest.raises(RematError, match="twice"):
         loss.backward()
+
+
+def test_second_derivatives_are_refused() -> None:
+    model = Language(plain, dropout=0.0)
+    loss = in_slices(model, 2)(*batch(4, 40))["loss"]
+    with pytest.raises(RematError, match="create_graph"):
+        torch.autograd.grad(loss, model.embed.weight, create_graph=True)
+
+
+@pytest.mark.parametrize(("factor", "warned"), [(0.25, False), (65536.0, False), (1 / 3, True)])
+def test_a_factor_that_rounds_is_told_of_once(factor: float, warned: bool) -> None:
+    model = Language(plain)
+    forward = in_slices(model, 2)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            (forward(*batch(4, 40))["loss"] * factor).backward()
+    assert len([each for each in seen if "power of two" in str(each.message)]) <= int(warned) * 2
+    assert any("power of two" in str(each.message) for each in seen) == warned
 
 
 def test_frozen_weights_get_no_gradient() -> None:
@@ -447,6 +516,70 @@ def test_a_plan_in_slices_validates(workload: Workload) -> None:
     assert all(ratio <= NEAR for ratio in report.gradients_near.values())
     assert report.measured["peak_bytes"] == pytest.approx(made.predicted["peak_bytes"], rel=0.0005)
     assert report.measured["peak_bytes"] <= made.budget_bytes
+
+
+def test_slices_that_round_otherwise_on_this_device_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variants, "SLICES", (1, 2))
+    monkeypatch.setattr(variants, "round_alike", lambda shape, slices, dtype, device: slices == 1)
+    fake = fake_step(LARGER, find_planning_device("cpu"))
+    profile = profile_step(fake, find_planning_device("cpu"))
+    assert [found.chunks[0].slices for found in variants.Variants(load("eager"), fake, profile)] == [1]
+
+
+def test_slices_of_one_size_round_as_all_rows_do_and_are_seen_to() -> None:
+    assert round_alike((512, 64, 32), 1, torch.float32, CPU)
+    assert round_alike((10**7, 10**5, 10**4), 2, torch.float32, CPU) is None
+    assert round_alike((2048, 256, 32), 2, torch.bfloat16, CPU) in (True, False)
+
+
+def test_wrong_gradients_of_a_chunked_plan_fail_its_validation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of the rows is made half as large again: everything before the head trains wrongly."""
+    made, run = planned(LARGER), ChunkedLoss.run
+
+    def wrong(self: ChunkedLoss, given: Given, wanted: tuple[bool, bool, bool]) -> Any:
+        losses, of_rows, sums = run(self, given, wanted)
+        return losses, None if of_rows is None else of_rows * 1.5, sums
+
+    monkeypatch.setattr(ChunkedLoss, "run", wrong)
+    report = validate(LARGER, made, repeats=1)
+    assert not report.gradients_equal
+    assert not report.passed
+
+
+def test_wrong_sums_of_a_chunked_plan_fail_its_validation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What two slices add up is off by a ten-thousandth."""
+    made, run = planned(LARGER), ChunkedLoss.run
+
+    def wrong(self: ChunkedLoss, given: Given, wanted: tuple[bool, bool, bool]) -> Any:
+        losses, of_rows, sums = run(self, given, wanted)
+        if self.slices == 2 and sums.weight is not None:
+            sums.weight *= 1.0001
+        return losses, of_rows, sums
+
+    monkeypatch.setattr(ChunkedLoss, "run", wrong)
+    report = validate(LARGER, made, repeats=1)
+    assert not report.gradients_equal
+    assert report.gradients_near["head.weight"] > NEAR
+
+
+def test_a_step_that_reads_logits_is_planned_with_its_loss_whole() -> None:
+    def reading(model: nn.Module, given: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        outputs = model(*given)
+        loss: torch.Tensor = outputs["loss"] + 0.0 * outputs["logits"].mean()
+        return loss
+
+    workload = dataclasses.replace(LARGER, step=reading)
+    made = plan(workload, budget=sum(tight(workload)) // 2, target="h100-80gb")
+    assert chunks_of(made.about) == ()
+
+
+def test_a_head_that_takes_more_is_another_graph() -> None:
+    def in_double(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return plain(logits.double(), labels)
+
+    model = remat.apply(Language(in_double), planned(LARGER))
+    with pytest.raises(PlanMismatch, match="chunked_loss"):
+        model(*batch(64, LENGTH))
 
 
 def test_a_saved_plan_in_slices_trains_at_every_batch_size(tmp_path: Any) -> None:

@@ -66,7 +66,7 @@ class _Chunker:
         arguments = (weight, bias, given["target"], *numbers)
         copied = [self._copies[value] if isinstance(value, fx.Node) else value for value in arguments]
         call = self._graph.call_function(_calling(function), (self._rows(head, self._copies[rows]), *copied))
-        call.meta = {**result.meta, "called": CHUNKED, CHUNKED: function}
+        call.meta = {**result.meta, "called": head.text, CHUNKED: function}
         call.meta.pop("identity", None)
         return call
 

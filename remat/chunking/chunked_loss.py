@@ -8,7 +8,8 @@ gradient of the loss: nothing is recomputed.
 Rule 1  The loss of every row is what the untouched head computes; one `nll_loss` over all of them reduces them, in the
         order in which the untouched one adds. So the loss is bitwise that of the untouched step.
 Rule 2  A row's gradient begins from the derivative of that reduction, which labels alone decide. So the gradient of
-        every row is bitwise that of the untouched step, where the gradient of the loss is a power of two.
+        every row is bitwise that of the untouched step, where the gradient of the loss is a power of two, and where a
+        product's rows do not depend on how many there are; in one slice there are as many.
 Rule 3  Gradients of the weight and the bias are sums over all rows, and are added up slice by slice in float32: they
         differ from the untouched step's by the order of a sum.
 Rule 4  Under autocast the weight is cast once, for all slices, and its gradient is float32 as the weight is.
@@ -18,16 +19,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from remat._torch import keeps_graph
+from remat._torch import fakes_are_on, keeps_graph
 from remat.errors import RematError
 
 ALIGNED_ROWS = 64  # of a tile of a product
@@ -103,6 +105,7 @@ class ChunkedLoss:
     reduction: str
     cast: Callable[[Tensor], Tensor] = as_autocast
     watch: Watch = dataclasses.field(default_factory=Watch)
+    has_told: bool = False
 
     def __call__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *numbers: Any) -> Tensor:
         """The loss of `rows` (..., width), of which `weight` (classes, width) and `bias` (classes,) make logits."""
@@ -110,14 +113,34 @@ class ChunkedLoss:
         loss: Tensor = _GradientsInForward.apply(self, flat, weight, bias, labels, numbers)
         return loss
 
+    def tell_of_rounding(self, gradient: Tensor) -> None:
+        """Warn, at the first backward, where gradients are multiplied by what makes them round otherwise. (Rule 2)"""
+        if self.has_told or fakes_are_on():
+            return
+        self.has_told = True
+        factor = float(gradient)
+        if math.isfinite(factor) and factor and math.frexp(abs(factor))[0] != 0.5:
+            warnings.warn(
+                f"the loss that the plan computes in slices is multiplied by {factor:.6g} before its backward, which "
+                "is no power of two: all gradients may round otherwise than without the plan. That is harmless; where "
+                "they must be bitwise the same, make a plan that leaves the loss whole (exact=True, --exact).",
+                stacklevel=2,
+            )
+
     def whole(self) -> ChunkedLoss:
         """The same in one slice, whose sums are those of the untouched step."""
         return dataclasses.replace(self, slices=1, watch=Watch())
 
     def in_float64(self) -> ChunkedLoss:
-        """The same in float64, for rows, weights and bias that are."""
-        opened = fx.symbolic_trace(as_given)
-        return dataclasses.replace(self, opened=opened, row_losses=self.precise, cast=as_given, watch=Watch())
+        """The same in float64 and in other slices, for rows, weights and bias that are."""
+        return dataclasses.replace(
+            self,
+            opened=fx.symbolic_trace(as_given),
+            row_losses=self.precise,
+            slices=2 * self.slices + 1,
+            cast=as_given,
+            watch=Watch(),
+        )
 
     def run(self, given: Given, wanted: tuple[bool, bool, bool]) -> tuple[Tensor, Tensor | None, Sums]:
         """(loss of every row; gradient of the rows; sums), gradients where `wanted`: of the rows, the weight, the bias.
@@ -130,7 +153,7 @@ class ChunkedLoss:
         of_rows = torch.empty_like(rows) if for_rows else None
         of_weight, of_bias = _Sum(given.weight.dtype), _Sum(given.weight.dtype)
         losses = by_row = None
-        for cut in cuts(0, rows.shape[0], max(-(-rows.shape[0] // self.slices), FEWEST_ROWS)):
+        for cut in slices_of(rows.shape[0], self.slices):
             logits = F.linear(rows[cut], weight, bias)
             most = min(PIECE // weight.shape[0], -(-(cut.stop - cut.start) // TRICKY_LAYERS))
             for piece in cuts(cut.start, cut.stop, most):
@@ -169,6 +192,11 @@ class ChunkedLoss:
         return found
 
 
+def slices_of(rows: int, slices: int) -> Iterator[slice]:
+    """So many rows in so many slices, or fewer of `FEWEST_ROWS`."""
+    return cuts(0, rows, max(-(-rows // slices), FEWEST_ROWS))
+
+
 def cuts(first: int, end: int, most: int) -> Iterator[slice]:
     """Rows [first, end) in slices of about `most`, nearly equal: a product of few rows takes another kernel.
 
@@ -203,13 +231,18 @@ class _GradientsInForward(Function):
             return head.reduced(losses, labels, numbers)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise RematError(
+                "a chunked loss has first derivatives only, and backward was called with create_graph=True; make a "
+                "plan that leaves the loss whole (exact=True, --exact)."
+            )
         if ctx.gradients is None:
             raise RematError("backward went through a chunked loss twice; give retain_graph=True to the first.")
         kept = keeps_graph()
         watch = ctx.head.watch
         with watch.unseen():
+            ctx.head.tell_of_rounding(gradient)
             if watch.on_backward is not None:
                 watch.on_backward(ctx.head, gradient)
             of_rows, of_weight, of_bias = (_times(found, gradient, in_place=not kept) for found in ctx.gradients)

@@ -9,7 +9,11 @@ Rule 2  Its logits are made by one `linear`. What lies between acts on every num
 Rule 3  Nothing else in the graph reads what lies between. The graph may give it out: in slices it never exists at once,
         so a caller gets a `Withheld` in its place.
 Rule 4  Multiplications and divisions of the loss by numbers that need no gradient belong to the head, so that each
-        slice's gradients begin from what the untouched step's begin from.
+        slice's gradients begin from what the untouched step's begin from. What comes after may add to the loss, and
+        nothing else.
+Rule 5  All of it runs in one context: no autocast or no_grad opens or closes between the linear and the loss. Nothing
+        is written in place meanwhile, and rows are selected before they are flattened: the chunked node stands where
+        the loss stood, and takes what the linear took.
 
 What has no rule is not chunked.
 """
@@ -24,7 +28,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from remat.capture.nodes import called, captured_nodes
+from remat.capture.anchors import writes
+from remat.capture.nodes import bracket_of, called, captured_nodes
 
 POINTWISE = frozenset({"mul", "truediv", "div", "tanh", "clamp", "neg"})
 CASTS = frozenset({"float", "to", "bfloat16", "double"})
@@ -51,6 +56,18 @@ class Head:
     @property
     def result(self) -> fx.Node:
         return self.scalings[-1] if self.scalings else self.loss
+
+    @property
+    def takes_contiguous_rows(self) -> bool:
+        """Otherwise the untouched linear takes another kernel than its rows do. Of open sizes it must not be asked."""
+        given, *_ = linear_arguments(self.linear)
+        return bool(given.meta["example_value"].is_contiguous())
+
+    @property
+    def text(self) -> str:
+        """What happens to a logit, by which chunked losses are told apart: others take other bytes."""
+        steps = [node for node in self.between if _name(node) not in (*FLATTENINGS, *COPIES, "getitem")]
+        return ",".join(["chunked_loss", *(f"{_name(node)}{list(map(str, node.args[1:])) or ''}" for node in steps)])
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -100,7 +117,32 @@ def _head_of(loss: fx.Node) -> Head | None:
         node, user = node.args[0] if node.args else None, node
     if not isinstance(node, fx.Node) or not _is_read_by(node, user) or not _makes_logits(node):
         return None
-    return Head(node, tuple(between), loss, tuple(_scalings_after(loss)))
+    head = Head(node, tuple(between), loss, tuple(_scalings_after(loss)))
+    return head if _is_only_added_to(head.result) and _is_undisturbed(head) else None
+
+
+def _is_only_added_to(result: fx.Node) -> bool:
+    """Rule 4: whether the gradient of a loss is that of what the graph gives out."""
+    sums = (user for user in result.users if user.op != "output")
+    return all(called(node) in ("add", "iadd") and not node.kwargs and _is_only_added_to(node) for node in sums)
+
+
+def _is_undisturbed(head: Head) -> bool:
+    """Rule 5."""
+    kinds = [_name(node) for node in head.between]
+    flat = next((i for i, kind in enumerate(kinds) if kind in FLATTENINGS), len(kinds))
+    if "getitem" in kinds[flat:]:
+        return False
+    node = head.linear
+    while node is not head.result:
+        node = node.next
+        if bracket_of(node) or (node.op not in ("placeholder", "get_attr", "output") and writes(node)):
+            return False
+    return all(value is not None and value.requires_grad for value in map(_tensor, (head.linear, head.loss)))
+
+
+def _name(node: fx.Node) -> str:
+    return called(node).removeprefix("call_method:")
 
 
 def _has_rule(loss: fx.Node) -> bool:
@@ -127,7 +169,7 @@ def _makes_logits(linear: fx.Node) -> bool:
 
 def _acts_by_row(node: fx.Node) -> bool:
     """Rule 2."""
-    name, made, given = called(node).removeprefix("call_method:"), _tensor(node), _tensor(node.args[:1])
+    name, made, given = _name(node), _tensor(node), _tensor(node.args[:1])
     if made is None or given is None or made.shape[-1] != given.shape[-1]:
         return False
     if node.all_input_nodes != [node.args[0]]:
@@ -164,7 +206,7 @@ def _scalings_after(loss: fx.Node) -> Iterator[fx.Node]:
     node = loss
     while len(node.users) == 1:
         (user,) = node.users
-        if called(user).removeprefix("call_method:") not in SCALINGS or not _is_scaling_of(user, node):
+        if _name(user) not in SCALINGS or not _is_scaling_of(user, node):
             return
         yield user
         node = user

@@ -24,7 +24,7 @@ class Chunk:
     module: str = ""
 
     def __str__(self) -> str:
-        return f"{self.module or 'the loss'} in {self.slices} slices"
+        return f"{self.module or 'the loss'} in {self.slices} slice{'s' if self.slices > 1 else ''}"
 
 
 def chunks_of(about: Mapping[str, Any]) -> tuple[Chunk, ...]:

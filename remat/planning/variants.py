@@ -5,22 +5,24 @@ that a loss head is one node. So a plan of one variant is a plan of the others, 
 
 Rule 1  A plan's price is what its step takes more than the whole one: what it recomputes, and what its slices cost
         (smaller kernels, gradients added up).
-Rule 2  More slices cost more. So where slices alone cost as much as the best plan so far, no finer ones are tried, and
-        the bound of all of them is that cost.
+Rule 2  More slices cost more, where costs are estimated. So where slices alone cost as much as the best plan so far, no
+        finer ones are tried, and the bound of all of them is that cost.
 Rule 3  Every variant is searched for a few seconds, and the best of them once more, for longer.
-Rule 4  Losses are cut where that is worth it: unless nothing else fits, by `WORTH` of the step.
+Rule 4  On a device at hand, only as many slices are tried as leave every row's gradient bitwise what it was.
+Rule 5  Losses are cut where that is worth it: unless nothing else fits, by `WORTH` of the step.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from remat.chunking.products import round_alike
 from remat.costing.planning_device import PlanningDevice
 from remat.costing.profile import Profile
-from remat.errors import Infeasible, NoPlanInTime
+from remat.errors import Infeasible, NoPlanInTime, RematError
 from remat.evaluation.chunks import WHOLE, Chunk, chunks_of
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.plan import Plan
@@ -75,9 +77,14 @@ class Variants:
         if not heads:
             return
         for slices in SLICES:
+            if not self._round_alike(heads, slices):
+                continue
             self._on_variant(slices)
             if slices not in self._known:
-                self._known[slices] = self._variant(tuple(dataclasses.replace(head, slices=slices) for head in heads))
+                try:
+                    self._known[slices] = self._variant(_cut(heads, slices))
+                except RematError:  # the step, or a later graph, reads the logits
+                    return
             yield self._known[slices]
 
     def like_liger(self) -> Variant:
@@ -88,9 +95,8 @@ class Variants:
         """
         heads = self._heads()
         count = max((self._liger_slices(head) for head in heads), default=1)
-        chunks = tuple(dataclasses.replace(head, slices=count) for head in heads)
         if count not in self._known:
-            self._known[count] = self._variant(chunks)
+            self._known[count] = self._variant(_cut(heads, count))
         return self._known[count]
 
     def _liger_slices(self, head: Chunk) -> int:
@@ -101,6 +107,16 @@ class Variants:
     def profile_of(self, plan: Plan) -> Profile:
         """That of the variant that `plan` is for."""
         return next(known.profile for known in self._known.values() if known.chunks == chunks_of(plan.about))
+
+    def _round_alike(self, heads: Sequence[Chunk], slices: int) -> bool:
+        """Whether gradients will be bitwise those of the loss whole, where that can be seen: on the device at hand."""
+        if self._whole.costs.source != "measured":
+            return True
+        found = (
+            round_alike(self._step.shape_of(head), slices, self._step.product_dtype, self._step.device)
+            for head in heads
+        )
+        return all(alike is not False for alike in found)
 
     def _heads(self) -> list[Chunk]:
         """The losses that are large enough; none where slices would not give what they promise. (`why_whole`)"""
@@ -126,6 +142,10 @@ class Variants:
         )
 
 
+def _cut(heads: Sequence[Chunk], slices: int) -> tuple[Chunk, ...]:
+    return tuple(dataclasses.replace(head, slices=slices) for head in heads)
+
+
 def why_whole(execution: Execution, step: FakeStep) -> str | None:
     """Why no loss of `step` may run in slices; None where it may."""
     if not execution.runs_chunks:
@@ -145,7 +165,7 @@ Attempt = Callable[[Variant, float], Plan]
 def fastest(
     whole: Callable[[], Plan], variants: Variants, attempt: Attempt, is_over: Callable[[], bool] = bool
 ) -> Plan:
-    """The plan of least price. (Rules 1 to 4)
+    """The plan of least price. (Rules 1 to 5)
 
     whole    the plan that leaves the losses whole       attempt  that of a variant, found in so many seconds
     is_over  whether the time for all of it is up, or somebody pressed Ctrl-C
@@ -165,6 +185,11 @@ def fastest(
             raise
         search.bounds_us.append(0.0)
     best = min((tried.plan for tried in search.tried), key=_price, default=untouched)
+    if best is None and search.is_cut_short:
+        raise NoPlanInTime(
+            f"{min(search.refused, key=_least_budget)} That is with the loss whole or in few slices: there was no time "
+            "to look for plans that cut it finer; raise --time-limit."
+        )
     if best is None:
         raise min(search.refused, key=_least_budget)
     if untouched is not None:
@@ -189,14 +214,23 @@ class _Search:
         self.tried: list[_Tried] = []
         self.bounds_us: list[float] = []
         self.refused: list[Infeasible | NoPlanInTime] = []
+        self.is_cut_short = False
 
     def run(self, most_us: float) -> None:
         """Try variants that may cost less than `most_us`, and the best of them once more, for longer."""
+        if most_us <= 0:
+            return
         for variant in self._variants:
-            least_us = min([most_us, *(_price(tried.plan) for tried in self.tried)])
-            if variant.extra_us >= least_us or self._is_over():
-                self.bounds_us.append(variant.extra_us)
+            if self._is_over():
+                self.is_cut_short = True
+                self.bounds_us.append(min(variant.extra_us, 0.0))
                 break
+            least_us = min([most_us, *(_price(tried.plan) for tried in self.tried)])
+            if variant.extra_us >= least_us:
+                self.bounds_us.append(variant.extra_us)
+                if variant.profile.costs.source == "estimated":
+                    break
+                continue
             self._try(variant, QUICK_S)
         best = min(self.tried, key=lambda tried: _price(tried.plan), default=None)
         if best is None or best.plan.solver["status"] == "optimal" or self._is_over():

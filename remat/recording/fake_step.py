@@ -134,11 +134,17 @@ class FakeStep:
         return self.finish.optimizer
 
     @property
+    def product_dtype(self) -> torch.dtype:
+        """In which the model multiplies matrices."""
+        return self.workload.autocast or next(p.dtype for p in self.model.parameters() if p.is_floating_point())
+
+    @property
     def computes_in_float16(self) -> bool:
         return torch.float16 in (self.workload.autocast, *(p.dtype for p in self.model.parameters()))
 
     def capture_anew(self, answers: Answers | None) -> None:
         """Forget what was captured, and capture with `answers` from now on."""
+        self._captured.clear()
         self.calls = _NotedCalls(self._forward, self._execute_call, answers=answers, is_ones=self._ones.hold)
         self.model.forward = self._traced_forward
 
@@ -174,7 +180,8 @@ class FakeStep:
         """What may run in slices, each as a chunk of one, and what its logits take; known once the step has run."""
         for call, graph_module in self._captured.values():
             for number, head in enumerate(find_heads(graph_module)):
-                yield Chunk(call, number, 1, module_path(head.linear)), head.logits_bytes
+                if head.takes_contiguous_rows:
+                    yield Chunk(call, number, 1, module_path(head.linear)), head.logits_bytes
 
     def shape_of(self, head: Chunk) -> tuple[int, int, int]:
         """(rows, classes, width) of a head."""

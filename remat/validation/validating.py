@@ -542,14 +542,13 @@ class _Validation:
         distance = _distance(expected.gradients, found.gradients)
         if not distance.equal:
             del found.gradients[:]
-            distance = self._against_noise(training, expected, distance)
+            distance = self._against_noise(training, expected, distance, set(sums.ratios))
         kernels_of_untouched = expected.kernels
-        if sums.ratios:
+        if chunks_of(self.plan.about):
             kernels_of_untouched = without_heads(expected.kernels, found.kernels)
-            self.notes.append(
-                f"Gradients of {', '.join(sums.ratios)} are summed in slices: they are held to float64. Kernels are "
-                "compared outside of the chunked loss."
-            )
+            self.notes.append("Kernels are compared outside of the chunked loss.")
+        if sums.ratios:
+            self.notes.append(f"Gradients of {', '.join(sums.ratios)} are summed in slices: they are held to float64.")
         return _Comparison(
             bool(_distance([expected.loss], [found.loss]).equal),
             distance,
@@ -568,13 +567,21 @@ class _Validation:
         """What sees the kernels of a step; nothing sees those of a compiled one."""
         return KernelLog() if self.how.compiler is None else None
 
-    def _against_noise(self, training: Training, expected: _FirstStep, distance: _Distance) -> _Distance:
-        """`distance`, called equal if the untouched step does not repeat itself any better. (Rule 5)"""
+    def _against_noise(
+        self, training: Training, expected: _FirstStep, distance: _Distance, summed: set[str]
+    ) -> _Distance:
+        """`distance`, called equal if the untouched step does not repeat itself any better. (Rule 5)
+
+        summed  parameters whose gradients are held to float64, and are not among those expected
+        """
         planned = planned_forward(training.model)
         remove(training.model)
         training.begin_again()
         training.call_as(self.how.prepare)
-        noise = _distance(expected.gradients, _first_step(training, None).gradients)
+        names = [name for name, p in training.model.named_parameters() if p.requires_grad]
+        again = _first_step(training, None).gradients
+        again = [None if name in summed else gradient for name, gradient in zip(names, again, strict=True)]
+        noise = _distance(expected.gradients, again)
         training.finish()
         training.model.forward = planned
         planned.install()
