@@ -57,7 +57,8 @@ def test_where_several_plans_may_be_tried_each_gets_half_of_what_is_left(
         left[0] -= limits.time_s if share < 1 else 0.0
         return load("exact")(problem, Limits())
 
-    plan_profile(profile, Budget(budget, budget), step=step, execution=execution, solver=spy, limits=Limits(time_s=100))
+    limits = Limits(time_s=100)
+    plan_profile(profile, Budget(budget, budget), step=step, execution=execution, solver=spy, limits=limits, exact=True)
     assert given and given[0] > 0.9 * share * 100
 
 

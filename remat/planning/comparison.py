@@ -28,7 +28,7 @@ from remat.formulation.solution import Limits, Solution, Status
 from remat.planning.assemble import assemble, infeasible
 from remat.planning.budget import Budget
 from remat.planning.search import Judge, search
-from remat.planning.variants import PATIENCE_S, Variant, Variants, at_most, fastest, priced
+from remat.planning.variants import PATIENCE_S, Variant, Variants, at_most, begun_from, fastest, priced
 from remat.recording.fake_step import FakeStep
 from remat.solvers import EXACT, HEURISTICS, WITHOUT, load
 
@@ -211,10 +211,11 @@ def _with_slices(
     """The rows, with what cutting losses makes of the step where that pays; and the bound of all of it."""
     whole = next(row for row in rows if row.strategy == "exact")
 
-    def attempt(variant: Variant, time_s: float, name: str = "exact") -> Plan:
+    def attempt(variant: Variant, time_s: float, before: Plan | None, name: str = "exact") -> Plan:
         found = variant.profile
         problem = how.pose(found, how.space(found.graph), limit_bytes)
-        solution = solution_of(problem, how, name, variant.judge, at_most(limits, time_s))
+        within = begun_from(at_most(limits, time_s), problem, before)
+        solution = solution_of(problem, how, name, variant.judge, within)
         if not solution.fits:
             raise NoPlanInTime(f"no plan of {variant.chunks[0]} keeps the budget.")
         return assemble(problem, solution, found, how, variant.judge)
@@ -234,7 +235,9 @@ def _with_slices(
     found = [_row_of(best, "exact", variants, bound_us)]
     liger = variants.like_liger()
     with contextlib.suppress(Infeasible, NoPlanInTime):
-        found.append(_row_of(priced(attempt(liger, PATIENCE_S, "every-block"), liger), LIGER_LIKE, variants, bound_us))
+        found.append(
+            _row_of(priced(attempt(liger, PATIENCE_S, None, "every-block"), liger), LIGER_LIKE, variants, bound_us)
+        )
     for row in rows:
         name = LOSS_WHOLE if row is whole else row.strategy
         above = (

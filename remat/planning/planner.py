@@ -23,7 +23,7 @@ from remat.planning.budget import Budget, parse_budget, usable_bytes
 from remat.planning.card import reserving_at_most, with_footprints
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.search import Judge, OnReplay, solve_within
-from remat.planning.variants import Variant, Variants, at_most, fastest
+from remat.planning.variants import Variant, Variants, at_most, begun_from, fastest
 from remat.recording.fake_step import FakeStep
 from remat.reservation.fragmentation import assumed_settings
 from remat.solvers import Solver, load
@@ -115,10 +115,17 @@ def plan_profile(
     variants = None if exact or step is None else Variants(how, step, profile, on_replay, on_variant)
     interrupted = False
 
-    def of(profile: Profile, judge: Judge | None, space: Space, limit_bytes: int, limits: Limits) -> Plan:
+    def of(
+        profile: Profile,
+        judge: Judge | None,
+        space: Space,
+        limit_bytes: int,
+        limits: Limits,
+        before: Plan | None = None,
+    ) -> Plan:
         nonlocal interrupted
         problem = how.pose(profile, space, limit_bytes)
-        solution = solve_within(problem, how, solver, judge, limits)
+        solution = solve_within(problem, how, solver, judge, begun_from(limits, problem, before))
         interrupted = interrupted or solution.interrupted
         made = assemble(problem, solution, profile, how, judge)
         return made if settings is None else with_footprints(made, profile, settings)
@@ -126,12 +133,12 @@ def plan_profile(
     whole_space = space or how.space(profile.graph, depth)
 
     def within(limit_bytes: int) -> Plan:
-        if variants is None:
+        if variants is None or not variants.are_any:
             return of(profile, judge, whole_space, limit_bytes, limits.left(started))
 
-        def attempt(variant: Variant, time_s: float) -> Plan:
+        def attempt(variant: Variant, time_s: float, before: Plan | None) -> Plan:
             found, left = variant.profile, at_most(limits.left(started, 0.5), time_s)
-            return of(found, variant.judge, how.space(found.graph, depth), limit_bytes, left)
+            return of(found, variant.judge, how.space(found.graph, depth), limit_bytes, left, before)
 
         return fastest(
             lambda: of(profile, judge, whole_space, limit_bytes, limits.left(started, 0.5)),

@@ -25,8 +25,9 @@ from remat.costing.profile import Profile
 from remat.errors import Infeasible, NoPlanInTime, RematError
 from remat.evaluation.chunks import WHOLE, Chunk, chunks_of
 from remat.evaluation.evaluator import Memory
-from remat.evaluation.plan import Plan
+from remat.evaluation.plan import Plan, from_refs
 from remat.execution.base import Execution
+from remat.formulation.problem import Problem
 from remat.formulation.solution import Limits
 from remat.planning.profiling import profile_variant
 from remat.planning.search import Judge, OnReplay
@@ -72,11 +73,14 @@ class Variants:
         self._on_variant = on_variant or (lambda slices: None)
         self._known: dict[int, Variant] = {}
 
+    @property
+    def are_any(self) -> bool:
+        """Whether there is a loss to cut."""
+        return bool(self._heads())
+
     def __iter__(self) -> Iterator[Variant]:
         heads = self._heads()
-        if not heads:
-            return
-        for slices in SLICES:
+        for slices in SLICES if heads else ():
             if not self._round_alike(heads, slices):
                 continue
             self._on_variant(slices)
@@ -159,7 +163,7 @@ def why_whole(execution: Execution, step: FakeStep) -> str | None:
     return None
 
 
-Attempt = Callable[[Variant, float], Plan]
+Attempt = Callable[[Variant, float, Plan | None], Plan]
 
 
 def fastest(
@@ -167,7 +171,8 @@ def fastest(
 ) -> Plan:
     """The plan of least price. (Rules 1 to 5)
 
-    whole    the plan that leaves the losses whole       attempt  that of a variant, found in so many seconds
+    whole    the plan that leaves the losses whole
+    attempt  that of a variant, found in so many seconds; the plan of another variant is one to begin from
     is_over  whether the time for all of it is up, or somebody pressed Ctrl-C
 
     Both plans raise Infeasible or NoPlanInTime.
@@ -231,24 +236,39 @@ class _Search:
                 if variant.profile.costs.source == "estimated":
                     break
                 continue
-            self._try(variant, QUICK_S)
+            if self._try(variant, QUICK_S) is None:
+                self._try(variant, PATIENCE_S)
         best = min(self.tried, key=lambda tried: _price(tried.plan), default=None)
         if best is None or best.plan.solver["status"] == "optimal" or self._is_over():
             return
         if self._try(best.variant, PATIENCE_S):
             self.tried.remove(best)
 
-    def _try(self, variant: Variant, time_s: float) -> bool:
+    def _try(self, variant: Variant, time_s: float) -> bool | None:
+        """Whether there is a plan; None where none was found in time."""
+        before = self.tried[-1].plan if self.tried else None
         try:
-            self.tried.append(_Tried(variant, priced(self._attempt(variant, time_s), variant)))
+            self.tried.append(_Tried(variant, priced(self._attempt(variant, time_s, before), variant)))
         except Infeasible as error:
             self.refused.append(error)
+            return False
         except NoPlanInTime as error:
             self.refused.append(error)
             self.bounds_us.append(variant.extra_us)
-        else:
-            return True
-        return False
+            return None
+        return True
+
+
+def begun_from(limits: Limits, problem: Problem, plan: Plan | None) -> Limits:
+    """`limits`, to begin from the plan of another variant if that is one of the space."""
+    if plan is None:
+        return limits
+    start = from_refs(problem.graph, plan.regions)
+    try:
+        problem.runs_of(start)
+    except KeyError:
+        return limits
+    return dataclasses.replace(limits, start=start)
 
 
 def _price(made: Plan) -> float:
