@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 import remat
 from remat.capture.dynamo import GraphCalls
-from remat.chunking.chunk import chunk
+from remat.chunking.chunk import chunk, chunked_losses
 from remat.chunking.chunked_loss import ALIGNED_ROWS, ChunkedLoss, Given, cuts
 from remat.chunking.heads import find_heads
 from remat.chunking.products import round_alike
@@ -204,6 +204,12 @@ def test_logits_without_gradient_are_left_whole() -> None:
     fake = FakeStep(dataclasses.replace(LANGUAGE, build=functools.partial(Ungraded, plain)), device=CPU)
     fake.warm_up()
     assert list(fake.heads) == []
+
+
+def test_a_graph_without_such_a_head_is_left_as_it_is() -> None:
+    graph_module = captured(plain)
+    assert chunked_losses(chunk(graph_module, {1: 2})) == []
+    assert len(chunked_losses(chunk(graph_module, {0: 2}))) == 1
 
 
 def test_a_loss_may_be_added_to() -> None:

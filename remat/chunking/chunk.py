@@ -21,10 +21,11 @@ CHUNKED = "chunked_loss"  # what the node of a head calls, and the key of its me
 def chunk(graph_module: fx.GraphModule, slices: Mapping[int, int]) -> fx.GraphModule:
     """A copy of `graph_module` whose heads number i run in `slices[i]` slices; other nodes are as they were.
 
-    There must be such heads.
+    Where there is no such head, it is another graph (one of before a model was settled, say), as its nodes will tell.
     """
-    heads = find_heads(graph_module)
-    return _Chunker(graph_module, {heads[i].result: (heads[i], count) for i, count in slices.items()}).module()
+    heads = dict(enumerate(find_heads(graph_module)))
+    found = {heads[i].result: (heads[i], count) for i, count in slices.items() if i in heads}
+    return _Chunker(graph_module, found).module()
 
 
 def chunked_losses(graph_module: fx.GraphModule) -> list[ChunkedLoss]:

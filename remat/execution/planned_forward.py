@@ -38,7 +38,6 @@ from remat.capture.eager_answers import Answers, innermost
 from remat.capture.settling import Before, Unsettled, complete, install_recording_hooks
 from remat.chunking.chunk import chunk, chunked_losses
 from remat.chunking.chunked_loss import Watch
-from remat.chunking.heads import find_heads
 from remat.errors import CaptureError, PlanMismatch, UsageError, is_out_of_memory
 from remat.evaluation.chunks import chunks_of, slices_in
 from remat.evaluation.identity import Fit
@@ -178,11 +177,8 @@ class PlannedForward:
         return GraphCalls(self.original, answers=answers, planned=self._planned_masks, change=change, **given)
 
     def _chunked(self, call: int, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """What was captured, with the plan's chunks; as it is where it is another graph, which is told by its nodes."""
-        slices = slices_in(chunks_of(self.plan.about), call)
-        if not slices.keys() <= set(range(len(find_heads(graph_module)))):
-            return graph_module
-        chunked = chunk(graph_module, slices)
+        """What was captured, with the plan's chunks."""
+        chunked = chunk(graph_module, slices_in(chunks_of(self.plan.about), call))
         for head in chunked_losses(chunked):
             head.watch = self.head_watch
         return chunked
