@@ -42,7 +42,7 @@ from remat.errors import CaptureError, PlanMismatch, UsageError, is_out_of_memor
 from remat.evaluation.chunks import chunks_of, slices_in
 from remat.evaluation.identity import Fit
 from remat.evaluation.plan import Plan
-from remat.execution.compiled.compiling import COMPILERS, Backend, CompiledCalls, name_of, require_kept
+from remat.execution.compiled.compiling import COMPILERS, Backend, CompiledCalls, name_of, require_kept, require_whole
 from remat.execution.eager.rewrite import Counts
 from remat.execution.eager.rewritten_calls import RewrittenCalls
 from remat.execution.placing import Placer
@@ -205,6 +205,7 @@ class PlannedForward:
             self._compare_model()
             self._settle()
             require_kept(self.plan.regions, inner)
+            require_whole(self.plan)
 
             def compile_call(call: int, graph_module: fx.GraphModule, example_inputs: list[Any]) -> CompiledCalls:
                 if (mismatch := self._graph_mismatch(call, graph_module)) is not None:

@@ -54,7 +54,7 @@ def plan(
     execution         how the step will run: "eager"; "modules" for regions that are whole modules, as sharding with
                       FSDP2 needs them; "inductor" or "aot_eager" for a step compiled so, on this machine
     depth             how deep regions may nest, by default as deep as they may: 1 for an eager plan that
-                      `torch.compile` can keep
+                      `torch.compile` can keep, which then leaves losses whole
     allocator         settings of PYTORCH_CUDA_ALLOC_CONF to predict for; those of the environment by default
     exact             every gradient bitwise that of the untouched step: no loss runs in slices (`variants.py`)
     on_progress       called with (done, total) while costs are measured
@@ -112,6 +112,7 @@ def plan_profile(
     limits, solver = limits or Limits(), solver or load("exact")
     if limits.time_s is None:
         limits = dataclasses.replace(limits, time_s=how.patience_s)
+    exact = exact or depth == 1  # which is for `torch.compile`, and that runs no slices
     variants = None if exact or step is None else Variants(how, step, profile, on_replay, on_variant)
     interrupted = False
 

@@ -27,6 +27,7 @@ from remat.execution.compiled.compiling import (
     Compiled,
     compile_graph,
     found_backend,
+    require_whole,
 )
 from remat.execution.eager.rewrite import CallRegion
 from remat.execution.placing import Placer
@@ -57,6 +58,7 @@ def remat(
     drop_dead_views(graph_module)
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     _compare_compiler(plan, inner)
+    require_whole(plan)
     regions = _regions(plan, graph_module, example_inputs)
     return compile_graph(graph_module, example_inputs, regions, compiler)
 

@@ -23,7 +23,8 @@ from torch import fx
 
 from remat.capture.nodes import captured_nodes
 from remat.errors import PlanMismatch, UsageError
-from remat.evaluation.plan import RegionRef
+from remat.evaluation.chunks import chunks_of
+from remat.evaluation.plan import Plan, RegionRef
 from remat.execution.compiled.tags import RECOMPUTED, SAVED
 from remat.execution.eager.rewrite import CallRegion, Counts
 
@@ -100,6 +101,15 @@ def require_kept(regions: Sequence[CallRegion] | Sequence[RegionRef], inner: str
         raise UsageError(
             "this plan nests regions, and a compiled graph computes a value again at most once: make a plan without "
             "nesting (`depth=1`), or run this one without torch.compile."
+        )
+
+
+def require_whole(plan: Plan) -> None:
+    """Raise UsageError where `plan` runs a loss in slices, which no compiler is handed."""
+    if chunks := chunks_of(plan.about):
+        raise UsageError(
+            f"this plan runs {chunks[0]}, which does not go through torch.compile: make a plan with the loss whole "
+            "(`exact=True`) and without nesting (`depth=1`), or run this one without torch.compile."
         )
 
 
