@@ -35,7 +35,7 @@ from remat.errors import RematError
 ALIGNED_ROWS = 64  # of a tile of a product
 FEWEST_ROWS = 128  # of a slice: a product of a few takes another kernel, which rounds otherwise
 PIECE = 1 << 25  # logits of a piece at most: products want many rows, what lies between takes 16 bytes for each
-TRICKY_LAYERS = 8  # of a slice at least
+PIECES = 8  # of a slice at least
 _IGNORED = -100
 
 
@@ -155,7 +155,7 @@ class ChunkedLoss:
         losses = by_row = None
         for cut in slices_of(rows.shape[0], self.slices):
             logits = F.linear(rows[cut], weight, bias)
-            most = min(PIECE // weight.shape[0], -(-(cut.stop - cut.start) // TRICKY_LAYERS))
+            most = min(PIECE // weight.shape[0], -(-(cut.stop - cut.start) // PIECES))
             for piece in cuts(cut.start, cut.stop, most):
                 here = logits[piece.start - cut.start : piece.stop - cut.start]
                 opened = self.opened(here.detach()).requires_grad_()

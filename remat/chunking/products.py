@@ -1,8 +1,8 @@
 """Whether products of a slice round as those of all rows do, on the device at hand.
 
 A row of a matrix product is a sum over the inner dimension, in an order that the kernel chooses, and some choose it by
-how many rows there are: of random heads on a CPU's float32 and bfloat16 one in twelve. It depends on sizes, not on
-numbers, so it can be seen on random ones.
+how many rows there are (seen on a CPU, in float32 and bfloat16). It depends on sizes, not on numbers, so it can be seen
+on random ones.
 """
 
 from __future__ import annotations

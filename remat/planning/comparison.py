@@ -18,6 +18,7 @@ from typing import Any
 from remat.costing.profile import Profile
 from remat.errors import Infeasible, NoPlanInTime
 from remat.evaluation.chunks import chunks_of
+from remat.evaluation.graph import Graph
 from remat.evaluation.plan import Plan, Region
 from remat.execution import executions
 from remat.execution.base import Execution
@@ -240,19 +241,28 @@ def _with_slices(
         )
     for row in rows:
         name = LOSS_WHOLE if row is whole else row.strategy
-        above = (
-            None if row.above_bound is None or row.recompute_time_us is None else row.recompute_time_us / bound_us - 1
-        )
+        above = _above(row.recompute_time_us, bound_us) if row.fits else None
         found.append(dataclasses.replace(row, strategy=name, above_bound=above))
     return tuple(sorted(found, key=lambda row: row.rank)), bound_us
+
+
+def _above(price_us: float | None, bound_us: float) -> float | None:
+    """How far a price is above the bound, as a share of it; None where that says nothing."""
+    return None if price_us is None or bound_us <= 0 else max(price_us / bound_us - 1, 0.0)
+
+
+def _samples_per_s(profile: Profile, graph: Graph, recompute_us: float) -> float | None:
+    """Of one rank, over all micro-batches of an optimizer step."""
+    about = graph.about
+    update_us = profile.costs.update_time_us(graph, about["accumulation"], recompute_us)
+    return about["batch_size"] * about["accumulation"] / update_us * 1e6 if update_us else None
 
 
 def _row_of(plan: Plan, name: str, variants: Variants, bound_us: float) -> Row:
     """The row of a plan that cuts losses."""
     about, predicted, price_us = plan.about, plan.predicted, plan.solver["objective_us"]
     profile = variants.profile_of(plan)
-    update_us = profile.costs.update_time_us(profile.graph, about["accumulation"], predicted["recompute_time_us"])
-    samples_per_s = about["batch_size"] * about["accumulation"] / update_us * 1e6 if update_us else None
+    samples_per_s = _samples_per_s(profile, profile.graph, predicted["recompute_time_us"])
     return Row(
         strategy=name,
         status=plan.solver["status"],
@@ -265,7 +275,7 @@ def _row_of(plan: Plan, name: str, variants: Variants, bound_us: float) -> Row:
         tokens_per_s=samples_per_s * about["seq_len"] if samples_per_s and about["seq_len"] else None,
         bound_us=plan.solver["bound_us"] if name == "exact" else None,
         gap=plan.solver["gap"] if name == "exact" else None,
-        above_bound=max(price_us / bound_us - 1, 0.0) if bound_us else None,
+        above_bound=_above(price_us, bound_us),
         wall_s=plan.solver["wall_s"],
         plan=plan,
     )
@@ -337,8 +347,7 @@ def _row(
     step_us, again_us = predicted.get("step_time_us"), predicted.get("recompute_time_us")
     samples_per_s = None
     if step_us is not None and again_us is not None:
-        update_us = profile.costs.update_time_us(problem.graph, about["accumulation"], again_us)
-        samples_per_s = about["batch_size"] * about["accumulation"] / update_us * 1e6 if update_us else None
+        samples_per_s = _samples_per_s(profile, problem.graph, again_us)
     return Row(
         strategy=name,
         status=solution.status,
@@ -351,7 +360,7 @@ def _row(
         tokens_per_s=samples_per_s * about["seq_len"] if samples_per_s and about["seq_len"] else None,
         bound_us=solution.bound_us if exact and how.bound_carries else None,
         gap=solution.gap if exact and fits and how.bound_carries else None,
-        above_bound=max(again_us / best_bound_us - 1, 0.0) if fits and again_us is not None and best_bound_us else None,
+        above_bound=_above(again_us, best_bound_us) if fits else None,
         wall_s=round(solution.wall_s, 3),
         plan=plan,
     )

@@ -236,17 +236,17 @@ class _Search:
                 if variant.profile.costs.source == "estimated":
                     break
                 continue
-            if self._try(variant, QUICK_S) is None:
-                self._try(variant, PATIENCE_S)
+            before = self.tried[-1].plan if self.tried else None
+            if self._try(variant, QUICK_S, before) is None and self._try(variant, PATIENCE_S, before) is None:
+                self.bounds_us.append(variant.extra_us)
         best = min(self.tried, key=lambda tried: _price(tried.plan), default=None)
         if best is None or best.plan.solver["status"] == "optimal" or self._is_over():
             return
-        if self._try(best.variant, PATIENCE_S):
-            self.tried.remove(best)
+        if self._try(best.variant, PATIENCE_S, best.plan):
+            self.tried.remove(max(best, self.tried[-1], key=lambda tried: _price(tried.plan)))
 
-    def _try(self, variant: Variant, time_s: float) -> bool | None:
+    def _try(self, variant: Variant, time_s: float, before: Plan | None) -> bool | None:
         """Whether there is a plan; None where none was found in time."""
-        before = self.tried[-1].plan if self.tried else None
         try:
             self.tried.append(_Tried(variant, priced(self._attempt(variant, time_s, before), variant)))
         except Infeasible as error:
@@ -254,7 +254,6 @@ class _Search:
             return False
         except NoPlanInTime as error:
             self.refused.append(error)
-            self.bounds_us.append(variant.extra_us)
             return None
         return True
 

@@ -145,6 +145,7 @@ class FakeStep:
     def capture_anew(self, answers: Answers | None) -> None:
         """Forget what was captured, and capture with `answers` from now on."""
         self._captured.clear()
+        self._prepared.clear()  # known by ids, which may be given again
         self.calls = _NotedCalls(self._forward, self._execute_call, answers=answers, is_ones=self._ones.hold)
         self.model.forward = self._traced_forward
 
