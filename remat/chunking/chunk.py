@@ -9,9 +9,9 @@ from torch import fx
 from torch.nn import functional as F
 
 from remat._torch import without_modes
-from remat.capture.nodes import called, with_name
+from remat.capture.nodes import with_name
 from remat.chunking.chunked_loss import ChunkedLoss
-from remat.chunking.heads import CASTS, FLATTENINGS, Head, find_heads, linear_arguments, loss_arguments
+from remat.chunking.heads import CASTS, Head, find_heads, kind_of, linear_arguments, loss_arguments
 from remat.chunking.withheld import Withheld
 
 WITHHELD = "withheld_logits"  # attribute of the graph module
@@ -42,21 +42,17 @@ class _Chunker:
     def module(self) -> fx.GraphModule:
         replaced = {node for head, _ in self._chunked.values() for node in _nodes_of(head)}
         read = {user for node in replaced for user in node.users} - replaced
-        withheld = max((count for _, count in self._chunked.values()), default=0)
-        setattr(self._source, WITHHELD, Withheld(withheld))
         if any(node.op == "output" for node in read):
-            self._stand_in = self._graph.get_attr(WITHHELD)
+            setattr(self._source, WITHHELD, Withheld(max(count for _, count in self._chunked.values())))
+            self._copies = dict.fromkeys(replaced, self._graph.get_attr(WITHHELD))
         for node in self._source.graph.nodes:
             if node in self._chunked:
                 self._copies[node] = self._call(*self._chunked[node], node)
             elif node not in replaced:
-                self._copies[node] = self._graph.node_copy(node, self._copied)
+                self._copies[node] = self._graph.node_copy(node, self._copies.__getitem__)
         found = fx.GraphModule(self._source, self._graph)
         found.graph.lint()
         return found
-
-    def _copied(self, node: fx.Node) -> fx.Node:
-        return self._copies.get(node) or self._stand_in
 
     def _call(self, head: Head, slices: int, result: fx.Node) -> fx.Node:
         given = loss_arguments(head.loss)
@@ -74,7 +70,7 @@ class _Chunker:
     def _rows(self, head: Head, given: fx.Node) -> fx.Node:
         """What the head takes, without rows that it drops: selected before the logits are made, not after."""
         for node in head.between:
-            if _name(node) == "getitem":
+            if kind_of(node) == "getitem":
                 given = self._selected(given, node)
         return given
 
@@ -97,19 +93,10 @@ def _calling(function: ChunkedLoss) -> Any:
     return with_name(call, CHUNKED)
 
 
-def _steps(head: Head) -> list[fx.Node]:
-    """What happens to every logit before the loss."""
-    return [node for node in head.between if _name(node) not in (*FLATTENINGS, "getitem")]
-
-
-def _name(node: fx.Node) -> str:
-    return called(node).removeprefix("call_method:")
-
-
 def _opened_and_row_losses(head: Head) -> tuple[fx.GraphModule, fx.GraphModule]:
     """(logits -> what is made of them first, a cast or nothing; that and labels -> the loss of each row)."""
-    steps = _steps(head)
-    casts = steps[:1] if steps and _name(steps[0]) in CASTS else []
+    steps = head.steps
+    casts = steps[:1] if steps and kind_of(steps[0]) in CASTS else []
     graph = fx.Graph()
     graph.output(_repeated(graph, graph.placeholder("logits"), casts))
     return fx.GraphModule({}, graph), _losses_of(head, steps[len(casts) :])
@@ -117,7 +104,7 @@ def _opened_and_row_losses(head: Head) -> tuple[fx.GraphModule, fx.GraphModule]:
 
 def _precise(head: Head) -> fx.GraphModule:
     """(logits, labels) -> the loss of each row, in the dtype of the logits."""
-    return _losses_of(head, [node for node in _steps(head) if _name(node) not in CASTS])
+    return _losses_of(head, [node for node in head.steps if kind_of(node) not in CASTS])
 
 
 def _losses_of(head: Head, steps: Sequence[fx.Node]) -> fx.GraphModule:

@@ -66,8 +66,13 @@ class Head:
     @property
     def text(self) -> str:
         """What happens to a logit, by which chunked losses are told apart: others take other bytes."""
-        steps = [node for node in self.between if _name(node) not in (*FLATTENINGS, *COPIES, "getitem")]
-        return ",".join(["chunked_loss", *(f"{_name(node)}{list(map(str, node.args[1:])) or ''}" for node in steps)])
+        steps = [node for node in self.steps if kind_of(node) not in COPIES]
+        return ",".join(["chunked_loss", *(f"{kind_of(node)}{list(map(str, node.args[1:])) or ''}" for node in steps)])
+
+    @property
+    def steps(self) -> list[fx.Node]:
+        """What happens to every logit before the loss."""
+        return [node for node in self.between if kind_of(node) not in (*FLATTENINGS, "getitem")]
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -129,7 +134,7 @@ def _is_only_added_to(result: fx.Node) -> bool:
 
 def _is_undisturbed(head: Head) -> bool:
     """Rule 5."""
-    kinds = [_name(node) for node in head.between]
+    kinds = [kind_of(node) for node in head.between]
     flat = next((i for i, kind in enumerate(kinds) if kind in FLATTENINGS), len(kinds))
     if "getitem" in kinds[flat:]:
         return False
@@ -141,7 +146,8 @@ def _is_undisturbed(head: Head) -> bool:
     return all(value is not None and value.requires_grad for value in map(_tensor, (head.linear, head.loss)))
 
 
-def _name(node: fx.Node) -> str:
+def kind_of(node: fx.Node) -> str:
+    """What a node calls, function or method."""
     return called(node).removeprefix("call_method:")
 
 
@@ -169,7 +175,7 @@ def _makes_logits(linear: fx.Node) -> bool:
 
 def _acts_by_row(node: fx.Node) -> bool:
     """Rule 2."""
-    name, made, given = _name(node), _tensor(node), _tensor(node.args[:1])
+    name, made, given = kind_of(node), _tensor(node), _tensor(node.args[:1])
     if made is None or given is None or made.shape[-1] != given.shape[-1]:
         return False
     if node.all_input_nodes != [node.args[0]]:
@@ -206,7 +212,7 @@ def _scalings_after(loss: fx.Node) -> Iterator[fx.Node]:
     node = loss
     while len(node.users) == 1:
         (user,) = node.users
-        if _name(user) not in SCALINGS or not _is_scaling_of(user, node):
+        if kind_of(user) not in SCALINGS or not _is_scaling_of(user, node):
             return
         yield user
         node = user

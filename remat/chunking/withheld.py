@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+from torch.utils._pytree import tree_leaves
+
 from remat.errors import RematError
 
 
@@ -22,14 +24,14 @@ class Withheld:
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise LogitsWithheld(
-            f"the logits are not there in training: the plan computes the loss in {self.slices} slices, and they never "
-            "exist at once. Do not read them, or make a plan that leaves the loss whole (exact=True, --exact). "
+            f"the logits are not there in training: the plan computes the loss slice by slice ({self.slices}), and "
+            "keeps none. Do not read them, or make a plan that leaves the loss whole (exact=True, --exact). "
             "In evaluation they are there."
         )
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        next(value for value in _flat((args, kwargs or {})) if isinstance(value, cls))._refuse()
+        next(value for value in tree_leaves((args, kwargs)) if isinstance(value, cls))._refuse()
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):  # what copying, pickling and type checks look for
@@ -40,14 +42,4 @@ class Withheld:
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __matmul__ = _refuse
 
     def __repr__(self) -> str:
-        return f"<logits withheld: the loss ran in {self.slices} slices>"
-
-
-def _flat(value: Any) -> Any:
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    if isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _flat(each)
-    else:
-        yield value
+        return f"<logits withheld: the loss ran slice by slice ({self.slices})>"

@@ -15,8 +15,9 @@ Rule 5  Losses are cut where that is worth it: unless nothing else fits, by `WOR
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from remat.chunking.products import round_alike
@@ -72,21 +73,21 @@ class Variants:
         self._execution, self._step, self._whole, self._on_replay = execution, step, profile, on_replay
         self._on_variant = on_variant or (lambda slices: None)
         self._known: dict[int, Variant] = {}
+        self._alike: dict[int, bool] = {}
 
     @property
     def are_any(self) -> bool:
         """Whether there is a loss to cut."""
-        return bool(self._heads())
+        return bool(self._heads)
 
     def __iter__(self) -> Iterator[Variant]:
-        heads = self._heads()
-        for slices in SLICES if heads else ():
-            if not self._round_alike(heads, slices):
+        for slices in SLICES if self._heads else ():
+            if not self._rounds_alike(slices):
                 continue
             self._on_variant(slices)
             if slices not in self._known:
                 try:
-                    self._known[slices] = self._variant(_cut(heads, slices))
+                    self._known[slices] = self._variant(slices)
                 except RematError:  # the step, or a later graph, reads the logits
                     return
             yield self._known[slices]
@@ -97,10 +98,9 @@ class Variants:
         (linkedin/Liger-Kernel, `fused_linear_cross_entropy.py`: as many times fewer rows as there are more classes than
         the width, rounded up to a power of two.)
         """
-        heads = self._heads()
-        count = max((self._liger_slices(head) for head in heads), default=1)
+        count = max((self._liger_slices(head) for head in self._heads), default=1)
         if count not in self._known:
-            self._known[count] = self._variant(_cut(heads, count))
+            self._known[count] = self._variant(count)
         return self._known[count]
 
     def _liger_slices(self, head: Chunk) -> int:
@@ -112,16 +112,17 @@ class Variants:
         """That of the variant that `plan` is for."""
         return next(known.profile for known in self._known.values() if known.chunks == chunks_of(plan.about))
 
-    def _round_alike(self, heads: Sequence[Chunk], slices: int) -> bool:
+    def _rounds_alike(self, slices: int) -> bool:
         """Whether gradients will be bitwise those of the loss whole, where that can be seen: on the device at hand."""
         if self._whole.costs.source != "measured":
             return True
-        found = (
-            round_alike(self._step.shape_of(head), slices, self._step.product_dtype, self._step.device)
-            for head in heads
-        )
-        return all(alike is not False for alike in found)
+        if slices not in self._alike:
+            dtype, device = self._step.product_dtype, self._step.device
+            found = (round_alike(self._step.shape_of(head), slices, dtype, device) for head in self._heads)
+            self._alike[slices] = all(alike is not False for alike in found)
+        return self._alike[slices]
 
+    @functools.cached_property
     def _heads(self) -> list[Chunk]:
         """The losses that are large enough; none where slices would not give what they promise. (`why_whole`)"""
         if why_whole(self._execution, self._step) is not None:
@@ -130,24 +131,25 @@ class Variants:
         peak = Memory(graph).peak_without_regions
         return [head for head, logits_bytes in self._step.heads if logits_bytes >= LARGE * peak]
 
-    def _variant(self, chunks: tuple[Chunk, ...]) -> Variant:
+    @functools.cached_property
+    def _untouched(self) -> dict[str, Any]:
+        graph, costs = self._whole.graph, self._whole.costs
+        peak_bytes = Memory(graph, costs.workspace_per_op(graph)).peak_without_checkpointing
+        return {"peak_bytes": peak_bytes, "step_time_us": costs.step_time_us(graph)}
+
+    def _variant(self, slices: int) -> Variant:
+        chunks = tuple(dataclasses.replace(head, slices=slices) for head in self._heads)
         whole, device = self._whole, self._step.device if self._whole.costs.source == "measured" else None
         with self._step.in_slices(chunks):
             found = profile_variant(self._step, PlanningDevice(whole.target, device), whole)
         found = self._execution.price(found)
-        step_us = whole.costs.step_time_us(whole.graph)
-        peak_bytes = Memory(whole.graph, whole.costs.workspace_per_op(whole.graph)).peak_without_checkpointing
         return Variant(
             chunks,
             found,
             Judge(self._execution, self._step, found, self._on_replay),
-            found.costs.step_time_us(found.graph) - step_us,
-            {"peak_bytes": peak_bytes, "step_time_us": step_us},
+            found.costs.step_time_us(found.graph) - self._untouched["step_time_us"],
+            self._untouched,
         )
-
-
-def _cut(heads: Sequence[Chunk], slices: int) -> tuple[Chunk, ...]:
-    return tuple(dataclasses.replace(head, slices=slices) for head in heads)
 
 
 def why_whole(execution: Execution, step: FakeStep) -> str | None:

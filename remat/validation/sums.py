@@ -35,7 +35,7 @@ class _Distances:
 
 
 class SumsSeen:
-    """What the heads of one planned step sum; `watching` is what they run under meanwhile."""
+    """What the heads of one planned step sum; `watch` makes a model's heads tell."""
 
     def __init__(self, model: nn.Module):
         self._names = {_key(p): name for name, p in model.named_parameters()}
