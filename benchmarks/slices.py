@@ -15,7 +15,7 @@ import torch
 from benchmarks import report
 from remat.costing.planning_device import find_planning_device
 from remat.errors import RematError
-from remat.evaluation.chunks import chunks_of
+from remat.evaluation.form import chunks_of
 from remat.execution.executions import load
 from remat.formulation.solution import Limits
 from remat.models import build
@@ -45,7 +45,7 @@ def main(*models: str) -> None:
             rows.append({"model": model, "budget_gib": budget_gib, **_row(profile, step, variants, budget_gib)})
             print(rows[-1], flush=True)
             report.write(path, {**about, **_least(rows)}, rows, COLUMNS)
-        leasts = {"whole": profile, **{str(v.chunks[0].slices): v.profile for v in variants}}
+        leasts = {"whole": profile, **{str(v.form.chunks[0].slices): v.profile for v in variants}}
         for name, found in leasts.items():
             least = least_peak(how.pose(found, how.space(found.graph), 0), Limits(time_s=TIME_S))
             rows[-1][f"least_{name}"] = round(least.peak_bytes / GIB, 2)

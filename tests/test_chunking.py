@@ -31,8 +31,8 @@ from remat.chunking.withheld import Withheld
 from remat.cli.screen import plan_text
 from remat.costing.planning_device import find_planning_device
 from remat.errors import Infeasible, PlanMismatch, RematError
-from remat.evaluation.chunks import Chunk, chunks_of
 from remat.evaluation.evaluator import Memory
+from remat.evaluation.form import Chunk, Form, chunks_of
 from remat.evaluation.plan import Plan, to_refs
 from remat.execution.eager.replay import replay
 from remat.execution.executions import load
@@ -395,7 +395,7 @@ def test_the_evaluator_s_peak_is_the_replay_s(workload: Workload, target: str) -
     fake = fake_step(workload, place)
     fake.warm_up()
     for slices in (1, 4):
-        with fake.in_slices((Chunk(0, 0, slices),)):
+        with fake.in_form(Form((Chunk(0, 0, slices),))):
             profile = profile_step(fake, place) if target != "cpu" else recorded_here(fake)
             graph, costs = profile.graph, profile.costs
             regions = regions_of(profile)
@@ -529,7 +529,7 @@ def test_slices_that_round_otherwise_on_this_device_are_left_out(monkeypatch: py
     monkeypatch.setattr(variants, "round_alike", lambda shape, slices, dtype, device: slices == 1)
     fake = fake_step(LARGER, find_planning_device("cpu"))
     profile = profile_step(fake, find_planning_device("cpu"))
-    assert [found.chunks[0].slices for found in variants.Variants(load("eager"), fake, profile)] == [1]
+    assert [found.form.chunks[0].slices for found in variants.Variants(load("eager"), fake, profile)] == [1]
 
 
 def test_slices_of_one_size_round_as_all_rows_do_and_are_seen_to() -> None:

@@ -48,6 +48,7 @@ KEYS = {
     "gradients_equal",
     "gradients_bitwise",
     "gradients_near",
+    "groups_near",
     "max_gradient_error",
     "within_budget",
     "recomputed_nodes",

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import fx
 
 from remat.capture.dynamic_shapes import is_size
@@ -99,3 +100,10 @@ def with_name(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Give `function` the name that it has in the code of a rewritten graph."""
     function.__name__ = function.__qualname__ = name
     return function
+
+
+def autocast(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` as autocast hands it to a product; a captured node may call it."""
+    kind = tensor.device.type
+    casts = torch.is_autocast_enabled(kind) and tensor.dtype != torch.float64
+    return tensor.to(torch.get_autocast_dtype(kind)) if casts else tensor

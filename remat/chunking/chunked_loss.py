@@ -30,6 +30,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from remat._torch import fakes_are_on, keeps_graph
+from remat.capture.nodes import autocast
 from remat.errors import RematError
 
 ALIGNED_ROWS = 64  # of a tile of a product
@@ -37,13 +38,6 @@ FEWEST_ROWS = 128  # of a slice: a product of a few takes another kernel, which 
 PIECE = 1 << 25  # logits of a piece at most: products want many rows, what lies between takes 16 bytes for each
 PIECES = 8  # of a slice at least
 _IGNORED = -100
-
-
-def as_autocast(tensor: Tensor) -> Tensor:
-    """`tensor` as autocast hands it to a product."""
-    kind = tensor.device.type
-    casts = torch.is_autocast_enabled(kind) and tensor.dtype != torch.float64
-    return tensor.to(torch.get_autocast_dtype(kind)) if casts else tensor
 
 
 def as_given(tensor: Tensor) -> Tensor:
@@ -103,7 +97,7 @@ class ChunkedLoss:
     slices: int
     ignored: int
     reduction: str
-    cast: Callable[[Tensor], Tensor] = as_autocast
+    cast: Callable[[Tensor], Tensor] = autocast
     watch: Watch = dataclasses.field(default_factory=Watch)
     has_told: bool = False
 

@@ -19,7 +19,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from remat.evaluation.chunks import WHOLE, chunks_of
+from remat.evaluation.form import CAPTURED, WHOLE, form_of
 from remat.evaluation.graph import NOT_UNTRACED
 from remat.units import gib, ms
 
@@ -59,7 +59,7 @@ def plan_text(plan: Plan) -> str:
     return "\n\n".join(
         [
             heading(plan.about, plan.target, plan.costs, plan.execution),
-            aligned([*_promise(plan), *_slices(plan), *(_decision(plan) if plan.regions else ())]),
+            aligned([*_promise(plan), *_form(plan), *(_decision(plan) if plan.regions else ())]),
             *([] if plan.regions else [_without_regions(plan)]),
             *_caveats(plan),
             f"at the peak{_eagerly(plan)}, {plan.predicted['peak_at']}\n{breakdown_text(plan.predicted['breakdown'])}",
@@ -157,21 +157,21 @@ def _promise(plan: Plan) -> list[tuple[str, ...]]:
     ]
 
 
-def _slices(plan: Plan) -> list[tuple[str, ...]]:
-    """A line for every loss that runs in slices, and what a plan without them would cost."""
+def _form(plan: Plan) -> list[tuple[str, ...]]:
+    """What of the step runs in another form, what that costs, and what a plan without it would cost."""
     rows: list[tuple[str, ...]] = []
-    for each in chunks_of(plan.about):
+    form = form_of(plan.about)
+    for each in form.chunks:
         what = f"{each.module or 'the head'}: its logits are never there at once, its gradients are made in forward"
-        rows.append(("" if rows else "loss", f"{each.slices} slice{'s' if each.slices > 1 else ''}", what))
+        rows.append(("" if rows else "loss", _count(each.slices, "slice"), what))
+    if form.fused:
+        groups = sum(node.op.startswith("fused(") for call in plan.identities for node in call)
+        rows.append(("fused", _count(groups, "group"), "of pointwise and reducing nodes, each compiled by itself"))
     if rows:
-        extra = plan.predicted["slices_time_us"] / (plan.without_checkpointing["step_time_us"] or 1.0)
-        whole = plan.predicted.get(WHOLE)
-        other = (
-            "the loss whole (--exact) does not fit"
-            if whole is None
-            else f"the loss whole (--exact): +{100 * whole:.1f} %"
-        )
-        rows.append(("", f"{100 * extra:+.1f} %", f"of the step for them; {other}"))
+        extra = plan.predicted["form_time_us"] / (plan.without_checkpointing["step_time_us"] or 1.0)
+        whole, kept = plan.predicted.get(WHOLE), "the step as it is" if form.fused else "the loss whole"
+        other = f"{kept} (--exact) does not fit" if whole is None else f"{kept} (--exact): {100 * whole:+.1f} %"
+        rows.append(("", f"{100 * extra:+.1f} %", f"of the step for {'it' if form.fused else 'them'}; {other}"))
     return rows
 
 
@@ -196,8 +196,8 @@ def reserved_rows(found: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 def _without_regions(plan: Plan) -> str:
     """Whether a plan that recomputes nothing has to be applied."""
     plain_bytes = plan.without_checkpointing["peak_bytes"]
-    if chunks_of(plan.about):
-        return "nothing is recomputed: with the loss in slices the step fits"
+    if (form := form_of(plan.about)) != CAPTURED:
+        return f"nothing is recomputed: with {form} the step fits"
     if plain_bytes <= plan.budget_bytes:
         return "no checkpointing needed: the whole step fits as it is"
     return (
@@ -230,7 +230,7 @@ def _decision(plan: Plan) -> list[tuple[str, ...]]:
         ("solver", solver["status"], proof),
     ]
     if solver["status"] != "optimal" and not compiled:
-        price = "takes longer by" if chunks_of(plan.about) else "recomputes for"
+        price = "takes longer by" if form_of(plan.about) != CAPTURED else "recomputes for"
         rows.append(("", "", _labelled(f"best plan found; every plan {price} {ms(solver['bound_us'])} or more", plan)))
     return rows
 

@@ -149,7 +149,9 @@ MEASURED_ONLY = ("convolution", "cudnn_convolution", "miopen_convolution", "_cud
 
 
 def workspace_bytes(kind: OpKind, target: Target) -> int:
-    """The kernel's own bytes on a CUDA target; 0 where there is no formula."""
+    """The kernel's own bytes: what is known of it, or by formula on a CUDA target; 0 where there is none."""
+    if kind.workspace_bytes:
+        return kind.workspace_bytes
     formula = FORMULAS.get(kind.name)
     return formula(kind, target) if formula and target.device == "cuda" else 0
 

@@ -206,6 +206,7 @@ CASTS = (lower_precision, float32, float32_result, promote, refuse_under_autocas
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(LOWER_PRECISION_NAMES, lower_precision),
+    "autocast": lower_precision,
     **dict.fromkeys(FLOAT32_NAMES, float32),
     **dict.fromkeys(FLOAT32_RESULT_NAMES, float32_result),
     **dict.fromkeys(PROMOTE_NAMES, promote),

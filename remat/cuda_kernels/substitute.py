@@ -41,6 +41,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from remat.capture import nodes
 from remat.chunking.chunk import CHUNKED
 from remat.chunking.chunked_loss import ChunkedLoss, as_given
 from remat.cuda_kernels.autocast import (
@@ -55,6 +56,7 @@ from remat.cuda_kernels.autocast import (
 )
 from remat.cuda_kernels.rules import ALIKE, CASTS, PYTHON_METHODS, RULES, name_of
 from remat.errors import CaptureError
+from remat.fusion.fuse import FUSED
 
 
 def substitute(
@@ -73,6 +75,10 @@ def substitute(
         elif node.target is torch.amp.autocast_mode._exit_autocast:
             regions.pop()
             node.target = exit_autocast
+        elif node.target is nodes.autocast:
+            _retarget(node, _on_cuda(nodes.autocast, Device(regions[-1], cudnn_attention)))
+        elif FUSED in node.meta:
+            substitute(node.meta[FUSED].module, regions[-1], cudnn_attention=cudnn_attention)
         elif CHUNKED in node.meta:
             _chunked_on_cuda(node.meta[CHUNKED], Device(regions[-1], cudnn_attention))
         else:
@@ -215,6 +221,7 @@ _HOMES: dict[str, Any] = {
     "torch.linalg": torch.linalg,
     "torch.special": torch.special,
     "torch.functional": torch.functional,
+    "remat.capture.nodes": nodes,
     "operator": operator,
 }
 

@@ -118,7 +118,7 @@ class OpKind:
 
     name   aten overload                       signature  its arguments, as JSON can say them
     flops  floating-point operations           moved_bytes  bytes read and written at least once
-    dtype  of the arithmetic
+    dtype  of the arithmetic                   workspace_bytes  known without a formula or a measurement
     """
 
     name: str
@@ -126,6 +126,7 @@ class OpKind:
     flops: int
     moved_bytes: int
     dtype: str
+    workspace_bytes: int = 0
 
     @property
     def key(self) -> tuple[str, str]:

@@ -57,7 +57,7 @@ class Execution(abc.ABC):
     is_exact        whether what the evaluator says is what the step needs
     compiler        the compiler that the step must run under; None where it must not run under any
     bound_carries   whether no plan within the budget, run this way, can recompute for less than the evaluator's bound
-    runs_chunks     whether losses may run in slices
+    runs_forms      whether the step may run in another form: losses in slices, groups fused
     most_tries      plans that are replayed for one budget, at most
     patience_s      seconds for the search where none are given; None: the solver's own default
     """
@@ -66,7 +66,7 @@ class Execution(abc.ABC):
     is_exact: bool = False
     compiler: str | None = None
     bound_carries: bool = True
-    runs_chunks: bool = False
+    runs_forms: bool = False
     most_tries: int = MOST_TRIES
     patience_s: float | None = None
 

@@ -36,16 +36,19 @@ from remat.capture.dynamo import (
 )
 from remat.capture.eager_answers import Answers, innermost
 from remat.capture.settling import Before, Unsettled, complete, install_recording_hooks
-from remat.chunking.chunk import chunk, chunked_losses
+from remat.chunking.chunk import chunked_losses
 from remat.chunking.chunked_loss import Watch
 from remat.errors import CaptureError, PlanMismatch, UsageError, is_out_of_memory
-from remat.evaluation.chunks import chunks_of, slices_in
+from remat.evaluation.form import CAPTURED, form_of
 from remat.evaluation.identity import Fit
 from remat.evaluation.plan import Plan
 from remat.execution.compiled.compiling import COMPILERS, Backend, CompiledCalls, name_of, require_kept, require_whole
 from remat.execution.eager.rewrite import Counts
 from remat.execution.eager.rewritten_calls import RewrittenCalls
 from remat.execution.placing import Placer
+from remat.fusion.formed import formed
+from remat.fusion.fuse import fused_groups
+from remat.fusion.fused_group import GroupWatch
 from remat.units import gib
 from remat.workload.held_outputs import LastOutputs
 from remat.workload.training_loop import TrainingLoop
@@ -81,7 +84,7 @@ class PlannedForward:
 
     def _prepare(self) -> None:
         self._placer = Placer(self.plan)
-        self.head_watch = Watch()
+        self.head_watch, self.group_watch = Watch(), GroupWatch()
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}  # of the forward that is running
         self.calls = RewrittenCalls(self.plan.regions, observe=self.observe, find=self._placer.regions)
         self._fitting: dict[int, fx.GraphModule] = {}  # kept, so that an id stays its own
@@ -173,15 +176,17 @@ class PlannedForward:
         """The forward, traced under the answers and for the masks that the plan was made with."""
         traced = self.plan.about.get("traced_branches")
         answers = None if traced is None else Answers(traced)
-        change = self._chunked if chunks_of(self.plan.about) else None
+        change = None if form_of(self.plan.about) == CAPTURED else self._formed
         return GraphCalls(self.original, answers=answers, planned=self._planned_masks, change=change, **given)
 
-    def _chunked(self, call: int, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """What was captured, with the plan's chunks."""
-        chunked = chunk(graph_module, slices_in(chunks_of(self.plan.about), call))
-        for head in chunked_losses(chunked):
+    def _formed(self, call: int, graph_module: fx.GraphModule) -> fx.GraphModule:
+        """What was captured, in the plan's form."""
+        found = formed(graph_module, form_of(self.plan.about), call)
+        for head in chunked_losses(found):
             head.watch = self.head_watch
-        return chunked
+        for group in fused_groups(found):
+            group.watch = self.group_watch
+        return found
 
     @property
     def _planned_masks(self) -> Masks:
@@ -277,6 +282,7 @@ class PlannedForward:
         """
         watch = self.head_watch
         watch.unseen, watch.on_sums, watch.on_backward = recompute_context or contextlib.nullcontext, None, None
+        self.group_watch.on_run = None
         self._placer = Placer(self.plan)
         self.calls = RewrittenCalls(
             self.plan.regions, observe=observe, recompute_context=recompute_context, find=self._placer.regions

@@ -17,7 +17,7 @@ from typing import Any
 
 from remat.costing.profile import Profile
 from remat.errors import Infeasible, NoPlanInTime
-from remat.evaluation.chunks import chunks_of
+from remat.evaluation.form import CAPTURED, form_of
 from remat.evaluation.graph import Graph
 from remat.evaluation.plan import Plan, Region
 from remat.execution import executions
@@ -29,13 +29,15 @@ from remat.formulation.solution import Limits, Solution, Status
 from remat.planning.assemble import assemble, infeasible
 from remat.planning.budget import Budget
 from remat.planning.search import Judge, search
-from remat.planning.variants import PATIENCE_S, Variant, Variants, at_most, begun_from, fastest, priced
+from remat.planning.variants import PATIENCE_S, Variant, Variants, at_most, begun_from, fastest, priced, require_fusible
 from remat.recording.fake_step import FakeStep
 from remat.solvers import EXACT, HEURISTICS, WITHOUT, load
 
 DEFAULT = (*HEURISTICS, "exact")
 NO_LIMIT = 1 << 62
 LOSS_WHOLE = "exact-whole-loss"  # what "exact" finds that leaves losses whole, where it cuts them
+UNFUSED = "exact-unfused"  # what "exact" finds for the step as captured, where groups are fused
+FUSE_ONLY = "fuse-only"  # groups fused, and nothing recomputed
 LIGER_LIKE = "liger-like"  # every block, and losses in as many slices as Liger-Kernel's fused head takes
 
 
@@ -151,6 +153,7 @@ def compare(
     step: FakeStep | None = None,
     execution: str = EAGER,
     exact: bool = False,
+    fuse: bool = False,
     variants: Variants | None = None,
     on_strategy: Callable[[str, int, int], None] | None = None,
 ) -> Comparison:
@@ -161,6 +164,7 @@ def compare(
     execution    how the step will run, as in `planner.plan`
     exact        leave losses whole, as in `planner.plan`; else, where "exact" is among the strategies and cuts them
                  because that pays, there are two rows more: `LOSS_WHOLE` and `LIGER_LIKE`
+    fuse         fuse groups, as in `planner.plan`; two rows more: `UNFUSED` and `FUSE_ONLY`
     variants     of the step, to use again what was recorded for another budget
     on_strategy  called with the name of each before it begins, its number from 1, and how many there are
 
@@ -188,10 +192,11 @@ def compare(
         if interrupted:
             break
     rows, bound_us = rows_of(problem, solutions, profile, how, judge), best_bound(solutions)
+    if fuse:
+        require_fusible(how, step, exact=exact)
     if step is not None and not exact and not interrupted and "exact" in solutions:
-        rows, bound_us = _with_slices(
-            rows, bound_us, variants or Variants(how, step, profile), how, budget.limit_bytes, limits
-        )
+        variants = variants or Variants(how, step, profile, fuse=fuse)
+        rows, bound_us = _with_forms(rows, bound_us, variants, how, budget.limit_bytes, limits)
     if not any(row.fits for row in rows) and any(row.status == "infeasible" for row in rows):
         raise infeasible(problem, limits)
     untouched = how.without_plan(problem, None if judge is None else lambda: judge.peak(problem, ()))
@@ -206,10 +211,10 @@ def compare(
     )
 
 
-def _with_slices(
+def _with_forms(
     rows: tuple[Row, ...], bound_us: float, variants: Variants, how: Execution, limit_bytes: int, limits: Limits
 ) -> tuple[tuple[Row, ...], float]:
-    """The rows, with what cutting losses makes of the step where that pays; and the bound of all of it."""
+    """The rows, with what other forms make of the step where that pays; and the bound of all of it."""
     whole = next(row for row in rows if row.strategy == "exact")
 
     def attempt(variant: Variant, time_s: float, before: Plan | None, name: str = "exact") -> Plan:
@@ -218,29 +223,32 @@ def _with_slices(
         within = begun_from(at_most(limits, time_s), problem, before)
         solution = solution_of(problem, how, name, variant.judge, within)
         if not solution.fits:
-            raise NoPlanInTime(f"no plan of {variant.chunks[0]} keeps the budget.")
+            raise NoPlanInTime(f"no plan of the step with {variant.form} keeps the budget.")
         return assemble(problem, solution, found, how, variant.judge)
 
     def untouched() -> Plan:
         if whole.plan is None or not whole.fits:
-            raise NoPlanInTime("no plan that leaves the loss whole keeps the budget.")
+            raise NoPlanInTime("no plan of the step as captured keeps the budget.")
         return whole.plan
 
     try:
         best = fastest(untouched, variants, attempt)
     except (Infeasible, NoPlanInTime):
         return rows, bound_us
-    if not chunks_of(best.about):
+    if form_of(best.about) == CAPTURED:
         return rows, bound_us
     bound_us = best.solver["bound_us"]
     found = [_row_of(best, "exact", variants, bound_us)]
-    liger = variants.like_liger()
-    with contextlib.suppress(Infeasible, NoPlanInTime):
-        found.append(
-            _row_of(priced(attempt(liger, PATIENCE_S, None, "every-block"), liger), LIGER_LIKE, variants, bound_us)
-        )
+    others = [(variants.like_liger, "every-block", LIGER_LIKE)] if variants.are_losses else []
+    others += [(variants.fused, FUSE_ONLY, FUSE_ONLY)] if variants.fuse else []
+    for variant_of, strategy, name in others:
+        with contextlib.suppress(Infeasible, NoPlanInTime):
+            variant = variant_of()
+            made = priced(attempt(variant, PATIENCE_S, None, strategy), variant)
+            found.append(_row_of(made, name, variants, bound_us))
+    captured = UNFUSED if variants.fuse else LOSS_WHOLE
     for row in rows:
-        name = LOSS_WHOLE if row is whole else row.strategy
+        name = captured if row is whole else row.strategy
         above = _above(row.recompute_time_us, bound_us) if row.fits else None
         found.append(dataclasses.replace(row, strategy=name, above_bound=above))
     return tuple(sorted(found, key=lambda row: row.rank)), bound_us
@@ -283,6 +291,9 @@ def _row_of(plan: Plan, name: str, variants: Variants, bound_us: float) -> Row:
 
 def solve(problem: Problem, name: str, limits: Limits) -> Solution:
     """The solution of the strategy `name`; a plan that does not hold raises."""
+    if name == FUSE_ONLY:
+        fits = problem.memory.peak_without_regions <= problem.budget_bytes
+        return Solution(FUSE_ONLY, "feasible" if fits else "unknown")
     solution = load(name)(problem, limits)
     if has_plan(name, solution):
         check.require(problem if solution.fits else problem.with_budget(NO_LIMIT), solution)

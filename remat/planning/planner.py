@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from remat.costing.planning_device import find_planning_device
 from remat.costing.profile import Profile
+from remat.evaluation.form import Form
 from remat.evaluation.plan import Plan
 from remat.execution import executions
 from remat.execution.base import Execution
@@ -23,7 +24,7 @@ from remat.planning.budget import Budget, parse_budget, usable_bytes
 from remat.planning.card import reserving_at_most, with_footprints
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.search import Judge, OnReplay, solve_within
-from remat.planning.variants import Variant, Variants, at_most, begun_from, fastest
+from remat.planning.variants import Variant, Variants, at_most, begun_from, fastest, require_fusible
 from remat.recording.fake_step import FakeStep
 from remat.reservation.fragmentation import assumed_settings
 from remat.solvers import Solver, load
@@ -44,6 +45,7 @@ def plan(
     depth: int | None = None,
     allocator: str | None = None,
     exact: bool = False,
+    fuse: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
     """The plan with the least recomputation whose peak over the whole step stays within `budget`.
@@ -57,6 +59,8 @@ def plan(
                       `torch.compile` can keep, which then leaves losses whole
     allocator         settings of PYTORCH_CUDA_ALLOC_CONF to predict for; those of the environment by default
     exact             every gradient bitwise that of the untouched step: no loss runs in slices (`variants.py`)
+    fuse              compile groups of pointwise and reducing nodes by themselves, and plan on what results: less
+                      memory and less time, numbers that round elsewhere (`fusion/`)
     on_progress       called with (done, total) while costs are measured
 
     Raises Infeasible with the least budget that would do, NoPlanInTime, CaptureError, UsageError.
@@ -78,6 +82,7 @@ def plan(
         depth=depth,
         allocator=allocator,
         exact=exact,
+        fuse=fuse,
     )
 
 
@@ -93,8 +98,9 @@ def plan_profile(
     space: Space | None = None,
     allocator: str | None = None,
     exact: bool = False,
+    fuse: bool = False,
     on_replay: OnReplay | None = None,
-    on_variant: Callable[[int], None] | None = None,
+    on_variant: Callable[[Form], None] | None = None,
 ) -> Plan:
     """`plan` from a profile. With `step`, the plan is also replayed, and losses may run in slices; without, the
     evaluator alone judges it.
@@ -112,8 +118,12 @@ def plan_profile(
     limits, solver = limits or Limits(), solver or load("exact")
     if limits.time_s is None:
         limits = dataclasses.replace(limits, time_s=how.patience_s)
-    exact = exact or depth == 1  # which is for `torch.compile`, and that runs no slices
-    variants = None if exact or step is None else Variants(how, step, profile, on_replay, on_variant)
+    if fuse:
+        require_fusible(how, step, exact=exact)
+    slices = not exact and depth != 1  # which is for `torch.compile`, and that runs no slices
+    variants = None
+    if step is not None and (slices or fuse):
+        variants = Variants(how, step, profile, on_replay, on_variant, slices=slices, fuse=fuse)
     interrupted = False
 
     def of(

@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 from remat.costing.profile import Profile
 from remat.errors import NoPlanInTime
-from remat.evaluation.chunks import chunks_of
 from remat.evaluation.evaluator import Memory
+from remat.evaluation.form import form_of
 from remat.evaluation.plan import Region, to_refs
 from remat.execution.base import Execution, Try
 from remat.formulation import check
@@ -50,7 +50,7 @@ class Judge:
     def _replayed(self, problem: Problem, regions: tuple[Region, ...]) -> int:
         """A replay has every state whole. Of one rank's share it says by how much the evaluator is off for all."""
         profile = self.profile
-        with self.step.in_slices(chunks_of(problem.graph.about)):
+        with self.step.in_form(form_of(problem.graph.about)):
             alive = self.execution.replay(
                 self.step,
                 problem.graph,

@@ -1,15 +1,17 @@
-"""Variants: a step with its losses whole, and the same step with them in slices.
+"""Variants: a step as captured, and the same step in other forms, losses in slices and groups fused.
 
 A variant is a step of its own: recorded, costed, posed, solved and replayed like any other. Its nodes are the same, but
-that a loss head is one node. So a plan of one variant is a plan of the others, and a good one to begin from.
+that a loss head is one node, and a fused group. So a plan of one number of slices is a plan of the others, and a good
+one to begin from.
 
-Rule 1  A plan's price is what its step takes more than the whole one: what it recomputes, and what its slices cost
-        (smaller kernels, gradients added up).
+Rule 1  A plan's price is what its step takes more than the captured one: what it recomputes, what its slices cost
+        (smaller kernels, gradients added up), less what fusing saves. It may be negative.
 Rule 2  More slices cost more, where costs are estimated. So where slices alone cost as much as the best plan so far, no
         finer ones are tried, and the bound of all of them is that cost.
 Rule 3  Every variant is searched for a few seconds, and the best of them once more, for longer.
 Rule 4  On a device at hand, only as many slices are tried as leave every row's gradient bitwise what it was.
-Rule 5  Losses are cut where that is worth it: unless nothing else fits, by `WORTH` of the step.
+Rule 5  Another form is taken where it is worth it: unless nothing else fits, by `WORTH` of the step.
+Rule 6  Where groups may be fused they are, in every variant.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ from typing import Any
 from remat.chunking.products import round_alike
 from remat.costing.planning_device import PlanningDevice
 from remat.costing.profile import Profile
-from remat.errors import Infeasible, NoPlanInTime, RematError
-from remat.evaluation.chunks import WHOLE, Chunk, chunks_of
+from remat.errors import Infeasible, NoPlanInTime, RematError, UsageError
 from remat.evaluation.evaluator import Memory
+from remat.evaluation.form import WHOLE, Chunk, Form, form_of
 from remat.evaluation.plan import Plan, from_refs
 from remat.execution.base import Execution
 from remat.formulation.problem import Problem
@@ -42,13 +44,13 @@ QUICK_S, PATIENCE_S = 3.0, 12.0  # for the plan of a variant, at first and where
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One way to cut the losses of a step.
+    """A step in another form.
 
-    extra_us   what its step takes longer than the whole one, without recomputation
-    untouched  `Problem.without_checkpointing` of the whole one
+    extra_us   what it takes longer than as captured, without recomputation; negative where fusing makes it faster
+    untouched  `Problem.without_checkpointing` of the captured one
     """
 
-    chunks: tuple[Chunk, ...]
+    form: Form
     profile: Profile
     judge: Judge
     extra_us: float
@@ -56,10 +58,11 @@ class Variant:
 
 
 class Variants:
-    """The variants of a step but the whole one, by rising number of slices; each is recorded when it is asked for.
+    """The variants of a step but the captured one, by rising number of slices; each is recorded when it is asked for.
 
-    profile     of the whole step, priced for the execution
-    on_variant  called with a number of slices before it is recorded
+    profile     of the captured step, priced for the execution
+    slices      whether losses may run in slices        fuse  whether groups are fused
+    on_variant  called with a form before it is recorded
     """
 
     def __init__(
@@ -68,29 +71,41 @@ class Variants:
         step: FakeStep,
         profile: Profile,
         on_replay: OnReplay | None = None,
-        on_variant: Callable[[int], None] | None = None,
+        on_variant: Callable[[Form], None] | None = None,
+        *,
+        slices: bool = True,
+        fuse: bool = False,
     ):
         self._execution, self._step, self._whole, self._on_replay = execution, step, profile, on_replay
-        self._on_variant = on_variant or (lambda slices: None)
-        self._known: dict[int, Variant] = {}
+        self._on_variant = on_variant or (lambda form: None)
+        self._slices, self.fuse = slices, fuse
+        self._known: dict[Form, Variant] = {}
         self._alike: dict[int, bool] = {}
 
     @property
     def are_any(self) -> bool:
+        """Whether there is a loss to cut, or a group to fuse."""
+        return self.fuse or bool(self._heads)
+
+    @property
+    def are_losses(self) -> bool:
         """Whether there is a loss to cut."""
         return bool(self._heads)
 
     def __iter__(self) -> Iterator[Variant]:
+        if self.fuse:
+            yield self.fused()
         for slices in SLICES if self._heads else ():
             if not self._rounds_alike(slices):
                 continue
-            self._on_variant(slices)
-            if slices not in self._known:
-                try:
-                    self._known[slices] = self._variant(slices)
-                except RematError:  # the step, or a later graph, reads the logits
-                    return
-            yield self._known[slices]
+            try:
+                yield self._variant(self._cut(slices))
+            except RematError:  # the step, or a later graph, reads the logits
+                return
+
+    def fused(self) -> Variant:
+        """The variant with losses whole."""
+        return self._variant(Form(fused=True))
 
     def like_liger(self) -> Variant:
         """The variant with as many slices as Liger-Kernel's fused linear cross-entropy takes.
@@ -98,10 +113,7 @@ class Variants:
         (linkedin/Liger-Kernel, `fused_linear_cross_entropy.py`: as many times fewer rows as there are more classes than
         the width, rounded up to a power of two.)
         """
-        count = max((self._liger_slices(head) for head in self._heads), default=1)
-        if count not in self._known:
-            self._known[count] = self._variant(count)
-        return self._known[count]
+        return self._variant(self._cut(max((self._liger_slices(head) for head in self._heads), default=1)))
 
     def _liger_slices(self, head: Chunk) -> int:
         rows, classes, width = self._step.shape_of(head)
@@ -110,7 +122,7 @@ class Variants:
 
     def profile_of(self, plan: Plan) -> Profile:
         """That of the variant that `plan` is for."""
-        return next(known.profile for known in self._known.values() if known.chunks == chunks_of(plan.about))
+        return next(known.profile for known in self._known.values() if known.form == form_of(plan.about))
 
     def _rounds_alike(self, slices: int) -> bool:
         """Whether gradients will be bitwise those of the loss whole, where that can be seen: on the device at hand."""
@@ -125,7 +137,7 @@ class Variants:
     @functools.cached_property
     def _heads(self) -> list[Chunk]:
         """The losses that are large enough; none where slices would not give what they promise. (`why_whole`)"""
-        if why_whole(self._execution, self._step) is not None:
+        if not self._slices or why_whole(self._execution, self._step) is not None:
             return []
         graph = self._whole.graph
         peak = Memory(graph).peak_without_regions
@@ -137,14 +149,22 @@ class Variants:
         peak_bytes = Memory(graph, costs.workspace_per_op(graph)).peak_without_checkpointing
         return {"peak_bytes": peak_bytes, "step_time_us": costs.step_time_us(graph)}
 
-    def _variant(self, slices: int) -> Variant:
-        chunks = tuple(dataclasses.replace(head, slices=slices) for head in self._heads)
+    def _cut(self, slices: int) -> Form:
+        return Form(tuple(dataclasses.replace(head, slices=slices) for head in self._heads), self.fuse)
+
+    def _variant(self, form: Form) -> Variant:
+        if form not in self._known:
+            self._on_variant(form)
+            self._known[form] = self._recorded(form)
+        return self._known[form]
+
+    def _recorded(self, form: Form) -> Variant:
         whole, device = self._whole, self._step.device if self._whole.costs.source == "measured" else None
-        with self._step.in_slices(chunks):
+        with self._step.in_form(form):
             found = profile_variant(self._step, PlanningDevice(whole.target, device), whole)
         found = self._execution.price(found)
         return Variant(
-            chunks,
+            form,
             found,
             Judge(self._execution, self._step, found, self._on_replay),
             found.costs.step_time_us(found.graph) - self._untouched["step_time_us"],
@@ -152,9 +172,21 @@ class Variants:
         )
 
 
+def require_fusible(execution: Execution, step: FakeStep | None, *, exact: bool) -> None:
+    """Raise UsageError where groups cannot be fused."""
+    if exact:
+        raise UsageError("`fuse` and `exact` exclude each other: fused groups round elsewhere than the untouched step.")
+    if not execution.runs_forms:
+        raise UsageError(f'groups are fused in eager execution, not under `execution="{execution}"`.')
+    if step is None:
+        raise UsageError("a profile out of a file holds the step as captured; to fuse, plan from the model.")
+    if step.loop.shard is not None:
+        raise UsageError("groups are not fused where states are sharded; leave `fuse` or `shard` out.")
+
+
 def why_whole(execution: Execution, step: FakeStep) -> str | None:
     """Why no loss of `step` may run in slices; None where it may."""
-    if not execution.runs_chunks:
+    if not execution.runs_forms:
         return f"execution {execution} runs no slices"
     if step.loop.shard is not None:
         return "states are sharded"
@@ -173,7 +205,7 @@ def fastest(
 ) -> Plan:
     """The plan of least price. (Rules 1 to 5)
 
-    whole    the plan that leaves the losses whole
+    whole    the plan of the step as captured
     attempt  that of a variant, found in so many seconds; the plan of another variant is one to begin from
     is_over  whether the time for all of it is up, or somebody pressed Ctrl-C
 
@@ -204,7 +236,9 @@ def fastest(
         if _price(untouched) - _price(best) < WORTH * best.without_checkpointing["step_time_us"]:
             return untouched
         best = dataclasses.replace(best, predicted={**best.predicted, WHOLE: untouched.predicted["overhead"]})
-    return _bounded(best, min([*search.bounds_us, *(tried.plan.solver["bound_us"] for tried in search.tried)]))
+    least_us = min([0.0, *(tried.variant.extra_us for tried in search.tried)])
+    bound_us = min([*search.bounds_us, *(tried.plan.solver["bound_us"] for tried in search.tried)])
+    return _bounded(best, bound_us, least_us)
 
 
 @dataclasses.dataclass(eq=False)
@@ -225,7 +259,7 @@ class _Search:
 
     def run(self, most_us: float) -> None:
         """Try variants that may cost less than `most_us`, and the best of them once more, for longer."""
-        if most_us <= 0:
+        if most_us <= 0 and not self._variants.fuse:
             return
         for variant in self._variants:
             if self._is_over():
@@ -288,7 +322,7 @@ def _least_budget(error: Infeasible | NoPlanInTime) -> float:
 def priced(made: Plan, variant: Variant) -> Plan:
     """A plan of a variant, its price and its bound counted from the whole step. (Rule 1)"""
     step_us = variant.untouched["step_time_us"]
-    predicted = {**made.predicted, "slices_time_us": variant.extra_us}
+    predicted = {**made.predicted, "form_time_us": variant.extra_us}
     predicted["overhead"] = (predicted["recompute_time_us"] + variant.extra_us) / step_us if step_us else 0.0
     solver = {**made.solver}
     for name in ("objective_us", "bound_us"):
@@ -301,10 +335,10 @@ def priced(made: Plan, variant: Variant) -> Plan:
     )
 
 
-def _bounded(made: Plan, bound_us: float) -> Plan:
-    """A plan with the bound of all variants."""
+def _bounded(made: Plan, bound_us: float, least_us: float) -> Plan:
+    """A plan with the bound of all variants; the gap is a share of what it costs beyond the cheapest of them."""
     objective_us = made.solver["objective_us"]
     bound_us = min(bound_us, objective_us)
-    gap = (objective_us - bound_us) / max(objective_us, 1.0)
+    gap = (objective_us - bound_us) / max(objective_us - least_us, 1.0)
     status = "optimal" if gap <= Limits().gap else "feasible"
     return dataclasses.replace(made, solver={**made.solver, "status": status, "bound_us": bound_us, "gap": gap})

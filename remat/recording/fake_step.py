@@ -21,14 +21,14 @@ from remat.capture.dynamo import GraphCalls, fake_model, without_cache
 from remat.capture.eager_answers import Answers
 from remat.capture.grouped_products import grouped_products
 from remat.capture.settling import settle
-from remat.chunking.chunk import chunk
 from remat.chunking.heads import find_heads
 from remat.errors import CaptureError, RematError
-from remat.evaluation.chunks import Chunk, slices_in
+from remat.evaluation.form import CAPTURED, Chunk, Form
 from remat.evaluation.graph import (
     OPTIMIZER_STATE,
     Parameter,
 )
+from remat.fusion.formed import formed
 from remat.recording.optimizer_forms import forms_of
 from remat.recording.tracker import Tracker
 from remat.recording.view_histories import ViewHistories
@@ -83,7 +83,7 @@ class FakeStep:
     """A workload's training step on fake tensors: captured once, run as often as needed.
 
     device     the device that tensors pretend to be on
-    chunks     what of it runs in slices; set by `in_slices`
+    form       in which it runs; set by `in_form`
     loop       what training does around forward and backward; its shards are not run, see `sharding.py`. It may be
                changed between records
     prepare    changes a captured graph before its first run (the target's kernels)
@@ -112,8 +112,8 @@ class FakeStep:
         self.loop = loop or TrainingLoop()
         self._prepare = prepare
         self._captured: dict[int, tuple[int, fx.GraphModule]] = {}  # by id: the call that each was first, and itself
-        self._prepared: dict[tuple[int, tuple[Chunk, ...]], fx.GraphModule] = {}
-        self.chunks: tuple[Chunk, ...] = ()
+        self._prepared: dict[tuple[int, Form], fx.GraphModule] = {}
+        self.form = CAPTURED
         self._recompute_context = recompute_context
         self._views = ViewHistories()
         self.eager_context = eager_context
@@ -168,13 +168,13 @@ class FakeStep:
             yield
 
     @contextlib.contextmanager
-    def in_slices(self, chunks: tuple[Chunk, ...]) -> Iterator[None]:
-        """While it lasts, the step runs with `chunks`."""
-        before, self.chunks = self.chunks, chunks
+    def in_form(self, form: Form) -> Iterator[None]:
+        """While it lasts, the step runs in `form`."""
+        before, self.form = self.form, form
         try:
             yield
         finally:
-            self.chunks = before
+            self.form = before
 
     @property
     def heads(self) -> Iterator[tuple[Chunk, int]]:
@@ -190,11 +190,11 @@ class FakeStep:
         return find_heads(graph_module)[head.head].shape
 
     def _ready(self, call: int, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """A copy of what was captured, with its chunks and the kernels of the device."""
+        """A copy of what was captured, in its form and with the kernels of the device."""
         first, _ = self._captured.setdefault(id(graph_module), (call, graph_module))
-        key = (id(graph_module), self.chunks)
+        key = (id(graph_module), self.form)
         if key not in self._prepared:
-            ready = chunk(graph_module, slices_in(self.chunks, first))
+            ready = formed(graph_module, self.form, first)
             identity_of(ready)  # before kernels are put in
             if self._prepare is not None:
                 self._prepare(ready)

@@ -31,7 +31,6 @@ from remat.capture.schemas import draws_random_numbers
 from remat.capture.settling import recording_models
 from remat.chunking.chunk import CHUNKED
 from remat.errors import CaptureError, RematError
-from remat.evaluation.chunks import CHUNKS, to_json
 from remat.evaluation.graph import (
     CALLED_MODULES,
     CAST,
@@ -54,7 +53,7 @@ from remat.workload.workload import trainable
 def record(step: FakeStep, *, alignment_bytes: int = 1, whole: Graph | None = None) -> Graph:
     """The Graph of `step`. Raises `CaptureError` for a model that cannot be captured, naming the operator.
 
-    whole  the graph of the same step with other chunks, recorded before: it is in its steady state, and its first
+    whole  the graph of the same step in another form, recorded before: it is in its steady state, and its first
            optimizer step takes the same
     """
     if whole is None or step.loop.holds_outputs:
@@ -112,7 +111,7 @@ def _about(step: FakeStep) -> dict[str, Any]:
         "traced_branches": None if (answers := step.calls.answers) is None else answers.given_up,
         "recording_models": recording_models(step.model),
         "own_checkpoints": step.calls.own_checkpoints,
-        CHUNKS: to_json(step.chunks),
+        **step.form.to_json(),
         **step.loop.to_json(),
         "torch": torch.__version__,
         "python": platform.python_version(),

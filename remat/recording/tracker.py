@@ -26,7 +26,7 @@ from torch.utils.flop_counter import flop_registry
 from remat._torch import UnseenMode
 from remat.evaluation.graph import OpKind
 from remat.recording.in_place import InPlace
-from remat.recording.traffic import moved_bytes
+from remat.recording.traffic import moved_bytes, workspace_bytes
 
 FIXED = -1
 _NORMALISATIONS = {torch.ops.aten.native_layer_norm.default: 2, torch.ops.aten.native_batch_norm.default: 1}  # weight
@@ -198,6 +198,7 @@ class Tracker(UnseenMode):
                 flops=_flops(func, args, kwargs, out),
                 moved_bytes=moved_bytes(func, args, kwargs, out),
                 dtype=_arithmetic_dtype(args, kwargs, out),
+                workspace_bytes=workspace_bytes(func, args),
             )
         return index
 

@@ -8,6 +8,7 @@ Rule 2  The loss of class indices reads one score a row, its gradient none: it i
 Rule 3  What only overwrites (`zero_`, `fill_`, `copy_`, random numbers) does not read what it overwrites.
 Rule 4  What only allocates (`empty`, ...) moves nothing.
 Rule 5  Scattering in place reads and writes as much of its target as it is given.
+Rule 6  A fused kernel reads and writes what the compiler says of its loops.
 
 What a kernel reads again because its caches are too small is no traffic of the operator; `roofline.py` knows of that.
 """
@@ -19,6 +20,8 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
+
+from remat.fusion.kernels import FUSED_KERNEL, kernel
 
 aten = torch.ops.aten
 
@@ -41,6 +44,8 @@ _SCATTERING = {aten.index_put_, aten._index_put_impl_, aten.index_add_, aten.sca
 def moved_bytes(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """Bytes read and written by one call of `func`, which gave `out`."""
     packet = func._overloadpacket
+    if func is FUSED_KERNEL:
+        return kernel(args[0]).moved_bytes
     if packet in _ALLOCATING:
         return 0
     changed = [
@@ -63,6 +68,11 @@ def moved_bytes(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     if packet in _OVERWRITING:
         read = [tensor for tensor in read if id(tensor) not in old]
     return _total(read) + _total(written)
+
+
+def workspace_bytes(func: Any, args: Any) -> int:
+    """What the compiler says that a fused kernel allocates beyond its results; of others fakes do not tell."""
+    return kernel(args[0]).workspace_bytes if func is FUSED_KERNEL else 0
 
 
 def _named(func: Any, args: Any, kwargs: Any) -> Iterable[tuple[Any, Any]]:

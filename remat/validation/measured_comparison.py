@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from remat.errors import ValidationFailed
-from remat.evaluation.chunks import chunks_of
+from remat.evaluation.form import form_of
 from remat.planning.comparison import Comparison, Row
 from remat.solvers import WITHOUT
 from remat.validation.validating import validate
@@ -50,7 +50,7 @@ def _measured_by(name: str, report: Report) -> dict[str, int]:
 
 def _runs_as(plan: Plan) -> tuple[Any, ...]:
     """What decides how the step runs under `plan`."""
-    return plan.regions, chunks_of(plan.about)
+    return plan.regions, form_of(plan.about)
 
 
 def _validated(

@@ -22,6 +22,8 @@ class Report:
     recomputed_nodes    planned and observed; None where they cannot be seen, as in a compiled step
     gradients_equal     every gradient keeps its promise: bitwise, or as near to float64 where it is in `gradients_near`
     gradients_near      parameters whose gradients are summed in slices: distance from float64 over the untouched step's
+    groups_near         fused groups: distance of what they give from float64 over that of their nodes run one by one.
+                        Loss and gradients are then held to the fused step in which nothing is recomputed
     kernel_differences  the first few; none are seen in a compiled step
     notes       sentences: what was reduced, predicted anew, compared elsewhere, or tolerated
     """
@@ -41,11 +43,12 @@ class Report:
     kernel_differences: tuple[str, ...]
     notes: tuple[str, ...]
     gradients_near: dict[str, float] = dataclasses.field(default_factory=dict)
+    groups_near: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def gradients_bitwise(self) -> bool:
         """Whether every gradient is bitwise that of the untouched step, none only as near to float64."""
-        return self.gradients_equal and not self.gradients_near
+        return self.gradients_equal and not self.gradients_near and not self.groups_near
 
     @property
     def within_budget(self) -> bool:
@@ -71,6 +74,7 @@ class Report:
             "gradients_equal": self.gradients_equal,
             "gradients_bitwise": self.gradients_bitwise,
             "gradients_near": self.gradients_near,
+            "groups_near": self.groups_near,
             "max_gradient_error": self.max_gradient_error if math.isfinite(self.max_gradient_error) else None,
             "within_budget": self.within_budget,
             "recomputed_nodes": self.recomputed_nodes,
@@ -98,7 +102,7 @@ class Report:
             f"  {name:<10}{gib(limit_bytes):>12}{'kept' if self.within_budget else 'EXCEEDED':>12}",
             f"  loss       {_verdict(self.loss_equal)}",
             f"  gradients  {_verdict(self.gradients_equal)}, largest error {self.max_gradient_error:.3g}",
-            *(f"  near       {name}: {ratio:.3f} times as far" for name, ratio in self.gradients_near.items()),
+            *_near_rows({**self.gradients_near, **self.groups_near}),
             f"  nodes      {_seen(nodes['observed'])} recomputed, {nodes['planned']} planned",
             f"  kernels    {NOT_SEEN if nodes['observed'] is None else _verdict(self.kernels_equal)}",
             *(f"    {difference}" for difference in self.kernel_differences),
@@ -119,6 +123,10 @@ def _allocator_rows(measured: dict[str, int], predicted: dict[str, int]) -> list
         for name in ("allocated", "reserved")
         if (key := f"{name}_bytes") in measured and key in predicted
     ]
+
+
+def _near_rows(ratios: dict[str, float]) -> list[str]:
+    return [f"  near       {name}: {ratio:.3f} times as far" for name, ratio in ratios.items()]
 
 
 def _seen(count: int | None) -> str:

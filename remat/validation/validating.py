@@ -19,8 +19,10 @@ Rule 4  The batch is halved until the planned step fits the device's free memory
         batch of one the sequence is halved for that. The untouched step may need a smaller batch; then gradients and
         kernels are compared at that.
 Rule 5  Gradients are compared bit by bit; those that a chunked loss sums in slices are held to float64 (`sums.py`),
-        and a head's kernels are left out. Where they differ, the untouched step is run twice: if it does not repeat
-        itself (kernels with atomic additions), the planned one may be `NOISE` times as far away.
+        and a head's kernels are left out. Where groups are fused, what is compared with is the fused step in which
+        nothing is recomputed, and every group is held to float64 (`groups.py`). Where they differ, the untouched step
+        is run twice: if it does not repeat itself (kernels with atomic additions), the planned one may be `NOISE` times
+        as far away.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ from remat.costing.operator_timing import device_target, physical_memory, time_o
 from remat.costing.planning_device import PlanningDevice
 from remat.costing.timing_cache import device_name
 from remat.errors import PlanMismatch, UsageError, ValidationFailed, is_out_of_memory
-from remat.evaluation.chunks import chunks_of
 from remat.evaluation.evaluator import Memory
+from remat.evaluation.form import chunks_of, form_of
 from remat.evaluation.graph import Graph
 from remat.evaluation.plan import Plan, Region, RegionRef, to_refs, traced_branches
 from remat.execution import executions
@@ -58,6 +60,7 @@ from remat.recording.recorder import record
 from remat.reservation.allocator_settings import AllocatorSettings
 from remat.reservation.fragmentation import footprint
 from remat.units import gib
+from remat.validation.groups import GroupsSeen
 from remat.validation.kernel_log import KernelLog, kernel_differences, without_heads
 from remat.validation.report import Report
 from remat.validation.sums import SumsSeen
@@ -149,7 +152,7 @@ class _Sizes:
             workload = self._workload.sized(batch_size)
             compiled = self._how.compiler is not None
             step = fake_step(workload, self._place, loop=TrainingLoop.of(self._plan.about), compiled=compiled)
-            step.chunks = chunks_of(self._plan.about)
+            step.form = form_of(self._plan.about)
             graph = record(step, alignment_bytes=self._place.target.alignment_bytes)
             regions = _found(self._plan, graph)
             refs = to_refs(graph, regions, _modules(self._plan, regions))
@@ -355,12 +358,14 @@ class _Comparison:
     """The planned first step against the untouched one.
 
     distance  of gradients that must be bitwise equal      near     of those summed in slices, see `SumsSeen.ratios`
-    too_far   parameters whose gradients are further from float64 than that allows
+    groups    see `GroupsSeen.ratios`
+    too_far   parameters and groups that are further from float64 than that allows
     """
 
     loss_equal: bool
     distance: _Distance
     near: dict[str, float]
+    groups: dict[str, float]
     too_far: list[str]
     observed_nodes: int | None
     differences: tuple[str, ...]
@@ -434,6 +439,7 @@ class _Validation:
             loss_equal=comparison.loss_equal,
             gradients_equal=comparison.distance.equal and not comparison.too_far,
             gradients_near=comparison.near,
+            groups_near=comparison.groups,
             max_gradient_error=comparison.distance.absolute,
             recomputed_nodes={
                 "planned": Memory(self.compared.graph).recomputed_nodes(self.compared.regions),
@@ -519,17 +525,20 @@ class _Validation:
         return found, {"peak_bytes": peak, "step_time_us": round(measured.time_us)}
 
     def _compare(self, training: Training, expected: _FirstStep) -> _Comparison:
-        training.begin_again()
-        about = {name: value for name, value in self.plan.about.items() if not name.startswith("batch_")}
-        apply(training.model, dataclasses.replace(self.plan, about=about))  # a larger batch was chosen on purpose
-        training.call_as(self.how.prepare)
+        fused = form_of(self.plan.about).fused
+        if fused:
+            expected = self._unrecomputed(training, expected)
+        self._apply(training, self.plan.regions)
         kernels, sums = self._log(), SumsSeen(training.model)
+        groups = GroupsSeen(kernels.paused if kernels else contextlib.nullcontext)
         if kernels is None:
             counts = counts_of(training.model)
         else:
             counts = planned_forward(training.model).watch(observe=True, recompute_context=kernels.paused)
             if chunks_of(self.plan.about):
                 sums.watch(planned_forward(training.model).head_watch)
+            if fused:
+                planned_forward(training.model).group_watch.on_run = groups
         found = _first_step(training, kernels)
         training.finish()
         if kernels is not None:
@@ -553,10 +562,37 @@ class _Validation:
             bool(_distance([expected.loss], [found.loss]).equal),
             distance,
             sums.ratios,
-            too_far,
+            groups.ratios,
+            [*too_far, *groups.too_far],
             _observed_nodes(counts, self.compared),
             () if self._is_own_checkpointing else kernel_differences(kernels_of_untouched, found.kernels),
         )
+
+    def _apply(self, training: Training, regions: tuple[RegionRef, ...]) -> None:
+        """Begin again under the plan with `regions`."""
+        training.begin_again()
+        about = {name: value for name, value in self.plan.about.items() if not name.startswith("batch_")}
+        plan = dataclasses.replace(self.plan, about=about, regions=regions)
+        apply(training.model, plan)  # a larger batch was chosen on purpose
+        training.call_as(self.how.prepare)
+
+    def _unrecomputed(self, training: Training, untouched: _FirstStep) -> _FirstStep:
+        """The first step in the plan's form, nothing recomputed; tells how far the untouched one is."""
+        self._apply(training, ())
+        kernels = self._log()
+        if kernels is not None:
+            planned_forward(training.model).watch(observe=False, recompute_context=kernels.paused)
+        found = _first_step(training, kernels)
+        training.finish()
+        remove(training.model)
+        apart = _distance(untouched.gradients, found.gradients)
+        loss, other = float(untouched.loss), float(found.loss)
+        self.notes.append(
+            "Groups are fused: loss, gradients and kernels are compared with the fused step in which nothing is "
+            f"recomputed. The untouched step's loss is {loss:.7g}, this one's {other:.7g}; gradients differ by up to "
+            f"{apart.relative:.2g} of the largest."
+        )
+        return found
 
     @property
     def _is_own_checkpointing(self) -> bool:

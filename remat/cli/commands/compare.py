@@ -11,7 +11,15 @@ import typer
 
 from remat.cli.commands import Answer
 from remat.cli.commands.files import about_with, file_name, require_folder
-from remat.cli.commands.options import BudgetOptions, EachSearchOptions, Exact, ExecutionOptions, Json, SourceOptions
+from remat.cli.commands.options import (
+    BudgetOptions,
+    EachSearchOptions,
+    Exact,
+    ExecutionOptions,
+    Fuse,
+    Json,
+    SourceOptions,
+)
 from remat.cli.commands.source import Source, budget_for, headroom_on_top, opened, workload_of
 from remat.cli.commands.validate import measuring_first
 from remat.errors import UsageError, ValidationFailed
@@ -48,6 +56,7 @@ def compare(
         ),
     ] = None,
     exact: Exact = False,
+    fuse: Fuse = False,
     as_json: Json = False,
 ) -> Answer:
     """Plan one step by several strategies under one budget, and show them side by side."""
@@ -73,6 +82,7 @@ def compare(
                 step=step,
                 execution=how.name,
                 exact=exact,
+                fuse=fuse,
                 on_strategy=lambda name, number, count: line.say(f"{name}, {number} of {count}"),
             )
         files = _saved(comparison, save, found, limit) if save is not None else {}

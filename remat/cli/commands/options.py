@@ -48,6 +48,15 @@ Exact = Annotated[
         help="Every gradient bitwise that of the untouched step: losses are left whole, not cut in slices.",
     ),
 ]
+Fuse = Annotated[
+    bool,
+    typer.Option(
+        "--fuse",
+        rich_help_panel=SEARCH,
+        help="Compile groups of pointwise and reducing nodes by themselves, the rest stays eager: less memory and less "
+        "time, numbers that round elsewhere.",
+    ),
+]
 Allocator = Annotated[
     str | None,
     _option(

@@ -16,6 +16,7 @@ from remat.cli.commands.options import (
     BudgetOptions,
     Exact,
     ExecutionOptions,
+    Fuse,
     Json,
     SearchOptions,
     SourceOptions,
@@ -24,6 +25,7 @@ from remat.cli.commands.source import budget_for, headroom_on_top, levers_where_
 
 if TYPE_CHECKING:
     from remat.cli.screen import LiveLine
+    from remat.evaluation.form import Form
     from remat.evaluation.plan import Plan
 
 
@@ -46,6 +48,7 @@ def plan(
     ] = None,
     allocator: Allocator = None,
     exact: Exact = False,
+    fuse: Fuse = False,
     advice: Annotated[
         bool, typer.Option(help="Where the budget is too small, look for what would make room (it takes a while).")
     ] = True,
@@ -75,7 +78,8 @@ def plan(
                 depth=depth,
                 allocator=allocator,
                 exact=exact,
-                on_variant=functools.partial(_cutting, line),
+                fuse=fuse,
+                on_variant=functools.partial(_forming, line),
                 on_replay=None if execution.is_exact else functools.partial(_replaying, line, how.name),
             )
     path = out or Path(f"{file_name(made.about['workload'])}.plan.json")
@@ -89,8 +93,8 @@ def _replaying(line: LiveLine, execution: str, number: int, most: int) -> None:
     line.say(f"replaying plans as they run ({execution}), {number} of about {most}")
 
 
-def _cutting(line: LiveLine, slices: int) -> None:
-    line.say(f"the loss in {slices} slice{'s' if slices > 1 else ''}: recording and solving")
+def _forming(line: LiveLine, form: Form) -> None:
+    line.say(f"{form}: recording and solving")
 
 
 def _answer(plan: Plan, path: Path, *, replayed: bool) -> Answer:
@@ -108,6 +112,7 @@ def _answer(plan: Plan, path: Path, *, replayed: bool) -> Answer:
         "solver": plan.solver,
         "execution": plan.execution,
         "chunks": plan.about.get("chunks", []),
+        "fused": plan.about.get("fused", False),
         "plan_path": str(path),
     }
     notes = []

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from remat.cli.screen import LiveLine
     from remat.costing.planning_device import PlanningDevice
     from remat.costing.profile import Profile
-    from remat.evaluation.chunks import Chunk
+    from remat.evaluation.form import Form
     from remat.evaluation.plan import Plan
     from remat.execution.base import Execution
     from remat.planning.advice import Lever
@@ -62,7 +62,7 @@ def opened(options: StepOptions, line: LiveLine, execution: Execution | None = N
 def _from_plan(path: Path, line: LiveLine) -> tuple[Source, Plan]:
     line.say("loading PyTorch")
     from remat.costing.planning_device import find_planning_device
-    from remat.evaluation.chunks import chunks_of
+    from remat.evaluation.form import form_of
     from remat.evaluation.plan import Plan
     from remat.workload.training_loop import TrainingLoop
 
@@ -70,8 +70,8 @@ def _from_plan(path: Path, line: LiveLine) -> tuple[Source, Plan]:
     spec = spec_in(plan.about, path)
     if spec is None:
         raise UsageError(f"{path} does not say how to build its model; make the plan with `remat plan --model`.")
-    loop, chunks = TrainingLoop.of(plan.about), chunks_of(plan.about)
-    return _recorded(spec, find_planning_device(plan.target), loop, line, chunks=chunks), plan
+    loop, form = TrainingLoop.of(plan.about), form_of(plan.about)
+    return _recorded(spec, find_planning_device(plan.target), loop, line, form=form), plan
 
 
 def opened_step(options: SourceOptions, plan: Path | None, line: LiveLine) -> tuple[Source, Plan | None]:
@@ -115,14 +115,14 @@ def _recorded(
     line: LiveLine,
     *,
     compiled: bool = False,
-    chunks: tuple[Chunk, ...] = (),
+    form: Form | None = None,
 ) -> Source:
     def record() -> tuple[Profile, FakeStep]:
         from remat.planning.profiling import fake_step, profile_step
 
         line.say(f"recording {spec.model}")
         step = fake_step(workload_of(spec), place, loop=loop, compiled=compiled)
-        step.chunks = chunks
+        step.form = form or step.form
         return profile_step(step, place, on_progress=line.measured), step
 
     return Source(place.target, spec, record, place, loop)

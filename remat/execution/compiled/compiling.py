@@ -23,7 +23,7 @@ from torch import fx
 
 from remat.capture.nodes import captured_nodes
 from remat.errors import PlanMismatch, UsageError
-from remat.evaluation.chunks import chunks_of
+from remat.evaluation.form import CAPTURED, form_of
 from remat.evaluation.plan import Plan, RegionRef
 from remat.execution.compiled.tags import RECOMPUTED, SAVED
 from remat.execution.eager.rewrite import CallRegion, Counts
@@ -105,11 +105,12 @@ def require_kept(regions: Sequence[CallRegion] | Sequence[RegionRef], inner: str
 
 
 def require_whole(plan: Plan) -> None:
-    """Raise UsageError where `plan` runs a loss in slices, which no compiler is handed."""
-    if chunks := chunks_of(plan.about):
+    """Raise UsageError where `plan` runs a loss in slices or groups fused, which no compiler is handed."""
+    if (form := form_of(plan.about)) != CAPTURED:
+        what = f"{form.chunks[0]}" if form.chunks else "fused groups"
         raise UsageError(
-            f"this plan runs {chunks[0]}, which does not go through torch.compile: make a plan with the loss whole "
-            "(`exact=True`) and without nesting (`depth=1`), or run this one without torch.compile."
+            f"this plan runs {what}, which does not go through torch.compile: make a plan that leaves the loss whole "
+            "and fuses nothing (`exact=True`) and without nesting (`depth=1`), or run this one without torch.compile."
         )
 
 

@@ -21,9 +21,9 @@ from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from remat.costing.operator_timing import measured_workspaces
 from remat.evaluation.plan import RegionRef
 from remat.execution.compiled.compiling import AOT_EAGER, INDUCTOR, Compiled, compile_graph
-from remat.execution.compiled.generated_code import Loaded, without_kernels
 from remat.execution.eager.rewrite import CallRegion
 from remat.execution.eager.rewritten_calls import regions_by_call
+from remat.fusion.generated_code import Loaded, without_kernels
 from remat.recording.fake_step import FakeStep
 from remat.recording.tracked_step import track
 from remat.recording.tracker import Tracker

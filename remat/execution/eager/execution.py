@@ -23,7 +23,7 @@ from remat.recording.fake_step import FakeStep
 class EagerExecution(Execution):
     name = "eager"
     is_exact = True
-    runs_chunks = True
+    runs_forms = True
 
     def space(self, graph: Graph, depth: int | None = None) -> Space:
         return find_space(graph, depth=require_depth(self, depth))

@@ -29,9 +29,10 @@ _ALLOCATION = "empty_strided_"  # and the device
 
 @dataclasses.dataclass
 class Loaded:
-    """How many modules of generated code were loaded without kernels."""
+    """How many modules of generated code were loaded without kernels, and what their loops read and write."""
 
     modules: int = 0
+    moved_bytes: int = 0
 
     def require_more_than(self, before: int) -> None:
         """Raise RematError where a graph was compiled past us: its kernels would read from fake tensors."""
@@ -43,11 +44,13 @@ class Loaded:
 def without_kernels() -> Iterator[Loaded]:
     """While it lasts, what Inductor compiles is for fake tensors. Raises RematError on a torch without the hook."""
     from torch._inductor import codecache, config
+    from torch._inductor.virtualized import V
 
     loaded = Loaded()
 
     def load(key: str, path: str, linemap: Any = None, attrs: dict[str, Any] | None = None, **_: Any) -> Any:
         loaded.modules += 1
+        loaded.moved_bytes += sum(node.get_read_write_buffers_sizes() for node in V.graph.scheduler.nodes)
         return _load(key, path, attrs or {})
 
     if not hasattr(codecache.PyCodeCache, "load_by_key_path"):

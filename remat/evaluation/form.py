@@ -1,0 +1,65 @@
+"""Form: in which of its forms a step runs, as profiles and plans name it.
+
+A step has one form as it was captured. In others losses run in slices (`chunking/`), or groups of nodes as one kernel
+each (`fusion/`). Each form is a step of its own: recorded, costed, posed and replayed like any other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+CHUNKS = "chunks"  # key of `Graph.about` and `Plan.about`
+FUSED = "fused"  # likewise
+WHOLE = "whole_loss_overhead"  # key of `Plan.predicted`: overhead of the plan for the step as captured, if one fits
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """One loss head in slices.
+
+    call    the graph call that it is in        head    its number among the heads of that graph, see `find_heads`
+    slices  into how many its rows are cut      module  path of what makes its logits, for a person to read
+    """
+
+    call: int
+    head: int
+    slices: int
+    module: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.module or 'the loss'} in {self.slices} slice{'s' if self.slices > 1 else ''}"
+
+
+def chunks_of(about: Mapping[str, Any]) -> tuple[Chunk, ...]:
+    """The chunks of a recorded step or a plan, out of its `about`."""
+    return tuple(Chunk(**row) for row in about.get(CHUNKS, ()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What of a step runs otherwise than captured: `chunks` in slices, and, if it is `fused`, groups as kernels."""
+
+    chunks: tuple[Chunk, ...] = ()
+    fused: bool = False
+
+    def __str__(self) -> str:
+        return ", ".join([*map(str, self.chunks[:1]), *(["groups fused"] if self.fused else [])]) or "as captured"
+
+    def to_json(self) -> dict[str, Any]:
+        """Entries of an `about`."""
+        return {CHUNKS: [dataclasses.asdict(chunk) for chunk in self.chunks], FUSED: self.fused}
+
+
+CAPTURED = Form()
+
+
+def form_of(about: Mapping[str, Any]) -> Form:
+    """The form of a recorded step or a plan, out of its `about`."""
+    return Form(chunks_of(about), bool(about.get(FUSED)))
+
+
+def slices_in(chunks: Sequence[Chunk], call: int) -> dict[int, int]:
+    """Of one graph call: number of a head -> its slices."""
+    return {chunk.head: chunk.slices for chunk in chunks if chunk.call == call}

@@ -1,0 +1,62 @@
+"""Casts: what autocast does to the arguments of products, as nodes of the graph.
+
+Autocast casts inside a product, once for every product that reads a value, and each keeps its copy. As a node of its
+own, the cast can be a member of the group that makes the value: what the group gives out is 16 bits wide already, one
+storage for all products that read it. Each product has a cast of its own all the same, so that their gradients are
+added as autocast adds them, in the wider dtype.
+
+Whether there is anything to cast shows where the graph runs. (A CUDA device casts elsewhere than this machine may.)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+
+from remat._torch import without_modes
+from remat.capture.nodes import autocast, called, captured_nodes
+
+PRODUCTS = {"linear": 0, "addmm": 1}  # and which argument is the activation
+
+
+def with_casts(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of `graph_module` in which products under autocast are given what a cast makes."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    cast_for: dict[tuple[fx.Node, fx.Node], fx.Node] = {}  # (product, its activation) -> the cast
+    readers: dict[fx.Node, list[fx.Node]] = {}
+    for node in captured_nodes(graph_module):
+        if (given := _activation(node)) is not None:
+            readers.setdefault(given, []).append(node)
+    for node in graph_module.graph.nodes:
+        copy = copies[node] = graph.node_copy(node, copies.__getitem__)
+        given = _activation(node)
+        if given is not None and (node, given) in cast_for:
+            copy.replace_input_with(copies[given], cast_for[node, given])
+        for product in readers.get(node, ()):
+            cast_for[product, node] = _cast(graph, node, copy, product.meta["example_value"].dtype)
+    found = fx.GraphModule(graph_module, graph)
+    found.graph.lint()
+    return found
+
+
+def _activation(node: fx.Node) -> fx.Node | None:
+    """What a product that runs under autocast is given, if that is made by a node."""
+    if called(node) not in PRODUCTS or node.kwargs or len(node.args) <= PRODUCTS[called(node)]:
+        return None
+    given, made = node.args[PRODUCTS[called(node)]], node.meta.get("example_value")
+    weights = [n.meta.get("example_value") for n in node.all_input_nodes if n is not given]
+    wide = all(isinstance(weight, Tensor) and weight.dtype is torch.float32 for weight in weights)
+    narrow = isinstance(made, Tensor) and made.dtype in (torch.bfloat16, torch.float16)
+    if not isinstance(given, fx.Node) or given.op in ("placeholder", "get_attr") or not wide or not narrow:
+        return None
+    return given
+
+
+def _cast(graph: fx.Graph, node: fx.Node, copy: fx.Node, dtype: torch.dtype) -> fx.Node:
+    cast = graph.call_function(autocast, (copy,))
+    with without_modes():  # the value brings its own
+        value = node.meta["example_value"].to(dtype)
+    cast.meta = {**node.meta, "called": "autocast", "example_value": value}
+    cast.meta.pop("identity", None)
+    return cast

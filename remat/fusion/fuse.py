@@ -1,0 +1,92 @@
+"""Fuse: a captured graph in which every group is one node."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from remat.capture.nodes import with_name
+from remat.fusion.fused_group import FusedGroup
+from remat.fusion.groups import Group, find_groups
+
+FUSED = "fused_group"  # what the node of a group calls, and the key of its meta for the `FusedGroup`
+
+
+def fuse(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of `graph_module` whose groups are a node each; other nodes are as they were, in their order."""
+    return _Fuser(graph_module).module()
+
+
+def fused_groups(graph_module: fx.GraphModule) -> list[FusedGroup]:
+    """What the groups of a fused graph call."""
+    return [node.meta[FUSED] for node in graph_module.graph.nodes if FUSED in node.meta]
+
+
+class _Fuser:
+    def __init__(self, source: fx.GraphModule):
+        self._source = source
+        self._groups = {group.members[-1]: group for group in find_groups(source)}
+        self._graph = fx.Graph()
+        self._copies: dict[fx.Node, fx.Node] = {}
+
+    def module(self) -> fx.GraphModule:
+        inside = {node for group in self._groups.values() for node in group.members}
+        for node in self._source.graph.nodes:
+            if node in self._groups:
+                self._call(self._groups[node])
+            elif node not in inside:
+                self._copies[node] = self._graph.node_copy(node, self._copies.__getitem__)
+        found = fx.GraphModule(self._source, self._graph)
+        found.graph.lint()
+        return found
+
+    def _call(self, group: Group) -> None:
+        given, views = group.inputs, [node for node in group.members if node not in group.makers]
+        again = _read_outside(group, views)
+        wanted = {source for node in again for source in node.all_input_nodes}
+        results = [node for node in group.makers if group.is_read(node) or node in wanted]
+        function = FusedGroup(_module_of(group, given, results), group.text)
+        call = self._graph.call_function(_calling(function), tuple(self._copies[node] for node in given))
+        values = tuple(node.meta["example_value"] for node in results)
+        last = group.makers[-1]
+        call.meta = {**last.meta, "called": group.text, FUSED: function, "example_value": values}
+        call.meta.pop("identity", None)
+        if len(results) == 1:
+            call.meta["example_value"] = values[0]
+            self._copies[results[0]] = call
+        else:
+            for i, node in enumerate(results):
+                self._copies[node] = self._graph.call_function(operator.getitem, (call, i))
+                self._copies[node].meta = {**call.meta, "called": "getitem", "example_value": values[i]}
+                del self._copies[node].meta[FUSED]
+        for node in again:
+            self._copies[node] = self._graph.node_copy(node, self._copies.__getitem__)
+
+
+def _read_outside(group: Group, views: list[fx.Node]) -> list[fx.Node]:
+    """The views that are looked at again outside, in order."""
+    found: set[fx.Node] = set()
+    for node in reversed(views):
+        if group.is_read(node) or not found.isdisjoint(node.users):
+            found.add(node)
+    return [node for node in views if node in found]
+
+
+def _module_of(group: Group, given: list[fx.Node], results: list[fx.Node]) -> fx.GraphModule:
+    """What a group computes, as a module: its inputs in, its results out."""
+    graph = fx.Graph()
+    copies = {node: graph.placeholder(f"input_{i}") for i, node in enumerate(given)}
+    for node in group.members:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in results))
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _calling(function: FusedGroup) -> Any:
+    def call(*args: Any) -> Any:
+        return function(*args)
+
+    return with_name(call, FUSED)

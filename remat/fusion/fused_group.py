@@ -1,0 +1,151 @@
+"""A fused group: what its node calls. It is compiled for the layouts that it is given, each once."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.autograd import Function
+
+from remat.errors import RematError
+from remat.fusion.kernels import empty, layout_of
+from remat.fusion.lowering import Lowered, lower
+
+_LOWERED: dict[tuple[Any, ...], Lowered | None] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Ran:
+    """One run of a group, forward and backward.
+
+    autocast   dtype of it in forward
+    given      inputs                    results  what was made of them
+    gradients  of the results that have one       made  gradients of the tensors given, or None
+    """
+
+    autocast: torch.dtype | None
+    given: Sequence[Any]
+    results: Sequence[Tensor]
+    gradients: Sequence[Tensor]
+    made: Sequence[Tensor | None]
+
+
+@dataclasses.dataclass
+class GroupWatch:
+    """on_run  called in backward with a group and its run, where it is set when forward runs"""
+
+    on_run: Callable[[FusedGroup, Ran], None] | None = None
+
+
+class FusedGroup:
+    """A group of nodes that runs as a kernel forward and a kernel backward.
+
+    module  inputs -> results in a tuple, as the nodes compute them       text  what they do
+    watch   what a validation does
+    """
+
+    def __init__(self, module: fx.GraphModule, text: str):
+        self.module, self.text = module, text
+        self.watch = GroupWatch()
+
+    def __call__(self, *given: Any) -> Any:
+        """The result, or a tuple of them."""
+        lowered = self.lowered(*given)
+        if lowered is None:
+            results = self.module(*given)
+        else:
+            on_run = self.watch.on_run
+            told = None if on_run is None else functools.partial(self._tell, on_run, _autocast(given), given)
+            results = _Fused.apply(lowered, told, *(value for value in given if isinstance(value, Tensor)))
+        return results[0] if len(results) == 1 else results
+
+    def _tell(self, on_run: Callable[[FusedGroup, Ran], None], autocast: Any, given: Sequence[Any], *rest: Any) -> None:
+        on_run(self, Ran(autocast, given, *rest))
+
+    def lowered(self, *given: Any) -> Lowered | None:
+        """For inputs like `given`, under the autocast that is on. None where nothing has a gradient, or torch cannot:
+        then nodes run one by one, as everywhere else.
+        """
+        if not any(isinstance(value, Tensor) and value.requires_grad for value in given):
+            return None
+        key = (self._content, _autocast(given), *map(_described, given))
+        if key not in _LOWERED:
+            try:
+                _LOWERED[key] = lower(self._bound(given), [value for value in given if isinstance(value, Tensor)])
+            except RematError as error:
+                warnings.warn(f"{self.text} stays as it is: {error}", stacklevel=2)
+                _LOWERED[key] = None
+        return _LOWERED[key]
+
+    @property
+    def _content(self) -> str:
+        targets = [str(node.target) for node in self.module.graph.nodes if node.op == "call_function"]
+        return f"{self.module.code} {targets}"
+
+    def _bound(self, given: tuple[Any, ...]) -> Any:
+        """`module` as a function of its tensors, with numbers (open sizes) as they are now."""
+        if all(isinstance(value, Tensor) for value in given):
+            return self.module
+
+        def run(*tensors: Tensor) -> Any:
+            rest = iter(tensors)
+            return self.module(*(next(rest) if isinstance(value, Tensor) else value for value in given))
+
+        return run
+
+
+def _described(value: Any) -> Any:
+    return (*layout_of(value), value.requires_grad) if isinstance(value, Tensor) else int(value)
+
+
+def _autocast(given: tuple[Any, ...]) -> Any:
+    kind = next(value.device.type for value in given if isinstance(value, Tensor))
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+class _Fused(Function):
+    @staticmethod
+    def forward(ctx: Any, lowered: Lowered, told: Callable[..., None] | None, *given: Tensor) -> Any:
+        found = lowered.forward(*given)
+        results, kept = found[: lowered.results], found[lowered.results :]
+        ctx.save_for_backward(*kept)
+        ctx.lowered, ctx.told = lowered, None if told is None else functools.partial(told, results)
+        ctx.mark_non_differentiable(
+            *(result for result, has in zip(results, lowered.differentiable, strict=True) if not has)
+        )
+        return tuple(_apart(results))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise RematError(
+                "a fused group has first derivatives only, and backward was called with create_graph=True; make a plan "
+                "without fusion."
+            )
+        lowered: Lowered = ctx.lowered
+        differentiable = (g for g, has in zip(gradients, lowered.differentiable, strict=True) if has)
+        tangents = [_laid_out(g, layout) for g, layout in zip(differentiable, lowered.tangents, strict=True)]
+        made = lowered.backward(*ctx.saved_tensors, *tangents)
+        if ctx.told is not None:
+            ctx.told(tangents, made)
+        return None, None, *made
+
+
+def _apart(results: Sequence[Any]) -> Iterator[Tensor]:
+    """`results`, each a tensor of its own, also where several are one."""
+    seen: set[int] = set()
+    for result in results:
+        yield result.detach() if id(result) in seen else result
+        seen.add(id(result))
+
+
+def _laid_out(gradient: Tensor, layout: Any) -> Tensor:
+    """`gradient` in the layout that the kernel was made for."""
+    if layout_of(gradient) == layout:
+        return gradient
+    return empty(layout).copy_(gradient)

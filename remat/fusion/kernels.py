@@ -1,0 +1,192 @@
+"""Kernels: what a group runs, forward or backward, as one operator `remat::fused`.
+
+A kernel is a graph of ATen operators that a compiler turns into few loops. It is named by its content, so isomorphic
+groups share one. On fake tensors the operator gives its results and nothing else; what Inductor's code allocates
+meanwhile is its workspace, like that of any kernel.
+
+Where Inductor cannot compile (no C++ compiler, no Triton), the graph runs operator by operator, with one warning: it
+saves the same for backward, takes longer, and needs more while it runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import hashlib
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from remat._torch import without_modes
+from remat.errors import RematError
+from remat.fusion.generated_code import without_kernels
+
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, str]  # shape, stride, dtype, type of the device
+
+_KERNELS: dict[str, Kernel] = {}
+_is_interpreted = False
+
+
+@contextlib.contextmanager
+def interpreted() -> Iterator[None]:
+    """While it lasts, new kernels run operator by operator, as where there is no compiler."""
+    global _is_interpreted
+    before, _is_interpreted = _is_interpreted, True
+    try:
+        yield
+    finally:
+        _is_interpreted = before
+
+
+def layout_of(tensor: Tensor) -> Layout:
+    return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device.type
+
+
+def empty(layout: Layout) -> Tensor:
+    shape, stride, dtype, device = layout
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+
+@dataclasses.dataclass(eq=False)
+class Kernel:
+    """A graph of ATen operators, from tensors of `given` layouts to new ones of `made` layouts."""
+
+    graph: fx.GraphModule
+    given: tuple[Layout, ...]
+    made: tuple[Layout, ...]
+
+    @staticmethod
+    def of(graph: fx.GraphModule) -> Kernel:
+        """The kernel of a graph whose nodes know their values: the one that was there before, if there is one."""
+        given = tuple(layout_of(node.meta["val"]) for node in graph.graph.find_nodes(op="placeholder"))
+        made = tuple(layout_of(node.meta["val"]) for node in _results(graph))
+        kernel = Kernel(graph, given, made)
+        return _KERNELS.setdefault(kernel.name, kernel)
+
+    @functools.cached_property
+    def name(self) -> str:
+        content = f"{self.graph.code} {self.given} {self.made}"
+        return hashlib.sha256(content.encode()).hexdigest()[:16] + ("-interpreted" if _is_interpreted else "")
+
+    def run(self, given: list[Tensor]) -> list[Tensor]:
+        return list(self._compiled(list(given)))
+
+    @functools.cached_property
+    def _compiled(self) -> Callable[[list[Tensor]], Any]:
+        if not _is_interpreted:
+            try:
+                return self._by_inductor()
+            except Exception as error:
+                _warn_once(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        return lambda given: self.graph(*given)
+
+    def _by_inductor(self) -> Callable[[list[Tensor]], Any]:
+        from torch._inductor.compile_fx import compile_fx_inner
+
+        with without_modes(), FakeTensorMode():
+            given = [empty(layout) for layout in self.given]
+        graph = copy.deepcopy(self.graph)
+        (output,) = graph.graph.find_nodes(op="output")
+        output.meta["user_visible_output_idxs"] = list(range(len(self.made)))  # whose strides are kept
+        with without_modes(), torch.no_grad():
+            found: Any = compile_fx_inner(graph, given)
+        return found
+
+    @functools.cached_property
+    def _seen(self) -> tuple[int, int]:
+        """(bytes moved, workspace) of Inductor's code; of the least that there is to move where it is not known."""
+        once = sum(map(_bytes, (*self.given, *self.made)))
+        try:
+            with without_kernels() as loaded:
+                compiled = self._by_inductor()
+            with without_modes(), FakeTensorMode(), torch.no_grad():
+                given = [empty(layout) for layout in self.given]
+                with _Allocations() as seen:
+                    kept = compiled(given)
+            made = {id(leaf.untyped_storage()): leaf.untyped_storage().nbytes() for leaf in tree_leaves(kept)}
+            return max(loaded.moved_bytes, once), max(seen.most - sum(made.values()), 0)
+        except RematError:
+            return once, 0
+
+    @property
+    def moved_bytes(self) -> int:
+        """What its loops read and write."""
+        return self._seen[0]
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What it allocates beyond its results while it runs, at most."""
+        return self._seen[1]
+
+
+def kernel(name: str) -> Kernel:
+    return _KERNELS[name]
+
+
+def _results(graph: fx.GraphModule) -> Sequence[fx.Node]:
+    (output,) = graph.graph.find_nodes(op="output")
+    found: Any = output.args[0]
+    return tuple(found)
+
+
+def _bytes(layout: Layout) -> int:
+    shape, stride, dtype, _ = layout
+    last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    return (last + 1) * dtype.itemsize if all(shape) else 0
+
+
+@functools.cache
+def _warn_once(why: str) -> None:
+    warnings.warn(
+        f"a fused group cannot be compiled here and runs operator by operator, slower than planned ({why}).",
+        stacklevel=2,
+    )
+
+
+class _Allocations(TorchDispatchMode):
+    """`most`: bytes of new storages that are alive at once, at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._alive: dict[int, int] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        old = {id(leaf.untyped_storage()) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and (key := id(storage := leaf.untyped_storage())) not in old | {*self._alive}:
+                self._alive[key] = storage.nbytes()
+                weakref.finalize(storage, self._alive.pop, key).atexit = False
+        self.most = max(self.most, sum(self._alive.values()))
+        return out
+
+
+# The operator
+
+_LIBRARY = torch.library.Library("remat", "DEF")
+_LIBRARY.define("fused(str kernel, Tensor[] given) -> Tensor[]")
+
+
+def _run(name: str, given: list[Tensor]) -> list[Tensor]:
+    return kernel(name).run(given)
+
+
+_LIBRARY.impl("fused", _run, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("remat::fused", lib=_LIBRARY)
+def _fake(name: str, given: list[Tensor]) -> list[Tensor]:
+    return [empty(layout) for layout in kernel(name).made]
+
+
+FUSED_KERNEL = torch.ops.remat.fused.default
