@@ -10,6 +10,8 @@ A model is recorded once, and trained for two steps under each plan. Judged are
                 state of the generator, as a region with random nodes does, takes 5 KB: nothing in a model, and 8 % of a
                 toy, so here it is added to the prediction.
 
+A fused step is judged by the fused step under no plan; and that by the untouched model's, of which it may be `NEAR`.
+
 Toys are small: a kernel's workspace that the prediction does not know weighs much more in them than in a model.
 """
 
@@ -30,6 +32,7 @@ from remat.costing.operator_timing import time_operator
 from remat.costing.timing_cache import NotMeasurable
 from remat.errors import RematError
 from remat.evaluation.evaluator import Memory
+from remat.evaluation.form import CAPTURED, Form
 from remat.evaluation.graph import Graph, OpKind
 from remat.evaluation.plan import Region, to_refs
 from remat.execution.apply import apply, planned_forward
@@ -45,18 +48,19 @@ from tests.toys import plan_by_hand
 SAMPLES = 16
 STEPS = 2
 TOLERANCE = 0.005
+NEAR = {None: 1e-3, torch.bfloat16: 0.1}  # of a tensor's norm, by autocast
 GENERATOR_BYTES = torch.get_rng_state().nbytes
 CPU = torch.device("cpu")
 
 
-def verdicts(number: int, plans: int) -> list[dict[str, Any]]:
-    """What became of model `number` under each of its plans."""
+def verdicts(number: int, plans: int, form: Form = CAPTURED) -> list[dict[str, Any]]:
+    """What became of model `number` in `form` under each of its plans."""
     draw = random.Random(number)
     made = recipe(draw)
     about = {"model": number, "of": str(made)}
     workload = workload_of(made, f"random-{number}", SAMPLES)
     try:
-        subject = Subject(workload, made.accumulation)
+        subject = Subject(workload, made.accumulation, form)
         return [{**about, "plan": plan, **subject.judge(draw)} for plan in range(plans)]
     except (RematError, RuntimeError) as error:
         return [{**about, "failures": [f"refused: {type(error).__name__}: {str(error)[:300]}"]}]
@@ -79,9 +83,10 @@ def sensible(graph: Graph, chosen: tuple[Region, ...]) -> tuple[Region, ...]:
 class Subject:
     """One model: recorded, and trained without a plan; then to be judged under any."""
 
-    def __init__(self, workload: Workload, accumulation: int) -> None:
+    def __init__(self, workload: Workload, accumulation: int, form: Form = CAPTURED) -> None:
         self.workload, self.accumulation = workload, accumulation
         self.step = FakeStep(workload, device=CPU, loop=TrainingLoop(accumulation=accumulation))
+        self.step.form = form
         self.graph = record(self.step)
         self.workspace_of = workspaces(self.graph)
         per_kind = [self.workspace_of.get(kind.key, 0) for kind in self.graph.kinds]
@@ -93,6 +98,10 @@ class Subject:
         self.state = copy.deepcopy(untouched.state_dict())
         self.model = apply(copy.deepcopy(untouched), plan_by_hand(self.graph, ()))
         self.expected = Trained(self, untouched).values
+        self.far: list[str] = []
+        if form.fused:
+            found = Trained(self, self.model).values
+            self.far, self.expected = far(self.expected, found, workload.autocast), found
 
     def judge(self, draw: random.Random) -> dict[str, Any]:
         chosen = sensible(self.graph, regions(draw, self.graph))
@@ -102,7 +111,7 @@ class Subject:
         self.model.zero_grad(set_to_none=True)
         counts = planned.watch(observe=True)
         found = Trained(self, self.model)
-        failures = [f"{name} differs" for name in different(self.expected, found.values)[:3]]
+        failures = [*self.far[:3], *(f"{name} differs" for name in different(self.expected, found.values)[:3])]
         steps, wanted = STEPS * self.accumulation, (len(chosen), self.memory.recomputed_nodes(chosen))
         if (counts.regions, counts.recomputed_nodes) != tuple(steps * count for count in wanted):
             failures.append(f"entered {counts.regions}, recomputed {counts.recomputed_nodes}, planned {wanted}")
@@ -179,6 +188,17 @@ class Trained:
             self._optimizer.step()
         if self._subject.accumulation == 1:
             self._model.zero_grad(set_to_none=True)
+
+
+def far(untouched: dict[str, torch.Tensor], fused: dict[str, torch.Tensor], autocast: torch.dtype | None) -> list[str]:
+    """What of the first step, before anything could add up, is not near."""
+    first = [n for n in untouched if n.startswith("loss 0.0") or (n.startswith("gradient") and n.endswith(" 0"))]
+    return [f"{n} is far from the untouched one" for n in first if not _is_near(untouched[n], fused[n], autocast)]
+
+
+def _is_near(one: torch.Tensor, other: torch.Tensor, autocast: torch.dtype | None) -> bool:
+    apart, size = float((one.double() - other.double()).norm()), float(one.double().norm())
+    return apart <= NEAR[autocast] * max(size, 1e-3)
 
 
 def different(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:

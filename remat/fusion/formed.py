@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
-from remat.chunking.chunk import chunk
+from remat.chunking.chunk import chunk, chunked_losses
+from remat.chunking.chunked_loss import ChunkedLoss, as_given
 from remat.evaluation.form import Form, slices_in
 from remat.fusion.casts import with_casts
-from remat.fusion.fuse import fuse
+from remat.fusion.fuse import as_group, fuse
 
 
 def formed(graph_module: fx.GraphModule, form: Form, call: int) -> fx.GraphModule:
     """A copy of the graph of call `call` as it runs in `form`: heads are cut first, and the rest is fused."""
     chunked = chunk(graph_module, slices_in(form.chunks, call))
-    return fuse(with_casts(chunked)) if form.fused else chunked
+    if not form.fused:
+        return chunked
+    for head in chunked_losses(chunked):
+        _fuse_losses(head)
+    return fuse(with_casts(chunked))
+
+
+def _fuse_losses(head: ChunkedLoss) -> None:
+    """Let what lies between the logits of a head and their gradients be a group too."""
+    graph = fx.Graph()
+    logits, labels = graph.placeholder("logits"), graph.placeholder("labels")
+    opened = graph.call_module("opened", (logits,))
+    graph.output(graph.call_module("row_losses", (opened, labels)))
+    parts = torch.nn.ModuleDict({"opened": head.opened, "row_losses": head.row_losses})
+    head.row_losses = as_group(fx.symbolic_trace(fx.GraphModule(parts, graph)), "fused(row_losses)")
+    head.opened = fx.symbolic_trace(as_given)

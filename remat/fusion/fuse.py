@@ -25,6 +25,19 @@ def fused_groups(graph_module: fx.GraphModule) -> list[FusedGroup]:
     return [node.meta[FUSED] for node in graph_module.graph.nodes if FUSED in node.meta]
 
 
+def as_group(graph_module: fx.GraphModule, text: str) -> fx.GraphModule:
+    """All of a graph with one result as a group, in a graph of that group alone."""
+    (output,) = graph_module.graph.find_nodes(op="output")
+    output.args = ((output.args[0],),)
+    graph_module.recompile()
+    graph, group = fx.Graph(), FusedGroup(graph_module, text)
+    given = [graph.placeholder(str(node.target)) for node in graph_module.graph.find_nodes(op="placeholder")]
+    call = graph.call_function(_calling(group), tuple(given))
+    call.meta = {"called": text, FUSED: group}
+    graph.output(call)
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
 class _Fuser:
     def __init__(self, source: fx.GraphModule):
         self._source = source

@@ -1,0 +1,443 @@
+"""Fused groups: found by rules, exact in float64, as near to it as the nodes one by one; predicted to the byte; and
+recomputed like any other node. What a plan of a fused step promises is held to the fused step without one.
+
+Most tests let kernels run operator by operator, which takes no compiler; `exhaustive` ones compile them.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import fx, nn
+from torch.nn import functional as F
+
+import remat
+from remat.capture.nodes import captured_nodes
+from remat.cli.screen import plan_text
+from remat.costing.costs import roofline_costs
+from remat.costing.planning_device import find_planning_device
+from remat.costing.profile import Profile
+from remat.errors import RematError, UsageError
+from remat.evaluation.evaluator import Memory
+from remat.evaluation.form import Form, form_of
+from remat.evaluation.plan import Plan, to_refs
+from remat.execution.eager.replay import replay
+from remat.fusion import kernels
+from remat.fusion.casts import with_casts
+from remat.fusion.formed import formed
+from remat.fusion.fuse import fuse, fused_groups
+from remat.fusion.groups import find_groups
+from remat.fusion.sums import FEW, sum_in_stages
+from remat.planning.planner import plan, plan_profile
+from remat.planning.profiling import fake_step, profile_step
+from remat.recording.fake_step import FakeStep
+from remat.recording.recorder import record
+from remat.validation.sums import NEAR
+from remat.validation.validating import validate
+from remat.workload.training_loop import TrainingLoop
+from remat.workload.workload import Workload
+from tests.fuzzing import verdicts
+from tests.graphs import DYNAMO_LOOKS_AT_GRAD
+from tests.toys import every_block, nested, pairs_of_segments, plan_by_hand
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
+
+WIDTH, CLASSES, LENGTH = 32, 160, 24
+FUSED = Form(fused=True)
+
+
+@pytest.fixture(autouse=True)
+def without_compiler(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.node.get_closest_marker("exhaustive"):
+        yield
+        return
+    with kernels.interpreted():
+        yield
+
+
+class RMSNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.other_norm = RMSNorm(), nn.LayerNorm(WIDTH)
+        self.mix, self.gate, self.up = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.down = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + F.dropout(self.mix(self.norm(x)), 0.1, self.training)
+        y = self.other_norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Decoder(nn.Module):
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(CLASSES, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
+        self.norm, self.head = RMSNorm(), nn.Linear(WIDTH, CLASSES, bias=False)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(self.norm(x)).float().view(-1, CLASSES), labels.view(-1))
+
+
+def batch(samples: int, length: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(0, CLASSES, (samples, length or LENGTH))
+    return ids, ids.roll(1)
+
+
+def step(model: Callable[..., Any], given: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    loss: torch.Tensor = model(*given)
+    return loss
+
+
+def workload(name: str = "decoder", autocast: torch.dtype | None = torch.bfloat16, layers: int = 2) -> Workload:
+    return Workload(
+        name, lambda: Decoder(layers), batch, step, batch_size=4, seq_len=LENGTH, autocast=autocast,
+        optimizer=torch.optim.AdamW,
+    )  # fmt: skip
+
+
+def captured(function: Callable[..., Any], *given: Any, autocast: bool = False) -> fx.GraphModule:
+    """The graph of one forward, as Dynamo hands it over."""
+    found: list[fx.GraphModule] = []
+
+    def take(graph_module: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
+        found.append(graph_module)
+        return graph_module
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        torch.compile(function, backend=take, dynamic=False)(*given)
+    return found[0]
+
+
+def groups_in(function: Callable[..., Any], *given: Any) -> list[str]:
+    return [group.text for group in find_groups(captured(function, *given))]
+
+
+def vector() -> torch.Tensor:
+    return torch.randn(4, 8, requires_grad=True)
+
+
+# Which nodes
+
+
+def test_the_groups_of_a_decoder_are_its_norms_with_the_sums_before_them_its_gates_and_its_loss() -> None:
+    graph = with_casts(captured(Decoder(1).train(), *batch(2, 8), autocast=True))
+    norm = "to,pow,mean,add,rsqrt,mul,to,mul"
+    assert [group.text for group in find_groups(graph)] == [
+        f"fused({norm.removeprefix('to,')},autocast)".replace("to,mul", "mul"),
+        "fused(add,layer_norm,autocast,autocast)",
+        "fused(silu,mul)",
+        f"fused(add,{norm.removeprefix('to,')},autocast)".replace("to,mul", "mul"),
+        "fused(to,cross_entropy)",
+    ]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x @ x.t(),
+        lambda x: F.dropout(x, 0.5),
+        lambda x: x.sin().add_(1),
+        lambda x: F.embedding(torch.tensor([1, 2]), x),
+        lambda x: x.view(-1).view(4, 8),
+        lambda x: x.exp(),
+        lambda x: F.conv1d(x[None], x[None, :, :3]),
+    ],
+    ids=["product", "random", "in-place", "look-up", "views", "one kernel", "convolution"],
+)
+def test_what_has_no_rule_stays_outside(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    assert groups_in(lambda x: torch.mm(function(x).view(1, -1), function(x).view(-1, 1)), vector()) == []
+
+
+def test_a_group_ends_where_somebody_outside_reads_it() -> None:
+    found = groups_in(lambda x: (torch.mm(x.sin().cos(), x.t()) * 2).exp().sum(), vector())
+    assert found == ["fused(sin,cos)", "fused(mul,exp,sum)"]
+
+
+def test_no_context_opens_or_closes_inside_a_group() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin().cos()
+        with torch.autocast("cpu", enabled=False):
+            z = y.exp().tanh()
+        return z.sin().cos().sum()
+
+    assert groups_in(function, vector()) == ["fused(sin,cos)", "fused(exp,tanh)", "fused(sin,cos,sum)"]
+
+
+def test_nothing_that_is_written_in_place_is_in_a_group() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        y.add_(1)
+        return torch.mm(y, x.t()).exp().sum()
+
+    assert groups_in(function, vector()) == ["fused(exp,sum)"]
+
+
+def test_what_is_made_without_a_gradient_stays_outside() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            scale = x.abs().amax() + 1
+        return (x / scale).tanh().sum()
+
+    assert groups_in(function, vector()) == ["fused(div,tanh,sum)"]
+
+
+def test_a_view_that_is_read_outside_is_looked_at_again_there() -> None:
+    x = vector()
+    graph = captured(lambda x: torch.mm(x.sin().cos().t(), x).sum() * 2, x)
+    fused = fuse(graph)
+    assert [group.text for group in fused_groups(fused)] == ["fused(sin,cos)", "fused(sum,mul)"]
+    names = [node.name for node in captured_nodes(fused)]
+    assert len(names) == 4, "the group, the view, the product, the rest"
+
+
+# What they compute
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "gelu": lambda x, w: 0.5 * x * (1 + torch.tanh(0.8 * (x + w * x.pow(3)))),
+    "norm": lambda x, w: F.layer_norm(x * 2, (8,), w, w) + x,
+    "rms": lambda x, w: w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)),
+    "rotate": lambda x, w: x * w + torch.cat([-x[..., 4:], x[..., :4]], -1) * w,
+    "softmax": lambda x, w: F.softmax(x * w, -1) * x,
+    "two results": lambda x, w: torch.mm((x * w).exp(), x.t()).sum() * (x.sin() * w),
+    "same twice": lambda x, w: torch.mm(x.sin().cos(), torch.mm(x.sin().cos().t(), x * w * 2)),
+    "expanded": lambda x, w: (x.mean(0, keepdim=True) * w).expand(4, 8).reshape(2, 16) * 3,
+    "its input": lambda x, w: (x.to(x.dtype) * w).to(x.dtype).contiguous() + 0 * w,
+    "loss": lambda x, w: F.cross_entropy((x * w).float().double(), torch.tensor([1, 2, -100, 0])),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_fused_graph_computes_what_it_did_in_float64(name: str) -> None:
+    function = FUNCTIONS[name]
+    given = [torch.randn(size, dtype=torch.float64, requires_grad=True) for size in ((4, 8), (8,))]
+    graph = captured(lambda x, w: function(x, w).double(), *given)
+    fused = fuse(graph)
+    assert fused_groups(fused), "there is something to fuse"
+    for expected, found in zip(gradients(graph, given), gradients(fused, given), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6 if name == "loss" else 1e-12, atol=1e-12)
+
+
+def gradients(graph: fx.GraphModule, given: list[torch.Tensor]) -> list[torch.Tensor]:
+    inputs = {node.target: node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")}
+    ordered = [next(g for g in given if g.shape == value.shape) for value in inputs.values()]
+    (result,) = graph(*ordered)
+    torch.manual_seed(1)
+    return [result, *torch.autograd.grad(result, given, torch.randn_like(result))]
+
+
+def test_isomorphic_groups_share_their_kernels() -> None:
+    before = len(kernels._KERNELS)
+    for layers in (2, 4):
+        fused = torch.compile(Decoder(layers).train(), backend=lambda graph, inputs: fuse(graph))
+        step(fused, batch(2, 9)).backward()
+        torch._dynamo.reset()
+    made = len(kernels._KERNELS) - before
+    assert made == 2 * 6, "six groups, forward and backward, however many layers"
+
+
+def test_second_derivatives_are_refused_by_name() -> None:
+    x = vector()
+    fused = fuse(captured(lambda x: x.sin().cos().sum(), x))
+    (result,) = fused(x)
+    with pytest.raises(RematError, match="first derivatives only"):
+        torch.autograd.grad(result, x, create_graph=True)
+
+
+@given(rows=st.integers(1, 700), width=st.integers(1, 5), split=st.booleans())
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_sums_in_stages_are_the_same_sums(rows: int, width: int, split: bool) -> None:
+    shape = (rows, 2, width) if split else (rows, width)
+    dims = [0, 1] if split else [0]
+    given = torch.randn(shape, dtype=torch.float64)
+    graph = fx.experimental.proxy_tensor.make_fx(
+        lambda x: torch.ops.aten.sum.dim_IntList(x, dims), tracing_mode="fake"
+    )(given)
+    count = len(graph.graph.nodes)
+    sum_in_stages(graph)
+    if (rows * (2 if split else 1)) <= FEW:
+        assert len(graph.graph.nodes) == count
+    torch.testing.assert_close(graph(given), given.sum(dims))
+
+
+# What it takes
+
+
+@pytest.mark.parametrize("target", ["cpu", "a100-80gb", "h100-80gb"])
+def test_the_evaluator_s_peak_is_the_replay_s(target: str) -> None:
+    place = find_planning_device(target)
+    fake = fake_step(workload(), place)
+    fake.warm_up()
+    with fake.in_form(FUSED):
+        profile = recorded_here(fake) if target == "cpu" else profile_step(fake, place)
+        graph, costs = profile.graph, profile.costs
+        assert any(node.op.startswith("fused(") for node in graph.nodes)
+        for regions in ((), every_block(graph), pairs_of_segments(graph), nested(graph)):
+            alive = replay(
+                fake,
+                to_refs(graph, tuple(regions)),
+                alignment_bytes=place.target.alignment_bytes,
+                workspace_of=costs.workspace_of(graph),
+            )
+            evaluated = Memory(graph, costs.workspace_per_op(graph)).curve(tuple(regions)).alive_bytes
+            assert np.array_equal(alive + graph.unseen_bytes, evaluated)
+
+
+def recorded_here(fake: FakeStep) -> Profile:
+    """A profile of the CPU without timing anything."""
+    graph, target = record(fake), find_planning_device("cpu").target
+    return Profile(graph, roofline_costs(graph, target), target)
+
+
+@given(number=st.integers(0, 10**9))
+@settings(
+    max_examples=5,
+    deadline=None,
+    derandomize=True,
+    phases=(Phase.explicit, Phase.generate),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+@pytest.mark.filterwarnings(DYNAMO_LOOKS_AT_GRAD)
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+def test_a_fused_random_model_keeps_its_promises_under_random_plans(number: int) -> None:
+    assert [row for row in verdicts(number, 3, FUSED) if row["failures"]] == []
+
+
+# Plans
+
+
+def planned(share: float, **options: Any) -> Plan:
+    """A plan for an H100, of a budget so far from the fused step's peak to nothing."""
+    place = find_planning_device("h100-80gb")
+    fake = fake_step(workload(), place)
+    profile = profile_step(fake, place)
+    peak = Memory(profile.graph).peak_without_regions
+    budget = remat.planning.budget.parse_budget(f"{int(share * peak)}B", None, None)
+    return plan_profile(profile, budget, step=fake, fuse=True, **options)
+
+
+def test_a_fused_plan_is_faster_than_the_untouched_step_and_says_so() -> None:
+    made = planned(1.0)
+    assert form_of(made.about).fused
+    assert made.predicted["overhead"] < -0.1
+    assert made.predicted["step_time_us"] < made.without_checkpointing["step_time_us"]
+    assert made.solver["bound_us"] <= made.solver["objective_us"] < 0
+    text = plan_text(made)
+    assert "8 groups" in text
+    assert "the step as it is (--exact)" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"exact": True}, "exclude each other"),
+        ({"execution": "modules"}, 'not under `execution="modules"`'),
+        ({"loop": TrainingLoop(shard="zero3", ranks=2)}, "states are sharded"),
+    ],
+)
+def test_what_cannot_be_fused_is_refused_by_name(options: dict[str, Any], what: str) -> None:
+    with pytest.raises(UsageError, match=what):
+        plan(workload(), budget="1GiB", target="h100-80gb", fuse=True, **options)
+
+
+def plan_here(regions: Callable[[Any], Any], fake: FakeStep) -> Plan:
+    with fake.in_form(FUSED):
+        graph = record(fake)
+    return plan_by_hand(graph, tuple(regions(graph)))
+
+
+def test_a_fused_plan_trains_evaluates_and_takes_other_batches() -> None:
+    fake = FakeStep(workload(autocast=None), device=torch.device("cpu"))
+    made = plan_here(every_block, fake)
+    torch.manual_seed(0)
+    model = Decoder().train()
+    other = copy.deepcopy(model)
+    remat.apply(model, made, on_larger="warn")
+    for samples in (4, 2, 4):
+        given = batch(samples, LENGTH)
+        for each in (model, other):
+            torch.manual_seed(7)
+            step(each, given).backward()
+        for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+            assert p.grad is not None and q.grad is not None
+            assert torch.allclose(p.grad, q.grad, rtol=1e-3, atol=1e-5), name
+        for each in (model, other):
+            each.eval()
+            each.zero_grad()
+        with torch.no_grad():
+            assert torch.equal(step(model, given), step(other, given)), "evaluation is untouched"
+        for each in (model, other):
+            each.train()
+    assert model.state_dict().keys() == other.state_dict().keys()
+
+
+def test_a_fused_plan_is_refused_under_a_compiler() -> None:
+    made = plan_here(lambda graph: (), FakeStep(workload(autocast=None), device=torch.device("cpu")))
+    model = remat.apply(Decoder().train(), made)
+    with pytest.raises(UsageError, match="fuses nothing"):
+        step(torch.compile(model, backend="aot_eager"), batch(4, LENGTH))
+
+
+def test_where_no_kernel_can_be_compiled_the_group_runs_all_the_same_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(kernel: kernels.Kernel) -> None:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(kernels, "_is_interpreted", False)
+    monkeypatch.setattr(kernels.Kernel, "_by_inductor", fails)
+    kernels._warn_once.cache_clear()
+    x = vector()
+    graph = captured(lambda x: (torch.mm(x.sin().cos(), x.t()) * 3).exp().sum() * 0.5, x)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        (result,) = fuse(graph)(x)
+        result.backward()
+    assert [str(each.message) for each in told if "fused group" in str(each.message)] == [
+        "a fused group cannot be compiled here and runs operator by operator, slower than planned "
+        "(RuntimeError: no compiler)."
+    ]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "autocast"])
+def test_compiled_groups_keep_the_predicted_peak_and_are_as_near_to_float64(autocast: torch.dtype | None) -> None:
+    load = workload(autocast=autocast)
+    fake = FakeStep(load, device=torch.device("cpu"))
+    with fake.in_form(FUSED):
+        profile = recorded_here(fake)
+    regions = tuple(every_block(profile.graph))
+    for chosen in ((), regions):
+        peak = Memory(profile.graph, profile.costs.workspace_per_op(profile.graph)).curve(chosen).peak_bytes
+        made = plan_by_hand(profile.graph, chosen, profile.costs, budget_bytes=peak)
+        report = validate(load, made)
+        assert report.passed, str(report)
+        assert report.groups_near
+        assert max(report.groups_near.values()) <= NEAR
+        assert report.measured["peak_bytes"] == pytest.approx(peak, rel=0.0005)
+
+
+def test_formed_is_the_graph_as_it_was_where_nothing_is_asked() -> None:
+    graph = captured(Decoder(1).train(), *batch(2, 8))
+    assert [n.name for n in formed(graph, Form(), 0).graph.nodes] == [n.name for n in graph.graph.nodes]
