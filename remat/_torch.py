@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -118,4 +119,33 @@ def frames_traced() -> int:
 def graph_breaks() -> list[Any]:
     """Where and why Dynamo broke graphs in this process, so far."""
     found: list[Any] = _internal("_dynamo.utils.graph_break_reasons", "find the branch at which a graph broke")
+    return found
+
+
+def try_again(error: BaseException | None) -> None:
+    """Let Dynamo trace what it gave up because `error` came out of it; other traces, whoever made them, stay.
+
+    A function that raises while it is traced is run untraced from then on, and every later graph would break at it.
+    Those are the functions in the error's traceback, and in those of the errors that it came of.
+    """
+    purpose = "capture a forward again after one that raised"
+    tried = _internal("_dynamo.convert_frame.input_codes", purpose)
+    treat = _internal("_C._dynamo.eval_frame.set_code_exec_strategy", purpose)
+    trace = _internal("_C._dynamo.eval_frame._FrameAction.DEFAULT", purpose)
+    treatment = _internal("_C._dynamo.eval_frame._FrameExecStrategy", purpose)(trace, trace)
+    for each in _errors_behind(error):
+        for frame, _ in traceback.walk_tb(each.__traceback__):
+            if frame.f_code in tried:
+                treat(frame.f_code, treatment)
+
+
+def _errors_behind(error: BaseException | None) -> list[BaseException]:
+    """An error, and all that it came of."""
+    found: list[BaseException] = []
+    waiting = [error]
+    while waiting:
+        each = waiting.pop()
+        if each is not None and each not in found:
+            found.append(each)
+            waiting += [each.__cause__, each.__context__]
     return found

@@ -95,6 +95,34 @@ def test_dynamo_tells_its_callback_its_frames_and_its_breaks() -> None:
     assert len(found) == 1
 
 
+def test_dynamo_follows_again_into_what_raised_while_it_was_traced() -> None:
+    """And only there: what else was compiled is not compiled anew."""
+    traced: list[int] = []
+
+    def backend(graph_module: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Any:
+        traced.append(len(list(graph_module.graph.nodes)))
+        return graph_module
+
+    def inner(x: torch.Tensor, fails: bool) -> torch.Tensor:
+        if fails:
+            raise KeyError("ours")
+        return x.sin()
+
+    def function(x: torch.Tensor, fails: bool) -> torch.Tensor:
+        return inner(x.cos(), fails).tan()
+
+    other, compiled = (torch.compile(each, backend=backend) for each in (lambda x: x.square(), function))
+    other(torch.ones(2))
+    traced.clear()
+    with pytest.raises(KeyError) as raised:
+        compiled(torch.ones(2), True)
+    traced.clear()
+    _torch.try_again(raised.value)
+    compiled(torch.ones(2), False)
+    other(torch.ones(2))
+    assert traced == [5]  # x, cos, sin, tan and the output, in one graph
+
+
 def test_what_is_gone_is_named_with_what_it_was_for() -> None:
     with pytest.raises(RematError, match=r"has no torch\._C\._gone, which remat needs to tell time; use torch 2\.11"):
         _torch._internal("_C._gone", "tell time")

@@ -35,7 +35,12 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch._utils
-from torch._dynamo.variables import ConstantVariable, TensorVariable, TorchInGraphFunctionVariable
+from torch._dynamo.variables import (
+    ConstantVariable,
+    TensorVariable,
+    TorchInGraphFunctionVariable,
+    UserFunctionVariable,
+)
 
 from remat.errors import CaptureError
 
@@ -144,6 +149,16 @@ def innermost(callback: Any) -> Callable[..., Any] | None:
     return callback if callable(callback) else None
 
 
+class Capture:
+    """A capture as it is found while Dynamo traces for it, which is given a method of this for its backend."""
+
+    answers: Answers | None
+
+    def instead(self, asker: str, function: Callable[..., Any]) -> Callable[..., Any] | None:
+        """What is followed in place of a Python function that code of the module `asker` calls; None for itself."""
+        return None
+
+
 _lock = threading.Lock()
 _captures = 0
 _originals: dict[Any, Any] = {}
@@ -151,7 +166,7 @@ _originals: dict[Any, Any] = {}
 
 @contextlib.contextmanager
 def answering() -> Iterator[None]:
-    """Let Dynamo put the questions of our captures to their `Answers`."""
+    """Let Dynamo put the questions of our captures to their `Answers`, and follow what they follow `instead`."""
     global _captures
     with _lock:
         handlers = _handlers()
@@ -159,6 +174,7 @@ def answering() -> Iterator[None]:
             _originals.update({predicate: handlers[predicate] for predicate in _PREDICATES if predicate in handlers})
             handlers.update({predicate: _answered(predicate, _originals[predicate]) for predicate in _originals})
             handlers.setdefault(torch.cuda.is_current_stream_capturing, _not_recording)
+            UserFunctionVariable.call_function = _call_or_instead  # type: ignore[assignment, method-assign]
         _captures += 1
     try:
         yield
@@ -168,6 +184,7 @@ def answering() -> Iterator[None]:
             if _captures == 0:
                 handlers.update(_originals)
                 _originals.clear()
+                UserFunctionVariable.call_function = _call  # type: ignore[method-assign]
                 if handlers.get(torch.cuda.is_current_stream_capturing) is _not_recording:
                     del handlers[torch.cuda.is_current_stream_capturing]
 
@@ -182,6 +199,18 @@ def _handlers() -> dict[Any, Any]:
             "to 2.15 do: the eager branches of a model cannot be captured with it."
         )
     return handlers
+
+
+_call: Any = UserFunctionVariable.call_function
+
+
+def _call_or_instead(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    """In place of `UserFunctionVariable.call_function`."""
+    if (capture := _capture_of(tx)) is not None:
+        instead: Any = capture.instead(tx.f_globals.get("__name__", ""), variable.fn)
+        if instead is not None:
+            return UserFunctionVariable(instead).call_function(tx, *args, **kwargs)
+    return _call(variable, tx, *args, **kwargs)
 
 
 def _answered(predicate: Callable[[], bool], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -199,8 +228,14 @@ def _not_recording(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:  #
 
 
 def _answers_of(tx: Any) -> Answers | None:
-    """The answers of the capture that `tx` traces for; None where somebody else compiles."""
+    """The answers of the capture that `tx` traces for; None where there are none."""
+    capture = _capture_of(tx)
+    return None if capture is None else capture.answers
+
+
+def _capture_of(tx: Any) -> Capture | None:
+    """The capture that `tx` traces for; None where somebody else compiles."""
     compiler = innermost(tx.output.compiler_fn)
     compiler = getattr(compiler, "compiler_fn", compiler)  # what `torch.compile` wraps a function in
-    answers = getattr(getattr(compiler, "__self__", None), "answers", None)
-    return answers if isinstance(answers, Answers) else None
+    capture = getattr(compiler, "__self__", None)
+    return capture if isinstance(capture, Capture) else None

@@ -30,7 +30,6 @@ from remat.capture.dynamo import (
     GraphCalls,
     SizesNotOpen,
     element_counts,
-    forget_traces,
     named_tensors,
     without_cache,
 )
@@ -224,26 +223,27 @@ class PlannedForward:
         return self._run(self._compiled[id(inner)][1], args, kwargs)
 
     def _run(self, graphs: GraphCalls, args: Any, kwargs: Any) -> Any:
-        known, traced, leave, self._mismatch = len(self._fitting), frames_traced(), False, None
+        known, traced, self._mismatch = len(self._fitting), frames_traced(), None
+        unsettled: Unsettled | None = None
         self._running = graphs
         self._before = None if self._settled or self._fitting else Before(self.model)
         self._arguments = args, kwargs
         try:
             with without_cache(self.model):
                 result = graphs(*args, **kwargs)
-        except Unsettled:
-            leave = True
+        except Unsettled as error:
+            unsettled = error
         except Exception as error:
             if frames_traced() > traced:
-                forget_traces()
+                graphs.forget(error)
             if self._mismatch is None or not is_out_of_memory(error):
                 raise
             raise self._mismatch from error
         finally:
             self._arguments = (), {}
         self._settled = True
-        if leave:
-            return self._run_completed(graphs, args, kwargs)
+        if unsettled is not None:
+            return self._run_completed(unsettled, graphs, args, kwargs)
         if self._mismatch is not None:
             raise self._mismatch
         self._compare_calls(graphs.count)
@@ -255,14 +255,14 @@ class PlannedForward:
         self._note_outputs(result, args, kwargs)
         return result
 
-    def _run_completed(self, graphs: GraphCalls, args: Any, kwargs: Any) -> Any:
+    def _run_completed(self, unsettled: Unsettled, graphs: GraphCalls, args: Any, kwargs: Any) -> Any:
         """`_run`, after the model's own forward may have completed the model."""
         assert self._before is not None
         try:
             complete(self._before, self.original, args, kwargs)
         finally:
             if not self._fitting:  # later, its guards tell what has changed
-                forget_traces()
+                graphs.forget(unsettled)
         return self._run(graphs, args, kwargs)
 
     def watch(
