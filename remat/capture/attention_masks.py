@@ -192,7 +192,7 @@ def _for_a_mask_of_ones(original: Callable[..., bool]) -> Callable[..., bool]:
     return ignore
 
 
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 def _known_ones(mask: torch.Tensor) -> torch.Tensor:
     """In a traced graph: `mask` was taken for one of ones. (Rule 2)"""
     return mask

@@ -21,11 +21,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
-import torch._dynamo
 from torch import fx, nn
 from torch.utils._pytree import MappingKey, tree_leaves_with_path
 
-from remat._torch import try_again
+from remat._torch.dynamo import settings, trace_error, try_again
 from remat.capture.attention_masks import (
     IsOnes,
     Masks,
@@ -193,7 +192,7 @@ class GraphCalls:
             warnings.filterwarnings("ignore", message=r"Dynamo detected a call to a `functools\.lru_cache`-wrapped")
             try:
                 return self._traced_for(self.masks)(*args, **kwargs)
-            except torch._dynamo.exc.TorchDynamoException as error:
+            except trace_error() as error:
                 if isinstance(reason := getattr(error, "inner_exception", None), RematError):
                     raise reason from error
                 raise CaptureError(f"the model cannot be captured: {_first_line(error)}") from error
@@ -293,7 +292,7 @@ def dynamo_settings() -> Iterator[None]:
     Recurrent layers are followed into, and hooks that come or go between two steps are seen. What a model says through
     `logging` in its first forward is lost: there Dynamo would break the graph, and only there.
     """
-    with torch._dynamo.config.patch(
+    with settings(
         ignore_logger_methods=_Functions(
             getattr(logging.Logger, name) for name in _LOGS if hasattr(logging.Logger, name)
         ),

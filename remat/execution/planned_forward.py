@@ -23,7 +23,7 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
-from remat._torch import frame_callback, frames_traced
+from remat._torch.dynamo import compiler_behind, frame_callback, frames_traced
 from remat.capture.attention_masks import PADDING, Masks, takes_mask
 from remat.capture.circumstances import differences, given_to, hooked, state_of, versions
 from remat.capture.dynamo import (
@@ -33,7 +33,7 @@ from remat.capture.dynamo import (
     named_tensors,
     without_cache,
 )
-from remat.capture.eager_answers import Answers, innermost
+from remat.capture.eager_answers import Answers
 from remat.capture.settling import Before, Unsettled, complete, install_recording_hooks
 from remat.chunking.chunk import chunk, chunked_losses
 from remat.chunking.chunked_loss import Watch
@@ -532,7 +532,7 @@ def _leave_trace(planned: PlannedForward, args: Any, kwargs: Any) -> Any:
 
 @torch.compiler.disable
 def _compiled_forward(planned: PlannedForward, callback: Any, args: Any, kwargs: Any) -> Any:
-    inner = innermost(callback)
+    inner = compiler_behind(callback)
     if inner is None:
         raise UsageError(f"{_COMPILES_ITSELF}.")
     return planned.run_compiled(inner, args, kwargs)
