@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from remat.errors import PlanMismatch
 from remat.evaluation.graph import Graph
+from remat.evaluation.plan import Prediction
 from remat.execution.apply import apply, counts_of
 from remat.execution.planned_forward import OnLarger
 from remat.workload.workload import Workload
@@ -477,7 +478,7 @@ def test_adapters_on_a_frozen_model_are_trained_as_without_a_plan(choice: str) -
 def test_a_larger_batch_is_told_its_peak(graph: Graph) -> None:
     state = {"parameters": 30, "optimizer state": 60, "buffers": 0, "gradients": 10}
     plan = plan_by_hand(graph, half_saved(graph))
-    predicted = {**plan.predicted, "peak_bytes": 2**30 + 100, "breakdown": {**state, "activations": 2**30}}
+    predicted: Prediction = {**plan.predicted, "peak_bytes": 2**30 + 100, "breakdown": {**state, "activations": 2**30}}
     model = apply(built(), dataclasses.replace(plan, predicted=predicted))
     with pytest.warns(UserWarning, match=r"will exceed the planned 1.00 GiB and be about 2.00 GiB"):
         backward(model, batch(samples=8))

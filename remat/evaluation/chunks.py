@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 CHUNKS = "chunks"  # key of `Graph.about` and `Plan.about`
-WHOLE = "whole_loss_overhead"  # key of `Plan.predicted`: overhead of the plan that leaves losses whole, if one fits
+WHOLE: Final = "whole_loss_overhead"  # key of `Plan.predicted`
 
 
 @dataclasses.dataclass(frozen=True)
