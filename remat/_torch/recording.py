@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -81,6 +82,8 @@ def shape_of_grouped_products(shape: Callable[..., Any]) -> Iterator[None]:
 
 # Optimizers
 
+_CHOOSE = ("torch.optim.optimizer", "torch.utils._foreach_utils")
+
 
 def devices_with_foreach() -> list[str]:
     """Types of the devices that have kernels for many tensors at once."""
@@ -94,20 +97,24 @@ def foreach_takes(kind: type[torch.Tensor], device_type: str | None) -> Iterator
     """Let foreach, fused and capturable kernels be chosen for tensors of `kind`, and on `device_type` if there is one.
 
     Both lists of types are called `_foreach_supported_types`; the lists of devices (`torch/utils/_foreach_utils.py`,
-    `torch/optim/optimizer.py`) all name what `torch._C._get_privateuse1_backend_name()` says.
+    `torch/optim/optimizer.py`) all name what `torch._C._get_privateuse1_backend_name()` says. Only they are told: fake
+    tensors ask too, in torch 2.11, and look for the current CPU.
     """
     purpose = "choose an optimizer's kernels"
     lists: tuple[list[Any], ...] = (
         internal("optim.optimizer._foreach_supported_types", purpose),
         internal("utils._foreach_utils._foreach_supported_types", purpose),
     )
-    spare = "_get_privateuse1_backend_name"
-    internal(f"_C.{spare}", purpose)
-    told = contextlib.nullcontext() if device_type is None else mock.patch.object(torch._C, spare, lambda: device_type)
+    original = internal("_C._get_privateuse1_backend_name", purpose)
+
+    def spare_backend() -> str:
+        asks = sys._getframe(1).f_globals["__name__"]
+        return device_type if device_type is not None and asks in _CHOOSE else original()
+
     for supported in lists:
         supported.append(kind)
     try:
-        with told:
+        with mock.patch.object(torch._C, "_get_privateuse1_backend_name", spare_backend):
             yield
     finally:
         for supported in lists:
