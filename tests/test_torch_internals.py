@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.optimizer import _default_to_fused_or_foreach
+from torch.torch_version import TorchVersion
 
 from remat._torch import door, dynamo, inductor, recording, training
 from remat.errors import RematError
@@ -352,9 +353,10 @@ def test_a_node_waits_for_another() -> None:
     sine, cosine = (next(iter(graph.find_nodes(op="call_function", target=f))) for f in (torch.sin, torch.cos))
     for node in graph.nodes:
         node.meta["val"] = torch.ones(1)
-    inductor.hold_back(graph, {sine: cosine})
+    held_back = inductor.hold_back(graph, {sine: cosine})
     results: Any = graph.output_node().args[0]
-    assert cosine in results[1].all_input_nodes
+    assert held_back == (cosine in results[1].all_input_nodes)
+    assert held_back or TorchVersion(torch.__version__) < "2.13"
 
 
 def test_inductor_is_told_its_partitioner_and_decompositions_and_has_no_cache_meanwhile() -> None:

@@ -59,17 +59,19 @@ def hash_of(*files: str) -> Any:
     return internal("_inductor.custom_graph_pass.get_hash_for_files", "keep a plan's regions under Inductor")(files)
 
 
-def hold_back(graph: fx.Graph, waiting: Mapping[fx.Node, fx.Node]) -> None:
-    """Let each node wait for another, which Inductor then runs first. Where torch has no way to: nothing.
+def hold_back(graph: fx.Graph, waiting: Mapping[fx.Node, fx.Node]) -> bool:
+    """Let each node wait for another, which Inductor then runs first; False where this torch has no way to.
 
-    What is recomputed may then be alive for longer than the plan says.
+    What is recomputed is then alive for longer. torch 2.11 knows the order, and has no kernel for what it puts there.
     """
     try:
         order = internal("_inductor.fx_passes.control_dependencies.preserve_node_ordering", "order a backward")
+        internal("_inductor.fx_passes.control_dependencies.control_deps_eager", "order a backward")
         ordered = internal("utils._ordered_set.OrderedSet", "order a backward")
     except RematError:
-        return
+        return False
     order(graph, {node: ordered([before]) for node, before in waiting.items()})
+    return True
 
 
 def rng_state_operators() -> tuple[Any, Any]:

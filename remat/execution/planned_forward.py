@@ -15,6 +15,7 @@ import contextlib
 import inspect
 import itertools
 import sys
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any, Literal
@@ -97,7 +98,7 @@ class PlannedForward:
     @property
     def original(self) -> Any:
         """The forward without the plan."""
-        return self.replaced or type(self.model).forward.__get__(self.model)
+        return self.replaced or types.MethodType(type(self.model).forward, self.model)  # Dynamo follows, in 2.11 too
 
     # What libraries ask a forward: which arguments it takes, and its function without the model, to wrap and rebind.
 
