@@ -55,7 +55,7 @@ TYPED := .mypy_cache/layout
 .PHONY: types
 types: $(DEV_STAMP) ## mypy: the package, its tests, benchmarks and examples
 	@rm -rf $(TYPED) && mkdir -p $(TYPED)/remat
-	@ln -s "$(CURDIR)"/remat/[!_]* "$(CURDIR)"/remat/_*.py "$(CURDIR)/solvers" "$(CURDIR)/models" $(TYPED)/remat
+	@ln -s "$(CURDIR)"/remat/[!_]* "$(CURDIR)"/remat/_torch "$(CURDIR)"/remat/_*.py "$(CURDIR)/solvers" "$(CURDIR)/models" $(TYPED)/remat
 	@ln -s "$(CURDIR)/tests" "$(CURDIR)/benchmarks" "$(CURDIR)/examples" "$(CURDIR)/examples/common.py" $(TYPED)
 	@set -o pipefail; cd $(TYPED) && "$(CURDIR)/$(BIN)/mypy" --config-file "$(CURDIR)/pyproject.toml" --cache-dir "$(CURDIR)/.mypy_cache" \
 		remat tests benchmarks examples | sed -E 's,^remat/(solvers|models)/,\1/,'

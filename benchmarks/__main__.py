@@ -18,6 +18,7 @@ LONG = (
     "machinery",
     "compiled",
     "fits",
+    "fragmentation",
     "published",
     "matrix",
     "proofs",

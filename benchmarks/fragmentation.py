@@ -20,7 +20,7 @@ from remat.costing.planning_device import find_planning_device
 from remat.costing.profile import Profile
 from remat.errors import Infeasible, NoPlanInTime, RematError
 from remat.evaluation.evaluator import Memory
-from remat.evaluation.plan import Plan
+from remat.evaluation.plan import AllocatorPeaks, Plan
 from remat.formulation.solution import Limits
 from remat.models import REGISTRY, build
 from remat.planning.budget import Budget
@@ -136,7 +136,7 @@ def _row(made: Plan | RematError, card: int) -> dict[str, Any]:
     return {**found, "runs_out": "yes" if assumed["reserved_bytes"] > card else "no"}
 
 
-def _told(default: dict[str, Any], expandable: dict[str, Any], card: int) -> dict[str, Any]:
+def _told(default: AllocatorPeaks, expandable: AllocatorPeaks, card: int) -> dict[str, Any]:
     requested = default["requested_bytes"]
     return {
         "requested_mib": _mib(requested),

@@ -79,7 +79,7 @@ def long_lived_storages(problem: Problem) -> list[int]:
     }
     long_lived = [
         shared
-        for shared in problem.shared.values()
+        for shared in problem.liveness.shared.values()
         if len(shared.sites) > LONG_LIVED and shared.storage not in in_state
     ]
     long_lived = [shared for shared in long_lived if shared.size_bytes > least]
@@ -215,7 +215,7 @@ class Chain:
     def _pinned_from(self, segment: int) -> int:
         """What is counted of what is pinned there or later: a region counts all of it at once."""
         pinned = self.case.pinned.items()
-        return sum(self._counted(self.problem.shared[u]) for u, site in pinned if site >= segment)
+        return sum(self._counted(self.problem.liveness.shared[u]) for u, site in pinned if site >= segment)
 
     def _least_inside(self, a: int, b: int) -> int:
         """What may be kept where a region goes on at every cut between `a` and `b`."""
@@ -233,7 +233,7 @@ class Chain:
 
         Regions that end at one cut stop early at one node, but for those that open a context: they run to their end.
         """
-        segment_of = self.problem.segment_of_node
+        segment_of = self.problem.liveness.segment_of_node
         excluded = frozenset(node for node in never_again if segment_of[node] == segment)
         key = (segment, min(b, self._settled[segment]), excluded)
         if key not in self._items:
@@ -245,27 +245,36 @@ class Chain:
         """For every segment the cut from which on its items are the same."""
         problem = self.problem
         found = list(range(1, self.count + 1))
-        for segment, nodes in enumerate(problem.saves_in):
-            saved = (problem.shared[u] for node in nodes for u in problem.saved_by[node] if u in problem.shared)
+        for segment, nodes in enumerate(problem.liveness.saves_in):
+            saved = (
+                problem.liveness.shared[u]
+                for node in nodes
+                for u in problem.liveness.saved_by[node]
+                if u in problem.liveness.shared
+            )
             found[segment] = max([found[segment], *(shared.sites[-1] + 1 for shared in saved)])
         return found
 
     def _find_items(self, segment: int, b: int, excluded: frozenset[int]) -> tuple[Item, ...]:
         problem, state_storage = self.problem, self.state_storages[b]
         found = []
-        for node in problem.saves_in[segment]:
+        for node in problem.liveness.saves_in[segment]:
             if node in excluded:
                 continue
-            saved = [problem.shared[u] for u in problem.saved_by[node] if u in problem.shared]
+            saved = [
+                problem.liveness.shared[u] for u in problem.liveness.saved_by[node] if u in problem.liveness.shared
+            ]
             if any(shared.segment <= self.case.absent.get(shared.storage, -1) for shared in saved):
                 continue
             passes_on = state_storage is not None and any(shared is state_storage for shared in saved)
             late = (
                 k for k in saved if k.storage not in self.case.pinned and (k is state_storage or self.case.site(k) < b)
             )
-            size = problem.save_bytes[node] - self._uncounted(u for u in problem.saved_by[node] if problem.is_own(u))
+            size = problem.liveness.save_bytes[node] - self._uncounted(
+                u for u in problem.liveness.saved_by[node] if problem.liveness.is_own(u)
+            )
             size += sum(map(self._counted, late))
-            found.append(Item(node, size, problem.save_time_ns[node], passes_on))
+            found.append(Item(node, size, problem.liveness.save_time_ns[node], passes_on))
         return tuple(sorted(found, key=lambda item: item.passes_on))
 
     def _add(self, index: int, run: Run) -> None:
@@ -277,7 +286,7 @@ class Chain:
 
     def _wants_what_is_absent(self, run: Run) -> bool:
         for u, until in self.case.absent.items():
-            shared = self.problem.shared[u]
+            shared = self.problem.liveness.shared[u]
             if run.region is None and run.a <= until and run.a in shared.packed:
                 return True
             if run.region is not None and _is_taken(shared, run, until):
@@ -309,7 +318,7 @@ class Chain:
     def _pinned_bytes(self, run: Run) -> int:
         """What is counted in `run` of what the case settles as kept."""
         pinned = self.case.pinned.items()
-        return sum(self._counted(self.problem.shared[u]) for u, site in pinned if run.a <= site < run.b)
+        return sum(self._counted(self.problem.liveness.shared[u]) for u, site in pinned if run.a <= site < run.b)
 
     def _is_counted_before(self, shared: SharedStorage, cut: int) -> bool:
         """Whether `shared` is counted before `cut` if anything keeps it there, a state storage or not."""
@@ -324,18 +333,20 @@ class Chain:
     def _counted_in(self) -> list[list[SharedStorage]]:
         """For every segment the storages that are counted there."""
         found: list[list[SharedStorage]] = [[] for _ in range(self.count)]
-        for shared in self.problem.shared.values():
+        for shared in self.problem.liveness.shared.values():
             found[self.case.site(shared)].append(shared)
         return found
 
     def _plain_transition(self, index: int, run: Run) -> Transition:
         problem, at, end = self.problem, self.state_storages[run.a], self.state_storages[run.b]
         (row,) = problem.first_rows(index) or [Row(index, 0, 0)]
-        keeps = problem.own_bytes[run.a] - self._uncounted(problem.own[run.a]) + self._pinned_bytes(run)
+        keeps = (
+            problem.liveness.own_bytes[run.a] - self._uncounted(problem.liveness.own[run.a]) + self._pinned_bytes(run)
+        )
         here = (shared for shared in self._counted_in[run.a] if self._counts_in(shared, run))
         keeps += sum(self._counted(shared) for shared in here if shared.is_reason(run, run.a))
         passes_on = end is not None and end is not at and run.a in end.packed
-        alive = (problem.shared[u] for u in row.alive)
+        alive = (problem.liveness.shared[u] for u in row.alive)
         earlier = [shared for shared in alive if shared is not at and self._is_counted_before(shared, run.a)]
         return Transition(
             index,
@@ -422,7 +433,7 @@ class Chain:
     def _made_in(self) -> np.ndarray:
         """For every storage the segment that makes it; of those made in backward the last."""
         made_by = self.problem.graph.storages.node
-        return np.where(made_by >= 0, self.problem.segment_of_node[made_by], self.count)
+        return np.where(made_by >= 0, self.problem.liveness.segment_of_node[made_by], self.count)
 
     @functools.cached_property
     def _is_forward_held(self) -> np.ndarray:
@@ -434,7 +445,7 @@ class Chain:
     def forward_held_in(self) -> list[int]:
         """For every segment the forward-held bytes that it keeps, if it is plain."""
         held, sizes = self._is_forward_held, self.problem.graph.storages.size_bytes
-        return [int(sum(sizes[u] for u in own if held[u])) for own in self.problem.own]
+        return [int(sum(sizes[u] for u in own if held[u])) for own in self.problem.liveness.own]
 
     @property
     def has_forward_held(self) -> bool:
@@ -454,9 +465,9 @@ class Chain:
     def _may_count(self) -> np.ndarray:
         """Storages that this chain may count as kept."""
         problem = self.problem
-        found = problem.is_packed.copy()
-        found[[u for saved in problem.saved_by.values() for u in saved]] = True
-        found[list(problem.shared)] = True
+        found = problem.liveness.is_packed.copy()
+        found[[u for saved in problem.liveness.saved_by.values() for u in saved]] = True
+        found[list(problem.liveness.shared)] = True
         return found
 
 
@@ -468,7 +479,7 @@ def _is_taken(shared: SharedStorage, run: Run, until: int = 1 << 30) -> bool:
 def _open_storages(problem: Problem, count: int) -> list[list[SharedStorage]]:
     """For every cut the storages that cross it and have a reason after it."""
     found: list[list[SharedStorage]] = [[] for _ in range(count + 1)]
-    for shared in problem.shared.values():
+    for shared in problem.liveness.shared.values():
         for cut in range(shared.segment + 1, shared.sites[-1] + 1):
             found[cut].append(shared)
     return found
@@ -476,7 +487,7 @@ def _open_storages(problem: Problem, count: int) -> list[list[SharedStorage]]:
 
 def _choose_state_storages(problem: Problem, count: int) -> list[SharedStorage | None]:
     """For every cut its state storage: stretches that do not overlap, of most bytes in all."""
-    stretches = [(shared.segment + 1, shared.sites[-1], shared) for shared in problem.shared.values()]
+    stretches = [(shared.segment + 1, shared.sites[-1], shared) for shared in problem.liveness.shared.values()]
     stretches = sorted((s for s in stretches if s[0] <= s[1]), key=lambda s: (s[1], s[0], s[2].storage))
     ends = [end for _, end, _ in stretches]
     best = [0]  # bytes, by number of stretches considered

@@ -202,7 +202,7 @@ def _disagreement(
         return any(choice(plan[at], at) != choice(rival[at], at) for rival in rivals)
 
     at_segments = [at for at in range(len(plan)) if differ(lambda run, _: run.region is None, at)]
-    for at in sorted(at_segments, key=lambda at: (-chain.forward_held_in[at], -chain.problem.own_bytes[at])):
+    for at in sorted(at_segments, key=lambda at: (-chain.forward_held_in[at], -chain.problem.liveness.own_bytes[at])):
         holding = {i for i in useful if runs[i].a <= at < runs[i].b}
         plain = {i for i in holding if runs[i].region is None}
         if plain and plain != holding:
@@ -226,14 +226,14 @@ def _uncounted(chain: Chain, case: Case, legs: Sequence[Leg]) -> list[tuple[int,
     if row is None or row.run is None:
         return []
     before, runs = row.before, _runs(problem, regions)
-    saved = {u for region in regions for node in region.saved for u in problem.saved_by[node]}
+    saved = {u for region in regions for node in region.saved for u in problem.liveness.saved_by[node]}
     in_state = {shared.storage for shared in chain.state_storages if shared is not None}
 
     def is_reason(shared: SharedStorage, site: int) -> bool:
         return shared.is_reason(runs[site], site) or (site == shared.segment and shared.storage in saved)
 
     found = []
-    for shared in problem.shared.values():
+    for shared in problem.liveness.shared.values():
         if shared.storage in in_state or shared.storage in case.pinned or shared.storage in row.alive:
             continue
         first = next((at for at in shared.sites if runs[at].b <= before and is_reason(shared, at)), None)

@@ -58,7 +58,7 @@ def _algorithm_3(found: Sequence[Sequence[Piece]], sizes: np.ndarray, limit: flo
 def kept_bytes(problem: Problem) -> np.ndarray:
     """For every node what autograd would keep of what it makes."""
     storages = problem.graph.storages
-    kept = problem.is_packed & (storages.node >= 0)
+    kept = problem.liveness.is_packed & (storages.node >= 0)
     sizes = np.zeros(len(problem.graph.nodes), dtype=np.int64)
     np.add.at(sizes, storages.node[kept], storages.size_bytes[kept])
     return sizes

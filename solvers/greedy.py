@@ -66,16 +66,16 @@ def greedy(problem: Problem, pieces: Sequence[Piece]) -> Proposal:
 def ways(problem: Problem, freed: Freed, piece: Piece) -> Iterator[Way]:
     """All ways to execute `piece`, none taking less time than the one before."""
     yield Way(None)
-    nodes = [node for node in problem.save_time_ns if piece[0] <= node < piece[1]]
+    nodes = [node for node in problem.liveness.save_time_ns if piece[0] <= node < piece[1]]
     whole = plan_of(problem, [Region(*piece, tuple(nodes))])
     if not whole:
         return
     time_ns, bytes_ = recompute_ns(problem, whole), freed.by(piece) - sum(map(freed.by_dropping, whole[0].saved))
     yield Way(whole[0], time_ns, bytes_)
     saved = list(whole[0].saved)
-    for node in sorted(saved, key=lambda v: (-freed.by_dropping(v) / problem.save_time_ns[v], v)):
+    for node in sorted(saved, key=lambda v: (-freed.by_dropping(v) / problem.liveness.save_time_ns[v], v)):
         saved.remove(node)
-        time_ns += problem.save_time_ns[node]
+        time_ns += problem.liveness.save_time_ns[node]
         bytes_ += freed.by_dropping(node)
         yield Way(Region(*piece, tuple(saved)), time_ns, bytes_)
 
@@ -103,7 +103,7 @@ class Freed:
     def __init__(self, problem: Problem):
         self.problem, storages = problem, problem.graph.storages
         self.caller_held = storages.death >= problem.graph.forward_end
-        self.node = np.where(problem.is_packed & ~self.caller_held, storages.node, -1)
+        self.node = np.where(problem.liveness.is_packed & ~self.caller_held, storages.node, -1)
         self.last_taken = last_taken(problem.graph)
 
     def by(self, piece: Piece) -> int:
@@ -112,12 +112,12 @@ class Freed:
         sizes = self.problem.graph.storages.size_bytes
         own = (self.node >= first) & (self.node < end) & (self.last_taken < end)
         taken = np.array(sorted(self.problem.memory.inputs(first, end)), dtype=np.int64)
-        more = taken[~self.problem.is_packed[taken] & ~self.caller_held[taken]]
+        more = taken[~self.problem.liveness.is_packed[taken] & ~self.caller_held[taken]]
         return int(sizes[own].sum() - sizes[more].sum())
 
     def by_dropping(self, node: int) -> int:
         sizes = self.problem.graph.storages.size_bytes
-        return int(sum(sizes[u] for u in self.problem.saved_by[node]))
+        return int(sum(sizes[u] for u in self.problem.liveness.saved_by[node]))
 
 
 def last_taken(graph: Graph) -> np.ndarray:

@@ -42,7 +42,7 @@ def judge(problem: Problem, name: str, *families: Iterable[Proposal]) -> Solutio
             best = _best(problem, family[max(at - stride + 1, 0) : at + stride], best)
     over, _, regions = best
     status: Status = "unknown" if over else "feasible"
-    time_us = problem.memory.recompute_time_us(regions, problem.op_time_ns / NS)
+    time_us = problem.memory.recompute_time_us(regions, problem.liveness.op_time_ns / NS)
     return Solution(name, status, regions, time_us, 0.0, time.monotonic() - started)
 
 
@@ -84,7 +84,7 @@ def recompute_ns(problem: Problem, regions: Proposal) -> int:
         again = problem.memory.recomputation(region)
         assert again is not None
         total += problem.memory.time_of(again, problem.time_until)
-        total -= sum(problem.save_time_ns[node] for node in region.saved)
+        total -= sum(problem.liveness.save_time_ns[node] for node in region.saved)
     return total
 
 
@@ -97,11 +97,11 @@ def plan_of(problem: Problem, regions: Iterable[Region]) -> Proposal:
     found = []
     for region in regions:
         again = problem.memory.recomputation(region)
-        a, b = problem.segment_of_node[region.first], problem.segment_of_node[region.end - 1] + 1
+        a, b = problem.liveness.segment_of_node[region.first], problem.liveness.segment_of_node[region.end - 1] + 1
         allowed = b - a <= problem.space.longest and problem.space.allows(region.first, region.end)
         if again is not None and allowed:
             ends = problem.memory.node_end
-            saved = (v for v in region.saved if v in problem.save_time_ns and ends[v] <= again.stop)
+            saved = (v for v in region.saved if v in problem.liveness.save_time_ns and ends[v] <= again.stop)
             found.append(Region(region.first, region.end, tuple(saved)))
     return tuple(found)
 

@@ -51,7 +51,7 @@ def least_peak(problem: Problem, limits: Limits) -> LeastPeak:
     if not best.proved and (long_lived := long_lived_storages(highest)):
         cases = [Case()]
         for storage in long_lived:
-            shared = highest.shared[storage]
+            shared = highest.liveness.shared[storage]
             site = next((site for site in shared.sites if site > shared.segment), shared.sites[-1])
             cases = [half for case in cases for half in case.split(storage, site)]
         solved = [_Extents(highest, case) for case in cases]
@@ -99,7 +99,7 @@ def _without_workspace(problem: Problem, regions: tuple[Region, ...]) -> tuple[R
     """`regions`, where the node that is recomputed at the peak is saved instead: that spares its kernel's workspace."""
     curve = problem.memory.curve(regions)
     top, node = int(curve.region[curve.peak_at]), int(problem.graph.op_node[curve.op[curve.peak_at]])
-    if top < 0 or regions[top].inner or node not in problem.save_time_ns:
+    if top < 0 or regions[top].inner or node not in problem.liveness.save_time_ns:
         return regions
     saved = tuple(sorted({*regions[top].saved, node}))
     return (*regions[:top], dataclasses.replace(regions[top], saved=saved), *regions[top + 1 :])

@@ -22,7 +22,7 @@ def polish(problem: Problem, regions: tuple[Region, ...]) -> tuple[Region, ...] 
         excess = problem.memory.curve(regions).peak_bytes - problem.budget_bytes
         if excess <= 0:
             return _fill(problem, regions, -excess)
-        saved = [v for region in regions for v in region.saved if v in problem.save_time_ns]
+        saved = [v for region in regions for v in region.saved if v in problem.liveness.save_time_ns]
         given_up = _cheapest(problem, saved, excess)
         if not given_up:
             return None
@@ -32,7 +32,7 @@ def polish(problem: Problem, regions: tuple[Region, ...]) -> tuple[Region, ...] 
 
 def _cheapest(problem: Problem, saved: Sequence[int], excess: int) -> set[int]:
     """Nodes of `saved` that together keep `excess` bytes, of little time: the better of one node, and of many."""
-    time_ns, size = problem.save_time_ns, {v: _bytes(problem, v) for v in saved}
+    time_ns, size = problem.liveness.save_time_ns, {v: _bytes(problem, v) for v in saved}
     single = min((v for v in saved if size[v] >= excess), key=lambda v: time_ns[v], default=None)
     many: list[int] = []
     for v in sorted((v for v in saved if size[v]), key=lambda v: time_ns[v] / size[v]):
@@ -55,7 +55,7 @@ def _fill(problem: Problem, regions: tuple[Region, ...], slack: int) -> tuple[Re
         v
         for run in runs
         if run.region is not None and not run.region.inner
-        for v in problem.save_time_ns
+        for v in problem.liveness.save_time_ns
         if v in run.region and v not in saved and v not in run.never_again
     ]
     rejected: set[int] = set()
@@ -63,7 +63,7 @@ def _fill(problem: Problem, regions: tuple[Region, ...], slack: int) -> tuple[Re
         fitting = [v for v in open_ if v not in saved and v not in rejected and _bytes(problem, v) <= slack]
         if not fitting:
             break
-        best = max(fitting, key=lambda v: problem.save_time_ns[v])
+        best = max(fitting, key=lambda v: problem.liveness.save_time_ns[v])
         proposal = _with_saves(regions, saved | {best})
         left = problem.budget_bytes - problem.memory.curve(proposal).peak_bytes
         if left < 0:
@@ -76,7 +76,7 @@ def _fill(problem: Problem, regions: tuple[Region, ...], slack: int) -> tuple[Re
 def _bytes(problem: Problem, node: int) -> int:
     """What saving `node` keeps at most."""
     sizes = problem.graph.storages.size_bytes
-    return int(sum(sizes[u] for u in problem.saved_by[node]))
+    return int(sum(sizes[u] for u in problem.liveness.saved_by[node]))
 
 
 def _with_saves(regions: Sequence[Region], saved: set[int]) -> tuple[Region, ...]:

@@ -279,7 +279,7 @@ class Program:
             self._save_inside_regions()
         self.k: dict[tuple[int, int], int] = {}
         self._opened: dict[int, list[tuple[SharedStorage, int]]] = {}
-        for shared in problem.shared.values():
+        for shared in problem.liveness.shared.values():
             self._keep_for_every_reason(shared)
         self.prefix = self._prefixes()
         self.objective: Terms = ((self.peak, 1),) if self.peak is not None else self._recomputation()
@@ -313,14 +313,14 @@ class Program:
     def _recomputation(self) -> Terms:  # (1)
         runs = self.problem.runs
         times = [(x, runs[i].time_ns) for i, x in self.x.items() if runs[i].region]
-        return (*times, *((s, -self.problem.save_time_ns[v]) for v, s in self.s.items()))
+        return (*times, *((s, -self.problem.liveness.save_time_ns[v]) for v, s in self.s.items()))
 
     def _partition_segments(self) -> None:  # (2)
         for indices in self.holding:
             self._require(((self.x[i], 1) for i in indices), 1, equal=True)
 
     def _save_inside_regions(self) -> None:  # (3)
-        for segment, saves in enumerate(self.problem.saves_in):
+        for segment, saves in enumerate(self.problem.liveness.saves_in):
             for recomputing, nodes in self._recomputed_by(segment, saves):
                 for v in nodes:
                     self.s[v] = self._variable(f"s[{v}]")
@@ -364,10 +364,10 @@ class Program:
         added: list[list[tuple[int, int]]] = [[] for _ in range(count)]
         for a in range(count):
             if a in self.x:
-                added[a].append((self.x[a], problem.own_bytes[a]))
+                added[a].append((self.x[a], problem.liveness.own_bytes[a]))
         for v, s in self.s.items():
-            added[int(problem.segment_of_node[v])].append((s, problem.save_bytes[v]))
-        for shared in problem.shared.values():
+            added[int(problem.liveness.segment_of_node[v])].append((s, problem.liveness.save_bytes[v]))
+        for shared in problem.liveness.shared.values():
             if (k := self.k.get((shared.storage, shared.sites[-1]))) is not None:
                 added[shared.sites[-1]].append((k, shared.size_bytes))
         most = max(problem.budget_bytes - self.fixed_bytes, 0) // self.grain
@@ -421,8 +421,12 @@ class Program:
             if shared.storage not in row.alive and not (rounded and shared.sites[-1] < row.before):
                 terms.append((k, shared.size_bytes // grain))
         if not rounded:
-            terms += [(self.x[a], problem.own_bytes[a]) for a in range(row.before) if a in self.x]
-            terms += [(s, problem.save_bytes[v]) for v, s in self.s.items() if problem.segment_of_node[v] < row.before]
+            terms += [(self.x[a], problem.liveness.own_bytes[a]) for a in range(row.before) if a in self.x]
+            terms += [
+                (s, problem.liveness.save_bytes[v])
+                for v, s in self.s.items()
+                if problem.liveness.segment_of_node[v] < row.before
+            ]
         return terms
 
     def _open(self, segment: int) -> list[tuple[SharedStorage, int]]:
@@ -430,7 +434,7 @@ class Program:
         if segment not in self._opened:
             sites = (
                 (shared, shared.site_before(segment))
-                for shared in self.problem.shared.values()
+                for shared in self.problem.liveness.shared.values()
                 if shared.segment < segment
             )
             self._opened[segment] = [
@@ -444,7 +448,7 @@ class Program:
         terms = [(self.x[a], size // grain) for a, size in row.plain if a in self.x]
         for storage, site in row.shared:
             if (storage, site) in self.k:
-                terms.append((self.k[storage, site], self.problem.shared[storage].size_bytes // grain))
+                terms.append((self.k[storage, site], self.problem.liveness.shared[storage].size_bytes // grain))
         return terms
 
     def bound_below(self, bound_us: float) -> None:

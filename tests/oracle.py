@@ -43,7 +43,7 @@ class Oracle:
     """Peak and recompute time of every plan of a problem."""
 
     def __init__(self, problem: Problem) -> None:
-        times = problem.op_time_ns / 1000
+        times = problem.liveness.op_time_ns / 1000
         self.plans = list(every_plan(problem))
         self.peaks = [problem.memory.curve(regions).peak_bytes for regions in self.plans]
         self.times_us = [problem.memory.recompute_time_us(regions, times) for regions in self.plans]
@@ -67,7 +67,7 @@ def plans_of(draw: st.DrawFn, problem: Problem) -> tuple[Region, ...]:
         segment = run.b
         if run.region is None:
             continue
-        within = [v for v in problem.save_time_ns if v in run.region and v not in run.never_again]
+        within = [v for v in problem.liveness.save_time_ns if v in run.region and v not in run.never_again]
         saved = draw(st.sets(st.sampled_from(within))) if within and not run.region.inner else set()
         regions.append(dataclasses.replace(run.region, saved=tuple(sorted(saved))))
     return tuple(regions)
@@ -101,11 +101,13 @@ def value_of(problem: Problem, row: Row, regions: Sequence[Region]) -> int:
         total += sum(size for segment, size in row.plain if segment in plain)
         sites = row.shared
         return total + sum(
-            problem.shared[u].size_bytes for u, site in sites if is_kept(problem.shared[u], site, runs, saved)
+            problem.liveness.shared[u].size_bytes
+            for u, site in sites
+            if is_kept(problem.liveness.shared[u], site, runs, saved)
         )
-    total += sum(problem.own_bytes[a] for a in plain if a < row.before)
-    total += sum(problem.save_bytes[v] for v in saved if problem.segment_of_node[v] < row.before)
-    for shared in problem.shared.values():
+    total += sum(problem.liveness.own_bytes[a] for a in plain if a < row.before)
+    total += sum(problem.liveness.save_bytes[v] for v in saved if problem.liveness.segment_of_node[v] < row.before)
+    for shared in problem.liveness.shared.values():
         site = shared.site_before(row.before)
         if site is None or shared.segment >= row.before or shared.storage in row.alive:
             continue

@@ -63,7 +63,17 @@ TORCH_FREE_MODULES = (
     "remat.workload.target",
     "remat.workload.training_loop",
 )
-KNOWN_TO_ALL = {"remat", "remat.errors", "remat.units", "remat.streams", "remat._torch"}
+DOOR = "remat._torch"
+KNOWN_TO_ALL = {"remat", "remat.errors", "remat.units", "remat.streams"}
+
+# Private names of torch that stand outside the door, and why.
+TORCH_SAYS = {
+    "torch.utils._pytree": "in torch's own documentation under this name, and in every library",
+    "torch.ops": "operators are called what their schemas say",
+    "torch.utils._python_dispatch.TorchDispatchMode": "in torch's own documentation under this name",
+    "torch._subclasses.fake_tensor": "in torch's own documentation under this name",
+    "torch._ops.OpOverload": "the type of torch.ops.aten.add.Tensor, which has no public name",
+}
 
 # What a user's training script imports, and what that must not cost it.
 EVERYDAY = ("remat.execution.apply", "remat.execution.compiled.backend", "remat.integrations.transformers")
@@ -120,16 +130,20 @@ def room_of(module: str) -> str:
     return parts[1] if len(parts) > 1 else ""
 
 
+def is_known_to_all(module: str) -> bool:
+    return module in KNOWN_TO_ALL or module.startswith(DOOR)
+
+
 def arrows() -> set[tuple[str, str]]:
     """Between rooms."""
     found = {
-        (room_of(a), room_of(b)) for a in modules() for b in imports(a) if b in modules() and b not in KNOWN_TO_ALL
+        (room_of(a), room_of(b)) for a in modules() for b in imports(a) if b in modules() and not is_known_to_all(b)
     }
     return {(a, b) for a, b in found if a != b and a in ROOMS}
 
 
 def test_every_module_lives_in_a_room() -> None:
-    assert {room_of(module) for module in modules() if module not in KNOWN_TO_ALL} == {*ROOMS, "__main__"}
+    assert {room_of(module) for module in modules() if not is_known_to_all(module)} == {*ROOMS, "__main__"}
 
 
 def test_rooms_know_earlier_rooms_only_and_no_others_than_the_table_says() -> None:
@@ -193,6 +207,53 @@ def test_private_names_stay_in_their_module() -> None:
         if alias.name.startswith("_") and alias.name not in ("_torch", "__version__")
     ]
     assert taken == []
+
+
+@cache
+def torchs_names(module: str) -> frozenset[str]:
+    """Names below torch that a module imports or spells out, those that it imports for types only included."""
+    tree = ast.parse(modules()[module].read_text(encoding="utf-8"))
+    homes, found = {"torch": "torch"}, set()  # what a name in this module stands for
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+            homes |= {alias.asname: alias.name for alias in node.names if alias.asname}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+            homes |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    for node in ast.walk(tree):
+        path: list[str] = []
+        while isinstance(node, ast.Attribute):
+            path.insert(0, node.attr)
+            node = node.value
+        if path and isinstance(node, ast.Name) and node.id in homes:
+            found.add(".".join((homes[node.id], *path)))
+    return frozenset(name for name in found if name.partition(".")[0] == "torch")
+
+
+def is_private(name: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def is_said_by_torch(name: str) -> bool:
+    return any(f"{name}.".startswith(f"{known}.") or known.startswith(f"{name}.") for known in TORCH_SAYS)
+
+
+def test_torchs_private_names_are_behind_one_door() -> None:
+    taken = {
+        (module, name)
+        for module in modules()
+        if not module.startswith(DOOR)
+        for name in torchs_names(module)
+        if is_private(name) and not is_said_by_torch(name)
+    }
+    assert taken == set()
+
+
+def test_the_door_leads_to_torch_alone() -> None:
+    """Everybody may come through it, so it knows nobody."""
+    knows = {known for module in modules() if module.startswith(DOOR) for known in imports(module)}
+    assert {name for name in knows if name in modules() and not name.startswith(DOOR)} == {"remat.errors"}
 
 
 def test_the_interface_is_one_list_of_names_that_all_load() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,9 +16,9 @@ from torch import nn
 
 from remat.capture.attention_masks import Masks, OnesSeen, all_ones, masks_of
 from remat.cli.model_spec import ModelSpec, text_workload_of
-from remat.errors import PlanMismatch, UsageError
+from remat.errors import CaptureError, PlanMismatch, UsageError
 from remat.evaluation.plan import Plan
-from remat.execution.apply import apply, counts_of
+from remat.execution.apply import apply, counts_of, planned_forward
 from remat.models.common import padded
 from remat.validation.kernel_log import KernelLog, kernel_differences
 from remat.validation.validating import validate
@@ -73,8 +74,6 @@ def trained(model: nn.Module, batch: Batch) -> tuple[float, list[torch.Tensor], 
     """Loss, gradients and kernels of a step, recomputation left out."""
     kernels = KernelLog()
     if "forward" in model.__dict__:
-        from remat.execution.apply import planned_forward
-
         planned_forward(model).watch(observe=False, recompute_context=kernels.paused)
     torch.manual_seed(2)
     model.zero_grad()
@@ -264,6 +263,34 @@ def test_an_extra_mask_does_not_make_a_batch_larger() -> None:
     trained(model, batch_of("llama", "ones"))
     with pytest.raises(PlanMismatch, match="this batch has 160 elements, the plan was made for 128"):
         trained(model, {name: torch.cat([t, t[:1]]) for name, t in batch_of("llama", "ones").items()})
+
+
+# transformers itself
+
+
+def test_transformers_is_as_it_was_while_a_planned_forward_is_traced_and_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other threads, and other compilers, find its own functions."""
+    masking = library.masking_utils
+    before, seen = dict(vars(masking)), []
+
+    def looked(original: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        seen.append({name: value for name, value in vars(masking).items() if before.get(name) is not value})
+        return original(*given, **named)
+
+    model = apply(built("llama"), plan_of_family("llama"))
+    planned = planned_forward(model)
+    for method in ("_graph_mismatch", "_note_outputs"):  # before the graph runs, and after the forward
+        monkeypatch.setattr(planned, method, functools.partial(looked, getattr(planned, method)))
+    trained(model, batch_of("llama", "ones"))
+    assert seen == [{}, {}]
+    assert counts_of(model).regions == 2
+
+
+def test_a_transformers_whose_mask_functions_are_called_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = {"_ignore_mask_of_old": lambda original: original}
+    monkeypatch.setattr("remat.capture.attention_masks._answers_for", lambda masks: gone)
+    with pytest.raises(CaptureError, match=r"masking_utils of the transformers at hand has no _ignore_mask_of_old,"):
+        trained(apply(built("llama"), plan_of_family("llama")), batch_of("llama"))
 
 
 # The cache, and what a first forward says

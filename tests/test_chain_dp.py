@@ -49,7 +49,7 @@ def table_of(chain: Chain, levels: tuple[int, int] = (3000, 10000)) -> Table:
 def outside_the_state(problem: Problem) -> list[int]:
     """Shared storages that are no part of the chain's state."""
     in_state = {shared.storage for shared in Chain(problem).state_storages if shared is not None}
-    return sorted(set(problem.shared) - in_state)
+    return sorted(set(problem.liveness.shared) - in_state)
 
 
 @st.composite
@@ -109,8 +109,8 @@ def halves_bound_every_plan(drawn: tuple[Problem, tuple[Region, ...]], data: st.
     tight, regions = drawn
     if shared := outside_the_state(tight):
         storage = data.draw(st.sampled_from(shared))
-        site = data.draw(st.sampled_from(tight.shared[storage].sites))
-        counted = {u: data.draw(st.sampled_from(tight.shared[u].sites)) for u in shared}
+        site = data.draw(st.sampled_from(tight.liveness.shared[storage].sites))
+        counted = {u: data.draw(st.sampled_from(tight.liveness.shared[u].sites)) for u in shared}
         halves = Case().counting(counted).split(storage, site)
         bounds = [table_of(Chain(tight, case)).least_time_ns() for case in halves]
         assert min((bound for bound in bounds if bound is not None), default=math.inf) <= tight.objective_ns(regions)
@@ -133,7 +133,8 @@ def test_runs_of_a_better_plan_are_useful_in_thousands(
 
 def runs_of_a_better_plan_are_useful(drawn: tuple[Problem, tuple[Region, ...]], data: st.DataObject) -> None:
     tight, regions = drawn
-    case = Case().counting({u: data.draw(st.sampled_from(tight.shared[u].sites)) for u in outside_the_state(tight)})
+    shared = tight.liveness.shared
+    case = Case().counting({u: data.draw(st.sampled_from(shared[u].sites)) for u in outside_the_state(tight)})
     table = table_of(Chain(tight, case, forward_held_percent=data.draw(st.sampled_from([100, 40, 0]))))
     bound = table.least_time_ns()
     assert bound is not None and bound <= tight.objective_ns(regions)

@@ -99,7 +99,7 @@ def test_what_fits_comes_first_by_its_time_and_what_does_not_last(found: Compari
 
 def test_a_row_says_what_the_evaluator_says(found: Comparison, problem: Problem) -> None:
     row, regions = row_of(found, "every-block"), tuple(toys.every_block(problem.graph))
-    again_us = problem.memory.recompute_time_us(regions, problem.op_time_ns / 1000)
+    again_us = problem.memory.recompute_time_us(regions, problem.liveness.op_time_ns / 1000)
     assert row.peak_bytes == problem.memory.curve(regions).peak_bytes <= found.budget_bytes
     rounded_us = 0.0005 * problem.graph.op_count  # a problem counts whole nanoseconds for every operator
     assert (found_us := row.recompute_time_us) is not None

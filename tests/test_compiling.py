@@ -59,14 +59,14 @@ def graphs() -> dict[str, Graph]:
 def backwards(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
     """The backward graphs that were compiled."""
     found: list[fx.GraphModule] = []
-    split = partitioning.min_cut_rematerialization_partition
+    split = partitioning.min_cut
 
     def noting(*args: Any, **kwargs: Any) -> Any:
         forward, backward = split(*args, **kwargs)
         found.append(copy.deepcopy(backward))
         return forward, backward
 
-    monkeypatch.setattr(partitioning, "min_cut_rematerialization_partition", noting)
+    monkeypatch.setattr(partitioning, "min_cut", noting)
     return found
 
 

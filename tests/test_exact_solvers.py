@@ -247,7 +247,7 @@ def test_renaming_nodes_changes_nothing(solver: str, problem: Problem, percent: 
 
 def costs_of(problem: Problem) -> Costs:
     """The Costs that a toy problem was made of."""
-    times = tuple(float(time) for time in problem.op_time_ns / NS)
+    times = tuple(float(time) for time in problem.liveness.op_time_ns / NS)
     return Costs("estimated", "toy", times, tuple(problem.memory.workspace_bytes.tolist()))
 
 
@@ -434,7 +434,7 @@ def values_at(made: Program, regions: Sequence[Region]) -> list[int]:
     for v in saved & set(made.s):
         values[made.s[v]] = 1
     for (storage, site), k in made.k.items():
-        values[k] = max(values[k], int(is_kept(problem.shared[storage], site, runs, saved)))
+        values[k] = max(values[k], int(is_kept(problem.liveness.shared[storage], site, runs, saved)))
     for constraint in made.constraints:
         if constraint.equal and any(coefficient == -1 for _, coefficient in constraint.terms):
             *terms, (prefix, _) = constraint.terms
@@ -482,4 +482,4 @@ def test_every_plan_within_the_budget_keeps_every_row(
 def gains(problem: Problem, regions: Sequence[Region]) -> bool:
     """Whether every save gains time: the program knows no others."""
     never = {v for i in problem.runs_of(regions) for v in problem.runs[i].never_again}
-    return all(v in problem.save_time_ns and v not in never for region in regions for v in region.saved)
+    return all(v in problem.liveness.save_time_ns and v not in never for region in regions for v in region.saved)

@@ -14,7 +14,7 @@ from remat.costing.profile import Profile
 from remat.errors import Infeasible, NoPlanInTime, UsageError
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import OPTIMIZER_STATE, Graph, Parameter
-from remat.evaluation.plan import Plan, from_refs
+from remat.evaluation.plan import AllocatorPeaks, Plan, Prediction, Proof, from_refs
 from remat.formulation.solution import Limits
 from remat.models import TEST_SIZES
 from remat.planning.budget import Budget, parse_budget, usable_bytes
@@ -230,11 +230,15 @@ def test_a_plan_for_a_card_reserves_no_more_than_it_has(share: float) -> None:
     assert made.solver["gap"] == pytest.approx(1 - made.solver["bound_us"] / made.solver["objective_us"])
 
 
+def test_a_footprint_is_in_the_plan_file_as_it_is() -> None:
+    assert [field.name for field in dataclasses.fields(Footprint)] == list(AllocatorPeaks.__annotations__)
+
+
 def plan_reserving(peak_bytes: int, reserved: int, other: int, objective_us: float = 1.0) -> Plan:
     """A plan with these predictions and nothing else of interest."""
     found = [Footprint(peak_bytes, peak_bytes, size, name, 2) for name, size in (("", reserved), ("other:1", other))]
-    predicted = {"peak_bytes": peak_bytes, "allocator": [each.to_json() for each in found]}
-    solver = {"status": "optimal", "objective_us": objective_us, "bound_us": 1.0, "gap": 0.0}
+    predicted: Prediction = {"peak_bytes": peak_bytes, "allocator": [each.to_json() for each in found]}
+    solver: Proof = {"status": "optimal", "objective_us": objective_us, "bound_us": 1.0, "gap": 0.0}
     return Plan((), (), {}, "h100-80gb", "estimated", 1000, predicted, {}, solver, {})
 
 

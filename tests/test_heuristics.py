@@ -97,7 +97,7 @@ def assert_of_the_space(problem: Problem, regions: tuple[Region, ...]) -> None:
         assert region.first in starts
         assert region.end in ends
         assert not any(s.plain for s in problem.space.segments if region.first <= s.first < region.end)
-        assert all(v in region and v in problem.save_time_ns for v in region.saved)
+        assert all(v in region and v in problem.liveness.save_time_ns for v in region.saved)
     chosen = [problem.runs[i] for i in problem.runs_of(regions)]
     never_again = {v for run in chosen for v in run.never_again}
     assert not never_again & {v for region in regions for v in region.saved}

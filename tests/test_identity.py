@@ -647,8 +647,8 @@ def test_fields_of_a_configuration_are_named() -> None:
 # Plan files of earlier versions
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_plan_files_of_earlier_versions_apply(version: int) -> None:
+@pytest.mark.parametrize("version", [1, 2, 3])
+def test_plan_files_of_every_version_apply(version: int) -> None:
     plan = Plan.load(GOLDEN / f"toy-transformer.v{version}.plan.json")
     assert bool(plan.identities) == (version > 1) and plan.execution == "eager"
     untouched, model = twins(TRANSFORMER.build)

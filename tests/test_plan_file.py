@@ -14,12 +14,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remat.errors import UsageError
-from remat.evaluation.plan import VERSION, Plan, Region, from_refs, to_refs, write_atomically
+from remat.evaluation.plan import (
+    VERSION,
+    Plan,
+    Prediction,
+    Proof,
+    Region,
+    SpaceSize,
+    from_refs,
+    to_refs,
+    write_atomically,
+)
 from remat.workload.target import TARGETS
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD, TOYS, plans, recorded
 
 pytestmark = pytest.mark.filterwarnings(DYNAMO_LOOKS_AT_GRAD)
 
+GOLDEN = Path(__file__).parent / "golden"
 REGIONS = (Region(0, 4, saved=(2,)), Region(6, 18, inner=(Region(6, 12), Region(12, 18))))
 
 
@@ -92,6 +103,14 @@ def refused(path: Path, text: str | bytes) -> str:
         Plan.load(path)
     assert str(path) in str(caught.value)
     return str(caught.value)
+
+
+@pytest.mark.parametrize("file", sorted(GOLDEN.glob("*.json")), ids=lambda path: path.name)
+def test_what_files_hold_has_a_name_and_is_written_as_it_was_read(file: Path) -> None:
+    data, plan = json.loads(file.read_text()), Plan.load(file)
+    for field, kind in (("predicted", Prediction), ("solver", Proof), ("space", SpaceSize)):
+        assert data[field].keys() <= kind.__annotations__.keys()
+        assert plan.to_json()[field] == data[field]
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def test_rows_count_saves_of_later_runs_that_are_let_go_late() -> None:
 def test_the_objective_counts_casts_that_are_made_again(data: st.DataObject) -> None:
     problem = recorded_problem("reused")
     regions = data.draw(plans_of(problem))
-    time_us = problem.memory.recompute_time_us(regions, problem.op_time_ns / 1000)
+    time_us = problem.memory.recompute_time_us(regions, problem.liveness.op_time_ns / 1000)
     assert problem.objective_ns(regions) == round(1000 * time_us)
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten
 
-from remat._torch import UnseenMode
+from remat._torch.training import UnseenMode
 from remat.capture.schemas import makes_nothing
 from remat.cli import screen
 from remat.costing.costs import roofline_costs

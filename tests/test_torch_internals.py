@@ -1,18 +1,39 @@
-"""What training relies on that torch keeps private does what it is relied on for; what is gone is named."""
+"""What remat relies on that torch keeps private does what it is relied on for; what is gone is named."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim.optimizer import _default_to_fused_or_foreach
+from torch.torch_version import TorchVersion
 
-from remat import _torch
+from remat._torch import door, dynamo, inductor, recording, training
 from remat.errors import RematError
 
+pytestmark = [
+    pytest.mark.usefixtures("fresh_dynamo"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),  # of torch's own imports
+]
 
-class Seen(_torch.UnseenMode):
+
+@pytest.fixture
+def anew() -> Iterator[None]:
+    """Names are looked up in this test, and again after it."""
+    door.internal.cache_clear()
+    yield
+    door.internal.cache_clear()
+
+
+class Seen(training.UnseenMode):
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
@@ -22,27 +43,30 @@ class Seen(_torch.UnseenMode):
         return func(*args, **(kwargs or {}))
 
 
+# Training
+
+
 def test_fakes_are_seen() -> None:
-    assert not _torch.fakes_are_on()
+    assert not training.fakes_are_on()
     with FakeTensorMode():
-        assert _torch.fakes_are_on()
-    assert not _torch.fakes_are_on()
+        assert training.fakes_are_on()
+    assert not training.fakes_are_on()
 
 
 def test_a_mode_that_is_pushed_sees_until_it_is_popped() -> None:
     seen = Seen()
-    _torch.push_mode(seen)
+    training.push_mode(seen)
     try:
         torch.ones(1).sin()
     finally:
-        _torch.pop_mode()
+        training.pop_mode()
     torch.ones(1).cos()
     assert "aten.sin.default" in seen.names and "aten.cos.default" not in seen.names
 
 
 def test_without_modes_nobody_sees() -> None:
     with Seen() as seen:
-        with _torch.without_modes():
+        with training.without_modes():
             torch.ones(1).sin()
         torch.ones(1).cos()
     assert "aten.sin.default" not in seen.names and "aten.cos.default" in seen.names
@@ -53,19 +77,19 @@ def test_a_backward_says_whether_it_keeps_its_graph(retain: bool) -> None:
     found = []
     x = torch.ones(2, requires_grad=True)
     y = x * 2
-    y.register_hook(lambda gradient: found.append(_torch.keeps_graph()))
+    y.register_hook(lambda gradient: found.append(training.keeps_graph()))
     y.sum().backward(retain_graph=retain)
     assert found == [retain]
 
 
 def test_where_torch_does_not_say_the_graph_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
-    assert _torch.keeps_graph()
+    assert training.keeps_graph()
 
 
 def test_a_detached_tensor_shares_its_version_below_autograd() -> None:
     x = torch.ones(2)
-    with Seen(), _torch.sharing_versions():
+    with Seen(), training.sharing_versions():
         y = x.detach()
     y.add_(1)
     assert x._version == y._version == 1
@@ -74,27 +98,475 @@ def test_a_detached_tensor_shares_its_version_below_autograd() -> None:
 def test_wrappers_are_known() -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 
-    assert _torch.is_wrapper(TwoTensor(torch.ones(1), torch.ones(1))) and not _torch.is_wrapper(torch.ones(1))
+    assert training.is_wrapper(TwoTensor(torch.ones(1), torch.ones(1))) and not training.is_wrapper(torch.ones(1))
+
+
+def test_cublas_is_asked_for_its_workspaces_where_torch_knows_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[None] = []
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: asked.append(None), raising=False)
+    training.clear_cublas_workspaces()
+    monkeypatch.delattr(torch._C, "_cuda_clearCublasWorkspaces")
+    training.clear_cublas_workspaces()
+    assert asked == [None]
+
+
+# Recording
+
+
+def test_backward_says_whose_it_is() -> None:
+    found: list[int] = []
+    before = recording.next_sequence_number()
+    x = torch.ones(2, requires_grad=True).sin()
+    assert recording.next_sequence_number() == before + 1 and recording.autograd_node() is None
+    x.register_hook(lambda gradient: found.append(recording.autograd_node()._sequence_nr()))
+    x.sum().backward()
+    assert found == [before]
+
+
+def test_a_tensor_within_a_transform_is_unwrapped() -> None:
+    x, seen = torch.ones(3, 2), []
+
+    def function(row: torch.Tensor) -> torch.Tensor:
+        seen.append(recording.unwrapped(row).untyped_storage().data_ptr())
+        return row.sin()
+
+    torch.vmap(function)(x)
+    assert seen == [x.untyped_storage().data_ptr()] and recording.unwrapped(x) is x
+
+
+def test_what_is_not_to_be_traced_is_not() -> None:
+    traced: list[bool] = []
+
+    @recording.untraced
+    def beside() -> None:
+        traced.append(torch.compiler.is_compiling())
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        beside()
+        return x.sin()
+
+    torch.compile(function, backend="eager")(torch.ones(2))
+    assert traced == [False]
+
+
+def test_strides_say_a_layout() -> None:
+    x = torch.ones(2, 3, 4, 4)
+    assert recording.memory_format_of(x) is torch.contiguous_format
+    assert recording.memory_format_of(x.to(memory_format=torch.channels_last)) is torch.channels_last
+
+
+def test_the_loss_within_cross_entropy_and_functions_that_are_passed_on() -> None:
+    logits, target = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
+    found = recording.nll_loss_nd(logits.log_softmax(1), target, None, 1, -100)
+    assert torch.equal(found, torch.nn.functional.cross_entropy(logits, target))
+    assert recording.builtin_functions().gelu is torch.nn.functional.gelu
+
+
+def test_the_shape_of_grouped_products_is_asked_of_us_and_only_meanwhile() -> None:
+    asked: list[bool] = []
+
+    def shape(original: Callable[..., Any], make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        asked.append(callable(make))
+        return original(*args, **kwargs)
+
+    def product() -> torch.Size:
+        rows, experts = torch.ones(6, 8, dtype=torch.bfloat16), torch.ones(2, 8, 16, dtype=torch.bfloat16)
+        groups = torch.tensor([2, 6], dtype=torch.int32)
+        return torch.nn.functional.grouped_mm(rows, experts, offs=groups).shape
+
+    with FakeTensorMode():
+        with recording.shape_of_grouped_products(shape):
+            assert product() == (6, 16)
+        assert product() == (6, 16)
+    assert asked == [True]
+
+
+def test_optimizers_choose_kernels_for_other_tensors_and_only_meanwhile() -> None:
+    with FakeTensorMode():
+        fakes = [torch.ones(2) for _ in range(2)]
+    kind = type(fakes[0])
+
+    def chosen() -> bool:
+        return _default_to_fused_or_foreach(fakes, False, False)[1]
+
+    assert "cuda" in recording.devices_with_foreach()
+    assert not chosen()
+    with recording.foreach_takes(kind, None):
+        assert not chosen()  # on a CPU nobody does
+    with recording.foreach_takes(kind, "cpu"):
+        assert chosen() and "cpu" in recording.devices_with_foreach()
+    assert not chosen() and "cpu" not in recording.devices_with_foreach()
+
+
+# Dynamo
 
 
 @pytest.mark.filterwarnings("ignore")  # of Dynamo's own, about the break
-def test_dynamo_tells_its_callback_its_frames_and_its_breaks() -> None:
+def test_dynamo_tells_its_compiler_its_frames_and_its_breaks() -> None:
     found: list[Any] = []
 
-    @torch.compiler.disable
+    def backend(graph_module: fx.GraphModule, example_inputs: list[torch.Tensor]) -> Any:
+        return graph_module
+
+    @torch.compiler.disable(recursive=False)
     def looked(x: torch.Tensor) -> torch.Tensor:
-        found.append(_torch.frame_callback())
+        found.append(dynamo.frame_callback())
         return x
 
     def function(x: torch.Tensor) -> torch.Tensor:
         return looked(x.sin()).cos()
 
-    frames, breaks = _torch.frames_traced(), len(_torch.graph_breaks())
-    torch.compile(function, backend="eager")(torch.ones(2))
-    assert _torch.frames_traced() > frames and len(_torch.graph_breaks()) > breaks
-    assert len(found) == 1
+    frames, breaks = dynamo.frames_traced(), len(dynamo.graph_breaks())
+    torch.compile(function, backend=backend)(torch.ones(2))
+    assert dynamo.frames_traced() > frames and len(dynamo.graph_breaks()) > breaks
+    (compiler,) = map(dynamo.compiler_behind, found)
+    assert getattr(compiler, "compiler_fn", compiler) is backend
+    assert dynamo.compiler_behind(None) is None
 
 
-def test_what_is_gone_is_named_with_what_it_was_for() -> None:
-    with pytest.raises(RematError, match=r"has no torch\._C\._gone, which remat needs to tell time; use torch 2\.11"):
-        _torch._internal("_C._gone", "tell time")
+def test_dynamo_raises_an_error_of_its_own() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x
+
+    with pytest.raises(dynamo.trace_error()):
+        torch.compile(function, backend="eager", fullgraph=True)(torch.ones(2))
+
+
+def test_a_captured_graph_says_where_autocast_holds() -> None:
+    seen: list[Any] = []
+
+    def backend(graph_module: fx.GraphModule, example_inputs: list[torch.Tensor]) -> Any:
+        seen.extend(node.target for node in graph_module.graph.find_nodes(op="call_function", target=enter))
+        seen.extend(node.target for node in graph_module.graph.find_nodes(op="call_function", target=leave))
+        return graph_module
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return x @ x
+
+    enter, leave = dynamo.autocast_marks()
+    torch.compile(function, backend=backend)(torch.ones(2, 2))
+    assert seen == [enter, leave]
+
+
+def test_settings_hold_only_meanwhile() -> None:
+    before = torch._dynamo.config.recompile_limit
+    with dynamo.settings(recompile_limit=before + 1):
+        assert torch._dynamo.config.recompile_limit == before + 1
+    assert torch._dynamo.config.recompile_limit == before
+
+
+def test_predicates_are_answered_by_handlers_of_variables() -> None:
+    known, predicate = dynamo.handlers(), torch.compiler.is_compiling
+    assert known.keys() & set(dynamo.predicates()) and predicate in dynamo.predicates()
+    original = known[predicate]
+    known[predicate] = lambda variable, tx, *args, **kwargs: dynamo.constant(False)
+    try:
+        traced = torch.compile(lambda x: x + 1 if torch.compiler.is_compiling() else x - 1, backend="eager")
+        assert traced(torch.zeros(1)) == -1
+    finally:
+        known[predicate] = original
+
+
+def named(x: torch.Tensor) -> torch.Tensor:
+    return x.sin()
+
+
+def test_another_function_is_followed_and_guards_are_on_the_one_that_is_there() -> None:
+    compiled: list[fx.GraphModule] = []
+
+    def backend(graph_module: fx.GraphModule, example_inputs: list[torch.Tensor]) -> Any:
+        compiled.append(graph_module)
+        return graph_module
+
+    def instead(translator: Any, function: Any) -> Any:
+        ours = dynamo.backend_of(translator) is backend
+        assert all(map(dynamo.is_of_tensor, (v.realize() for v in translator.symbolic_locals.values() if v)))
+        return (lambda x: x.cos()) if ours and function is named else None
+
+    ours, others = (torch.compile(lambda x: named(x), backend=each) for each in (backend, "eager"))
+    x = torch.ones(2)
+    with dynamo.following(instead):
+        assert torch.equal(ours(x), x.cos()) and torch.equal(others(x), x.sin())
+    assert torch.equal(ours(x), x.cos()) and len(compiled) == 1
+
+
+def test_dynamo_follows_again_into_what_raised_while_it_was_traced() -> None:
+    """And only there: what else was compiled is not compiled anew."""
+    traced: list[int] = []
+
+    def backend(graph_module: fx.GraphModule, example_inputs: list[torch.Tensor]) -> Any:
+        traced.append(len(list(graph_module.graph.nodes)))
+        return graph_module
+
+    def inner(x: torch.Tensor, fails: bool) -> torch.Tensor:
+        if fails:
+            raise KeyError("ours")
+        return x.sin()
+
+    def function(x: torch.Tensor, fails: bool) -> torch.Tensor:
+        return inner(x.cos(), fails).tan()
+
+    ours: list[Any] = [lambda x: x.square(), function]
+    other, compiled = (torch.compile(each, backend=backend) for each in ours)
+    other(torch.ones(2))
+    traced.clear()
+    with pytest.raises(KeyError) as raised:
+        compiled(torch.ones(2), True)
+    traced.clear()
+    dynamo.try_again(raised.value)
+    compiled(torch.ones(2), False)
+    other(torch.ones(2))
+    assert traced == [5]  # x, cos, sin, tan and the output, in one graph
+
+
+# Compilers
+
+
+def joint(x: torch.Tensor) -> torch.Tensor:
+    return (x.sin() @ x).cos().sum()
+
+
+def test_aot_eager_is_given_a_partitioner() -> None:
+    split: list[fx.GraphModule] = []
+
+    def partition(graph: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        split.append(graph)
+        return inductor.min_cut(graph, inputs, **options)
+
+    x = torch.ones(2, 2, requires_grad=True)
+    torch.compile(joint, backend=inductor.aot_eager_with(partition))(x).backward()
+    assert len(split) == 1 and x.grad is not None
+    assert callable(inductor.backend_called("aot_eager"))
+
+
+def test_random_operators_of_a_joint_graph_are_known() -> None:
+    save, restore = inductor.rng_state_operators()
+    rand, cpu = torch.ops.aten.rand.default, torch.device("cpu")
+    state, drawn = save(rand, [3], device=cpu)
+    assert torch.equal(restore(state, rand, [3], device=cpu), drawn)
+
+
+def test_a_node_waits_for_another() -> None:
+    graph = fx.symbolic_trace(lambda x, y: (torch.cos(y), torch.sin(x))).graph
+    sine, cosine = (next(iter(graph.find_nodes(op="call_function", target=f))) for f in (torch.sin, torch.cos))
+    for node in graph.nodes:
+        node.meta["val"] = torch.ones(1)
+    held_back = inductor.hold_back(graph, {sine: cosine})
+    results: Any = graph.output_node().args[0]
+    assert held_back == (cosine in results[1].all_input_nodes)
+    assert held_back or TorchVersion(torch.__version__) < "2.13"
+
+
+def test_inductor_is_told_its_partitioner_and_decompositions_and_has_no_cache_meanwhile() -> None:
+    from torch._functorch import config as functorch_config
+    from torch._inductor import compile_fx
+    from torch._inductor import config as inductor_config
+
+    class Ours(inductor.partitioner_class()):  # type: ignore[misc]
+        def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+            return inductor.min_cut(gm, joint_inputs, **kwargs)
+
+        def uuid(self) -> Any:
+            return inductor.hash_of(__file__)
+
+    ours = Ours()
+    with inductor.compiling_with(ours, dict):
+        assert inductor_config.custom_partitioner_fn is ours and ours.uuid()
+        assert not functorch_config.enable_autograd_cache and compile_fx.select_decomp_table() == {}
+    assert inductor_config.custom_partitioner_fn is not ours and compile_fx.select_decomp_table()
+
+
+def test_what_inductor_decomposes_is_a_table_of_overloads() -> None:
+    for table in (inductor.decompositions(), inductor.chosen_decompositions()):
+        assert torch.ops.aten.native_layer_norm.default in table
+
+
+def test_modules_that_inductor_generates_are_handed_over_without_kernels() -> None:
+    from torch._inductor import async_compile, codecache, config
+
+    def load(*args: Any, **kwargs: Any) -> None: ...
+
+    assert inductor.hands_modules_over()
+    with inductor.loading_modules(load), inductor.kernels_compiled_by("nobody"):
+        assert codecache.PyCodeCache.load_by_key_path is load and config.force_disable_caches
+        assert async_compile.AsyncCompile == "nobody"
+    assert codecache.PyCodeCache.load_by_key_path is not load and async_compile.AsyncCompile != "nobody"
+
+
+def test_a_group_is_traced_and_compiled_and_its_results_keep_their_strides() -> None:
+    given = torch.randn(4, 6, requires_grad=True)
+    joint = inductor.joint_of(lambda x: (x.t().sin().cos(),), [given])
+    values = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
+    forward, _ = inductor.min_cut(joint, values, num_fwd_outputs=1)
+    with pytest.raises(RuntimeError, match="alias"):
+        inductor.joint_of(lambda x: (x.view(6, 4),), [given])
+    moved: list[int] = []
+
+    def load(key: str, path: str, *args: Any, **kwargs: Any) -> Any:
+        moved.append(inductor.moved_by_loops())
+        raise KeyError
+
+    with torch.no_grad():
+        (result, *_) = inductor.compiled(forward, [given])([given])
+        assert result.stride() == given.t().sin().cos().stride()
+        with inductor.loading_modules(load), pytest.raises(Exception):  # noqa: B017
+            inductor.compiled(forward, [given])
+    assert moved == [2 * given.nbytes]
+
+
+def test_inductor_takes_a_mode_and_options() -> None:
+    given = inductor.inductor_with(None, {"max_autotune": True})
+    assert getattr(given, "compiler_name", None) == "inductor"
+
+
+# What is gone
+
+GONE: dict[str, tuple[str, Callable[[], Any]]] = {
+    "_C._get_dispatch_mode": ("see whether tensors are fake", training.fakes_are_on),
+    "_C._push_on_torch_dispatch_stack": ("see what a saved node returns", lambda: training.push_mode(Seen())),
+    "_C._pop_torch_dispatch_stack": ("see what a saved node returns", training.pop_mode),
+    "utils._python_dispatch._disable_current_modes": ("copy buffers unseen", training.without_modes),
+    "_C._SetExcludeDispatchKeyGuard": ("see writes to what is kept", training.sharing_versions),
+    "utils._python_dispatch.is_traceable_wrapper_subclass": (
+        "find storages",
+        lambda: training.is_wrapper(torch.ones(1)),
+    ),
+    "_C._current_autograd_node": ("tell whose backward an operator is", recording.autograd_node),
+    "_C._autograd._get_sequence_nr": ("tell whose backward an operator is", recording.next_sequence_number),
+    "_C._functorch.is_functorch_wrapped_tensor": (
+        "find storages under torch.func",
+        lambda: recording.unwrapped(torch.ones(1)),
+    ),
+    "_disable_dynamo": ("record beside a trace", lambda: recording.untraced(print)),
+    "_prims_common.suggest_memory_format": (
+        "lay results out as kernels do",
+        lambda: recording.memory_format_of(torch.ones(1)),
+    ),
+    "_C._nn": ("find functions of layers by name", recording.builtin_functions),
+    "utils._foreach_utils._get_foreach_kernels_supported_devices": (
+        "choose an optimizer's kernels",
+        recording.devices_with_foreach,
+    ),
+    "optim.optimizer._foreach_supported_types": (
+        "choose an optimizer's kernels",
+        lambda: recording.foreach_takes(torch.Tensor, None).__enter__(),
+    ),
+    "_C._get_privateuse1_backend_name": (
+        "choose an optimizer's kernels",
+        lambda: recording.foreach_takes(torch.Tensor, None).__enter__(),
+    ),
+    "_C._dynamo.eval_frame.get_eval_frame_callback": (
+        "find the compiler that torch.compile was given",
+        dynamo.frame_callback,
+    ),
+    "_dynamo.utils.counters": ("see whether a forward was traced", dynamo.frames_traced),
+    "_dynamo.utils.graph_break_reasons": ("find the branch at which a graph broke", dynamo.graph_breaks),
+    "_dynamo.exc.TorchDynamoException": ("say why a model cannot be captured", dynamo.trace_error),
+    "amp.autocast_mode._enter_autocast": ("tell where autocast holds in a captured graph", dynamo.autocast_marks),
+    "_dynamo.config": ("capture whole graphs", dynamo.settings),
+    "_dynamo.external_utils.is_compiling": ("capture the branches of eager mode", dynamo.predicates),
+    "_dynamo.variables.TorchInGraphFunctionVariable": ("capture the branches of eager mode", dynamo.handlers),
+    "_dynamo.variables.ConstantVariable": ("capture the branches of eager mode", lambda: dynamo.constant(1)),
+    "_dynamo.variables.TensorVariable": ("capture the branches of eager mode", lambda: dynamo.is_of_tensor(1)),
+    "_dynamo.variables.UserFunctionVariable": (
+        "let a library choose its attention masks",
+        lambda: dynamo.following(lambda tx, function: None).__enter__(),
+    ),
+    "_C._dynamo.eval_frame.set_code_exec_strategy": (
+        "capture a forward again after one that raised",
+        lambda: dynamo.try_again(KeyError()),
+    ),
+    "_dynamo.backends.registry.lookup_backend": (
+        "compile a captured graph",
+        lambda: inductor.backend_called("aot_eager"),
+    ),
+    "_TorchCompileInductorWrapper": (
+        "compile with Inductor's own options",
+        lambda: inductor.inductor_with(None, {}),
+    ),
+    "_dynamo.backends.common.aot_autograd": (
+        "keep a plan's regions under aot_eager",
+        lambda: inductor.aot_eager_with(print),
+    ),
+    "_functorch.partitioners.min_cut_rematerialization_partition": (
+        "keep a plan's regions under a compiler",
+        lambda: inductor.min_cut(fx.GraphModule({}, fx.Graph()), ()),
+    ),
+    "_inductor.custom_graph_pass.CustomPartitionerFn": (
+        "keep a plan's regions under Inductor",
+        inductor.partitioner_class,
+    ),
+    "_inductor.custom_graph_pass.get_hash_for_files": ("keep a plan's regions under Inductor", inductor.hash_of),
+    "_prims.rng_prims.run_with_rng_state": ("replay compiled random operators", inductor.rng_state_operators),
+    "_inductor.decomposition.decompositions": ("tell which operators fuse", inductor.decompositions),
+    "_inductor.decomposition.select_decomp_table": (
+        "compile without wasteful decompositions",
+        inductor.chosen_decompositions,
+    ),
+    "_inductor.compile_fx.select_decomp_table": (
+        "keep a plan's regions under Inductor",
+        lambda: inductor.compiling_with(None, dict).__enter__(),
+    ),
+    "_functorch.aot_autograd.aot_export_joint_simple": (
+        "fuse groups of nodes",
+        lambda: inductor.joint_of(lambda x: (x,), ()),
+    ),
+    "_inductor.compile_fx.compile_fx_inner": (
+        "compile fused groups",
+        lambda: inductor.compiled(fx.GraphModule({}, fx.Graph()), ()),
+    ),
+    "_inductor.virtualized.V": ("know what fused groups read and write", inductor.moved_by_loops),
+    "_inductor.codecache.PyCodeCache": ("predict what Inductor allocates", inductor.hands_modules_over),
+    "_inductor.async_compile": ("predict what Inductor allocates", lambda: inductor.kernels_compiled_by(None)),
+}
+
+
+@pytest.mark.parametrize("path", GONE)
+def test_what_is_gone_is_named_with_what_it_was_for(path: str, anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    purpose, ask = GONE[path]
+    home, _, name = path.rpartition(".")
+    door.internal(path, purpose)
+    door.internal.cache_clear()
+    found = door.internal(home, purpose) if home else torch
+    monkeypatch.delattr(found, name)
+    imported = importlib.import_module
+
+    def found_elsewhere(name: str) -> Any:
+        if name == f"torch.{path}":
+            raise ImportError(name)
+        return imported(name)
+
+    monkeypatch.setattr(importlib, "import_module", found_elsewhere)
+    said = rf"torch \S+ has no torch\.{path}, which remat needs to {purpose}; use torch 2\.11 to 2\.15\."
+    with pytest.raises(RematError, match=said):
+        ask()
+
+
+def test_every_function_of_the_door_is_in_the_table() -> None:
+    """By one of the names that it asks for; `hold_back` does without."""
+    asked = {
+        name: set(re.findall(r'internal\(\s*f?"([^"]+)"', inspect.getsource(function)))
+        for module in (training, recording, dynamo, inductor)
+        for name, function in inspect.getmembers(module, inspect.isfunction)
+        if function.__module__ == module.__name__
+    }
+    assert {name for name, paths in asked.items() if paths and not paths & GONE.keys()} == {"hold_back"}
+
+
+def test_a_change_is_made_by_the_first_and_undone_by_the_last() -> None:
+    told: list[str] = []
+
+    @contextlib.contextmanager
+    def change() -> Iterator[None]:
+        told.append("made")
+        yield
+        told.append("undone")
+
+    shared = door.Shared(change)
+    for _ in range(2):
+        with shared(), shared():
+            assert told == ["made"]
+        assert told == ["made", "undone"]
+        told.clear()

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from remat.errors import PlanMismatch
 from remat.evaluation.graph import Graph
+from remat.evaluation.plan import Prediction
 from remat.execution.apply import apply, counts_of
 from remat.execution.planned_forward import OnLarger
 from remat.workload.workload import Workload
@@ -340,6 +341,40 @@ class Hooked(Transformer):
         return (out[0] * 2,)
 
 
+@dataclasses.dataclass
+class UsersCompiler:
+    """A backend of the user's own: how often it compiled, and how often what it gave has run."""
+
+    compiled: int = 0
+    ran: int = 0
+
+    def __call__(self, graph_module: torch.fx.GraphModule, example_inputs: list[Tensor]) -> Callable[..., Any]:
+        self.compiled += 1
+
+        def run(*args: Any) -> Any:
+            self.ran += 1
+            return graph_module(*args)
+
+        return run
+
+
+def test_an_error_leaves_all_that_the_user_compiled(graph: Graph) -> None:
+    """A function, and the same class of model without a plan."""
+    users = UsersCompiler()
+    ours: list[Any] = [lambda x: x.square(), built()]
+    square, twin = (torch.compile(each, backend=users) for each in ours)
+
+    def use() -> tuple[int, int]:
+        ran = users.ran
+        square(torch.ones(2))
+        twin(*batch()).backward()
+        return users.compiled, users.ran - ran
+
+    compiled, ran = use()
+    an_error_in_a_layer(apply(built(), plan_by_hand(graph, CHOICES["every-block"](graph))))
+    assert use() == (compiled, ran) and ran >= 2
+
+
 @pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
 def test_hooks_of_layers_that_the_plan_was_made_with_run_once_a_step(kind: str) -> None:
     workload = dataclasses.replace(TRANSFORMER, build=lambda: Hooked(kind))
@@ -443,7 +478,7 @@ def test_adapters_on_a_frozen_model_are_trained_as_without_a_plan(choice: str) -
 def test_a_larger_batch_is_told_its_peak(graph: Graph) -> None:
     state = {"parameters": 30, "optimizer state": 60, "buffers": 0, "gradients": 10}
     plan = plan_by_hand(graph, half_saved(graph))
-    predicted = {**plan.predicted, "peak_bytes": 2**30 + 100, "breakdown": {**state, "activations": 2**30}}
+    predicted: Prediction = {**plan.predicted, "peak_bytes": 2**30 + 100, "breakdown": {**state, "activations": 2**30}}
     model = apply(built(), dataclasses.replace(plan, predicted=predicted))
     with pytest.warns(UserWarning, match=r"will exceed the planned 1.00 GiB and be about 2.00 GiB"):
         backward(model, batch(samples=8))

@@ -3,7 +3,8 @@
 In eager mode transformers looks at the data: where nothing is padded or packed it passes no mask, which is what lets
 attention use its flash kernel. While traced, and on fake tensors, it cannot look, and builds an explicit mask: another
 kernel, and other bytes. So remat looks before the trace, at the batch that the forward is given, and answers in its
-place. On a GPU that waits for the device once per forward, as transformers does in eager mode.
+place. On a GPU that waits for the device once per forward, as transformers does in eager mode. The answers are given
+to Dynamo as it traces for us (`TracedMasks`); transformers itself stays as it is, for every thread and every compiler.
 
 Rule 1  What is known of a batch is part of what a trace was made for: the graph of a batch without padding would be
         wrong for one with it, and no guard of Dynamo's sees the difference. `GraphCalls` keeps one for each `Masks`.
@@ -11,6 +12,9 @@ Rule 2  Only a mask that the forward was given is answered for. One that the mod
         graph (`_known_ones`) and found there by `foreign_mask`: its data is not known.
 Rule 3  On fake tensors there is nothing to look at. While planning, `OnesSeen` watches the workload make its batch: a
         mask that `torch.ones` made, and that nobody wrote into, is one of ones. Any other counts as padded.
+
+Rejected: functions of ours put into transformers' module while a forward runs. Other threads saw them, and Dynamo's
+guards asked for them at every forward. Planning still does so, for a model's own, untraced forward on fake tensors.
 
 Rejected: leaving a mask of ones out of the call. Some models use it for more than attention (the load balancing loss
 of mixtures of experts, positions counted from it), and would run other kernels.
@@ -119,24 +123,55 @@ class OnesSeen(TorchDispatchMode):
 
 # While traced
 
+_MASKING, _EXPORTING = "transformers.masking_utils", "is_torchdynamo_exporting"
+
+
+def _answers_for(masks: Masks) -> dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]:
+    """What takes the place of functions that transformers' mask makers call, by name: each made of the original."""
+    found: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {_EXPORTING: lambda original: _not_exporting}
+    if not masks.packed:
+        found["find_packed_sequence_indices"] = lambda original: _nothing_packed
+    if masks.ones:
+        found |= {
+            "_ignore_causal_mask_sdpa": _for_a_mask_of_ones,
+            "_ignore_bidirectional_mask_sdpa": _for_a_mask_of_ones,
+        }
+    return found
+
+
+class TracedMasks:
+    """Lets transformers choose its masks as in eager mode while a forward is traced for batches of `masks`.
+
+    missing  functions that are to be answered for and that this version of transformers lacks; known once a mask maker
+             has called anything
+    """
+
+    def __init__(self, masks: Masks):
+        self._answers = _answers_for(masks)
+        self.missing: tuple[str, ...] = ()
+
+    def instead(self, asker: str, function: Callable[..., Any]) -> Callable[..., Any] | None:
+        """What is followed in place of `function`, which code of the module `asker` calls; None for itself."""
+        if asker != _MASKING:
+            return None
+        masking = sys.modules[_MASKING]
+        # Some versions ask in another module whether they are exported, where Dynamo's own answer is replaced.
+        self.missing = tuple(name for name in self._answers if name != _EXPORTING and not hasattr(masking, name))
+        answer = self._answers.get(function.__name__)
+        return None if answer is None else answer(function)
+
 
 @contextlib.contextmanager
 def eager_attention_masks(masks: Masks) -> Iterator[None]:
-    """Let transformers choose its attention masks as in eager mode for a batch of which `masks` is known."""
-    masking = sys.modules.get("transformers.masking_utils")
+    """Let transformers choose its masks as in eager mode in an untraced forward on fakes, for a batch of `masks`."""
+    masking = sys.modules.get(_MASKING)
     if masking is None:
         yield
         return
-    answers: dict[str, Callable[..., Any]] = {"is_torchdynamo_exporting": _not_exporting}
-    if not masks.packed:
-        answers["find_packed_sequence_indices"] = _nothing_packed
-    if masks.ones:
-        for name in ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"):
-            if (original := getattr(masking, name, None)) is not None:
-                answers[name] = _for_a_mask_of_ones(original)
-    originals = {name: getattr(masking, name) for name in answers if hasattr(masking, name)}
-    for name in originals:
-        setattr(masking, name, answers[name])
+    answers = {name: answer for name, answer in _answers_for(masks).items() if hasattr(masking, name)}
+    originals = {name: getattr(masking, name) for name in answers}
+    for name, answer in answers.items():
+        setattr(masking, name, answer(originals[name]))
     try:
         yield
     finally:
@@ -157,7 +192,7 @@ def _for_a_mask_of_ones(original: Callable[..., bool]) -> Callable[..., bool]:
     return ignore
 
 
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 def _known_ones(mask: torch.Tensor) -> torch.Tensor:
     """In a traced graph: `mask` was taken for one of ones. (Rule 2)"""
     return mask

@@ -21,21 +21,21 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
-import torch._dynamo
 from torch import fx, nn
 from torch.utils._pytree import MappingKey, tree_leaves_with_path
 
+from remat._torch.dynamo import settings, trace_error, try_again
 from remat.capture.attention_masks import (
     IsOnes,
     Masks,
+    TracedMasks,
     all_ones,
-    eager_attention_masks,
     foreign_mask,
     given_masks,
     masks_of,
 )
 from remat.capture.dynamic_shapes import has_sizes, move_sizes_first
-from remat.capture.eager_answers import Answers, answering
+from remat.capture.eager_answers import Answers, Capture, answering
 from remat.capture.grouped_products import grouped_products
 from remat.capture.higher_order_ops import open_nodes
 from remat.errors import CaptureError, RematError
@@ -116,7 +116,7 @@ class GraphCalls:
     def _traced_for(self, masks: Masks) -> Callable[..., Any]:
         """The function, traced for batches of these `masks` alone: Dynamo shares traces of equal backends."""
         if masks not in self._compiled:
-            dynamic, backend = False if self._fits is None else None, _Backend(self).compile
+            dynamic, backend = False if self._fits is None else None, _Backend(self, masks).compile
             self._compiled[masks] = torch.compile(self.function, backend=backend, dynamic=dynamic, **_ISOLATED)
         return self._compiled[masks]
 
@@ -162,8 +162,13 @@ class GraphCalls:
             self._given = []
         self._planned = self._planned.with_explicit_masks()
         self.masks = self.seen.as_planned(self._planned)
-        forget_traces()
+        self.forget()
         return self._call(args, kwargs)
+
+    def forget(self, error: BaseException | None = None) -> None:
+        """Trace anew from now on, also what Dynamo would not follow into again since `error` came out of it."""
+        self._compiled.clear()
+        try_again(error)
 
     def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Masks:
         """What a batch is, before it is run: sets `elements`, `seen` and `masks`."""
@@ -179,7 +184,6 @@ class GraphCalls:
             dynamo_settings(),
             answering(),
             grouped_products(),
-            eager_attention_masks(self.masks),
             warnings.catch_warnings(),
         ):
             # Dynamo looks at .grad of every tensor that crosses a graph break.
@@ -188,36 +192,35 @@ class GraphCalls:
             warnings.filterwarnings("ignore", message=r"Dynamo detected a call to a `functools\.lru_cache`-wrapped")
             try:
                 return self._traced_for(self.masks)(*args, **kwargs)
-            except torch._dynamo.exc.TorchDynamoException as error:
+            except trace_error() as error:
                 if isinstance(reason := getattr(error, "inner_exception", None), RematError):
                     raise reason from error
                 raise CaptureError(f"the model cannot be captured: {_first_line(error)}") from error
 
 
-class _Backend:
-    """One backend for Dynamo, equal to no other of the same `GraphCalls`."""
+class _Backend(Capture):
+    """One backend for Dynamo, for batches of some `masks`; equal to no other of the same `GraphCalls`."""
 
-    def __init__(self, calls: GraphCalls):
+    def __init__(self, calls: GraphCalls, masks: Masks):
+        self.answers = calls.answers
         self._calls = calls
+        self._masks = TracedMasks(masks)
 
-    @property
-    def answers(self) -> Answers | None:
-        return self._calls.answers
+    def instead(self, asker: str, function: Callable[..., Any]) -> Callable[..., Any] | None:
+        return self._masks.instead(asker, function)
 
     def compile(self, graph_module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        if self._masks.missing:
+            raise CaptureError(
+                f"the model makes an attention mask, and transformers.masking_utils of the transformers at hand has no "
+                f"{' and no '.join(self._masks.missing)}, which decides whether eager mode needs one; use transformers "
+                "5.17 to 5.23."
+            )
         return self._calls.compile(graph_module, example_inputs)
 
 
 def _interpreted(execute_call: ExecuteCall, graph_module: fx.GraphModule) -> Callable[..., Any]:
     return lambda call, *args: execute_call(call, graph_module, args)
-
-
-def forget_traces() -> None:
-    """Let Dynamo trace everything anew.
-
-    A function that raised while it was traced is not followed into again, and would break every later graph.
-    """
-    torch.compiler.reset()
 
 
 def drop_dead_views(graph_module: fx.GraphModule) -> None:
@@ -289,7 +292,7 @@ def dynamo_settings() -> Iterator[None]:
     Recurrent layers are followed into, and hooks that come or go between two steps are seen. What a model says through
     `logging` in its first forward is lost: there Dynamo would break the graph, and only there.
     """
-    with torch._dynamo.config.patch(
+    with settings(
         ignore_logger_methods=_Functions(
             getattr(logging.Logger, name) for name in _LOGS if hasattr(logging.Logger, name)
         ),

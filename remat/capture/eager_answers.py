@@ -27,25 +27,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch._dynamo
-import torch._utils
-from torch._dynamo.variables import ConstantVariable, TensorVariable, TorchInGraphFunctionVariable
 
-from remat.errors import CaptureError
+from remat._torch.door import Shared
+from remat._torch.dynamo import backend_of, constant, following, handlers, is_of_tensor, predicates
 
-_PREDICATES: tuple[Callable[[], bool], ...] = (
-    torch.compiler.is_compiling,
-    torch.compiler.is_dynamo_compiling,
-    torch.compiler.is_exporting,
-    torch._dynamo.external_utils.is_compiling,
-    torch._utils.is_compiling,
-)
 _BOOKS = (  # Rule 4
     "transformers.cache_utils",
     "transformers.integrations.flex_attention",  # compiles the kernel where nobody else does
@@ -87,7 +77,7 @@ class Answers:
         """Whether the question that `tx` has come to is to be answered as eager mode does; notes it."""
         name, tx = predicate.__name__, tx
         while tx is not None and _is_predicate(tx):
-            if any(isinstance(value, TensorVariable) for value in _values(tx)):  # Rule 2
+            if any(is_of_tensor(value) for value in _values(tx)):  # Rule 2
                 return False
             name, tx = tx.f_code.co_name, tx.parent
         home = tx.f_globals.get("__name__", "") if tx is not None else ""
@@ -136,52 +126,37 @@ def _frame_of(tx: Any) -> Frame:
     return str(tx.f_code.co_filename), _unresumed(tx.f_code.co_name)
 
 
-def innermost(callback: Any) -> Callable[..., Any] | None:
-    """The compiler behind a callback of Dynamo, as its frames run under; None where there is none."""
-    names = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable")  # of torch 2.13, and of older ones
-    while inside := next((getattr(callback, name) for name in names if hasattr(callback, name)), None):
-        callback = inside
-    return callback if callable(callback) else None
+class Capture:
+    """A capture as it is found while Dynamo traces for it, which is given a method of this for its backend."""
 
+    answers: Answers | None
 
-_lock = threading.Lock()
-_captures = 0
-_originals: dict[Any, Any] = {}
+    def instead(self, asker: str, function: Callable[..., Any]) -> Callable[..., Any] | None:
+        """What is followed in place of a Python function that code of the module `asker` calls; None for itself."""
+        return None
 
 
 @contextlib.contextmanager
-def answering() -> Iterator[None]:
-    """Let Dynamo put the questions of our captures to their `Answers`."""
-    global _captures
-    with _lock:
-        handlers = _handlers()
-        if _captures == 0:
-            _originals.update({predicate: handlers[predicate] for predicate in _PREDICATES if predicate in handlers})
-            handlers.update({predicate: _answered(predicate, _originals[predicate]) for predicate in _originals})
-            handlers.setdefault(torch.cuda.is_current_stream_capturing, _not_recording)
-        _captures += 1
+def _answering() -> Iterator[None]:
+    known, recording = handlers(), torch.cuda.is_current_stream_capturing
+    originals = {predicate: known[predicate] for predicate in predicates() if predicate in known}
+    known.update({predicate: _answered(predicate, original) for predicate, original in originals.items()})
+    known.setdefault(recording, _not_recording)
     try:
-        yield
+        with following(_instead):
+            yield
     finally:
-        with _lock:
-            _captures -= 1
-            if _captures == 0:
-                handlers.update(_originals)
-                _originals.clear()
-                if handlers.get(torch.cuda.is_current_stream_capturing) is _not_recording:
-                    del handlers[torch.cuda.is_current_stream_capturing]
+        known.update(originals)
+        if known.get(recording) is _not_recording:
+            del known[recording]
 
 
-def _handlers() -> dict[Any, Any]:
-    """Dynamo's handlers of functions of torch that it knows; raises CaptureError where this torch keeps none."""
-    found = getattr(TorchInGraphFunctionVariable, "_get_handlers", None)
-    handlers = found() if found is not None else None
-    if not isinstance(handlers, dict) or torch.compiler.is_compiling not in handlers:
-        raise CaptureError(
-            f"torch {torch.__version__} keeps its answer to `torch.compiler.is_compiling()` elsewhere than torch 2.11 "
-            "to 2.15 do: the eager branches of a model cannot be captured with it."
-        )
-    return handlers
+answering = Shared(_answering)  # lets Dynamo put the questions of our captures to them, and follow what they follow
+
+
+def _instead(tx: Any, function: Callable[..., Any]) -> Callable[..., Any] | None:
+    capture = _capture_of(tx)
+    return None if capture is None else capture.instead(tx.f_globals.get("__name__", ""), function)
 
 
 def _answered(predicate: Callable[[], bool], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -195,12 +170,16 @@ def _answered(predicate: Callable[[], bool], original: Callable[..., Any]) -> Ca
 
 
 def _not_recording(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:  # Rule 5
-    return ConstantVariable(False) if _answers_of(tx) is not None else None
+    return constant(False) if _answers_of(tx) is not None else None
 
 
 def _answers_of(tx: Any) -> Answers | None:
-    """The answers of the capture that `tx` traces for; None where somebody else compiles."""
-    compiler = innermost(tx.output.compiler_fn)
-    compiler = getattr(compiler, "compiler_fn", compiler)  # what `torch.compile` wraps a function in
-    answers = getattr(getattr(compiler, "__self__", None), "answers", None)
-    return answers if isinstance(answers, Answers) else None
+    """The answers of the capture that `tx` traces for; None where there are none."""
+    capture = _capture_of(tx)
+    return None if capture is None else capture.answers
+
+
+def _capture_of(tx: Any) -> Capture | None:
+    """The capture that `tx` traces for; None where somebody else compiles."""
+    capture = getattr(backend_of(tx), "__self__", None)
+    return capture if isinstance(capture, Capture) else None

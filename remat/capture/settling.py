@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch._dynamo
 from torch import nn
 
-from remat._torch import frames_traced, graph_breaks, without_modes
+from remat._torch.dynamo import frames_traced, graph_breaks
+from remat._torch.training import without_modes
 from remat.capture.eager_answers import Answers
 from remat.errors import CaptureError, RematError
 

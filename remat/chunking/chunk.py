@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 from torch.nn import functional as F
 
-from remat._torch import without_modes
+from remat._torch.training import without_modes
 from remat.capture.nodes import with_name
 from remat.chunking.chunked_loss import ChunkedLoss
 from remat.chunking.heads import CASTS, Head, find_heads, kind_of, linear_arguments, loss_arguments

@@ -29,7 +29,7 @@ from torch import Tensor, fx
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from remat._torch import fakes_are_on, keeps_graph
+from remat._torch.training import fakes_are_on, keeps_graph
 from remat.capture.nodes import autocast
 from remat.errors import RematError
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._prims_common import suggest_memory_format
 from torch.torch_version import TorchVersion
 
 import remat.cuda_kernels.stand_ins  # noqa: F401  what it defines is called through torch.ops
+from remat._torch.recording import memory_format_of, nll_loss_nd
 from remat.cuda_kernels.attention import attention, dropout
 from remat.cuda_kernels.autocast import (
     LOW_PRECISION,
@@ -87,7 +87,7 @@ def batch_norm(
         and input.shape[0] <= (880801 if training else 65535)
         and 0 < input.numel() < 2**31 - 1
     ):
-        input = input.contiguous(memory_format=suggest_memory_format(input))
+        input = input.contiguous(memory_format=memory_format_of(input))
         return aten.cudnn_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)[0]
     return function(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled)
 
@@ -122,7 +122,7 @@ def rms_norm(
     if device.autocast and RMS_NORM_IN_FLOAT32:
         input, weight = cast((input, weight), torch.float32)
     same_dtype = weight is None or weight.dtype == input.dtype
-    if same_dtype and suggest_memory_format(input) == torch.contiguous_format and not input.is_complex():
+    if same_dtype and memory_format_of(input) == torch.contiguous_format and not input.is_complex():
         return torch.ops.remat._fused_rms_norm(input, len(normalized_shape), weight)[0]
     return function(input, normalized_shape, weight, eps)
 
@@ -142,7 +142,7 @@ def cross_entropy(
         return function(*cast((input, target, weight), torch.float32), *rest)
     logs = torch.log_softmax(input, 0 if input.dim() == 1 else 1, input.dtype)
     logs, weight = cast((logs, weight), torch.float32)
-    return torch._C._nn.nll_loss_nd(logs, target, weight, *rest[:2])
+    return nll_loss_nd(logs, target, weight, *rest[:2])
 
 
 def refuse(device: Device, function: Call, *args: Any, **kwargs: Any) -> Any:

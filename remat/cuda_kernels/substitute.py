@@ -41,6 +41,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from remat._torch.dynamo import autocast_marks
+from remat._torch.recording import builtin_functions
 from remat.capture import nodes
 from remat.chunking.chunk import CHUNKED
 from remat.chunking.chunked_loss import ChunkedLoss, as_given
@@ -68,11 +70,12 @@ def substitute(
     cudnn_attention  what cuDNN's attention takes, where the device prefers it to flash attention
     """
     regions = [autocast]
+    enter, leave = autocast_marks()
     for node in graph_module.graph.nodes:
-        if node.target is torch.amp.autocast_mode._enter_autocast:
+        if node.target is enter:
             regions.append(dtype_of_region(autocast, *node.args, **node.kwargs))
             node.target = enter_autocast
-        elif node.target is torch.amp.autocast_mode._exit_autocast:
+        elif node.target is leave:
             regions.pop()
             node.target = exit_autocast
         elif node.target is nodes.autocast:
@@ -217,7 +220,7 @@ _HOMES: dict[str, Any] = {
     "torch.nn.functional": torch.nn.functional,
     "torch.Tensor": Tensor,
     "torch": torch,
-    "torch._C._nn": torch._C._nn,
+    "torch._C._nn": builtin_functions(),
     "torch.linalg": torch.linalg,
     "torch.special": torch.special,
     "torch.functional": torch.functional,

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 CHUNKS = "chunks"  # key of `Graph.about` and `Plan.about`
 FUSED = "fused"  # likewise
-WHOLE = "whole_loss_overhead"  # key of `Plan.predicted`: overhead of the plan for the step as captured, if one fits
+WHOLE: Final = (
+    "whole_loss_overhead"  # key of `Plan.predicted`: of the plan for the step as captured, if one fits
+)
 
 
 @dataclasses.dataclass(frozen=True)

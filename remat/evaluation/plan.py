@@ -16,7 +16,7 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import remat
 from remat.errors import UsageError
@@ -26,6 +26,8 @@ from remat.units import gib, ms
 
 FORMAT = "remat-plan"
 VERSION = 3
+
+Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -81,16 +83,81 @@ class RegionRef:
         return self.last.ordinal - self.first.ordinal + 1
 
 
+class AllocatorPeaks(TypedDict, total=False):
+    """What CUDA's caching allocator makes of a step, simulated under `settings`, after so many `steps`."""
+
+    requested_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    settings: str
+    steps: int
+
+
+class Prediction(TypedDict, total=False):
+    """What a plan promises of the whole step. A file of an older version may lack some of it.
+
+    peak_bytes            of the replay, or of the evaluator where nobody replayed it: `judged_by` says which
+    evaluator_peak_bytes  where the evaluator expects another: of modules, of compiled steps
+    peak_at               the operator, for a person
+    step_time_us          recomputation included; `recompute_time_us` and `overhead`, its share, are what it adds
+    breakdown             bytes at the peak, by category
+    unmeasured_kernels    how many kinds of operators have estimated times in a measured profile
+    allocator             under the settings assumed, and with or without expandable segments
+    form_time_us          what another form of the step adds, in `overhead` too: slices add, fused groups take away
+    whole_loss_overhead   of the plan for the step as captured, where one fits
+    """
+
+    peak_bytes: int
+    evaluator_peak_bytes: int
+    peak_at: str
+    judged_by: Literal["replay", "evaluator"]
+    step_time_us: float
+    recompute_time_us: float
+    overhead: float
+    recomputed_nodes: int
+    breakdown: dict[str, int]
+    unmeasured_kernels: int
+    allocator: list[AllocatorPeaks]
+    form_time_us: float
+    whole_loss_overhead: float
+
+
+class Proof(TypedDict, total=False):
+    """What a solver says of its plan.
+
+    objective_us  recomputation that the plan takes    bound_us  what no plan of the space stays below
+    gap           (objective - bound) / max(objective, 1 us); in other forms of the step than the captured one, both
+                  counted from the cheapest form
+    """
+
+    name: str
+    status: Status
+    objective_us: float
+    bound_us: float
+    gap: float
+    wall_s: float
+
+
+class SpaceSize(TypedDict, total=False):
+    """What "optimal" ranges over."""
+
+    modules: int
+    segments: int
+    saveable_nodes: int
+    nesting_depth: int
+    longest_region_segments: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """What a solver decided, for which graph and budget, and what it promises.
 
     regions       the decisions                     fingerprints  of the graph, one per call
-    about         of the Graph: workload, batch size, sequence length, dtype policy, versions
+    about         of the Graph: workload, batch size, sequence length, dtype policy, versions, and what captures and
+                  executions add; open, so that a plan of a younger remat is read and told apart by its version
     target        device planned for                costs         "measured" or "estimated"
-    budget_bytes  limit on the peak of the step     predicted     peak_bytes, step_time_us, recompute_time_us, ...
-    solver        name, status, objective_us, bound_us, gap, wall_s
-    space         what "optimal" ranges over: cuts, nesting depth, saves
+    budget_bytes  limit on the peak of the step     predicted     peak and time, and what they are made of
+    solver        which one, and what it proved    space         what "optimal" ranges over
     execution     how the step runs: "eager", "modules", "inductor", "aot_eager" (see `execution/`)
     identities    what the nodes of each graph call are known by; empty in plans of file version 1
     """
@@ -101,10 +168,10 @@ class Plan:
     target: str
     costs: str
     budget_bytes: int
-    predicted: dict[str, Any]
+    predicted: Prediction
     without_checkpointing: dict[str, Any]
-    solver: dict[str, Any]
-    space: dict[str, Any]
+    solver: Proof
+    space: SpaceSize
     execution: str = "eager"
     identities: tuple[Identity, ...] = dataclasses.field(default=(), repr=False)
 

@@ -15,6 +15,7 @@ import contextlib
 import inspect
 import itertools
 import sys
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any, Literal
@@ -23,18 +24,17 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
-from remat._torch import frame_callback, frames_traced
+from remat._torch.dynamo import compiler_behind, frame_callback, frames_traced
 from remat.capture.attention_masks import PADDING, Masks, takes_mask
 from remat.capture.circumstances import differences, given_to, hooked, state_of, versions
 from remat.capture.dynamo import (
     GraphCalls,
     SizesNotOpen,
     element_counts,
-    forget_traces,
     named_tensors,
     without_cache,
 )
-from remat.capture.eager_answers import Answers, innermost
+from remat.capture.eager_answers import Answers
 from remat.capture.settling import Before, Unsettled, complete, install_recording_hooks
 from remat.chunking.chunk import chunked_losses
 from remat.chunking.chunked_loss import Watch
@@ -101,7 +101,7 @@ class PlannedForward:
     @property
     def original(self) -> Any:
         """The forward without the plan."""
-        return self.replaced or type(self.model).forward.__get__(self.model)
+        return self.replaced or types.MethodType(type(self.model).forward, self.model)  # Dynamo follows, in 2.11 too
 
     # What libraries ask a forward: which arguments it takes, and its function without the model, to wrap and rebind.
 
@@ -229,26 +229,27 @@ class PlannedForward:
         return self._run(self._compiled[id(inner)][1], args, kwargs)
 
     def _run(self, graphs: GraphCalls, args: Any, kwargs: Any) -> Any:
-        known, traced, leave, self._mismatch = len(self._fitting), frames_traced(), False, None
+        known, traced, self._mismatch = len(self._fitting), frames_traced(), None
+        unsettled: Unsettled | None = None
         self._running = graphs
         self._before = None if self._settled or self._fitting else Before(self.model)
         self._arguments = args, kwargs
         try:
             with without_cache(self.model):
                 result = graphs(*args, **kwargs)
-        except Unsettled:
-            leave = True
+        except Unsettled as error:
+            unsettled = error
         except Exception as error:
             if frames_traced() > traced:
-                forget_traces()
+                graphs.forget(error)
             if self._mismatch is None or not is_out_of_memory(error):
                 raise
             raise self._mismatch from error
         finally:
             self._arguments = (), {}
         self._settled = True
-        if leave:
-            return self._run_completed(graphs, args, kwargs)
+        if unsettled is not None:
+            return self._run_completed(unsettled, graphs, args, kwargs)
         if self._mismatch is not None:
             raise self._mismatch
         self._compare_calls(graphs.count)
@@ -260,14 +261,14 @@ class PlannedForward:
         self._note_outputs(result, args, kwargs)
         return result
 
-    def _run_completed(self, graphs: GraphCalls, args: Any, kwargs: Any) -> Any:
+    def _run_completed(self, unsettled: Unsettled, graphs: GraphCalls, args: Any, kwargs: Any) -> Any:
         """`_run`, after the model's own forward may have completed the model."""
         assert self._before is not None
         try:
             complete(self._before, self.original, args, kwargs)
         finally:
             if not self._fitting:  # later, its guards tell what has changed
-                forget_traces()
+                graphs.forget(unsettled)
         return self._run(graphs, args, kwargs)
 
     def watch(
@@ -538,7 +539,7 @@ def _leave_trace(planned: PlannedForward, args: Any, kwargs: Any) -> Any:
 
 @torch.compiler.disable
 def _compiled_forward(planned: PlannedForward, callback: Any, args: Any, kwargs: Any) -> Any:
-    inner = innermost(callback)
+    inner = compiler_behind(callback)
     if inner is None:
         raise UsageError(f"{_COMPILES_ITSELF}.")
     return planned.run_compiled(inner, args, kwargs)

@@ -64,7 +64,7 @@ class Liveness:
         return found
 
     @functools.cached_property
-    def _reasons(self) -> tuple[dict[int, dict[int, int]], dict[int, set[tuple[int, int]]]]:
+    def reasons(self) -> tuple[dict[int, dict[int, int]], dict[int, set[tuple[int, int]]]]:
         """(segment -> storages that autograd keeps if it is plain, with release; storage -> (source, site))."""
         graph, segment = self.graph, self.segment_of_node
         packed: dict[int, dict[int, int]] = {s: {} for s in range(len(self.space.segments))}
@@ -82,7 +82,7 @@ class Liveness:
     @functools.cached_property
     def shared(self) -> dict[int, SharedStorage]:
         """Storages that several runs may want to keep; `own_bytes` has the others."""
-        packed, taken = self._reasons
+        packed, taken = self.reasons
         storages, segment = self.graph.storages, self.segment_of_node
         sites: dict[int, set[int]] = {u: {site for _, site in pairs} for u, pairs in taken.items()}
         for site, found in packed.items():
@@ -119,7 +119,7 @@ class Liveness:
     @functools.cached_property
     def own(self) -> list[list[int]]:
         """For every segment the storages made there that only its being plain keeps."""
-        packed, _ = self._reasons
+        packed, _ = self.reasons
         return [[u for u in packed[s] if self.is_own(u)] for s in range(len(self.space.segments))]
 
     @functools.cached_property

@@ -36,11 +36,15 @@ INNER_WIDTHS = (1, 2, 4)  # segments in an inner region
 PLAIN = -1  # stands for the width of what is no region
 
 
-class Problem(Liveness):
-    """The data of the program for one graph, space and budget."""
+class Problem:
+    """The data of the program for one graph, space and budget.
+
+    liveness  what may outlive its forward, and why; the same for every budget
+    """
 
     def __init__(self, graph: Graph, costs: Costs, space: Space, budget_bytes: int):
-        super().__init__(graph, costs, space)
+        self.liveness = Liveness(graph, costs, space)
+        self.graph, self.space, self.memory = graph, space, self.liveness.memory
         self.budget_bytes = budget_bytes
         self.step_time_us = costs.step_time_us(graph)
         self._run_classes: dict[tuple[int, ...], int] = {}
@@ -61,8 +65,8 @@ class Problem(Liveness):
     def __str__(self) -> str:
         regions = sum(run.region is not None for run in self.runs)
         return (
-            f"Problem: {len(self.space.segments)} segments, {regions} possible regions, {len(self.save_time_ns)} "
-            f"nodes to save, {len(self.shared)} shared storages"
+            f"Problem: {len(self.space.segments)} segments, {regions} possible regions, "
+            f"{len(self.liveness.save_time_ns)} nodes to save, {len(self.liveness.shared)} shared storages"
         )
 
     # Segments
@@ -73,7 +77,7 @@ class Problem(Liveness):
         graph = self.graph
         nodes = graph.op_node[graph.forward_end : graph.backward_end]
         last = len(self.space.segments) - 1
-        segments = np.where(nodes >= 0, self.segment_of_node[nodes], last)
+        segments = np.where(nodes >= 0, self.liveness.segment_of_node[nodes], last)
         segments = np.minimum.accumulate(segments)
         bounds = graph.forward_end + np.searchsorted(-segments, -np.arange(last + 1), side="left")
         ends = graph.forward_end + np.searchsorted(-segments, -np.arange(last + 1), side="right")
@@ -105,7 +109,7 @@ class Problem(Liveness):
 
     @functools.cached_property
     def _segment_classes(self) -> list[int]:
-        return classes(self.memory, self.space.segments, self.backward_of, self.op_time_ns, self._local_bytes)
+        return classes(self.memory, self.space.segments, self.backward_of, self.liveness.op_time_ns, self._local_bytes)
 
     def _regions(self, a: int, b: int) -> Iterator[tuple[int, Region]]:
         """The ways to execute segments a..b-1 as a region: whole (0), or as regions of `width` segments each."""
@@ -179,9 +183,9 @@ class Problem(Liveness):
     def _spare(self) -> tuple[np.ndarray, np.ndarray]:
         """For every operator of a node that may be saved its workspace, and what the node has made by then."""
         graph = self.graph
-        spare = np.where(np.isin(graph.op_node, list(self.save_time_ns)), self.memory.workspace_bytes, 0)
+        spare = np.where(np.isin(graph.op_node, list(self.liveness.save_time_ns)), self.memory.workspace_bytes, 0)
         made = np.zeros_like(spare)
-        for node, saved in self.saved_by.items():
+        for node, saved in self.liveness.saved_by.items():
             for u in saved:
                 made[graph.storages.birth[u] : graph.nodes[node].end] += graph.storages.size_bytes[u]
         return spare, made
@@ -230,13 +234,13 @@ class Problem(Liveness):
     @functools.cached_property
     def time_until(self) -> np.ndarray:
         """Time in ns of the operators before each."""
-        return np.concatenate([[0], np.cumsum(self.op_time_ns)])
+        return np.concatenate([[0], np.cumsum(self.liveness.op_time_ns)])
 
     def objective_ns(self, regions: Sequence[Region]) -> int:
         """Recompute time of a plan of this space, as the program counts it."""
         runs = self.runs_of(regions)
         saved = (v for region in regions for v in region.saved)
-        return sum(self.runs[i].time_ns for i in runs) - sum(self.save_time_ns[v] for v in saved)
+        return sum(self.runs[i].time_ns for i in runs) - sum(self.liveness.save_time_ns[v] for v in saved)
 
     # Rows
 
@@ -295,13 +299,13 @@ class Problem(Liveness):
     def _alive(self, run: Run, op: int, recomputing: bool) -> frozenset[int]:
         """Storages from before `run` that its row counts already."""
         if run.region is None:
-            packed, _ = self._reasons
-            return frozenset(u for u, release in packed[run.a].items() if release >= op and u in self.shared)
+            packed, _ = self.liveness.reasons
+            return frozenset(u for u, release in packed[run.a].items() if release >= op and u in self.liveness.shared)
         recomputation = self.memory.recomputation(run.region)
         assert recomputation is not None
         if not recomputing and op > recomputation.release:
             return frozenset()
-        return frozenset(u for u in self.memory.inputs(run.region.first, run.region.end) if u in self.shared)
+        return frozenset(u for u in self.memory.inputs(run.region.first, run.region.end) if u in self.liveness.shared)
 
     def _save_terms(self, run: Run, op: int, recomputing: bool) -> tuple[tuple[int, int], ...]:
         """What saving each node of `run` adds at this operator: all that is not made again yet."""
@@ -314,9 +318,9 @@ class Problem(Liveness):
         storages = self.graph.storages
         terms = []
         for node in range(run.region.first, run.region.end):
-            if node not in self.saved_by or node in run.never_again:
+            if node not in self.liveness.saved_by or node in run.never_again:
                 continue
-            waiting = [u for u in self.saved_by[node] if not recomputing or storages.birth[u] > op]
+            waiting = [u for u in self.liveness.saved_by[node] if not recomputing or storages.birth[u] > op]
             size = int(sum(storages.size_bytes[u] for u in waiting if storages.death[u] < self.graph.forward_end))
             record = self.graph.nodes[node]
             if recomputing and record.first <= op < record.end and not self.graph.is_made_again[op]:
@@ -339,9 +343,11 @@ class Problem(Liveness):
         def gone(found: list[int]) -> int:
             return int(sum(storages.size_bytes[u] for u in found if storages.death[u] < op))
 
-        plain = ((s, gone(found)) for s, found in enumerate(self.own))
-        saves = ((v, gone([u for u in found if self.is_own(u)])) for v, found in self.saved_by.items())
-        shared = ((k.storage, k.sites[-1]) for k in self.shared.values() if k.death < op)
+        plain = ((s, gone(found)) for s, found in enumerate(self.liveness.own))
+        saves = (
+            (v, gone([u for u in found if self.liveness.is_own(u)])) for v, found in self.liveness.saved_by.items()
+        )
+        shared = ((k.storage, k.sites[-1]) for k in self.liveness.shared.values() if k.death < op)
         return Row(
             run=None,
             op=op,

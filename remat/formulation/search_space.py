@@ -22,6 +22,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from remat.evaluation.graph import OUTSIDE, Graph, block_of
+from remat.evaluation.plan import SpaceSize
 
 DEPTH = 2  # of nesting
 LONG_LIFE = 0.3  # of the nodes
@@ -65,16 +66,16 @@ class Space:
     def _modules(self) -> frozenset[tuple[int, int]]:
         return frozenset((first, end) for first, end, _ in self.modules or ())
 
-    def about(self) -> dict[str, int]:
+    def about(self) -> SpaceSize:
         """For the plan file: what "optimal" ranges over."""
         free = sum(not segment.plain for segment in self.segments)
-        return {
-            **({} if self.modules is None else {"modules": len(self.modules)}),
+        found: SpaceSize = {
             "segments": free,
             "saveable_nodes": len(self.saveable),
             "nesting_depth": self.depth,
             "longest_region_segments": min(self.longest, len(self.segments)),
         }
+        return found if self.modules is None else {"modules": len(self.modules), **found}
 
     def stretches(self) -> Iterator[tuple[int, int]]:
         """Maximal runs [a, b) of segments that are not plain; they may span graph calls, which no region does."""

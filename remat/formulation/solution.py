@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Literal
 
 from remat.evaluation.plan import Region
+from remat.evaluation.plan import Status as Status
 
 NONE_NEEDED, TRACING_ALONE = "none needed", "tracing alone"  # solvers of plans without regions
-Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 
 
 @dataclasses.dataclass(frozen=True)

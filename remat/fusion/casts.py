@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from remat._torch import without_modes
+from remat._torch.training import without_modes
 from remat.capture.nodes import autocast, called, captured_nodes
 
 PRODUCTS = {"linear": 0, "addmm": 1}  # and which argument is the activation

@@ -18,10 +18,10 @@ import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
+from remat._torch.inductor import hands_modules_over, kernels_compiled_by, loading_modules, moved_by_loops
 from remat.errors import RematError
 
 _ALLOCATION = "empty_strided_"  # and the device
@@ -43,31 +43,23 @@ class Loaded:
 @contextlib.contextmanager
 def without_kernels() -> Iterator[Loaded]:
     """While it lasts, what Inductor compiles is for fake tensors. Raises RematError on a torch without the hook."""
-    from torch._inductor import codecache, config
-    from torch._inductor.virtualized import V
-
     loaded = Loaded()
 
     def load(key: str, path: str, linemap: Any = None, attrs: dict[str, Any] | None = None, **_: Any) -> Any:
         loaded.modules += 1
-        loaded.moved_bytes += sum(node.get_read_write_buffers_sizes() for node in V.graph.scheduler.nodes)
+        loaded.moved_bytes += moved_by_loops()
         return _load(key, path, attrs or {})
 
-    if not hasattr(codecache.PyCodeCache, "load_by_key_path"):
+    if not hands_modules_over():
         raise _unknown("has no PyCodeCache.load_by_key_path")
-    with (
-        config.patch(force_disable_caches=True, cpp_wrapper=False),
-        mock.patch.object(codecache.PyCodeCache, "load_by_key_path", load),
-    ):
+    with loading_modules(load):
         yield loaded
 
 
 def _load(key: str, path: str, attributes: dict[str, Any]) -> types.ModuleType:
-    from torch._inductor import async_compile
-
     module = types.ModuleType(f"generated_{key}")
     module.__file__ = path
-    with mock.patch.object(async_compile, "AsyncCompile", _NoKernels):
+    with kernels_compiled_by(_NoKernels):
         exec(compile(Path(path).read_text(), path, "exec"), module.__dict__)
     module.__dict__.update(attributes)
     replaced: dict[str, Callable[..., torch.Tensor]] = {

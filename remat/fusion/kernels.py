@@ -11,7 +11,6 @@ saves the same for backward, takes longer, and needs more while it runs.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import hashlib
@@ -26,7 +25,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from remat._torch import without_modes
+from remat._torch.inductor import compiled
+from remat._torch.training import without_modes
 from remat.errors import RematError
 from remat.fusion.generated_code import without_kernels
 
@@ -90,16 +90,10 @@ class Kernel:
         return lambda given: self.graph(*given)
 
     def _by_inductor(self) -> Callable[[list[Tensor]], Any]:
-        from torch._inductor.compile_fx import compile_fx_inner
-
         with without_modes(), FakeTensorMode():
             given = [empty(layout) for layout in self.given]
-        graph = copy.deepcopy(self.graph)
-        (output,) = graph.graph.find_nodes(op="output")
-        output.meta["user_visible_output_idxs"] = list(range(len(self.made)))  # whose strides are kept
         with without_modes(), torch.no_grad():
-            found: Any = compile_fx_inner(graph, given)
-        return found
+            return compiled(self.graph, given)
 
     @functools.cached_property
     def _seen(self) -> tuple[int, int]:
@@ -107,11 +101,11 @@ class Kernel:
         once = sum(map(_bytes, (*self.given, *self.made)))
         try:
             with without_kernels() as loaded:
-                compiled = self._by_inductor()
+                run = self._by_inductor()
             with without_modes(), FakeTensorMode(), torch.no_grad():
                 given = [empty(layout) for layout in self.given]
                 with _Allocations() as seen:
-                    kept = compiled(given)
+                    kept = run(given)
             made = {id(leaf.untyped_storage()): leaf.untyped_storage().nbytes() for leaf in tree_leaves(kept)}
             return max(loaded.moved_bytes, once), max(seen.most - sum(made.values()), 0)
         except RematError:

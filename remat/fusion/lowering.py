@@ -19,7 +19,8 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from remat._torch import without_modes
+from remat._torch.inductor import joint_of, min_cut
+from remat._torch.training import without_modes
 from remat.capture.schemas import is_view
 from remat.errors import RematError
 from remat.fusion.kernels import Kernel, Layout, empty
@@ -58,8 +59,6 @@ class Lowered:
 
 def lower(module: Callable[..., Sequence[Tensor]], given: Sequence[Tensor]) -> Lowered:
     """`module` for inputs like `given`, under the autocast that is on. Raises RematError where torch cannot."""
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-
     with without_modes(), saved_tensors_hooks(_same, _same), torch.enable_grad(), FakeTensorMode():
         inputs = [_like(tensor) for tensor in given]
         try:
@@ -68,7 +67,7 @@ def lower(module: Callable[..., Sequence[Tensor]], given: Sequence[Tensor]) -> L
             joint = _joint(module, inputs)
             sum_in_stages(joint)
             values = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
-            forward, backward = min_cut_rematerialization_partition(joint, values, num_fwd_outputs=count)
+            forward, backward = min_cut(joint, values, num_fwd_outputs=count)
         except Exception as error:
             raise RematError(f"a group cannot be lowered: {type(error).__name__}: {error}") from error
     tangents = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")][len(inputs) :]
@@ -82,20 +81,14 @@ def lower(module: Callable[..., Sequence[Tensor]], given: Sequence[Tensor]) -> L
 
 def _joint(module: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> fx.GraphModule:
     """Forward and backward in one graph; results are storages of their own."""
-    from torch._functorch.aot_autograd import aot_export_joint_simple
-    from torch._inductor.decomposition import select_decomp_table
 
     def apart(*given: Tensor) -> tuple[Tensor, ...]:
         return tuple(result.clone() for result in module(*given))
 
-    def traced(function: Callable[..., Sequence[Tensor]]) -> Any:
-        options: Any = {"trace_joint": True, "decompositions": select_decomp_table()}
-        return aot_export_joint_simple(function, tuple(inputs), **options)
-
     try:
-        return traced(lambda *given: tuple(module(*given)))
+        return joint_of(lambda *given: tuple(module(*given)), inputs)
     except RuntimeError:  # a result is an input, or a view (a cast to what it is already, a reshaped copy)
-        return traced(apart)
+        return joint_of(apart, inputs)
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from remat.costing.profile import Profile
 from remat.errors import Infeasible
 from remat.evaluation.breakdown import at_peak
 from remat.evaluation.graph import CALLED_MODULES, Graph
-from remat.evaluation.plan import Plan, to_refs
+from remat.evaluation.plan import Plan, Prediction, to_refs
 from remat.formulation.problem import Problem
 from remat.formulation.solution import Limits, Solution
 from remat.solvers.least_peak import LeastPeak, least_peak
@@ -59,7 +59,7 @@ def assemble(problem: Problem, solution: Solution, profile: Profile, execution: 
     graph, memory = problem.graph, problem.memory
     recompute_us = memory.recompute_time_us(solution.regions, profile.costs.per_op_us(graph))
     curve = memory.curve(solution.regions)
-    predicted: dict[str, Any] = {
+    predicted: Prediction = {
         "peak_bytes": curve.peak_bytes if solution.replayed_bytes is None else solution.replayed_bytes,
         "peak_at": where(graph, int(curve.op[curve.peak_at])),
         "step_time_us": problem.step_time_us + recompute_us,

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from remat.costing.profile import Profile
 from remat.errors import Infeasible, NoPlanInTime
 from remat.evaluation.evaluator import Memory
-from remat.evaluation.plan import Plan, from_refs
+from remat.evaluation.plan import Plan, Proof, from_refs
 from remat.formulation.solution import Solution
 from remat.reservation.allocator_settings import AllocatorSettings
 from remat.reservation.fragmentation import footprints
@@ -79,7 +79,7 @@ def _tightened(made: Plan, first: Plan) -> Plan:
     objective_us = made.solver["objective_us"]
     bound_us = min(first.solver["bound_us"], objective_us)
     gap = Solution("", "feasible", objective_us=objective_us, bound_us=bound_us).gap
-    solver = {**made.solver, "status": "feasible", "bound_us": bound_us, "gap": gap}
+    solver: Proof = {**made.solver, "status": "feasible", "bound_us": bound_us, "gap": gap}
     return dataclasses.replace(made, budget_bytes=first.budget_bytes, solver=solver)
 
 

@@ -19,7 +19,7 @@ from remat.costing.profile import Profile
 from remat.errors import Infeasible, NoPlanInTime
 from remat.evaluation.form import CAPTURED, form_of
 from remat.evaluation.graph import Graph
-from remat.evaluation.plan import Plan, Region
+from remat.evaluation.plan import Plan, Prediction, Region
 from remat.execution import executions
 from remat.execution.base import Execution
 from remat.execution.executions import EAGER
@@ -354,7 +354,7 @@ def _row(
             replayed_bytes=None if asked is None else asked.peak(problem, solution.regions),
         )
         plan = assemble(problem, proved, profile, how, asked)
-    predicted: dict[str, Any] = plan.predicted if plan is not None else {}
+    predicted: Prediction = plan.predicted if plan is not None else {}
     step_us, again_us = predicted.get("step_time_us"), predicted.get("recompute_time_us")
     samples_per_s = None
     if step_us is not None and again_us is not None:

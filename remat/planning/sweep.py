@@ -207,7 +207,7 @@ class _Trace:
         return self.problem.memory.curve(regions).peak_bytes
 
     def _again_us(self, regions: tuple[Region, ...]) -> float:
-        return self.problem.memory.recompute_time_us(regions, self.problem.op_time_ns / NS)
+        return self.problem.memory.recompute_time_us(regions, self.problem.liveness.op_time_ns / NS)
 
     def replayed(self, found: Sequence[_Solved], judge: Judge) -> list[_Solved]:
         """`found`, each under the least budget that it keeps as it runs."""

@@ -28,10 +28,10 @@ from remat.costing.profile import Profile
 from remat.errors import Infeasible, NoPlanInTime, RematError, UsageError
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.form import WHOLE, Chunk, Form, form_of
-from remat.evaluation.plan import Plan, from_refs
+from remat.evaluation.plan import Plan, Prediction, Proof, from_refs
 from remat.execution.base import Execution
 from remat.formulation.problem import Problem
-from remat.formulation.solution import Limits
+from remat.formulation.solution import Limits, Status
 from remat.planning.profiling import profile_variant
 from remat.planning.search import Judge, OnReplay
 from remat.recording.fake_step import FakeStep
@@ -322,11 +322,17 @@ def _least_budget(error: Infeasible | NoPlanInTime) -> float:
 def priced(made: Plan, variant: Variant) -> Plan:
     """A plan of a variant, its price and its bound counted from the whole step. (Rule 1)"""
     step_us = variant.untouched["step_time_us"]
-    predicted = {**made.predicted, "form_time_us": variant.extra_us}
-    predicted["overhead"] = (predicted["recompute_time_us"] + variant.extra_us) / step_us if step_us else 0.0
-    solver = {**made.solver}
-    for name in ("objective_us", "bound_us"):
-        solver[name] += variant.extra_us
+    added_us = made.predicted["recompute_time_us"] + variant.extra_us
+    predicted: Prediction = {
+        **made.predicted,
+        "form_time_us": variant.extra_us,
+        "overhead": added_us / step_us if step_us else 0.0,
+    }
+    solver: Proof = {
+        **made.solver,
+        "objective_us": made.solver["objective_us"] + variant.extra_us,
+        "bound_us": made.solver["bound_us"] + variant.extra_us,
+    }
     return dataclasses.replace(
         made,
         predicted=predicted,
@@ -340,5 +346,5 @@ def _bounded(made: Plan, bound_us: float, least_us: float) -> Plan:
     objective_us = made.solver["objective_us"]
     bound_us = min(bound_us, objective_us)
     gap = (objective_us - bound_us) / max(objective_us - least_us, 1.0)
-    status = "optimal" if gap <= Limits().gap else "feasible"
+    status: Status = "optimal" if gap <= Limits().gap else "feasible"
     return dataclasses.replace(made, solver={**made.solver, "status": status, "bound_us": bound_us, "gap": gap})

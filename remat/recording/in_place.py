@@ -31,6 +31,8 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from remat._torch.recording import autograd_node
+
 aten = torch.ops.aten
 
 _WRITES_INTO_ZEROS = {
@@ -73,7 +75,7 @@ class InPlace:
 
         birth  the operator that made the first argument's storage, negative where that was there before
         """
-        node = torch._C._current_autograd_node()
+        node = autograd_node()
         sequence = -1 if node is None else node._sequence_nr()
         if sequence != self._sequence:
             self._sequence, self._first = sequence, op

@@ -9,36 +9,21 @@ optimizers without a foreach form by default, `foreach=False`, `differentiable`,
 `capturable`, gradient clipping, averaged models.
 
 Setting `foreach` in the optimizer's groups was rejected: it repeats those rules, and says nothing of clipping.
-
-What is relied on, in torch 2.11 to 2.13: both lists of types are called `_foreach_supported_types`, and the lists of
-devices with foreach, fused and capturable kernels (`torch/utils/_foreach_utils.py`, `torch/optim/optimizer.py`) all
-name what `torch._C._get_privateuse1_backend_name()` says.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
-import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.optim import optimizer as optimizers
-from torch.utils import _foreach_utils as foreach_utils
+
+from remat._torch.recording import devices_with_foreach, foreach_takes
 
 
 @contextlib.contextmanager
 def forms_of(device_type: str, fakes_on: str) -> Iterator[None]:
     """While it lasts, torch chooses for fake tensors on `fakes_on` the form that `device_type` gives to real ones."""
-    lists: tuple[list[Any], ...] = (optimizers._foreach_supported_types, foreach_utils._foreach_supported_types)
-    spare_backend = torch._C._get_privateuse1_backend_name
-    for supported in lists:
-        supported.append(FakeTensor)
-    if device_type != fakes_on and device_type in foreach_utils._get_foreach_kernels_supported_devices():
-        torch._C._get_privateuse1_backend_name = lambda: fakes_on
-    try:
+    told = device_type != fakes_on and device_type in devices_with_foreach()
+    with foreach_takes(FakeTensor, fakes_on if told else None):
         yield
-    finally:
-        torch._C._get_privateuse1_backend_name = spare_backend
-        for supported in lists:
-            supported.remove(FakeTensor)

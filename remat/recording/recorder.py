@@ -24,6 +24,7 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
+from remat._torch.recording import autograd_node, next_sequence_number, untraced
 from remat.capture.anchors import module_path, module_paths, updates_statistics
 from remat.capture.circumstances import state_of, versions
 from remat.capture.nodes import as_function, bracket_of, called, captured_nodes, replace_target
@@ -167,7 +168,7 @@ class _Recorder(Tracker):
         """
         self._current = len(self._nodes)
         self.index[call, name] = self._current
-        self._sequence.append(torch._C._autograd._get_sequence_nr())
+        self._sequence.append(next_sequence_number())
         self._nodes.append(
             {
                 "name": name,
@@ -201,7 +202,7 @@ class _Recorder(Tracker):
         node["end"] = self.op_count
         node["single_tensor"] = isinstance(value, torch.Tensor)
         node["in_context"] = self._open > 0
-        self._sequence_after = torch._C._autograd._get_sequence_nr()
+        self._sequence_after = next_sequence_number()
         self._current = None
 
     def producer(self, tensor: Any) -> int | None:
@@ -249,10 +250,10 @@ class _Recorder(Tracker):
     def _nodes_now(self, in_forward: bool) -> int:
         if in_forward:
             return len(self._nodes) - 1 if self._current is None else self._current
-        autograd_node = torch._C._current_autograd_node()
-        if autograd_node is None or self._backward_end >= 0:
+        node = autograd_node()
+        if node is None or self._backward_end >= 0:
             return -1
-        number = autograd_node._sequence_nr()
+        number = node._sequence_nr()
         if number >= self._sequence_end:  # gradient accumulation belongs to whoever ran before
             return self._op_nodes[-1] if self.op_count - 1 > self._forward_end else len(self._nodes) - 1
         return max(bisect.bisect_right(self._sequence, number) - 1, 0)
@@ -319,7 +320,7 @@ class _Recorder(Tracker):
 
     # What autograd saves
 
-    @torch._disable_dynamo
+    @untraced
     def pack(self, tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
         """Give autograd a private copy, so that the life of the copy is the life of this save."""
         if self._current is None:
@@ -338,7 +339,7 @@ class _Recorder(Tracker):
         self._saved_tensors.append(row)
         return len(self._saved_tensors) - 1, self._copy(tensor, row, "release")
 
-    @torch._disable_dynamo
+    @untraced
     def unpack(self, packed: tuple[int, torch.Tensor]) -> torch.Tensor:
         index, copy = packed
         row = self._saved_tensors[index]
@@ -365,7 +366,7 @@ class _Recorder(Tracker):
 
     def after_forward(self) -> None:
         self._forward_end = self.op_count
-        self._sequence_end = torch._C._autograd._get_sequence_nr()
+        self._sequence_end = next_sequence_number()
 
     def after_backward(self, model: nn.Module) -> None:
         self._backward_end = self.op_count

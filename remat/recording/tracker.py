@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from remat._torch import UnseenMode
+from remat._torch.recording import memory_format_of, untraced, unwrapped
+from remat._torch.training import UnseenMode
 from remat.evaluation.graph import OpKind
 from remat.recording.in_place import InPlace
 from remat.recording.traffic import moved_bytes, workspace_bytes
@@ -122,11 +122,9 @@ class Tracker(UnseenMode):
 
     def storage_of(self, tensor: torch.Tensor) -> int:
         """Index of the storage that `tensor` refers to, FIXED for one that was there before."""
-        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # within a vmap
-            tensor = torch._C._functorch.get_unwrapped(tensor)
-        return self._ids.get(id(tensor.untyped_storage()), FIXED)
+        return self._ids.get(id(unwrapped(tensor).untyped_storage()), FIXED)
 
-    @torch._disable_dynamo  # between two graphs it would be traced itself
+    @untraced  # between two graphs it would be traced itself
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.paused:
@@ -243,7 +241,7 @@ def _as_kernel(func: Any, args: Any, out: Any) -> Any:
 def _laid_out(func: Any, args: Any, out: Any) -> Any:
     """`out` with the strides that the real CPU kernel gives it, where the fake one says otherwise."""
     if func in _FORMATS:
-        layout = suggest_memory_format(args[_FORMATS[func]])
+        layout = memory_format_of(args[_FORMATS[func]])
     elif func in _PLAIN:
         layout = torch.contiguous_format
     elif func in _AS_FIRST and args[0].shape == out.shape:

@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import cast
 
 import numpy as np
 
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import OPTIMIZER_STATE, Graph
-from remat.evaluation.plan import Region
+from remat.evaluation.plan import AllocatorPeaks, Region
 from remat.reservation.allocator_settings import AllocatorSettings
 from remat.reservation.caching_allocator import Block, CachingAllocator
 from remat.units import MIB
@@ -52,8 +52,8 @@ class Footprint:
     settings: str
     steps: int
 
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+    def to_json(self) -> AllocatorPeaks:
+        return cast(AllocatorPeaks, dataclasses.asdict(self))
 
     def with_more(self, size_bytes: int) -> Footprint:
         """As much more of each: what the lives do not show."""

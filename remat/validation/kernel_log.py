@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from remat._torch import UnseenMode
+from remat._torch.training import UnseenMode
 from remat.capture.schemas import is_view
 
 MOST_DIFFERENCES = 5

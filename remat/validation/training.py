@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from remat._torch.training import clear_cublas_workspaces
 from remat.costing.device_allocator import Measured, allocation_events, measure_peak, measure_step, time_once_us
 from remat.evaluation.plan import Plan
 from remat.execution.apply import apply
@@ -162,7 +163,7 @@ def release_memory(device: torch.device) -> None:
     """
     gc.collect()
     if device.type == "cuda":
-        torch._C._cuda_clearCublasWorkspaces()
+        clear_cublas_workspaces()
         torch.cuda.empty_cache()
 
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from remat._torch import is_wrapper
+from remat._torch.training import is_wrapper
 
 SMALLEST_BYTES = 4096  # a storage below that is no output that matters: a loss, a count
 DEEPEST = 4  # containers within one another that are looked into

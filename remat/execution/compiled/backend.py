@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from remat._torch.inductor import inductor_with
 from remat.capture.dynamo import drop_dead_views
 from remat.errors import PlanMismatch, UsageError
 from remat.evaluation.plan import Plan
@@ -65,7 +66,7 @@ def remat(
 
 def _compiler(inner: str, mode: str | None, settings: dict[str, Any]) -> str | Backend:
     if inner == INDUCTOR:
-        return torch._TorchCompileInductorWrapper(mode, settings, None)
+        return inductor_with(mode, settings)
     if inner != AOT_EAGER or mode or settings:
         unknown = f"option {next(iter(settings))!r}" if inner == AOT_EAGER and settings else f"inner {inner!r}"
         raise UsageError(f"the backend has no {unknown}; inner is {INDUCTOR!r}, or {AOT_EAGER!r} without more options.")

@@ -16,11 +16,11 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import fx
 
+from remat._torch.inductor import aot_eager_with, backend_called, chosen_decompositions, compiling_with
 from remat.capture.nodes import captured_nodes
 from remat.errors import PlanMismatch, UsageError
 from remat.evaluation.form import CAPTURED, form_of
@@ -133,20 +133,13 @@ def name_of(inner: str | Backend) -> str:
 def found_backend(inner: str | Backend) -> Backend:
     if not isinstance(inner, str):
         return inner
-    from torch._dynamo.backends.registry import lookup_backend
-
-    return lookup_backend(inner)
+    return backend_called(inner)
 
 
 def _aot_eager(graph_module: fx.GraphModule, inputs: list[Any]) -> Compiled:
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._dynamo.backends.debugging import boxed_nop
-
     from remat.execution.compiled.partitioning import partition
 
-    backend = aot_autograd(fw_compiler=boxed_nop, partition_fn=partition, keep_inference_input_mutations=True)
-    compiled: Compiled = backend(graph_module, inputs)
-    return compiled
+    return aot_eager_with(partition)(graph_module, inputs)
 
 
 @contextlib.contextmanager
@@ -155,22 +148,12 @@ def _inductor_settings() -> Iterator[None]:
 
     The decompositions in `_WASTEFUL` are left out, in forward and backward.
     """
-    from torch._functorch import config as functorch_config
-    from torch._inductor import compile_fx
-    from torch._inductor import config as inductor_config
-
     from remat.execution.compiled.partitioning import Partitioner
 
-    with (
-        functorch_config.patch(enable_autograd_cache=False),
-        inductor_config.patch(custom_partitioner_fn=Partitioner()),
-        mock.patch.object(compile_fx, "select_decomp_table", _decompositions),
-    ):
+    with compiling_with(Partitioner(), _decompositions):
         yield
 
 
 def _decompositions() -> dict[Any, Any]:
     """Inductor's, but for the wasteful ones; a function by name, since it is part of the key of a cache."""
-    from torch._inductor.decomposition import select_decomp_table
-
-    return {operator: how for operator, how in select_decomp_table().items() if operator not in _WASTEFUL}
+    return {operator: how for operator, how in chosen_decompositions().items() if operator not in _WASTEFUL}

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from remat._torch.inductor import decompositions
 from remat.costing.profile import Profile
 from remat.evaluation.graph import OpKind
 
@@ -63,13 +64,11 @@ def _fuses(kind: OpKind) -> bool:
 @functools.cache
 def _has_code(name: str) -> bool:
     """Whether Inductor generates code for an overload such as `aten.add.Tensor`, rather than call its kernel."""
-    from torch._inductor.decomposition import decompositions
-
     operator: Any = torch.ops
     for part in name.split("."):
         operator = getattr(operator, part, None)
     return isinstance(operator, torch._ops.OpOverload) and (
-        torch.Tag.pointwise in operator.tags or operator in decompositions
+        torch.Tag.pointwise in operator.tags or operator in decompositions()
     )
 
 

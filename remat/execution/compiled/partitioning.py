@@ -29,10 +29,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
-from torch.utils._ordered_set import OrderedSet
 
+from remat._torch.inductor import hash_of, hold_back, min_cut, partitioner_class
 from remat.capture.schemas import is_view
 from remat.errors import RematError
 from remat.execution.compiled.tags import RECOMPUTED, SAVED
@@ -48,7 +46,7 @@ _GRADIENTS = (
 )
 
 
-class Partitioner(CustomPartitionerFn):
+class Partitioner(partitioner_class()):  # type: ignore[misc]
     """`partition` as Inductor takes it, with Rules 3 and 4."""
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -58,13 +56,13 @@ class Partitioner(CustomPartitionerFn):
         return forward, backward
 
     def uuid(self) -> Any:
-        return get_hash_for_files((__file__,))
+        return hash_of(__file__)
 
 
 def partition(joint: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
     """(forward, backward) of a joint graph whose nodes carry tags."""
     complete_tags(joint)
-    return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+    return min_cut(joint, joint_inputs, **kwargs)
 
 
 def complete_tags(joint: fx.GraphModule) -> None:
@@ -120,19 +118,16 @@ def _is_view(node: fx.Node) -> bool:
 
 def order(backward: fx.GraphModule) -> None:
     """Apply Rule 3, where this torch can hold an operator back."""
-    try:
-        from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
-    except ImportError:
-        return
-    last, waiting = None, {}
+    last: fx.Node | None = None
+    waiting: dict[fx.Node, fx.Node] = {}
     for node in backward.graph.nodes:
         maker = node.args[0] if node.target is operator.getitem else node
         if node.meta.get("recompute") == RECOMPUTED:
             if _operator(node) in _PRODUCTS and last is not None:
-                waiting[node] = OrderedSet([last])
+                waiting[node] = last
         elif _operator(node) in _PRODUCTS or (maker is not node and _operator(maker) in _GRADIENTS):
             last = node
-    preserve_node_ordering(backward.graph, waiting)
+    hold_back(backward.graph, waiting)
     backward.recompile()
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx
-from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 
+from remat._torch.inductor import rng_state_operators
 from remat.costing.operator_timing import measured_workspaces
 from remat.evaluation.plan import RegionRef
 from remat.execution.compiled.compiling import AOT_EAGER, INDUCTOR, Compiled, compile_graph
@@ -98,10 +98,11 @@ class _CompiledTracker(Tracker):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         dispatch = super().__torch_dispatch__
-        if func is run_and_save_rng_state:
+        run_and_save, run_with = rng_state_operators()
+        if func is run_and_save:
             like = {"dtype": torch.uint8, "device": torch.device("cpu")}
             state = dispatch(torch.ops.aten.empty.memory_format, types, ([_STATE_BYTES],), like)
             return state, dispatch(args[0], types, args[1:], kwargs)
-        if func is run_with_rng_state:
+        if func is run_with:
             return dispatch(args[1], types, args[2:], kwargs)
         return dispatch(func, types, args, kwargs)

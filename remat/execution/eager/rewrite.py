@@ -29,7 +29,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from remat._torch import fakes_are_on, keeps_graph
+from remat._torch.training import fakes_are_on, keeps_graph
 from remat.capture.nodes import as_function, bracket_of, called, captured_nodes, may_draw, replace_target, with_name
 from remat.errors import RematError
 from remat.execution.eager.saving import RanAgain, Replay, Result, Save, note_versions

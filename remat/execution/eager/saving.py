@@ -25,7 +25,7 @@ from typing import Any, Self
 import torch
 from torch.utils._pytree import tree_map
 
-from remat._torch import UnseenMode, pop_mode, push_mode, sharing_versions
+from remat._torch.training import UnseenMode, pop_mode, push_mode, sharing_versions
 from remat.capture.schemas import is_seeded, makes_nothing, tensors_of, written
 from remat.errors import RematError
 

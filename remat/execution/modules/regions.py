@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from remat._torch import fakes_are_on
+from remat._torch.training import fakes_are_on
 from remat.capture.attention_masks import PADDING, all_ones, masks_of
 from remat.capture.dynamo import named_tensors, without_cache
 from remat.errors import PlanMismatch, UsageError

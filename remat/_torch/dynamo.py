@@ -1,0 +1,166 @@
+"""How forwards are captured: what Dynamo tells of its traces, and what it lets itself be told.
+
+A *translator* is what Dynamo traces one function with (`InstructionTranslator`), a *variable* what stands for a value
+while it does (`VariableTracker`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from remat._torch.door import internal
+from remat.errors import CaptureError
+
+Translator = Any
+Variable = Any
+Handler = Callable[..., Variable]
+
+# What it tells
+
+
+def frame_callback() -> Callable[..., Any] | None:
+    """What traces frames right now: a callback of the compiler that was asked for."""
+    found: Callable[..., Any] | None = internal(
+        "_C._dynamo.eval_frame.get_eval_frame_callback", "find the compiler that torch.compile was given"
+    )()
+    return found
+
+
+def compiler_behind(callback: Any) -> Callable[..., Any] | None:
+    """The compiler behind a callback of Dynamo, as its frames run under; None where there is none."""
+    names = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable")  # of torch 2.13, and of older ones
+    while inside := next((getattr(callback, name) for name in names if hasattr(callback, name)), None):
+        callback = inside
+    return callback if callable(callback) else None
+
+
+def backend_of(translator: Translator) -> Any:
+    """The function that `torch.compile` was given as its backend, for a trace that is going on."""
+    compiler = compiler_behind(translator.output.compiler_fn)
+    return getattr(compiler, "compiler_fn", compiler)  # what `torch.compile` wraps a function in
+
+
+def frames_traced() -> int:
+    """How many functions Dynamo has traced, or tried to, in this process."""
+    return int(internal("_dynamo.utils.counters", "see whether a forward was traced")["frames"]["total"])
+
+
+def graph_breaks() -> list[Any]:
+    """Where and why Dynamo broke graphs in this process, so far."""
+    found: list[Any] = internal("_dynamo.utils.graph_break_reasons", "find the branch at which a graph broke")
+    return found
+
+
+def trace_error() -> type[Exception]:
+    """What Dynamo raises where it cannot trace."""
+    found: type[Exception] = internal("_dynamo.exc.TorchDynamoException", "say why a model cannot be captured")
+    return found
+
+
+def autocast_marks() -> tuple[Any, Any]:
+    """The functions that a captured graph calls where an autocast context begins, and where one ends."""
+    purpose = "tell where autocast holds in a captured graph"
+    return (
+        internal("amp.autocast_mode._enter_autocast", purpose),
+        internal("amp.autocast_mode._exit_autocast", purpose),
+    )
+
+
+# What it is told
+
+
+def settings(**changes: Any) -> contextlib.AbstractContextManager[Any]:
+    """Dynamo's settings, changed for as long as this lasts; in every thread."""
+    found: contextlib.AbstractContextManager[Any] = internal("_dynamo.config", "capture whole graphs").patch(**changes)
+    return found
+
+
+def predicates() -> tuple[Callable[[], bool], ...]:
+    """Every function of torch that says whether it is being traced, by its own name or a library's import of it."""
+    purpose = "capture the branches of eager mode"
+    return (
+        torch.compiler.is_compiling,
+        torch.compiler.is_dynamo_compiling,
+        torch.compiler.is_exporting,
+        internal("_dynamo.external_utils.is_compiling", purpose),
+        internal("_utils.is_compiling", purpose),
+    )
+
+
+def handlers() -> dict[Any, Handler]:
+    """Dynamo's handlers of functions of torch that it answers itself; raises CaptureError where this torch has none.
+
+    A handler is called with the function's variable, the translator and the arguments; None means: not answered.
+    """
+    variable = internal("_dynamo.variables.TorchInGraphFunctionVariable", "capture the branches of eager mode")
+    found = getattr(variable, "_get_handlers", None)
+    known = found() if found is not None else None
+    if not isinstance(known, dict) or torch.compiler.is_compiling not in known:
+        raise CaptureError(
+            f"torch {torch.__version__} keeps its answer to `torch.compiler.is_compiling()` elsewhere than torch 2.11 "
+            "to 2.15 do: the eager branches of a model cannot be captured with it."
+        )
+    return known
+
+
+def constant(value: Any) -> Variable:
+    """The variable of a constant."""
+    return internal("_dynamo.variables.ConstantVariable", "capture the branches of eager mode")(value)
+
+
+def is_of_tensor(variable: Variable) -> bool:
+    """Whether a variable stands for a tensor."""
+    return isinstance(variable, internal("_dynamo.variables.TensorVariable", "capture the branches of eager mode"))
+
+
+@contextlib.contextmanager
+def following(instead: Callable[[Translator, Any], Callable[..., Any] | None]) -> Iterator[None]:
+    """While it lasts, Dynamo follows `instead(translator, function)`, unless that is None, where it would follow a
+    Python function that traced code calls. Functions themselves, and guards on them, are as before.
+    """
+    variable = internal("_dynamo.variables.UserFunctionVariable", "let a library choose its attention masks")
+    original = variable.call_function
+
+    def call_function(self: Variable, translator: Translator, *args: Any, **kwargs: Any) -> Variable:
+        other = instead(translator, self.fn)
+        if other is not None:
+            self = variable(other)
+        return original(self, translator, *args, **kwargs)
+
+    with mock.patch.object(variable, "call_function", call_function):
+        yield
+
+
+def try_again(error: BaseException | None) -> None:
+    """Let Dynamo trace what it gave up because `error` came out of it; other traces, whoever made them, stay.
+
+    A function that raises while it is traced is run untraced from then on, and every later graph would break at it.
+    Those are the functions in the error's traceback, and in those of the errors that it came of.
+    """
+    purpose = "capture a forward again after one that raised"
+    tried = internal("_dynamo.convert_frame.input_codes", purpose)
+    treat = internal("_C._dynamo.eval_frame.set_code_exec_strategy", purpose)
+    trace = internal("_C._dynamo.eval_frame._FrameAction.DEFAULT", purpose)
+    treatment = internal("_C._dynamo.eval_frame._FrameExecStrategy", purpose)(trace, trace)
+    for each in _errors_behind(error):
+        for frame, _ in traceback.walk_tb(each.__traceback__):
+            if frame.f_code in tried:
+                treat(frame.f_code, treatment)
+
+
+def _errors_behind(error: BaseException | None) -> list[BaseException]:
+    """An error, and all that it came of."""
+    found: list[BaseException] = []
+    waiting = [error]
+    while waiting:
+        each = waiting.pop()
+        if each is not None and each not in found:
+            found.append(each)
+            waiting += [each.__cause__, each.__context__]
+    return found

@@ -1,0 +1,166 @@
+"""How a compiler is given a plan: AOTAutograd's partitioner, Inductor's settings, and what Inductor generates."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx
+
+from remat._torch.door import internal
+from remat.errors import RematError
+
+Backend = Callable[..., Callable[..., Any]]
+
+# Compilers
+
+
+def backend_called(name: str) -> Backend:
+    """The backend that `torch.compile` knows under a name."""
+    found: Backend = internal("_dynamo.backends.registry.lookup_backend", "compile a captured graph")(name)
+    return found
+
+
+def inductor_with(mode: str | None, options: dict[str, Any]) -> Backend:
+    """Inductor as `torch.compile` gives it for a mode and options."""
+    found: Backend = internal("_TorchCompileInductorWrapper", "compile with Inductor's own options")(
+        mode, options, None
+    )
+    return found
+
+
+def aot_eager_with(partition: Callable[..., Any]) -> Backend:
+    """The backend "aot_eager" with another partitioner."""
+    make = internal("_dynamo.backends.common.aot_autograd", "keep a plan's regions under aot_eager")
+    runs = internal("_dynamo.backends.debugging.boxed_nop", "keep a plan's regions under aot_eager")
+    found: Backend = make(fw_compiler=runs, partition_fn=partition, keep_inference_input_mutations=True)
+    return found
+
+
+# The joint graph
+
+
+def min_cut(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+    """(forward, backward) of a joint graph, by torch's own partitioner, which reads the tags of its nodes."""
+    return internal(
+        "_functorch.partitioners.min_cut_rematerialization_partition", "keep a plan's regions under a compiler"
+    )(joint, inputs, **options)
+
+
+def partitioner_class() -> Any:
+    """What Inductor wants a partitioner to be an instance of."""
+    return internal("_inductor.custom_graph_pass.CustomPartitionerFn", "keep a plan's regions under Inductor")
+
+
+def hash_of(*files: str) -> Any:
+    """What stands for a partitioner's source in the keys of Inductor's caches."""
+    return internal("_inductor.custom_graph_pass.get_hash_for_files", "keep a plan's regions under Inductor")(files)
+
+
+def hold_back(graph: fx.Graph, waiting: Mapping[fx.Node, fx.Node]) -> bool:
+    """Let each node wait for another, which Inductor then runs first; False where this torch has no way to.
+
+    What is recomputed is then alive for longer. torch 2.11 knows the order, and has no kernel for what it puts there.
+    """
+    try:
+        order = internal("_inductor.fx_passes.control_dependencies.preserve_node_ordering", "order a backward")
+        internal("_inductor.fx_passes.control_dependencies.control_deps_eager", "order a backward")
+        ordered = internal("utils._ordered_set.OrderedSet", "order a backward")
+    except RematError:
+        return False
+    order(graph, {node: ordered([before]) for node, before in waiting.items()})
+    return True
+
+
+def rng_state_operators() -> tuple[Any, Any]:
+    """The operators of a joint graph that run another and save the generator's state, and that run one with it."""
+    purpose = "replay compiled random operators"
+    return (
+        internal("_prims.rng_prims.run_and_save_rng_state", purpose),
+        internal("_prims.rng_prims.run_with_rng_state", purpose),
+    )
+
+
+# Inductor
+
+
+def decompositions() -> Mapping[Any, Any]:
+    """What Inductor decomposes, in forward or backward."""
+    found: Mapping[Any, Any] = internal("_inductor.decomposition.decompositions", "tell which operators fuse")
+    return found
+
+
+def chosen_decompositions() -> dict[Any, Any]:
+    """What Inductor decomposes under the settings that hold."""
+    return dict(internal("_inductor.decomposition.select_decomp_table", "compile without wasteful decompositions")())
+
+
+@contextlib.contextmanager
+def compiling_with(partitioner: Any, decomposed: Callable[[], dict[Any, Any]]) -> Iterator[None]:
+    """Inductor with a partitioner and a table of decompositions of ours, and without a cache of joint graphs."""
+    purpose = "keep a plan's regions under Inductor"
+    compiler = internal("_inductor.compile_fx", purpose)
+    internal("_inductor.compile_fx.select_decomp_table", purpose)
+    with (
+        internal("_functorch.config", purpose).patch(enable_autograd_cache=False),
+        internal("_inductor.config", purpose).patch(custom_partitioner_fn=partitioner),
+        mock.patch.object(compiler, "select_decomp_table", decomposed),
+    ):
+        yield
+
+
+def hands_modules_over() -> bool:
+    """Whether what Inductor generates is loaded where `loading_modules` takes it over."""
+    return hasattr(internal("_inductor.codecache.PyCodeCache", "predict what Inductor allocates"), "load_by_key_path")
+
+
+@contextlib.contextmanager
+def loading_modules(load: Callable[..., Any]) -> Iterator[None]:
+    """While it lasts, `load(key, path, linemap, attrs)` loads what Inductor generates, and nothing is cached."""
+    purpose = "predict what Inductor allocates"
+    cache = internal("_inductor.codecache.PyCodeCache", purpose)
+    with (
+        internal("_inductor.config", purpose).patch(force_disable_caches=True, cpp_wrapper=False),
+        mock.patch.object(cache, "load_by_key_path", load),
+    ):
+        yield
+
+
+def kernels_compiled_by(compiler: Any) -> contextlib.AbstractContextManager[Any]:
+    """While it lasts, generated code that is loaded hands its kernels to `compiler` in place of `AsyncCompile`."""
+    module = internal("_inductor.async_compile", "predict what Inductor allocates")
+    found: contextlib.AbstractContextManager[Any] = mock.patch.object(module, "AsyncCompile", compiler)
+    return found
+
+
+# Groups
+
+
+def joint_of(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """Forward and backward of `function` in one graph of what Inductor decomposes to.
+
+    Raises RuntimeError where a result is an input or a view.
+    """
+    traced = internal("_functorch.aot_autograd.aot_export_joint_simple", "fuse groups of nodes")
+    found: fx.GraphModule = traced(function, tuple(inputs), trace_joint=True, decompositions=chosen_decompositions())
+    return found
+
+
+def compiled(graph_module: fx.GraphModule, given: Sequence[torch.Tensor]) -> Callable[[list[torch.Tensor]], Any]:
+    """Inductor's code for a graph of ATen operators and inputs like `given`; results lie as the graph's do."""
+    compile_inner = internal("_inductor.compile_fx.compile_fx_inner", "compile fused groups")
+    graph_module = copy.deepcopy(graph_module)
+    (output,) = graph_module.graph.find_nodes(op="output")
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+    found: Callable[[list[torch.Tensor]], Any] = compile_inner(graph_module, list(given))
+    return found
+
+
+def moved_by_loops() -> int:
+    """What the loops of the module that Inductor is generating read and write, in bytes; called while it is loaded."""
+    virtual = internal("_inductor.virtualized.V", "know what fused groups read and write")
+    return sum(node.get_read_write_buffers_sizes() for node in virtual.graph.scheduler.nodes)

@@ -1,0 +1,121 @@
+"""What fake steps and their costs need: autograd's numbers, layouts, the lists by which optimizers choose kernels."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from remat._torch.door import internal
+
+# Autograd
+
+
+def autograd_node() -> Any:
+    """The node of autograd's graph whose backward runs in this thread; None in forward."""
+    return internal("_C._current_autograd_node", "tell whose backward an operator is")()
+
+
+def next_sequence_number() -> int:
+    """The number that autograd gives to the next node of its graph that is made in this thread."""
+    return int(internal("_C._autograd._get_sequence_nr", "tell whose backward an operator is")())
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that has the storage, within a `vmap` or another transform of torch.func."""
+    is_wrapped = internal("_C._functorch.is_functorch_wrapped_tensor", "find storages under torch.func")
+    while is_wrapped(tensor):
+        tensor = internal("_C._functorch.get_unwrapped", "find storages under torch.func")(tensor)
+    return tensor
+
+
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which Dynamo does not follow into; unlike `torch.compiler.disable` this does not load Dynamo."""
+    found: Callable[..., Any] = internal("_disable_dynamo", "record beside a trace")(function)
+    return found
+
+
+# Kernels
+
+
+def memory_format_of(tensor: torch.Tensor) -> torch.memory_format:
+    """The memory format that a kernel finds in the strides of `tensor`."""
+    found: torch.memory_format = internal("_prims_common.suggest_memory_format", "lay results out as kernels do")(
+        tensor
+    )
+    return found
+
+
+def nll_loss_nd(*args: Any) -> torch.Tensor:
+    """The loss of log-probabilities that `cross_entropy` calls, with any number of dimensions."""
+    found: torch.Tensor = builtin_functions().nll_loss_nd(*args)
+    return found
+
+
+def builtin_functions() -> Any:
+    """The module of torch's functions of layers that are written in C++: `torch.nn.functional` passes them on."""
+    return internal("_C._nn", "find functions of layers by name")
+
+
+@contextlib.contextmanager
+def shape_of_grouped_products(shape: Callable[..., Any]) -> Iterator[None]:
+    """Let `shape(original, make, *args)` be torch's shape function of grouped products, in `_meta_registrations`.
+
+    original  torch's own        make  makes the result, without asking for types
+
+    Does nothing where this torch has no such function.
+    """
+    asks, makes = "_meta_grouped_mm_common", "_create_grouped_mm_output_tensor"
+    shapes = getattr(torch, "_meta_registrations", None)
+    if not (hasattr(shapes, asks) and hasattr(shapes, makes)):
+        yield
+        return
+    original = getattr(shapes, asks)
+    with mock.patch.object(shapes, asks, functools.partial(shape, original, getattr(shapes, makes))):
+        yield
+
+
+# Optimizers
+
+_CHOOSE = ("torch.optim.optimizer", "torch.utils._foreach_utils")
+
+
+def devices_with_foreach() -> list[str]:
+    """Types of the devices that have kernels for many tensors at once."""
+    return list(
+        internal("utils._foreach_utils._get_foreach_kernels_supported_devices", "choose an optimizer's kernels")()
+    )
+
+
+@contextlib.contextmanager
+def foreach_takes(kind: type[torch.Tensor], device_type: str | None) -> Iterator[None]:
+    """Let foreach, fused and capturable kernels be chosen for tensors of `kind`, and on `device_type` if there is one.
+
+    Both lists of types are called `_foreach_supported_types`; the lists of devices (`torch/utils/_foreach_utils.py`,
+    `torch/optim/optimizer.py`) all name what `torch._C._get_privateuse1_backend_name()` says. Only they are told: fake
+    tensors ask too, in torch 2.11, and look for the current CPU.
+    """
+    purpose = "choose an optimizer's kernels"
+    lists: tuple[list[Any], ...] = (
+        internal("optim.optimizer._foreach_supported_types", purpose),
+        internal("utils._foreach_utils._foreach_supported_types", purpose),
+    )
+    original = internal("_C._get_privateuse1_backend_name", purpose)
+
+    def spare_backend() -> str:
+        asks = sys._getframe(1).f_globals["__name__"]
+        return device_type if device_type is not None and asks in _CHOOSE else original()
+
+    for supported in lists:
+        supported.append(kind)
+    try:
+        with mock.patch.object(torch._C, "_get_privateuse1_backend_name", spare_backend):
+            yield
+    finally:
+        for supported in lists:
+            supported.remove(kind)

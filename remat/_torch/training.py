@@ -1,0 +1,75 @@
+"""What a planned step runs: dispatch modes, fake tensors, autograd's graph, libraries' workspaces."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from remat._torch.door import internal
+
+
+class UnseenMode(TorchDispatchMode):
+    """A dispatch mode that Dynamo must not take for a reason to fall back to eager code."""
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+def fakes_are_on() -> bool:
+    """Whether tensors are fake here, so that nothing draws random numbers."""
+    mode_of = internal("_C._get_dispatch_mode", "see whether tensors are fake")
+    return mode_of(internal("_C._TorchDispatchModeKey.FAKE", "see whether tensors are fake")) is not None
+
+
+def push_mode(mode: TorchDispatchMode) -> None:
+    """Enter a dispatch mode without what `TorchDispatchMode.__enter__` notes for Dynamo, which costs microseconds."""
+    internal("_C._push_on_torch_dispatch_stack", "see what a saved node returns")(mode)
+
+
+def pop_mode() -> None:
+    """Leave the dispatch mode entered last."""
+    internal("_C._pop_torch_dispatch_stack", "see what a saved node returns")(None)
+
+
+def without_modes() -> contextlib.AbstractContextManager[Any]:
+    """No dispatch or function mode sees what happens within."""
+    found: contextlib.AbstractContextManager[Any] = internal(
+        "utils._python_dispatch._disable_current_modes", "copy buffers unseen"
+    )()
+    return found
+
+
+def keeps_graph() -> bool:
+    """Whether the backward that is running was called with `retain_graph`. Where torch does not say: yes.
+
+    What is kept for another backward is then let go of later than it could be.
+    """
+    found = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return True if found is None else bool(found())
+
+
+def sharing_versions() -> contextlib.AbstractContextManager[Any]:
+    """Within, a tensor that is detached shares its version counter with the detached one, below autograd too."""
+    guard = internal("_C._SetExcludeDispatchKeyGuard", "see writes to what is kept")
+    found: contextlib.AbstractContextManager[Any] = guard(torch._C.DispatchKey.ADInplaceOrView, False)
+    return found
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is of a subclass that wraps others and has no storage of its own (DTensor, quantized ones)."""
+    return bool(internal("utils._python_dispatch.is_traceable_wrapper_subclass", "find storages")(tensor))
+
+
+def clear_cublas_workspaces() -> None:
+    """Let cuBLAS go of its workspaces. Where torch has no way to: they stay, and are measured as there before."""
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:
+        clear()
