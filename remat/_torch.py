@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -113,6 +114,27 @@ def frame_callback() -> Callable[..., Any] | None:
 def frames_traced() -> int:
     """How many functions Dynamo has traced, or tried to, in this process."""
     return int(_internal("_dynamo.utils.counters", "see whether a forward was traced")["frames"]["total"])
+
+
+@contextlib.contextmanager
+def left_whole(functions: Iterable[Any]) -> Iterator[None]:
+    """While it lasts, Dynamo puts calls of `functions` (classes of autograd's Function too) into graphs as they are."""
+    allowed = _internal("_dynamo.trace_rules._allowed_callable_ids", "capture Functions that cannot be traced")
+    new = [id(function) for function in functions if id(function) not in allowed]
+    for key in new:
+        allowed.add(key)
+    try:
+        yield
+    finally:
+        for key in new:
+            allowed.remove(key)
+
+
+def own_function(target: Any) -> Any:
+    """The class of autograd's Function that `target` of a node, put into a graph as it is, calls; None for others."""
+    if getattr(target, "__name__", "") != "trampoline_autograd_apply":
+        return None
+    return inspect.getclosurevars(target).nonlocals["fn_cls"]
 
 
 def graph_breaks() -> list[Any]:

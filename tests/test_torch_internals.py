@@ -95,6 +95,30 @@ def test_dynamo_tells_its_callback_its_frames_and_its_breaks() -> None:
     assert len(found) == 1
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # of Dynamo's own way with Functions
+def test_a_function_left_whole_is_a_node_that_says_which_it_is() -> None:
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return 2 * gradient
+
+    found: list[Any] = []
+
+    def backend(graph_module: torch.fx.GraphModule, inputs: Any) -> Any:
+        found.extend(_torch.own_function(node.target) for node in graph_module.graph.nodes)
+        return graph_module
+
+    for left in ([Doubled], []):
+        torch._dynamo.reset()
+        with _torch.left_whole(left):
+            torch.compile(lambda x: Doubled.apply(x).cos(), backend=backend)(torch.ones(2, requires_grad=True))
+    assert [function for function in found if function is not None] == [Doubled]
+
+
 def test_what_is_gone_is_named_with_what_it_was_for() -> None:
     with pytest.raises(RematError, match=r"has no torch\._C\._gone, which remat needs to tell time; use torch 2\.11"):
         _torch._internal("_C._gone", "tell time")
