@@ -248,12 +248,7 @@ def test_what_identifies_a_step_is_in_the_name_of_its_plan(tmp_path: Path) -> No
 
 
 def test_planning_draws_no_random_number_of_the_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def plan(workload: Any, **options: Any) -> Plan:
-        torch.rand(3)
-        graph = recorded(workload)[1]
-        return plan_by_hand(graph, every_block(graph))
-
-    monkeypatch.setattr(planner, "plan", plan)
+    monkeypatch.setattr(planner, "plan", by_hand)
     made = trainer(tmp_path)
     before = torch.get_rng_state()
     planned_trainer.plan_of(made, "1MiB", tmp_path)
@@ -268,6 +263,12 @@ def test_a_callback_takes_a_plan_or_a_budget(tmp_path: Path) -> None:
     graph = recorded(workload_of(trainer(tmp_path)))[1]
     with pytest.raises(UsageError, match="exact, cache go with budget="):
         RematCallback(plan_by_hand(graph, ()), exact=True)
+
+
+def by_hand(workload: Any, **options: Any) -> Plan:
+    torch.rand(3)
+    graph = recorded(workload)[1]
+    return plan_by_hand(graph, every_block(graph))
 
 
 # The command line
@@ -305,43 +306,57 @@ def test_a_trainer_is_planned_for_on_the_command_line(remat: Remat) -> None:
 # TRL
 
 
+Make = Callable[..., Any]
+
+
 @pytest.fixture
-def sft(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
-    """Makes an SFTTrainer with LoRA; its head multiplies tiles that suit a small vocabulary."""
+def trl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Make:
+    """Makes one of TRL's Trainers, by what its name begins with; its head has tiles that suit a small vocabulary."""
     monkeypatch.setenv("TRACKIO", "0")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trl = pytest.importorskip("trl")
-        peft = pytest.importorskip("peft")
+        library = pytest.importorskip("trl")
+        pytest.importorskip("trl.trainer.dpo_trainer")
+        pytest.importorskip("trl.trainer.reward_trainer")
     datasets = pytest.importorskip("datasets")
     tokenizers = pytest.importorskip("tokenizers")
     datasets.disable_progress_bars()
     monkeypatch.setattr("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", VOCAB // 2)
     words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, VOCAB)}}
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=model, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
     )
 
-    def make(*callbacks: Any, data: list[dict[str, Any]], **options: Any) -> Any:
-        arguments = trl.SFTConfig(str(tmp_path), gradient_checkpointing=False, **{**SETTINGS, **options})
-        return trl.SFTTrainer(
-            model=llama(),
-            args=arguments,
-            train_dataset=datasets.Dataset.from_list([{"input_ids": row["input_ids"]} for row in data]),
+    def make(
+        name: str, *callbacks: Any, data: list[dict[str, Any]], model: nn.Module | None = None, **options: Any
+    ) -> Any:
+        given = {"max_length": LENGTH, "gradient_checkpointing": False, **SETTINGS, **options}
+        adapters = given.pop("peft_config", None)
+        return getattr(library, f"{name}Trainer")(
+            model=model or llama(),
+            args=getattr(library, f"{name}Config")(str(tmp_path), **given),
+            train_dataset=datasets.Dataset.from_list(data),
             processing_class=tokenizer,
-            peft_config=peft.LoraConfig(task_type="CAUSAL_LM"),
+            peft_config=adapters,
             callbacks=list(callbacks),
         )
 
     return make
 
 
-def test_trls_sft_trainer_with_lora_trains_alike_within_the_budget(sft: Callable[..., Any], tmp_path: Path) -> None:
-    make = functools.partial(sft, data=rows(), bf16=True, gradient_accumulation_steps=2, max_length=LENGTH)
+def lora(task: str) -> Any:
+    return pytest.importorskip("peft").LoraConfig(task_type=task)
+
+
+def test_trls_sft_trainer_with_lora_trains_alike_within_the_budget(trl: Make, tmp_path: Path) -> None:
+    data = [{"input_ids": row["input_ids"]} for row in rows()]
+    options = {"bf16": True, "gradient_accumulation_steps": 2, "peft_config": lora("CAUSAL_LM")}
+    make = functools.partial(trl, "SFT", data=data, **options)
     expected = losses_of(make())
-    losses_of(make(first := RematCallback(budget="640KiB", cache=tmp_path)))
-    assert any(map(trainer_workload._has_fused_head, make().model.modules()))
+    losses_of(made := make(first := RematCallback(budget="640KiB", cache=tmp_path)))
+    assert any(map(trainer_workload._has_fused_head, made.model.modules()))
     assert first.plan is not None and first.plan.regions and len(first.plan.fingerprints) == 1
     assert first.plan.about["opaque_functions"] == ["trl.kernels.chunked_logprob:ChunkedLogProbFunction"]
 
@@ -350,3 +365,40 @@ def test_trls_sft_trainer_with_lora_trains_alike_within_the_budget(sft: Callable
     assert losses == expected and len(losses) == 2
     assert peak <= first.plan.budget_bytes
     assert peak == pytest.approx(first.plan.predicted["peak_bytes"], rel=0.005)
+
+
+def preferences(prompt: bool) -> list[dict[str, str]]:
+    torch.manual_seed(2)
+    texts = [[" ".join(f"w{i}" for i in torch.randint(3, VOCAB, (10,)).tolist()) for _ in range(3)] for _ in range(16)]
+    if prompt:
+        return [{"prompt": p, "chosen": c, "rejected": r} for p, c, r in texts]
+    return [{"chosen": f"{p} {c}", "rejected": f"{p} {r}"} for p, c, r in texts]
+
+
+@pytest.mark.parametrize("name", ["DPO", "Reward"])
+def test_trainers_of_preferences_train_alike(
+    name: str, trl: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DPO's reference is the model without its adapters, in a forward without gradients that a plan leaves alone."""
+    monkeypatch.setattr(planner, "plan", by_hand)
+
+    def make(*callbacks: Any) -> Any:
+        model = llama()
+        if name == "Reward":
+            model = transformers.LlamaForSequenceClassification(
+                type(model.config)(**{**model.config.to_dict(), "num_labels": 1})
+            )
+        adapters = lora("CAUSAL_LM") if name == "DPO" else None
+        return trl(name, *callbacks, data=preferences(name == "DPO"), model=model, bf16=True, peft_config=adapters)
+
+    expected = losses_of(make())
+    assert losses_of(made := make(callback := RematCallback(budget="1MiB", cache=tmp_path))) == expected
+    assert callback.plan is not None and len(callback.plan.fingerprints) == 1
+    assert counts_of(made.model).regions == 2 * len(callback.plan.regions) > 0
+
+
+def test_a_reference_model_of_its_own_is_refused(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    made.ref_model = llama()
+    with pytest.raises(UsageError, match=r"keeps a reference model.*train adapters \(peft_config=\)"):
+        workload_of(made)

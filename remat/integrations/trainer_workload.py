@@ -11,8 +11,8 @@ Rule 1  The model is copied, on the meta device while planning, so that the Trai
 Rule 2  The batch is the largest that is in sight: the longest rows of those looked at, as many as a device gets. Under
         fakes it has its shapes, and masks that are known to be of ones; on a device, its data.
 Rule 3  Accelerate runs the model's forward under autocast, and nothing else of the step, and hands out fp32.
-Rule 4  Trainers read numbers off tensors for their logs. Outside of the model's forward such a question is answered
-        while planning; inside, it is an error as ever.
+Rule 4  Trainers read numbers off tensors for their logs, and pick elements by a mask. Outside of the model's forward
+        the number is one while planning, and the mask picks all; inside, both are errors as ever.
 """
 
 from __future__ import annotations
@@ -85,6 +85,11 @@ def is_trainer(value: Any) -> bool:
 def _refuse(trainer: Any) -> None:
     if trainer.model is None:
         raise UsageError("this Trainer has no model yet (model_init=); give it one, or plan with a Workload.")
+    if isinstance(getattr(trainer, "ref_model", None), nn.Module):
+        raise UsageError(
+            "this Trainer keeps a reference model beside its own (ref_model), which a plan does not count: train "
+            "adapters (peft_config=), whose reference is the same model without them."
+        )
     if getattr(trainer.args, "activation_offloading", False):
         raise UsageError("activation_offloading is on, which moves what a plan would count: turn it off.")
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
@@ -95,7 +100,7 @@ def _refuse(trainer: Any) -> None:
     if trainer.args.device.type == "cuda" and any(map(_has_fused_head, trainer.model.modules())):
         raise UsageError(
             "on CUDA the head that TRL puts on this model selects tokens by their labels: a shape that depends on "
-            "data, which no plan can be made for yet. Train with transformers' own Trainer, whose loss a plan may cut in slices."
+            "data, which no plan can be made for yet. Train with transformers' own Trainer: its loss may run in slices."
         )
 
 
@@ -196,7 +201,7 @@ class _Rows:
             rows = [data[i] for i in range(0, len(data), every)]
         else:
             rows = [row for row, _ in zip(data, range(self.batch_size), strict=False)]
-        return sorted(rows, key=lambda row: -(_length(row) or 0))[: self.batch_size]
+        return sorted(rows, key=lambda row: -_size(row))[: self.batch_size]
 
     def batch(self, batch_size: int, length: int | None) -> Batch:
         """What `compute_loss` gets, the number of items in it, and what waits meanwhile; for Workload.batch."""
@@ -214,6 +219,12 @@ class _Rows:
         count = getattr(self._trainer, "_get_num_items_in_batch", None)
         items = count([inputs], torch.device("cpu")) if count else None
         return {"inputs": inputs, "items": items, "waiting": [inputs] * self._waiting}
+
+
+def _size(row: Any) -> int:
+    """How much is in a row: tokens, in whatever columns they are."""
+    values = row.values() if isinstance(row, Mapping) else ()
+    return sum(len(value) for value in values if hasattr(value, "__len__") and not isinstance(value, (str, bytes)))
 
 
 def _length(row: Any) -> int | None:
@@ -338,7 +349,7 @@ def _is_plain(value: Any) -> bool:
 
 
 class _Answers(UnseenMode):
-    """Answers who asks a fake tensor for its value with one. (Rule 4)"""
+    """Answers what depends on data that fake tensors do not have. (Rule 4)"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -349,10 +360,20 @@ class _Answers(UnseenMode):
 
     @torch._disable_dynamo
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        asked = func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor)
-        if asked and not self._silent:
-            return 1.0 if args[0].is_floating_point() else args[0].dtype != torch.bool or True
+        if self._silent or not isinstance(args[0] if args else None, FakeTensor):
+            return func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0 if args[0].dtype.is_floating_point else 1
+        if func is torch.ops.aten.index.Tensor:
+            args = (args[0], [each for index in args[1] for each in _of_all(index)], *args[2:])
         return func(*args, **(kwargs or {}))
+
+
+def _of_all(index: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """`index`; in place of a mask, the indices of everything."""
+    if index is None or index.dtype not in (torch.bool, torch.uint8):
+        return [index]
+    return [index.new_empty(index.numel(), dtype=torch.long) for _ in range(index.dim())]
 
 
 @dataclasses.dataclass
