@@ -29,7 +29,9 @@ class Scaled(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, name: str) -> tuple[torch.Tensor, None]:
         assert name == "twice"
         buffer = x.new_empty(x.shape[0], 2 * WIDTH)
-        torch.mm(x, 2 * torch.eye(WIDTH, dtype=x.dtype), out=buffer[:, :WIDTH])
+        for start in range(0, x.shape[0], 3):  # which reads the number of rows
+            rows = slice(start, start + 3)
+            torch.mm(x[rows], 2 * torch.eye(WIDTH, dtype=x.dtype), out=buffer[rows, :WIDTH])
         ctx.save_for_backward(x)
         return buffer[:, :WIDTH].contiguous(), None
 
@@ -45,8 +47,10 @@ class Model(nn.Module):
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scaled, _ = Scaled.apply(torch.tanh(self.first(x)).flatten(0, 1), "twice")
-        return self.second(torch.tanh(scaled)).sum()
+        hidden = torch.tanh(self.first(x))[:, :-1]
+        scaled, _ = Scaled.apply(hidden.flatten(0, 1), "twice")
+        positive = hidden.sum(-1) > 0
+        return self.second(torch.tanh(scaled)).sum(-1).view(positive.shape).masked_fill(~positive, 0).sum()
 
 
 def batch(samples: int, length: int | None) -> torch.Tensor:
