@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from remat.execution.apply import apply as apply
     from remat.execution.apply import remove as remove
     from remat.formulation.solution import Limits as Limits
+    from remat.integrations.trainer_workload import loop_of as loop_of
+    from remat.integrations.trainer_workload import workload_of as workload_of
     from remat.planning.planner import plan as plan
     from remat.planning.profiling import profile as profile
     from remat.validation.report import Report as Report
@@ -48,10 +50,12 @@ _HOMES = {
     "ValidationFailed": "remat.errors",
     "Workload": "remat.workload.workload",
     "apply": "remat.execution.apply",
+    "loop_of": "remat.integrations.trainer_workload",
     "plan": "remat.planning.planner",
     "profile": "remat.planning.profiling",
     "remove": "remat.execution.apply",
     "validate": "remat.validation.validating",
+    "workload_of": "remat.integrations.trainer_workload",
 }
 __all__ = list(_HOMES)
 

@@ -445,5 +445,5 @@ def test_a_model_is_captured_until_the_next_forward_traces_no_more_anew_than_eve
     monkeypatch.setattr(settling, "_captured", lambda step, traced: found.pop())
     monkeypatch.setattr(settling, "frames_traced", lambda: next(frames))
     step: Any = types.SimpleNamespace(model=nn.Linear(2, 2), forward=lambda: None)
-    settling._steady(step, frozenset())
+    settling._steady(step, Answers())
     assert len(anew) - len(found) == captures

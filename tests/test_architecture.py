@@ -45,9 +45,9 @@ ROOMS = {
         *("capture", "chunking", "costing", "evaluation", "execution", "fusion"),
         *("planning", "recording", "reservation", "solvers", "workload"),
     ),
-    "integrations": ("evaluation", "execution"),
+    "integrations": ("capture", "costing", "evaluation", "execution", "planning", "validation", "workload"),
     "cli": (
-        *("costing", "evaluation", "execution", "formulation", "models"),
+        *("costing", "evaluation", "execution", "formulation", "integrations", "models"),
         *("planning", "recording", "solvers", "validation", "workload"),
     ),
 }

@@ -14,9 +14,13 @@ import pytest
 import torch
 from torch import nn
 
+from remat.costing.device_allocator import measure_peak
 from remat.errors import PlanMismatch, UsageError
 from remat.evaluation.plan import Plan
 from remat.execution.apply import apply, counts_of, has_plan, planned_forward, remove
+from remat.models import gpt2
+from remat.validation.training import Training
+from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 from tests.test_modules import plan_of
 from tests.toys import TRANSFORMER, TRANSFORMER_BF16, Transformer, every_block, plan_by_hand, recorded, tokens
@@ -203,23 +207,75 @@ def test_another_precision_of_the_trainer_is_refused(tmp_path: Path, named_plan:
         trainer(tmp_path, named_plan, bf16=True)
 
 
-def test_a_model_made_anew_gets_its_plan_or_must_bring_it(
-    tmp_path: Path, named_plan: Plan, plans: dict[str, Plan]
-) -> None:
+def test_a_model_made_anew_gets_its_plan_or_may_bring_it(tmp_path: Path, named_plan: Plan) -> None:
     made = trainer(tmp_path, named_plan, model_init=Named)
     made.train()
     assert counts_of(made.model).regions == 2 * 4
-    from remat.integrations.transformers import RematCallback
-
     graph = recorded(Workload(**{**vars(NAMED), "name": "named-bf16", "autocast": torch.bfloat16}))[1]
     mixed = plan_by_hand(graph, every_block(graph))
-    made = trainer(tmp_path, mixed, model_init=Named, bf16=True)
-    with pytest.raises(UsageError, match=r"with model_init= call remat\.apply in that function"):
+    for model_init in (Named, lambda: apply(Named(), mixed)):
+        made = trainer(tmp_path, mixed, model_init=model_init, bf16=True)
         made.train()
-    made = trainer(tmp_path, mixed, model_init=lambda: apply(Named(), mixed), bf16=True)
-    made.train()
-    assert counts_of(made.model).regions == 2 * 4
-    assert RematCallback(mixed).plan is mixed
+        assert counts_of(made.model).regions == 2 * 4
+
+
+@pytest.fixture(scope="module")
+def by_name() -> Plan:
+    """A plan for what `--model gpt2` names, at a small size."""
+    graph = recorded(small_gpt2())[1]
+    return plan_by_hand(graph, every_block(graph))
+
+
+def small_gpt2() -> Workload:
+    pytest.importorskip("transformers")
+    made = gpt2.workload("gpt2", width=64, layers=2, heads=4, batch_size=8, positions=64, vocab=512)
+    return made.with_dtype("amp")
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_a_plan_by_name_is_for_the_step_of_the_trainer_as_it_stands(tmp_path: Path, by_name: Plan, mask: bool) -> None:
+    """The Trainer turns the cache off, counts labels for the loss, and clips; collators add a mask of ones."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    from remat.integrations.transformers import RematCallback
+
+    assert by_name.regions
+    torch.manual_seed(0)
+    columns = dict.fromkeys(("input_ids", "labels"), torch.randint(511, (16, 64)))
+    columns |= {"attention_mask": torch.ones(16, 64, dtype=torch.long)} if mask else {}
+    rows = [{name: column[i] for name, column in columns.items()} for i in range(16)]
+    arguments = transformers.TrainingArguments(
+        str(tmp_path),
+        max_steps=2,
+        per_device_train_batch_size=8,
+        bf16=True,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        dataloader_pin_memory=False,
+    )
+
+    def train(*callbacks: RematCallback) -> list[float]:
+        torch.manual_seed(0)
+        made = transformers.Trainer(small_gpt2().build(), arguments, train_dataset=rows, callbacks=list(callbacks))
+        made.train()
+        return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+
+    expected, losses = train(), []
+    peak = measure_peak(lambda: losses.extend(train(RematCallback(by_name))), torch.device("cpu"))
+    assert losses == expected and len(losses) == 2
+    assert peak == pytest.approx(peak_in_a_loop(small_gpt2(), by_name), rel=0.005)
+
+
+def peak_in_a_loop(workload: Workload, plan: Plan) -> int:
+    """Of the planned step in a loop of our own, which the prediction is held against elsewhere."""
+    training = Training(workload, torch.device("cpu"), 0, TrainingLoop())
+    training.begin_again()
+    apply(training.model, plan)
+    training.update()
+    return training.peak_of_update(1)
 
 
 # Lightning

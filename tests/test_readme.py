@@ -23,6 +23,7 @@ from remat.cli import main as cli
 from remat.evaluation.plan import Plan
 from remat.execution.apply import counts_of, planned_forward
 from remat.models import gpt2
+from remat.planning import planner
 
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
@@ -60,7 +61,9 @@ def commands() -> list[str]:
     """The command lines of the README, without comments, those in sentences too."""
     in_blocks = [line for kind, text in BLOCKS if kind == "sh" for line in text.splitlines()]
     lines = [line.split("  #")[0].strip() for line in in_blocks]
-    return [line for line in lines if line] + [code for code in INLINE if code.startswith("remat plan --model")]
+    return [line for line in lines if line] + [
+        code for code in INLINE if re.match("remat plan --(model|trainer)", code)
+    ]
 
 
 def snippets() -> list[str]:
@@ -108,6 +111,7 @@ def test_what_is_not_run_is_in_the_readme() -> None:
 def test_a_command_runs_as_written(command: str, here: Path) -> None:
     if "mine.py" in command:
         write_mine(here)
+    (here / "train.py").write_text(TRAIN)
     before = {path.name for path in here.iterdir()}
     run(command)
     for option in ("--out", "--plot", "--snapshot"):
@@ -115,7 +119,24 @@ def test_a_command_runs_as_written(command: str, here: Path) -> None:
             written = here / words[words.index(option) + 1]
             assert written.stat().st_size > 0
     if command.startswith("remat plan"):
-        assert {path.name for path in here.iterdir()} - before <= {"gpt2.plan.json", "mine.plan.json", "cache"}
+        assert {path.name for path in here.iterdir()} - before <= {
+            "gpt2.plan.json",
+            "mine.plan.json",
+            "cache",
+            *OF_TRAINER,
+        }
+
+
+TRAIN = """
+import transformers
+from tests import test_readme
+
+def make_trainer():
+    arguments = transformers.TrainingArguments("trainer", per_device_train_batch_size=test_readme.SAMPLES, use_cpu=True)
+    data = test_readme.rows(test_readme.SAMPLES)
+    return transformers.Trainer(test_readme.build_model(), arguments, train_dataset=data)
+"""
+OF_TRAINER = {"Trainer-of-GPT2LMHeadModel.plan.json", "trainer", "train.py", "__pycache__"}
 
 
 # Snippets
@@ -185,11 +206,13 @@ def trainer(snippet: str, here: Path) -> None:
         use_cpu=not torch.cuda.is_available(),
         dataloader_pin_memory=False,
     )
-    with planned() as plan:
-        model = build_model()
-        made = execute(snippet, Trainer=Trainer, model=model, arguments=arguments, data=rows(2 * SAMPLES))["trainer"]
-        made.train()
-        entered(made.model, plan, steps=2)
+    with planned() as plan, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "plan", lambda workload, **options: plan)  # test_trainers.py makes one
+        for given in (snippet, snippet.replace('budget="20GiB"', '"gpt2.plan.json"')):
+            names = {"Trainer": Trainer, "model": build_model(), "arguments": arguments, "data": rows(2 * SAMPLES)}
+            made = execute(given, **names)["trainer"]
+            made.train()
+            entered(made.model, plan, steps=2)
 
 
 def accelerated(snippet: str, here: Path) -> None:

@@ -224,6 +224,30 @@ def test_dynamo_tells_its_compiler_its_frames_and_its_breaks() -> None:
     assert dynamo.compiler_behind(None) is None
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # of Dynamo's own way with Functions
+def test_a_function_left_whole_is_a_node_that_says_which_it_is() -> None:
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return 2 * gradient
+
+    found: list[Any] = []
+
+    def backend(graph_module: torch.fx.GraphModule, inputs: Any) -> Any:
+        found.extend(dynamo.own_function(node.target) for node in graph_module.graph.nodes)
+        return graph_module
+
+    for left in ([Doubled], []):
+        torch._dynamo.reset()
+        with dynamo.left_whole(left):
+            torch.compile(lambda x: Doubled.apply(x).cos(), backend=backend)(torch.ones(2, requires_grad=True))
+    assert [function for function in found if function is not None] == [Doubled]
+
+
 def test_dynamo_raises_an_error_of_its_own() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         torch._dynamo.graph_break()
@@ -463,6 +487,10 @@ GONE: dict[str, tuple[str, Callable[[], Any]]] = {
     ),
     "_dynamo.utils.counters": ("see whether a forward was traced", dynamo.frames_traced),
     "_dynamo.utils.graph_break_reasons": ("find the branch at which a graph broke", dynamo.graph_breaks),
+    "_dynamo.trace_rules._allowed_callable_ids": (
+        "capture Functions that cannot be traced",
+        lambda: dynamo.left_whole(()).__enter__(),
+    ),
     "_dynamo.exc.TorchDynamoException": ("say why a model cannot be captured", dynamo.trace_error),
     "amp.autocast_mode._enter_autocast": ("tell where autocast holds in a captured graph", dynamo.autocast_marks),
     "_dynamo.config": ("capture whole graphs", dynamo.settings),

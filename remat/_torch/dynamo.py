@@ -7,8 +7,9 @@ while it does (`VariableTracker`).
 from __future__ import annotations
 
 import contextlib
+import inspect
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -164,3 +165,27 @@ def _errors_behind(error: BaseException | None) -> list[BaseException]:
             found.append(each)
             waiting += [each.__cause__, each.__context__]
     return found
+
+
+# Functions that are left whole
+
+
+@contextlib.contextmanager
+def left_whole(functions: Iterable[Any]) -> Iterator[None]:
+    """While it lasts, Dynamo puts calls of `functions` (classes of autograd's Function too) into graphs as they are."""
+    allowed = internal("_dynamo.trace_rules._allowed_callable_ids", "capture Functions that cannot be traced")
+    new = [id(function) for function in functions if id(function) not in allowed]
+    for key in new:
+        allowed.add(key)
+    try:
+        yield
+    finally:
+        for key in new:
+            allowed.remove(key)
+
+
+def own_function(target: Any) -> Any:
+    """The class of autograd's Function that `target` of a node, put into a graph as it is, calls; None for others."""
+    if getattr(target, "__name__", "") != "trampoline_autograd_apply":
+        return None
+    return inspect.getclosurevars(target).nonlocals["fn_cls"]

@@ -3,10 +3,14 @@
 When a second batch has another shape, Dynamo traces again with the sizes that changed as symbols, and does not trace a
 third time. Such a graph has more nodes, which compute sizes out of sizes and no tensor. A plan does not know of them:
 they are no captured nodes, and are moved in front of all others, where no region begins or ends between them and what
-takes them. Everything else is the graph that was planned for, so the kernels are too.
+takes them. One that is read off a tensor which the graph makes is computed out of the sizes that the graph is given.
+Everything else is the graph that was planned for, so the kernels are too.
 """
 
 from __future__ import annotations
+
+import operator
+from typing import Any
 
 import torch
 from torch import fx
@@ -26,19 +30,67 @@ def has_sizes(graph_module: fx.GraphModule) -> bool:
 
 
 def move_sizes_first(graph_module: fx.GraphModule) -> bool:
-    """Let sizes be computed right after the graph's inputs, in place; False where one is read off a later tensor."""
+    """Let sizes be computed right after the graph's inputs, in place; False where one cannot be."""
     graph = graph_module.graph
     first = next(node for node in graph.nodes if node.op != "placeholder")
     known = set(graph.find_nodes(op="placeholder"))
+    given = {node.meta["example_value"].node.expr: node for node in known if isinstance(_value(node), torch.SymInt)}
     for node in list(graph.nodes):
         if node.op == "placeholder" or not is_size(node):
             continue
-        if not known.issuperset(node.all_input_nodes):
+        if known.issuperset(node.all_input_nodes):
+            known.add(node)
+            if node is not first:
+                first.prepend(node)
+            else:
+                first = node.next
+            continue
+        with graph.inserting_before(first):
+            made = _computed(graph, _value(node), given)
+        if made is None:
             return False
-        known.add(node)
-        if node is not first:
-            first.prepend(node)
-        else:
-            first = node.next
+        made.meta["example_value"] = _value(node)
+        known.add(made)
+        node.replace_all_uses_with(made)
+        first = node.next if node is first else first
+        graph.erase_node(node)
     graph_module.recompile()
     return True
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta.get("example_value")
+
+
+def _computed(graph: fx.Graph, value: Any, given: dict[Any, fx.Node]) -> fx.Node | None:
+    """A node that computes the size, or the sizes, `value` out of the `given` symbols; None where it takes others."""
+    if isinstance(value, torch.Size):
+        found = [size if isinstance(size, int) else _computed(graph, size, given) for size in value]
+        return None if None in found else graph.call_function(_sizes, tuple(found))
+    if not isinstance(value, torch.SymInt):
+        return None
+    made = _of_expression(graph, value.node.expr, given)
+    return made if made is None or isinstance(made, fx.Node) else graph.call_function(int, (made,))
+
+
+def _of_expression(graph: fx.Graph, expression: Any, given: dict[Any, fx.Node]) -> fx.Node | int | None:
+    if expression in given:
+        return given[expression]
+    if expression.is_Integer:
+        return int(expression)
+    if not (expression.is_Add or expression.is_Mul):
+        return None
+    parts = [_of_expression(graph, part, given) for part in expression.args]
+    if any(part is None for part in parts):
+        return None
+    total: Any = parts[0]
+    combine = operator.add if expression.is_Add else operator.mul
+    for part in parts[1:]:
+        value = combine(*(_value(each) if isinstance(each, fx.Node) else each for each in (total, part)))
+        total = graph.call_function(combine, (total, part))
+        total.meta["example_value"] = value
+    return total
+
+
+def _sizes(*sizes: int) -> torch.Size:
+    return torch.Size(sizes)

@@ -38,6 +38,7 @@ from remat.capture.dynamic_shapes import has_sizes, move_sizes_first
 from remat.capture.eager_answers import Answers, Capture, answering
 from remat.capture.grouped_products import grouped_products
 from remat.capture.higher_order_ops import open_nodes
+from remat.capture.opaque_functions import opaque
 from remat.errors import CaptureError, RematError
 
 RECOMPILE_LIMIT = 1 << 16
@@ -184,12 +185,15 @@ class GraphCalls:
             dynamo_settings(),
             answering(),
             grouped_products(),
+            opaque(self.answers.opaque if self.answers else ()),
             warnings.catch_warnings(),
         ):
             # Dynamo looks at .grad of every tensor that crosses a graph break.
             warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
             # It follows into the functions behind caches, as it must.
             warnings.filterwarnings("ignore", message=r"Dynamo detected a call to a `functools\.lru_cache`-wrapped")
+            # It makes an object of a Function's class to trace it, and is told off by that class.
+            warnings.filterwarnings("ignore", message=r".*autograd\.function\.Function.* should not be instantiated")
             try:
                 return self._traced_for(self.masks)(*args, **kwargs)
             except trace_error() as error:

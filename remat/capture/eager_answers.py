@@ -66,11 +66,14 @@ class Question:
 class Answers:
     """Eager mode's answers for one capture, but for the askers in `traced`, who hear Dynamo's.
 
+    opaque     names of the Functions that are not traced (`opaque_functions.py`)
+
     questions  those that eager mode and Dynamo answer differently, by asker, as the capture met them
     """
 
-    def __init__(self, traced: Iterable[str] = ()):
+    def __init__(self, traced: Iterable[str] = (), opaque: Iterable[str] = ()):
         self.traced = frozenset(traced)
+        self.opaque = frozenset(opaque)
         self.questions: dict[str, Question] = {}
 
     def eager(self, tx: Any, predicate: Callable[[], bool]) -> bool:

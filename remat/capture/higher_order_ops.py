@@ -6,6 +6,7 @@ Such nodes are meant for a compiler behind Dynamo. Called as they stand they com
   its random operators and batch normalisations. Its body is put in its place: what is recomputed is the plan's to say.
 * a `torch.autograd.Function` keeps what it saves in a closure, out of reach of a region around it, in a class of its
   own for every call, which lives until the garbage collector finds it. It becomes a Function that saves for backward.
+* one that is not traced (`opaque_functions.py`) has a node that is called as all of its kind; it gets its own name.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import fx
+
+from remat._torch.dynamo import own_function
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 _FUNCTION = torch.ops.higher_order.autograd_function_apply
@@ -29,8 +32,24 @@ def open_nodes(graph_module: fx.GraphModule) -> int:
             checkpoints += 1 + _inline(graph_module, node)
         elif node.target is _FUNCTION and "saved_for_backward_idx" in node.kwargs:
             node.target = autograd_function_apply
+        elif (function := own_function(node.target)) is not None:
+            _name_function(graph_module, node, function)
     graph_module.recompile()
     return checkpoints
+
+
+def _name_function(graph_module: fx.GraphModule, node: fx.Node, function: Any) -> None:
+    """Let `node`, which calls a Function of a model's own, say which."""
+
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        return function.apply(*args, **kwargs)
+
+    apply.__name__ = apply.__qualname__ = function.__name__
+    with graph_module.graph.inserting_before(node):
+        named = graph_module.graph.call_function(apply, node.args, node.kwargs)
+    named.meta = node.meta
+    node.replace_all_uses_with(named)
+    graph_module.graph.erase_node(node)
 
 
 def _inline(graph_module: fx.GraphModule, node: fx.Node) -> int:

@@ -13,7 +13,8 @@ captured again before the plan is judged. Python's own state is not put back: a 
 Doing so always, instead of letting transformers install its hooks, was rejected for that.
 
 Settling also finds the branches of eager mode that cannot be traced (see `eager_answers.py`). A branch is suspected
-where tracing broke in it. It is given up where tracing gets further with the traced one.
+where tracing broke in it. It is given up where tracing gets further with the traced one. A Function that was not
+traced is left whole (`opaque_functions.py`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from torch import nn
 from remat._torch.dynamo import frames_traced, graph_breaks
 from remat._torch.training import without_modes
 from remat.capture.eager_answers import Answers
+from remat.capture.opaque_functions import functions_behind
 from remat.errors import CaptureError, RematError
 
 if TYPE_CHECKING:
@@ -51,11 +53,12 @@ _TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Capture:
-    """One attempt: its answers, where tracing broke, and why it failed, if it did."""
+    """One attempt: its answers, where tracing broke, Functions that ran as they stand, and why it failed, if it did."""
 
     answers: Answers
     breaks: tuple[Sequence[traceback.FrameSummary], ...]
     failure: CaptureError | None
+    functions: frozenset[str] = frozenset()
 
     def gets_further_than(self, other: _Capture) -> bool:
         if self.failure is None and other.failure is None:
@@ -67,25 +70,30 @@ def settle(step: FakeStep) -> None:
     """Bring the model of `step` to its steady state, and let its answers be such that eager branches are captured
     where they can be. Raises CaptureError where the forward cannot be captured at all.
     """
-    found = _steady(step, frozenset())
+    found = _steady(step, Answers())
+    while untraced := found.functions - found.answers.opaque:
+        other = _steady(step, Answers(opaque=found.answers.opaque | untraced))
+        if other.failure is not None:
+            break
+        found = other
     tried: set[str] = set()
     while suspects := [q for q in found.answers.suspects(found.breaks) if q.asker not in tried]:
         tried.add(suspects[-1].asker)
-        other = _steady(step, found.answers.traced | {suspects[-1].asker})
+        other = _steady(step, Answers(found.answers.traced | {suspects[-1].asker}, found.answers.opaque))
         if other.gets_further_than(found):
             found = other
     if step.calls.answers is not found.answers:
-        found = _captured(step, found.answers.traced)
+        found = _captured(step, found.answers)
     if found.failure is not None:
         raise found.failure
 
 
-def _steady(step: FakeStep, traced: frozenset[str]) -> _Capture:
+def _steady(step: FakeStep, answers: Answers) -> _Capture:
     """A capture of the model as it is when it stays as it is."""
     anew_before = -1
     for _ in range(MOST_FORWARDS):
         before = _state_of(step.model)
-        found = _captured(step, traced)
+        found = _captured(step, answers)
         if found.failure is not None:
             break
         frames = frames_traced()
@@ -97,18 +105,18 @@ def _steady(step: FakeStep, traced: frozenset[str]) -> _Capture:
     return found
 
 
-def _captured(step: FakeStep, traced: frozenset[str]) -> _Capture:
-    step.capture_anew(answers := Answers(traced))
+def _captured(step: FakeStep, answers: Answers) -> _Capture:
+    step.capture_anew(answers := Answers(answers.traced, answers.opaque))
     reasons = graph_breaks()
-    known, failure = len(reasons), None
+    known, failure, functions = len(reasons), None, frozenset[str]()
     try:
-        step.forward()
+        functions = functions_behind(step.forward())
     except CaptureError as error:
         failure = error
     breaks: list[Sequence[traceback.FrameSummary]] = [reason.user_stack for reason in reasons[known:]]
     if failure is not None and (stack := getattr(failure.__cause__, "real_stack", None)) is not None:
         breaks.append(stack)
-    return _Capture(answers, tuple(breaks), failure)
+    return _Capture(answers, tuple(breaks), failure, functions)
 
 
 def _state_of(model: nn.Module) -> list[Any]:

@@ -1,7 +1,8 @@
 """What `--model` and its options mean: a Workload, from the first of four places that knows it.
 
 1. a ready-made one, by its name (`remat.models`)
-2. `path/to/file.py:function`: a function without arguments that returns a `remat.Workload`
+2. `path/to/file.py:function`: a function without arguments that returns a `remat.Workload`, or a Trainer of
+   transformers or TRL, whose step it is then
 3. an existing folder with the `config.json` of a Hugging Face language model, causal or for masked tokens; no network
    is used
 4. the id of one on the Hugging Face hub; its configuration is fetched, its weights never
@@ -37,9 +38,11 @@ from torch import nn
 
 from remat import models
 from remat.errors import RematError, UsageError, is_out_of_memory
+from remat.integrations.trainer_workload import is_trainer, loop_of, workload_of
 from remat.models.common import padded, text_workload, transformers
 from remat.recording.fake_step import describe
 from remat.workload.optimizers import optimizer_named
+from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import DTypePolicy, Workload
 
 # What a causal language model from a configuration trains on, unless the options say otherwise.
@@ -80,8 +83,20 @@ class ModelSpec:
         if self.optimizer is not None:
             workload = dataclasses.replace(workload, optimizer=optimizer_named(self.optimizer))
         if self.dtype is not None:
+            if path is not None and is_trainer(call(path, self.model.rpartition(":")[2])):
+                raise UsageError(
+                    f"--dtype {self.dtype} was given, and the Trainer says its own precision. Leave it out."
+                )
             workload = workload.with_dtype(cast(DTypePolicy, self.dtype))
         return guarded(workload, path)
+
+    def loop(self) -> TrainingLoop:
+        """What the Trainer does around its step, where the model is a Trainer's; else the plain loop."""
+        match = None if self.model in models.REGISTRY else _FILE.fullmatch(self.model)
+        if match is None or not match["function"]:
+            return TrainingLoop()
+        made = call(Path(match["path"]).expanduser(), match["function"])
+        return loop_of(made) if is_trainer(made) else TrainingLoop()
 
     def changed(self, **options: Any) -> ModelSpec:
         """The same with those `options` that are not None."""
@@ -131,7 +146,18 @@ def find(model: str, image_size: int | None = None) -> tuple[Workload, Path | No
 
 
 def from_file(path: Path, function: str | None) -> Workload:
-    """What `function` in the Python file at `path` returns."""
+    """What `function` in the Python file at `path` returns, or the step of the Trainer that it returns."""
+    made = call(path, function)
+    if is_trainer(made):
+        with blaming(f"the Trainer of {path}:{function}", path):
+            return workload_of(made)
+    if not isinstance(made, Workload):
+        raise UsageError(f"{path}:{function} returned {_a(made)}, and must return a remat.Workload or a Trainer.")
+    return made
+
+
+def call(path: Path, function: str | None) -> Any:
+    """What `function` in the Python file at `path` returns; a Trainer is made once, for its data takes long."""
     if not path.is_file():
         raise UsageError(f"there is no file {path}.")
     if not function:
@@ -140,11 +166,16 @@ def from_file(path: Path, function: str | None) -> Workload:
     make = getattr(module, function, None)
     if not callable(make):
         raise UsageError(f"{path} has no function {function!r}{_functions_of(module, function)}")
-    with blaming(f"{path}:{function}", path):
-        workload = make()
-    if not isinstance(workload, Workload):
-        raise UsageError(f"{path}:{function} returned {_a(workload)}, and must return a remat.Workload.")
-    return workload
+    if make not in _TRAINERS:
+        with blaming(f"{path}:{function}", path):
+            made = make()
+        if not is_trainer(made):
+            return made
+        _TRAINERS[make] = made
+    return _TRAINERS[make]
+
+
+_TRAINERS: dict[Callable[[], Any], Any] = {}
 
 
 _LOADED: dict[Path, tuple[int, types.ModuleType]] = {}  # what `load` executed, with the time at which it was written

@@ -12,9 +12,7 @@ from typing import Any, Final
 
 CHUNKS = "chunks"  # key of `Graph.about` and `Plan.about`
 FUSED = "fused"  # likewise
-WHOLE: Final = (
-    "whole_loss_overhead"  # key of `Plan.predicted`: of the plan for the step as captured, if one fits
-)
+WHOLE: Final = "whole_loss_overhead"  # key of `Plan.predicted`: of the plan for the step as captured, if one fits
 
 
 @dataclasses.dataclass(frozen=True)

@@ -175,7 +175,7 @@ class PlannedForward:
     def _traced(self, **given: Any) -> GraphCalls:
         """The forward, traced under the answers and for the masks that the plan was made with."""
         traced = self.plan.about.get("traced_branches")
-        answers = None if traced is None else Answers(traced)
+        answers = None if traced is None else Answers(traced, self.plan.about.get("opaque_functions", ()))
         change = None if form_of(self.plan.about) == CAPTURED else self._formed
         return GraphCalls(self.original, answers=answers, planned=self._planned_masks, change=change, **given)
 

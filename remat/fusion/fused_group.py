@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.autograd import Function
 
 from remat.errors import RematError
-from remat.fusion.kernels import empty, layout_of
+from remat.fusion.kernels import are_interpreted, empty, layout_of
 from remat.fusion.lowering import Lowered, lower
 
 _LOWERED: dict[tuple[Any, ...], Lowered | None] = {}
@@ -73,7 +73,7 @@ class FusedGroup:
         """
         if not any(isinstance(value, Tensor) and value.requires_grad for value in given):
             return None
-        key = (self._content, _autocast(given), *map(_described, given))
+        key = (self._content, are_interpreted(), _autocast(given), *map(_described, given))
         if key not in _LOWERED:
             try:
                 _LOWERED[key] = lower(self._bound(given), [value for value in given if isinstance(value, Tensor)])

@@ -47,6 +47,10 @@ def interpreted() -> Iterator[None]:
         _is_interpreted = before
 
 
+def are_interpreted() -> bool:
+    return _is_interpreted
+
+
 def layout_of(tensor: Tensor) -> Layout:
     return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device.type
 

@@ -1,20 +1,27 @@
-"""A plan in the `Trainer` of Hugging Face transformers.
+"""A plan in the `Trainer` of Hugging Face transformers, and in TRL's.
 
-    Trainer(model, arguments, callbacks=[RematCallback("gpt2.plan.json")], ...)
+    Trainer(model, arguments, callbacks=[RematCallback(budget="20GiB")], ...)    # plans when training begins
+    Trainer(model, arguments, callbacks=[RematCallback("gpt2.plan.json")], ...)  # applies a plan made before
 
-The Trainer puts autocast around the model's forward (`accelerator.prepare`) when training starts, before
-`on_train_begin`. So the plan is applied when the Trainer has been made, in `on_init_end`; that also comes before
-distributed wrappers and before the optimizer. Only a model that is made anew at the start of training
-(`model_init`) is not there yet: it must come out of `model_init` with its plan.
+A plan goes around the forward that a Trainer has made of the model's (TRL's has a head of its own), and inside what
+accelerate puts around that (autocast). Trainers of TRL change the forward after the last callback of their
+construction, accelerate when training starts. So the plan is applied after both, in `on_train_begin`, and accelerate's
+wrapper is put around it again. What the Trainer's arguments say against a plan is said when it is made.
 
 The Trainer does not call `model(**batch)`: it passes the number of items in the batch, for the loss. `step` does the
-same, and is what a Workload for the Trainer should have as its step.
+same, and is what a Workload for the Trainer should have as its step. `workload_of` makes a Workload of all that a built
+Trainer does.
 """
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import os
+import types
 import warnings
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +33,9 @@ from remat.evaluation.plan import Plan
 from remat.execution.apply import apply, has_plan
 from remat.execution.planned_forward import OnLarger
 from remat.integrations.settings import outputs_in_fp32, plan_from, require_autocast, warn_of_accumulation
+from remat.integrations.trainer_workload import is_trainer, loop_of, put_forward, workload_of
+
+__all__ = ["RematCallback", "loop_of", "step", "workload_of"]
 
 
 def step(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -39,38 +49,43 @@ def step(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 class RematCallback(TrainerCallback):
-    """Applies `plan` to the Trainer's model; see `remat.apply` for `on_larger`.
+    """Applies a plan to the Trainer's model: `plan`, or one for `budget` that it makes of the Trainer itself.
+
+    budget     as for `remat.plan`; the step is that of `workload_of(trainer)`, the loop that of `loop_of(trainer)`
+    cache      folder of the plans made so; by default `plans` in remat's cache folder (`planned_trainer.py`)
+    on_larger  see `remat.apply`
+    options    as `remat.plan` takes them, with `budget`: `exact=True`, `limits=`, ...
 
     Raises UsageError or PlanMismatch where the arguments of the Trainer cannot go with the plan, and warns where its
     own checkpointing is on too: the plan decides what is recomputed.
     """
 
-    def __init__(self, plan: Plan | str | os.PathLike[str], *, on_larger: OnLarger = "warn"):
-        self.plan = plan_from(plan)
+    def __init__(
+        self,
+        plan: Plan | str | os.PathLike[str] | None = None,
+        *,
+        budget: str | int | None = None,
+        cache: str | os.PathLike[str] | None = None,
+        on_larger: OnLarger = "warn",
+        **options: Any,
+    ):
+        if (plan is None) == (budget is None):
+            raise UsageError("RematCallback takes a plan, or a budget to make one for: exactly one of the two.")
+        if plan is not None and (options or cache is not None):
+            raise UsageError(f"{', '.join([*options, 'cache'])} go with budget=, and not with a plan that was made.")
+        self.plan = None if plan is None else plan_from(plan)
         self.on_larger = on_larger
+        self._budget, self._options = budget, options
+        self._cache = None if cache is None else Path(cache)
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._apply(args, kwargs["model"])
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        model = kwargs["model"]
-        if has_plan(model):
-            return
-        if "forward" in model.__dict__:  # by accelerate, for mixed precision
-            raise UsageError(
-                "the model that is about to be trained has no plan, and its forward is wrapped already: give "
-                "RematCallback to the Trainer when making it, and with model_init= call remat.apply in that function."
-            )
-        self._apply(args, model)
-
-    def _apply(self, args: TrainingArguments, model: nn.Module) -> None:
         if args.n_gpu > 1:
             raise UsageError(
                 f"the Trainer would spread each batch over {args.n_gpu} GPUs with nn.DataParallel, which copies models "
                 "without their plans; start one process per GPU with torchrun."
             )
+        if self.plan is None:
+            return
         autocast = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
         require_autocast(self.plan, autocast, f"TrainingArguments(bf16={args.bf16}, fp16={args.fp16})")
         if own_checkpointing(args):
@@ -80,7 +95,52 @@ class RematCallback(TrainerCallback):
                 stacklevel=2,
             )
         warn_of_accumulation(self.plan, args.gradient_accumulation_steps, "TrainingArguments")
-        apply(model, self.plan, on_larger=self.on_larger)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        model = kwargs["model"]
+        if has_plan(model):
+            return
+        trainer = self._trainer()
+        plan = self.plan
+        if plan is None:
+            from remat.integrations.planned_trainer import plan_of
+
+            assert self._budget is not None
+            plan = plan_of(trainer, self._budget, self._cache, **self._options)
+        with beneath_autocast(model, trainer.accelerator):
+            apply(model, plan, on_larger=self.on_larger)
+        self.plan = plan
+
+    def _trainer(self) -> Any:
+        """The Trainer that calls: callbacks are given its parts, never itself."""
+        frame = inspect.currentframe()
+        while frame is not None:
+            found: Any = frame.f_locals.get("self")
+            if is_trainer(found) and self in found.callback_handler.callbacks:
+                return found
+            frame = frame.f_back
+        raise UsageError("RematCallback was called by no Trainer of transformers; give it to one as a callback.")
+
+
+@contextlib.contextmanager
+def beneath_autocast(model: nn.Module, accelerator: Any) -> Iterator[None]:
+    """`model` without what accelerate puts around its forward for mixed precision; afterwards it is there again."""
+    original = model.__dict__.pop("_original_forward", None)
+    if original is None:
+        yield
+        return
+    from accelerate.utils import convert_outputs_to_fp32, get_mixed_precision_context_manager
+
+    put_forward(model, original)
+    try:
+        yield
+    finally:
+        model.__dict__["_original_forward"] = model.forward
+        autocast = get_mixed_precision_context_manager(accelerator.native_amp, accelerator.autocast_handler)
+        forward: Any = model.forward
+        put_forward(model, types.MethodType(convert_outputs_to_fp32(autocast(forward.__func__)), model))
 
 
 def own_checkpointing(args: TrainingArguments) -> bool:

@@ -247,6 +247,8 @@ class FakeStep:
         return self.held_outputs.catching(self.model) if self.loop.holds_outputs else contextlib.nullcontext()
 
     def _traced_forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():  # as of a reference, which a plan leaves alone
+            return self.eager_forward(*args, **kwargs)
         with without_cache(self.model):
             return self.calls(*args, **kwargs)
 

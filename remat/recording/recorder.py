@@ -110,6 +110,7 @@ def _about(step: FakeStep) -> dict[str, Any]:
         "trainable_count": sum(p.numel() for p in trainable(step.model)),
         "optimizer": type(step.optimizer).__name__ if step.optimizer else None,
         "traced_branches": None if (answers := step.calls.answers) is None else answers.given_up,
+        "opaque_functions": sorted(answers.opaque) if (answers := step.calls.answers) else [],
         "recording_models": recording_models(step.model),
         "own_checkpoints": step.calls.own_checkpoints,
         **step.form.to_json(),

@@ -3,13 +3,18 @@
 A fused group keeps its intermediates in registers, where the nodes one by one round each to its dtype. So its results
 and gradients are others than the untouched step's. The promise is that they are no further from the truth: for every
 result of a group, and every gradient that its backward gives, the distance from the same in float64 is at most `NEAR`
-times that of the nodes run one by one on the same inputs. (A distance below a quarter of a unit in the last place, of
-the whole tensor's norm, is what storing it costs, and counts as none.)
+times that of the nodes run one by one on the same inputs. Groups that do the same are taken together.
+
+Two things count as nothing: a distance below a quarter of a unit in the last place, of the whole tensor's norm, which
+is what storing it costs; and chance. The ratio of two random rounding errors of n numbers has a standard deviation of
+about 1 / sqrt(n), of which `CHANCE` are allowed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,19 +26,49 @@ from remat.evaluation.identity import canonical
 from remat.fusion.fused_group import FusedGroup, Ran
 from remat.validation.sums import NEAR
 
+CHANCE = 3.0
 _LAST_PLACE = 0.25
 
 
+@dataclasses.dataclass
+class _Distances:
+    """Of one result of all runs of a group, as squares of Euclidean norms; and of how many numbers."""
+
+    fused: float = 0.0
+    one_by_one: float = 0.0
+    stored: float = 0.0
+    numbers: int = 0
+
+    def add(self, fused: Tensor, plain: Tensor, exact: Tensor) -> None:
+        self.fused += _apart(fused, exact) ** 2
+        self.one_by_one += _apart(plain, exact) ** 2
+        self.stored += (_LAST_PLACE * torch.finfo(fused.dtype).eps * float(exact.norm())) ** 2
+        self.numbers += fused.numel()
+
+    @property
+    def ratio(self) -> float:
+        return math.sqrt(max(self.fused, self.stored) / max(self.one_by_one, self.stored, 1e-300))
+
+    @property
+    def is_too_far(self) -> bool:
+        return self.ratio > NEAR + CHANCE / math.sqrt(self.numbers)
+
+
 class GroupsSeen:
-    """`ratios`: by what a group does, the largest ratio of the two distances."""
+    """What the fused groups of one planned step gave; called with each run of one."""
 
     def __init__(self, unseen: Callable[[], contextlib.AbstractContextManager[Any]]):
-        self.ratios: dict[str, float] = {}
+        self._found: dict[str, dict[int, _Distances]] = {}
         self._unseen = unseen
 
     @property
+    def ratios(self) -> dict[str, float]:
+        """By what a group does, the largest ratio of the two distances among its results and gradients."""
+        return {text: max(each.ratio for each in found.values()) for text, found in self._found.items()}
+
+    @property
     def too_far(self) -> list[str]:
-        return [text for text, ratio in self.ratios.items() if ratio > NEAR]
+        return [text for text, found in self._found.items() if any(each.is_too_far for each in found.values())]
 
     def __call__(self, group: FusedGroup, ran: Ran) -> None:
         """Compare what `group` gave with the nodes one by one, and both with float64."""
@@ -45,8 +80,10 @@ class GroupsSeen:
                 given = [_in_float64(value) for value in ran.given]
                 exactly = _run(_without_casts(group.module), given, [_in_float64(g) for g in ran.gradients])
             fused = [*ran.results, *(g for g in ran.made if g is not None)]
-            ratio = max(_ratio(*each) for each in zip(fused, plainly, exactly, strict=True))
-        self.ratios[group.text] = max(self.ratios.get(group.text, 0.0), ratio)
+            found = self._found.setdefault(group.text, {})
+            for i, each in enumerate(zip(fused, plainly, exactly, strict=True)):
+                if each[0].is_floating_point():
+                    found.setdefault(i, _Distances()).add(*each)
 
 
 def _in_float64(value: Any) -> Any:
@@ -79,13 +116,6 @@ def _run(module: Callable[..., Any], given: Sequence[Any], gradients: Sequence[T
         wanted = [value for value in inputs if isinstance(value, Tensor) and value.requires_grad]
         found = torch.autograd.grad(differentiable, wanted, gradients, allow_unused=True)
     return [*(result.detach() for result in results), *(gradient for gradient in found if gradient is not None)]
-
-
-def _ratio(fused: Tensor, plain: Tensor, exact: Tensor) -> float:
-    if not fused.is_floating_point():
-        return 1.0
-    floor = _LAST_PLACE * torch.finfo(fused.dtype).eps * float(exact.norm())
-    return max(_apart(fused, exact), floor) / max(_apart(plain, exact), floor, 1e-300)
 
 
 def _apart(one: Tensor, other: Tensor) -> float:

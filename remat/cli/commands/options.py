@@ -80,6 +80,14 @@ class ModelOptions:
             "fits."
         ),
     ] = None
+    trainer: Annotated[
+        str | None,
+        _option(
+            metavar="FILE:FUNCTION",
+            help="path/to/file.py:function that returns a built Trainer of transformers or TRL, in place of --model: "
+            "the step is the Trainer's own, with its loss, batch, optimizer, precision, accumulation and clipping.",
+        ),
+    ] = None
     batch_size: Annotated[int | None, _option(min=1, help="Samples in a batch.")] = None
     seq_len: Annotated[int | None, _option(min=1, help="Tokens in a sample.")] = None
     image_size: Annotated[int | None, _option(min=1, help="Side of the images, for ready-made image models.")] = None
@@ -113,14 +121,19 @@ class ModelOptions:
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def spec(self) -> ModelSpec:
-        """What is asked for; UsageError without a model."""
-        if self.model is None:
+        """What is asked for; UsageError without a model, and with two."""
+        if self.model is None and self.trainer is None:
             raise UsageError(
                 "--model is missing: a ready-made model (see `remat models`), file.py:function, a folder or a hub id."
             )
+        if self.model is not None and self.trainer is not None:
+            raise UsageError("--model and --trainer both say what to plan for; give one of them.")
+        if self.trainer is not None and ".py:" not in self.trainer:
+            raise UsageError(f"--trainer {self.trainer} is no file.py:function that returns a Trainer.")
         from remat.cli.model_spec import ModelSpec
 
-        return ModelSpec(**{field.name: getattr(self, field.name) for field in dataclasses.fields(ModelOptions)})
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(ModelSpec)}
+        return ModelSpec(**{**fields, "model": self.model or self.trainer})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,12 +177,10 @@ class StepOptions(ModelOptions):
         ),
     ] = None
 
-    def loop(self) -> TrainingLoop:
-        """What training does around the step; UsageError where it contradicts itself."""
-        from remat.workload.training_loop import TrainingLoop
-
-        names = (field.name for field in dataclasses.fields(TrainingLoop))
-        return TrainingLoop(**{name: value for name in names if (value := getattr(self, name)) is not None})
+    def loop(self, own: TrainingLoop) -> TrainingLoop:
+        """What training does around the step, `own` where no option says; UsageError where it contradicts itself."""
+        names = (field.name for field in dataclasses.fields(own))
+        return dataclasses.replace(own, **{name: value for name in names if (value := getattr(self, name)) is not None})
 
 
 @dataclasses.dataclass(frozen=True)

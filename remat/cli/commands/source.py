@@ -103,7 +103,8 @@ def _from_model(options: StepOptions, line: LiveLine, execution: Execution | Non
     line.say("loading PyTorch")
     from remat.costing.planning_device import find_planning_device
 
-    spec, loop = options.spec(), options.loop()
+    spec = options.spec()
+    loop = options.loop(spec.loop())
     compiled = execution is not None and execution.compiler is not None
     return _recorded(spec, find_planning_device(options.target or "auto"), loop, line, compiled=compiled)
 

@@ -1,0 +1,160 @@
+"""Opaque Functions: a model's own `torch.autograd.Function` that cannot be traced, as one node of a graph.
+
+Dynamo traces a Function's forward and backward (`higher_order_ops.py`). Where it cannot, it breaks the graph around the
+call, and the call is in no graph: no region can hold it, and every new size of a batch is traced anew, because only a
+forward that is one graph can be tried with its sizes left open. Such a Function is called as it stands instead, in a
+node of its own: eager mode's kernels in eager mode's order, which a region recomputes whole or leaves alone.
+
+Planning finds them behind the loss, where a traced one is another class. The plan names them, since a graph is the
+planned one only if the same are left whole. Dynamo's own list of such classes is for the life of the process: a class
+is on it only while remat traces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from remat._torch.dynamo import left_whole
+from remat._torch.training import without_modes
+
+Function = type[torch.autograd.Function]
+
+
+def functions_behind(loss: torch.Tensor) -> frozenset[str]:
+    """Names of the Functions that ran as they stand to make `loss`; torch's own and ours only run a caller's code."""
+    found, seen, ahead = set(), set(), [loss.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        ahead.extend(before for before, _ in node.next_functions)
+        function = getattr(node, "_forward_cls", None)
+        if function is not None and function.__module__.partition(".")[0] not in ("torch", "remat"):
+            found.add(f"{function.__module__}:{function.__qualname__}")
+    return frozenset(found)
+
+
+@contextlib.contextmanager
+def opaque(names: Iterable[str]) -> Iterator[None]:
+    """While it lasts, the Functions of these names are nodes. One that is not there is nobody's."""
+    functions = [function for function in map(_named, names) if function is not None]
+    with left_whole(functions), contextlib.ExitStack() as stack:
+        for function in functions:
+            stack.enter_context(_keeping_sizes_open(function))
+        yield
+
+
+# Sizes left open (`dynamic_shapes.py`)
+
+
+@contextlib.contextmanager
+def _keeping_sizes_open(function: Function) -> Iterator[None]:
+    """While it lasts, `function` is not run on tensors with open sizes, whose numbers its loops would read.
+
+    What it returns then is read off two runs with numbers for the sizes: a size that is the same in both is a number,
+    one that follows a size of an argument is that size. Any other is for the function itself, which closes it.
+    """
+    own, original = "apply" in vars(function), function.apply
+
+    def apply(*args: Any) -> Any:
+        found = _outputs(original, args) if any(map(_is_open, args)) else None
+        return original(*args) if found is None else _Shaped.apply(found, *args)
+
+    function.apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if own:
+            function.apply = original  # type: ignore[method-assign]
+        else:
+            del function.apply
+
+
+def _is_open(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape)
+
+
+def _outputs(original: Any, args: tuple[Any, ...]) -> list[Any] | None:
+    """(sizes, dtype, device, whether it learns) of each output, or what is none; None where a size cannot be told."""
+    symbols = {symbol for value in args if _is_open(value) for size in value.shape for symbol in _symbols(size)}
+    runs = [_run(original, args, {symbol: hint + more for symbol, hint in symbols}) for more in (0, 8)]
+    sizes = {
+        tuple(_number(size, {symbol: hint + more for symbol, hint in symbols}) for more in (0, 8)): size
+        for value in args
+        if _is_open(value)
+        for size in value.shape
+    }
+    found: list[Any] = []
+    for one, other in zip(*runs, strict=True):
+        if not isinstance(one, torch.Tensor):
+            found.append(one)
+            continue
+        dimensions = [a if a == b else sizes.get((a, b)) for a, b in zip(one.shape, other.shape, strict=True)]
+        if None in dimensions or not one.is_contiguous():
+            return None
+        found.append((dimensions, one.dtype, one.device, one.requires_grad))
+    return found
+
+
+def _symbols(size: Any) -> Iterator[tuple[Any, int]]:
+    if isinstance(size, torch.SymInt):
+        env = size.node.shape_env
+        for symbol in size.node.expr.free_symbols:
+            yield (
+                symbol,
+                int(env.backed_var_to_val[symbol] if hasattr(env, "backed_var_to_val") else env.var_to_val[symbol]),
+            )
+
+
+def _number(size: Any, numbers: dict[Any, int]) -> int:
+    return int(size.node.expr.subs(numbers)) if isinstance(size, torch.SymInt) else int(size)
+
+
+def _run(original: Any, args: tuple[Any, ...], numbers: dict[Any, int]) -> list[Any]:
+    with without_modes(), FakeTensorMode(), torch.enable_grad():
+        given = [
+            torch.empty(
+                [_number(size, numbers) for size in value.shape], dtype=value.dtype, device=value.device
+            ).requires_grad_(value.requires_grad)
+            if isinstance(value, torch.Tensor)
+            else value
+            for value in args
+        ]
+        outputs = original(*given)
+    return list(outputs) if isinstance(outputs, tuple) else [outputs]
+
+
+class _Shaped(torch.autograd.Function):
+    """Outputs of known shapes that depend on the arguments, and nothing else of a Function."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: list[Any], *args: Any) -> Any:
+        made = tuple(
+            torch.empty(each[0], dtype=each[1], device=each[2]) if isinstance(each, tuple) else each for each in outputs
+        )
+        ctx.mark_non_differentiable(
+            *(tensor for tensor, each in zip(made, outputs, strict=True) if isinstance(each, tuple) and not each[3])
+        )
+        return made if len(made) > 1 else made[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise AssertionError("nothing is learnt while a graph is traced")
+
+
+def _named(name: str) -> Function | None:
+    module, _, path = name.partition(":")
+    try:
+        found = importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError):  # of a class made within a function, say
+        return None
+    return found if isinstance(found, type) and issubclass(found, torch.autograd.Function) else None

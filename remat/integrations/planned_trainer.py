@@ -1,0 +1,138 @@
+"""A plan for a Trainer, made when it begins to train, and kept on disk for the next time.
+
+The file lies in `plans/` of the cache folder (`$XDG_CACHE_HOME/remat`, or `~/.cache/remat`), under a name that begins
+with the model's and ends with a digest of what identifies the step: budget, device, versions, the model's class,
+configuration and parameters, the batch's shapes, the Trainer's class with the source of its `compute_loss`, and its
+arguments, less those that change no step (`_BESIDE`). Anything else that differs is noticed at the first step, as with
+any plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from remat.errors import UsageError
+from remat.evaluation.plan import Plan
+from remat.integrations.trainer_workload import loop_of, workload_of
+from remat.units import gib
+from remat.workload.workload import Workload
+
+# Arguments of Trainers that change no step, by how their names begin.
+_BESIDE = (
+    *("output_dir", "overwrite_output_dir", "run_name", "project", "trackio", "report_to", "log", "disable_tqdm"),
+    *("eval", "do_", "per_device_eval", "metric", "greater_is_better", "load_best", "prediction_loss_only"),
+    *("save", "push_to_hub", "hub_", "resume_from", "restore_callback", "enable_jit_checkpoint", "ignore_data_skip"),
+    *("seed", "data_seed", "learning_rate", "lr_", "warmup", "num_train_epochs", "max_steps", "dataset_num_proc"),
+    *("dataloader_", "skip_memory_metrics", "include_", "debug", "use_cpu", "local_rank", "ddp_timeout"),
+)
+
+
+def plan_of(trainer: Any, budget: str | int, folder: Path | None, **options: Any) -> Plan:
+    """The plan for the step of `trainer` within `budget`, from `folder` where it is there; `options` of `remat.plan`.
+
+    The first process plans, the others wait for its file. Raises what `remat.plan` and `workload_of` raise.
+    """
+    from remat.costing.timing_cache import default_cache
+
+    root = folder or ((cache := default_cache()) and cache / "plans")
+    if root is None and trainer.args.world_size > 1:
+        raise UsageError(
+            "several processes share a plan through a folder, and there is no cache folder: give `cache=`."
+        )
+    with trainer.args.main_process_first(desc="planning"), _undisturbed():
+        workload = workload_of(trainer)
+        target = trainer.args.device.type
+        key = _key(trainer, workload, {"budget": budget, "target": target, **options})
+        path = root and root / f"{_slug(workload.name)}-{key}.plan.json"
+        if path and path.is_file():
+            with contextlib.suppress(UsageError):  # of another version of remat
+                return Plan.load(path)
+        return _made(trainer, workload, budget, target, path, options)
+
+
+def _made(
+    trainer: Any, workload: Workload, budget: str | int, target: str, path: Path | None, options: dict[str, Any]
+) -> Plan:
+    from remat.planning.planner import plan
+
+    _tell(trainer, f"planning the step of {workload.name} within {budget}, once")
+    started = time.monotonic()
+    made = plan(workload, budget=budget, target=target, loop=loop_of(trainer), **options)
+    where = "not kept: there is no cache folder"
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        made.save(path)
+        where = str(path)
+    peak, overhead = gib(made.predicted["peak_bytes"]), made.predicted["overhead"]
+    _tell(trainer, f"{peak} at {100 * overhead:.1f} % more time, after {time.monotonic() - started:.0f} s ({where})")
+    return made
+
+
+def _tell(trainer: Any, text: str) -> None:
+    if trainer.is_world_process_zero():
+        print(f"remat: {text}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Random states afterwards as before: the Trainer's next batches and dropouts are those without a plan."""
+    from remat.validation.training import undisturbed
+
+    with undisturbed(torch.device("cuda" if torch.cuda.is_available() else "cpu")):
+        yield
+
+
+# What identifies a step
+
+
+def _key(trainer: Any, workload: Workload, asked: dict[str, Any]) -> str:
+    from remat.capture.circumstances import state_of, versions
+
+    args = {n: v for n, v in trainer.args.to_dict().items() if not n.startswith(_BESIDE)}
+    known = {
+        "asked": asked,
+        "versions": versions(),
+        "device": torch.cuda.get_device_name() if asked["target"] == "cuda" else "",
+        "model": [f"{type(m).__module__}.{type(m).__qualname__}" for m in trainer.model.modules()],
+        "state": state_of(trainer.model),
+        "parameters": [(n, list(p.shape), str(p.dtype), p.requires_grad) for n, p in trainer.model.named_parameters()],
+        "batch": tree_map_only(
+            torch.Tensor,
+            lambda t: f"{t.dtype} {tuple(t.shape)}",
+            workload.batch(workload.batch_size, workload.seq_len),
+        ),
+        "loss": _source(type(trainer).compute_loss) + _source(trainer.compute_loss_func),
+        "optimizer": _optimizer(workload),
+        "autocast": str(workload.autocast),
+        "args": args,
+    }
+    return hashlib.sha256(json.dumps(known, sort_keys=True, default=repr).encode()).hexdigest()[:12]
+
+
+def _optimizer(workload: Workload) -> list[Any]:
+    make: Any = workload.optimizer
+    settings = {name: value for name, value in make.keywords.items() if name not in ("lr", "initial_lr")}
+    return [f"{make.func.__module__}.{make.func.__qualname__}", settings]
+
+
+def _source(function: Any) -> str:
+    try:
+        return inspect.getsource(function)
+    except (TypeError, OSError):
+        return getattr(function, "__qualname__", "")
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")

@@ -1,0 +1,413 @@
+"""The step that a Trainer of transformers, or one of TRL's, runs: as a Workload, read off the built Trainer.
+
+    trainer = SFTTrainer(model, args=args, train_dataset=data)
+    plan = remat.plan(remat.workload_of(trainer), budget="20GiB", loop=remat.loop_of(trainer))
+
+Nothing of a Trainer is described a second time here. Its own `compute_loss` runs, on a copy of its model, with a batch
+that its own collator makes of rows of its own data set.
+
+Rule 1  The model is copied, on the meta device while planning, so that the Trainer's own is never touched. What a
+        library put around a forward comes along (`_rebound`); accelerate's autocast does not, a plan goes beneath it.
+Rule 2  The batch is the largest that is in sight: the longest rows of those looked at, as many as a device gets. Under
+        fakes it has its shapes, and masks that are known to be of ones; on a device, its data.
+Rule 3  Accelerate runs the model's forward under autocast, and nothing else of the step, and hands out fp32.
+Rule 4  Trainers read numbers off tensors for their logs, and pick elements by a mask. Outside of the model's forward
+        the number is one while planning, and the mask picks all; inside, both are errors as ever.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map_only
+
+from remat._torch.recording import untraced
+from remat._torch.training import UnseenMode, fakes_are_on, without_modes
+from remat.errors import UsageError
+from remat.integrations.settings import outputs_in_fp32
+from remat.workload.optimizers import MakeOptimizer
+from remat.workload.training_loop import TrainingLoop
+from remat.workload.workload import Workload
+
+MOST_ROWS = 1000  # of a data set that are looked at for the longest
+LENGTHS = "seq_lengths"  # of the sequences that TRL packed into a row
+
+Batch = dict[str, Any]
+
+
+def workload_of(trainer: Any) -> Workload:
+    """The step of a built `Trainer`: its model, loss, optimizer, precision, and its largest batch.
+
+    Rows are cut or repeated for other batch sizes and lengths than its own. Raises UsageError for what a plan cannot
+    be made for, and where there is no training data.
+    """
+    _refuse(trainer)
+    rows = _Rows(trainer)
+    autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(trainer.accelerator.mixed_precision))
+    return Workload(
+        name=f"{type(trainer).__name__} of {type(trainer.model).__name__}",
+        build=functools.partial(_copied, trainer.model),
+        batch=rows.batch,
+        step=functools.partial(_step, trainer, autocast),
+        batch_size=rows.batch_size,
+        seq_len=rows.length,
+        optimizer=_optimizer_of(trainer),
+        autocast=autocast,
+    )
+
+
+def loop_of(trainer: Any) -> TrainingLoop:
+    """What a built `Trainer` does around the step."""
+    args = trainer.args
+    return TrainingLoop(
+        accumulation=args.gradient_accumulation_steps,
+        clip_grad_norm=bool(args.max_grad_norm and args.max_grad_norm > 0),
+        ddp=args.world_size > 1 and not trainer.is_fsdp_enabled and not trainer.is_deepspeed_enabled,
+        ranks=args.world_size,
+    )
+
+
+def is_trainer(value: Any) -> bool:
+    """Whether `value` is a Trainer, told without importing transformers."""
+    return any(
+        known.__name__ == "Trainer" and known.__module__ == "transformers.trainer" for known in type(value).mro()
+    )
+
+
+def _refuse(trainer: Any) -> None:
+    if trainer.model is None:
+        raise UsageError("this Trainer has no model yet (model_init=); give it one, or plan with a Workload.")
+    if isinstance(getattr(trainer, "ref_model", None), nn.Module):
+        raise UsageError(
+            "this Trainer keeps a reference model beside its own (ref_model), which a plan does not count: train "
+            "adapters (peft_config=), whose reference is the same model without them."
+        )
+    if getattr(trainer.args, "activation_offloading", False):
+        raise UsageError("activation_offloading is on, which moves what a plan would count: turn it off.")
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        raise UsageError(
+            "this Trainer shards its states (DeepSpeed or FSDP), and a plan from the Trainer itself does not: plan "
+            "with a Workload and `loop=TrainingLoop(ranks=..., shard=...)`."
+        )
+    if trainer.args.device.type == "cuda" and any(map(_has_fused_head, trainer.model.modules())):
+        raise UsageError(
+            "on CUDA the head that TRL puts on this model selects tokens by their labels: a shape that depends on "
+            "data, which no plan can be made for yet. Train with transformers' own Trainer: its loss may run in slices."
+        )
+
+
+def _has_fused_head(module: nn.Module) -> bool:
+    forward = getattr(module.__dict__.get("forward"), "__func__", None)
+    while forward is not None and not getattr(forward, "__code__", _NO_CODE).co_qualname.startswith(FUSED_HEAD):
+        forward = getattr(forward, "__wrapped__", None)
+    return forward is not None
+
+
+FUSED_HEAD = "add_fused_lm_head."
+_NO_CODE = (lambda: None).__code__
+
+
+# The model (Rule 1)
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """A copy in training mode: of the shapes alone where tensors are made on the meta device."""
+    on_meta = torch.get_default_device().type == "meta"
+    memo: dict[int, Any] = {}
+    if on_meta:
+        for tensor in (*model.parameters(), *model.buffers()):
+            bare = torch.empty_like(tensor, device="meta")
+            kept = nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
+            memo[id(tensor)] = kept
+    made = _bare(copy.deepcopy(model, memo))
+    for module, twin in zip(model.modules(), made.modules(), strict=True):
+        memo[id(module)] = twin
+    for twin in made.modules():
+        if isinstance(forward := twin.__dict__.get("forward"), types.MethodType):
+            twin.forward = types.MethodType(_rebound(forward.__func__, memo), forward.__self__)
+    return made.train()
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    """`model`, where its forward is accelerate's with the one beneath, in place."""
+    if (original := model.__dict__.get("_original_forward")) is not None and model.__dict__.get("forward") is not None:
+        model.__dict__.pop("_original_forward")
+        put_forward(model, original)
+    return model
+
+
+def put_forward(model: nn.Module, forward: Any) -> None:
+    """Make `forward` that of `model`; the class's own stands in no instance."""
+    if isinstance(forward, types.MethodType) and forward.__func__ is type(model).forward:
+        model.__dict__.pop("forward", None)
+    else:
+        model.forward = forward
+
+
+def _rebound(function: Any, twins: Mapping[int, Any]) -> Any:
+    """`function` with what it closes over: methods of a model that was copied become those of its copy."""
+    if not isinstance(function, types.FunctionType) or not function.__closure__:
+        return function
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, types.MethodType):
+            return types.MethodType(_rebound(value.__func__, twins), twins.get(id(value.__self__), value.__self__))
+        return twins.get(id(value), value) if isinstance(value, nn.Module) else _rebound(value, twins)
+
+    cells = tuple(types.CellType(moved(cell.cell_contents)) for cell in function.__closure__)
+    made = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return functools.update_wrapper(made, function) if hasattr(function, "__wrapped__") else made
+
+
+# The batch (Rule 2)
+
+
+class _Rows:
+    """Rows of a Trainer's data set, and the batches that its collator makes of them.
+
+    batch_size  samples in a batch on one device      length  tokens of the longest row, None for what is no text
+    """
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+        self.batch_size: int = trainer.args.train_batch_size
+        # An optimizer step's batches are fetched at once; accelerate fetches the next one too, onto the host.
+        self._waiting: int = trainer.args.gradient_accumulation_steps - (trainer.args.device.type != "cpu")
+        if trainer.train_dataset is None:
+            raise UsageError("this Trainer has no train_dataset, whose rows a plan is made for.")
+        if hasattr(trainer.train_dataset, "__len__") and not len(trainer.train_dataset):
+            raise UsageError("the train_dataset of this Trainer is empty, and a plan is made for its rows.")
+        with _real():
+            loader = trainer.get_train_dataloader()
+            self._collate: Callable[[list[Any]], Any] = loader.collate_fn
+            self._rows = self._longest(loader)
+        self.length = _length(self._rows[0]) if self._rows else None
+        self._made: dict[tuple[int, int | None], Batch] = {}
+
+    def _longest(self, loader: Any) -> list[Any]:
+        """As many rows as a batch has, the longest first."""
+        data = loader.dataset
+        if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+            every = -(-len(data) // MOST_ROWS)
+            rows = [data[i] for i in range(0, len(data), every)]
+        else:
+            rows = [row for row, _ in zip(data, range(self.batch_size), strict=False)]
+        return sorted(rows, key=lambda row: -_size(row))[: self.batch_size]
+
+    def batch(self, batch_size: int, length: int | None) -> Batch:
+        """What `compute_loss` gets, the number of items in it, and what waits meanwhile; for Workload.batch."""
+        key = (batch_size, length)
+        if key not in self._made:
+            with _real():
+                self._made[key] = self._collated(batch_size, length)
+        return {name: _here(name, value) for name, value in self._made[key].items()}
+
+    def _collated(self, batch_size: int, length: int | None) -> Batch:
+        rows = [copy.copy(self._rows[i % len(self._rows)]) for i in range(batch_size)]
+        if length is not None and length != self.length:
+            rows = [_resized(row, length) for row in rows]
+        inputs = dict(self._collate(rows))
+        count = getattr(self._trainer, "_get_num_items_in_batch", None)
+        items = count([inputs], torch.device("cpu")) if count else None
+        return {"inputs": inputs, "items": items, "waiting": [inputs] * self._waiting}
+
+
+def _size(row: Any) -> int:
+    """How much is in a row: tokens, in whatever columns they are."""
+    values = row.values() if isinstance(row, Mapping) else ()
+    return sum(len(value) for value in values if hasattr(value, "__len__") and not isinstance(value, (str, bytes)))
+
+
+def _length(row: Any) -> int | None:
+    ids = row.get("input_ids") if isinstance(row, Mapping) else None
+    return len(ids) if ids is not None and hasattr(ids, "__len__") else None
+
+
+def _resized(row: Mapping[str, Any], length: int) -> dict[str, Any]:
+    """`row` of text, cut or repeated to `length` tokens."""
+    was = _length(row)
+    if not was:
+        return dict(row)
+    made: dict[str, Any] = {}
+    for name, value in row.items():
+        if name == LENGTHS:
+            made[name] = list(_cut(value, length))
+        elif hasattr(value, "__len__") and not isinstance(value, (str, bytes)) and len(value) == was:
+            made[name] = (
+                torch.cat([value] * -(-length // was))[:length]
+                if isinstance(value, torch.Tensor)
+                else ((list(value) * -(-length // was))[:length])
+            )
+        else:
+            made[name] = value
+    return made
+
+
+def _cut(lengths: Iterable[int], total: int) -> Iterator[int]:
+    """The lengths of packed sequences, over and over, up to `total`."""
+    lengths = list(lengths)
+    while total > 0:
+        for each in lengths:
+            if total > 0:
+                yield min(each, total)
+            total -= each
+
+
+def _here(name: str, value: Any) -> Any:
+    """`value` of a real batch on the default device; under fakes in shape only, but for masks of ones."""
+    if isinstance(value, Mapping):
+        return {key: _here(key, inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_here(name, inner) for inner in value]
+    fake = fakes_are_on()
+
+    def made(tensor: torch.Tensor) -> torch.Tensor:
+        if not fake:
+            return tensor.clone().to(torch.get_default_device())
+        if name.endswith("attention_mask") and _is_ones(tensor):
+            return torch.ones(tensor.shape, dtype=tensor.dtype)
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+    return tree_map_only(torch.Tensor, made, value)
+
+
+def _is_ones(tensor: torch.Tensor) -> bool:
+    with _real():
+        return bool((tensor == 1).all())
+
+
+def _real() -> Any:
+    """Real tensors on the host, whatever is on around it."""
+    return without_modes()
+
+
+# The step (Rules 3 and 4)
+
+
+def _step(trainer: Any, autocast: torch.dtype | None, model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The loss as the Trainer computes it; for Workload.step."""
+    device = next(model.parameters()).device.type
+    answers = _Answers()
+    forward = model.forward
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with answers.silent(), torch.autocast(device, dtype=autocast, enabled=autocast is not None):
+            outputs = forward(*args, **kwargs)
+        return outputs if autocast is None else outputs_in_fp32(outputs)
+
+    stand_in = _stand_in(trainer, model)
+    own = "forward" in model.__dict__
+    model.forward = wrapped
+    try:
+        with torch.autocast(device, enabled=False), answers:
+            loss = stand_in.compute_loss(model, dict(batch["inputs"]), num_items_in_batch=batch["items"])
+            return loss if _is_scaled(trainer, batch) else loss / trainer.args.gradient_accumulation_steps
+    finally:
+        if own:
+            model.forward = forward
+        else:
+            del model.__dict__["forward"]
+
+
+def _is_scaled(trainer: Any, batch: Batch) -> bool:
+    """Whether `training_step` leaves the loss as it is."""
+    if trainer.args.gradient_accumulation_steps == 1:
+        return True
+    if (said := getattr(trainer, "loss_is_scaled_for_ga", None)) is not None:
+        return bool(said)
+    counted = trainer.model_accepts_loss_kwargs and batch["items"] is not None
+    return bool(counted or trainer.compute_loss_func is not None)
+
+
+def _stand_in(trainer: Any, model: nn.Module) -> Any:
+    """`trainer` with another model, whose notes of what it saw are its own."""
+    made = copy.copy(trainer)
+    made.__dict__.update({name: copy.deepcopy(value) for name, value in vars(trainer).items() if _is_notes(value)})
+    made.model = made.model_wrapped = model
+    made.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
+    return made
+
+
+def _is_notes(value: Any) -> bool:
+    """Whether `value` is a container of nothing but containers, numbers and text."""
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return isinstance(value, (list, set)) and all(map(_is_plain, value))
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (bool, int, float, str, type(None))) or _is_notes(value)
+
+
+class _Answers(UnseenMode):
+    """Answers what depends on data that fake tensors do not have. (Rule 4)"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._silent = 0
+
+    def silent(self) -> _Silent:
+        return _Silent(self)
+
+    @untraced
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._silent or not isinstance(args[0] if args else None, FakeTensor):
+            return func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0 if args[0].dtype.is_floating_point else 1
+        if func is torch.ops.aten.index.Tensor:
+            args = (args[0], [each for index in args[1] for each in _of_all(index)], *args[2:])
+        return func(*args, **(kwargs or {}))
+
+
+def _of_all(index: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """`index`; in place of a mask, the indices of everything."""
+    if index is None or index.dtype not in (torch.bool, torch.uint8):
+        return [index]
+    return [index.new_empty(index.numel(), dtype=torch.long) for _ in range(index.dim())]
+
+
+@dataclasses.dataclass
+class _Silent:
+    answers: _Answers
+
+    def __enter__(self) -> None:
+        self.answers._silent += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.answers._silent -= 1
+
+
+# The optimizer
+
+
+def _optimizer_of(trainer: Any) -> MakeOptimizer:
+    """What makes an optimizer of the Trainer's class, with its settings."""
+    made = trainer.optimizer
+    made = getattr(made, "optimizer", made)  # accelerate's wrapper
+    if made is not None:
+        make, settings = type(made), dict(made.defaults)
+    elif getattr(trainer, "optimizer_cls_and_kwargs", None) is not None:
+        make, settings = trainer.optimizer_cls_and_kwargs
+    else:
+        make, settings = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+    if not (isinstance(make, type) and issubclass(make, torch.optim.Optimizer)) or settings.keys() & _OF_THE_MODEL:
+        raise UsageError(
+            f"the optimizer {getattr(make, '__name__', make)!r} of this Trainer is made out of the model itself, which "
+            "remat cannot step on fakes; plan with a Workload whose `optimizer` stands for it."
+        )
+    taken = inspect.signature(make).parameters
+    return functools.partial(make, **{name: value for name, value in settings.items() if name in taken})
+
+
+_OF_THE_MODEL = {"params", "model", "optimizer_dict"}

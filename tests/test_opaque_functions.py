@@ -1,0 +1,113 @@
+"""A Function that cannot be traced is one node: in one graph, in a region if need be, as in eager mode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch._dynamo import trace_rules
+
+from remat.capture.opaque_functions import functions_behind, opaque
+from remat.costing.device_allocator import measure_peak
+from remat.evaluation.plan import Region
+from remat.execution.apply import apply, counts_of, planned_forward
+from remat.workload.workload import Workload
+from tests.toys import CPU, plan_by_hand, recorded
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
+
+WIDTH, LENGTH = 8, 6
+
+
+class Scaled(torch.autograd.Function):
+    """Twice its input, by a product into a column of a buffer, which Dynamo does not trace."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, name: str) -> tuple[torch.Tensor, None]:
+        assert name == "twice"
+        buffer = x.new_empty(x.shape[0], 2 * WIDTH)
+        for start in range(0, x.shape[0], 3):  # which reads the number of rows
+            rows = slice(start, start + 3)
+            torch.mm(x[rows], 2 * torch.eye(WIDTH, dtype=x.dtype), out=buffer[rows, :WIDTH])
+        ctx.save_for_backward(x)
+        return buffer[:, :WIDTH].contiguous(), None
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, _: None) -> tuple[torch.Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return 2 * gradient + 0 * x, None
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))[:, :-1]
+        scaled, _ = Scaled.apply(hidden.flatten(0, 1), "twice")
+        positive = hidden.sum(-1) > 0
+        return self.second(torch.tanh(scaled)).sum(-1).view(positive.shape).masked_fill(~positive, 0).sum()
+
+
+def batch(samples: int, length: int | None) -> torch.Tensor:
+    return torch.randn(samples, length or LENGTH, WIDTH)
+
+
+WORKLOAD = Workload("opaque", Model, batch, lambda model, x: model(x), batch_size=4, seq_len=LENGTH)
+
+
+def test_it_is_a_node_of_the_one_graph_under_its_own_name() -> None:
+    graph = recorded(WORKLOAD)[1]
+    assert len(graph.fingerprints) == 1
+    assert graph.about["opaque_functions"] == [f"{__name__}:Scaled"]
+    assert [node.op for node in graph.nodes].count("Scaled") == 1
+    assert "trampoline" not in " ".join(node.name for node in graph.nodes)
+
+
+def test_in_a_region_it_trains_as_without_a_plan_and_four_lengths_are_two_traces() -> None:
+    graph = recorded(WORKLOAD)[1]
+    plan = plan_by_hand(graph, [Region(1, len(graph.nodes) - 2)])
+    torch.manual_seed(0)
+    models = [apply(Model(), plan), Model()]
+    models[1].load_state_dict(models[0].state_dict())
+    for length in range(LENGTH, LENGTH - 4, -1):
+        torch.manual_seed(length)
+        x = batch(4, length)
+        gradients = []
+        for model in models:
+            model.zero_grad()
+            model(x).backward()
+            gradients.append([p.grad for p in model.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert counts_of(models[0]).regions == 4
+    assert len(planned_forward(models[0])._fitting) == 2
+
+
+def test_its_peak_is_the_predicted_one() -> None:
+    graph = recorded(WORKLOAD)[1]
+    plan = plan_by_hand(graph, [Region(1, len(graph.nodes) - 2)])
+    model = apply(Model(), plan)
+    x = batch(4, LENGTH)
+    model(x).backward()
+    before = x.nbytes + sum(p.nbytes for p in model.parameters())
+    model.zero_grad()
+    measured = before + measure_peak(lambda: model(x).backward(), CPU)
+    states = graph.fixed_bytes.get("optimizer state", 0)
+    assert measured == pytest.approx(plan.predicted["peak_bytes"] - states, rel=0.02)
+
+
+def test_dynamo_knows_nothing_of_it_afterwards() -> None:
+    with opaque([f"{__name__}:Scaled", "no.such.module:Function", f"{__name__}:Gone"]):
+        assert trace_rules.is_callable_allowed(Scaled)
+    assert not trace_rules.is_callable_allowed(Scaled)
+
+
+def test_behind_a_loss_are_those_that_ran_as_they_stand() -> None:
+    x = torch.randn(2, WIDTH, requires_grad=True)
+    loss = Scaled.apply(x, "twice")[0].sum() + torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=True).sum()
+    assert functions_behind(loss) == {f"{__name__}:Scaled"}
+    assert functions_behind(x.sum()) == frozenset()

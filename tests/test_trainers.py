@@ -1,0 +1,404 @@
+"""The step of a built Trainer, planned as it is: its loss, its largest batch, its optimizer; and TRL's, with a head."""
+
+from __future__ import annotations
+
+import functools
+import types
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from remat.costing.device_allocator import measure_peak
+from remat.errors import UsageError
+from remat.evaluation.plan import Plan
+from remat.execution.apply import counts_of
+from remat.planning import planner
+from remat.workload.training_loop import TrainingLoop
+from remat.workload.workload import trainable
+from tests.command_line import Remat
+from tests.toys import CPU, every_block, plan_by_hand, recorded
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from remat.integrations import planned_trainer, trainer_workload  # noqa: E402
+from remat.integrations.trainer_workload import loop_of, workload_of  # noqa: E402
+from remat.integrations.transformers import RematCallback  # noqa: E402
+
+pytestmark = [
+    pytest.mark.usefixtures("fresh_dynamo", "one_thread"),
+    pytest.mark.filterwarnings(  # of the frameworks themselves
+        "ignore:.*isinstance.treespec, LeafSpec.*",
+        "ignore:.*gradient_checkpointing.*:FutureWarning",
+        "ignore:.*torch.jit.*:DeprecationWarning",
+        "ignore:.*Function.* should not be instantiated",
+    ),
+]
+
+VOCAB, LENGTH = 64, 32
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def rows(count: int = 32, length: Callable[[int], int] = lambda i: LENGTH) -> list[dict[str, Any]]:
+    torch.manual_seed(1)
+    made = [torch.randint(3, VOCAB, (length(i),)).tolist() for i in range(count)]
+    return [{"input_ids": ids, "labels": ids, "attention_mask": [1] * len(ids)} for ids in made]
+
+
+SETTINGS: dict[str, Any] = {
+    "max_steps": 2,
+    "per_device_train_batch_size": 4,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "dataloader_pin_memory": False,
+}
+
+
+def trainer(folder: Path, *callbacks: Any, data: Any = None, collate: Any = None, **options: Any) -> Any:
+    arguments = transformers.TrainingArguments(str(folder), **{**SETTINGS, **options})
+    return transformers.Trainer(llama(), arguments, collate, train_dataset=data or rows(), callbacks=list(callbacks))
+
+
+def losses_of(made: Any) -> list[float]:
+    torch.manual_seed(7)
+    made.train()
+    return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+
+
+@pytest.fixture(scope="module")
+def costs(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("costs"))
+
+
+@pytest.fixture(autouse=True)
+def kept_costs(monkeypatch: pytest.MonkeyPatch, costs: str) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", costs)
+
+
+# The workload
+
+
+def test_the_workload_is_the_trainers_step(tmp_path: Path) -> None:
+    made = trainer(tmp_path, bf16=True, gradient_accumulation_steps=2, optim="sgd")
+    workload = workload_of(made)
+    assert (workload.batch_size, workload.seq_len, workload.autocast) == (4, LENGTH, torch.bfloat16)
+    assert loop_of(made) == TrainingLoop(accumulation=2, clip_grad_norm=True)
+    assert isinstance(workload.optimizer(trainable(made.model)), torch.optim.SGD)  # type: ignore[misc]
+
+    batch = workload.batch(4, LENGTH)
+    prepared = made.accelerator.prepare_model(made.model).train()
+    expected = made.compute_loss(prepared, dict(batch["inputs"]), num_items_in_batch=batch["items"])
+    loss = workload.step(workload.build(), batch)
+    assert torch.equal(loss, expected) and loss.dtype is torch.float32
+    assert batch["items"] == 4 * (LENGTH - 1) and len(batch["waiting"]) == 2
+
+
+def test_a_trainer_is_left_as_it_is(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    parameters = {name: (id(p), p.clone()) for name, p in made.model.named_parameters()}
+    graph = recorded(workload_of(made))[1]
+    assert graph.about["masks"] == {"ones": True, "padded": False, "packed": False}
+    assert len(graph.fingerprints) == 1
+    found = dict(made.model.named_parameters())
+    assert all(id(found[name]) == key and torch.equal(found[name], was) for name, (key, was) in parameters.items())
+    assert "forward" not in made.model.__dict__
+
+
+def test_the_batch_is_of_the_longest_rows(tmp_path: Path) -> None:
+    data = rows(length=lambda i: 20 if i in (3, 17) else 8 if i % 2 else 12)
+    workload = workload_of(trainer(tmp_path, data=data, collate=padded, per_device_train_batch_size=3))
+    assert workload.seq_len == 20
+    assert [int(n) for n in workload.batch(3, 20)["inputs"]["attention_mask"].sum(1)] == [20, 20, 12]
+    assert workload.batch(2, 30)["inputs"]["input_ids"].shape == (2, 30)
+    assert recorded(workload)[1].about["masks"]["padded"]
+
+
+def padded(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    longest = max(len(sample["input_ids"]) for sample in samples)
+    return {
+        name: torch.tensor([sample[name] + [0] * (longest - len(sample[name])) for sample in samples])
+        for name in ("input_ids", "labels", "attention_mask")
+    }
+
+
+def test_rows_are_cut_and_repeated_with_the_lengths_packed_in_them() -> None:
+    row = {"input_ids": [1, 2, 3, 4, 5], "labels": torch.arange(5), "seq_lengths": [2, 3], "text": "words"}
+    longer = trainer_workload._resized(row, 9)
+    assert longer["input_ids"] == [1, 2, 3, 4, 5, 1, 2, 3, 4] and longer["labels"].tolist() == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        0,
+        1,
+        2,
+        3,
+    ]
+    assert longer["seq_lengths"] == [2, 3, 2, 2] and longer["text"] == "words"
+    assert trainer_workload._resized(row, 4)["seq_lengths"] == [2, 2]
+
+
+class Wrapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        original = self.forward
+
+        def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            return original(x) + 1
+
+        self.forward = types.MethodType(forward, self)  # type: ignore[method-assign]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        value: torch.Tensor = self.inner(x)
+        return value
+
+
+def test_a_copy_calls_itself_and_not_the_model_that_it_is_of() -> None:
+    model = Wrapped()
+    twin = trainer_workload._copied(model)
+    with torch.no_grad():
+        twin.inner.weight.zero_()  # type: ignore[operator, union-attr]
+        twin.inner.bias.zero_()  # type: ignore[operator, union-attr]
+    x = torch.randn(3, 2)
+    assert torch.equal(twin(x), torch.ones(3, 2)) and not torch.equal(model(x), torch.ones(3, 2))
+    with torch.device("meta"):
+        assert {p.device.type for p in trainer_workload._copied(model).parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        pytest.param({"train_dataset": None}, "has no train_dataset", id="no-data"),
+        pytest.param({"train_dataset": []}, "train_dataset of this Trainer is empty", id="empty"),
+        pytest.param({"is_fsdp_enabled": True}, "shards its states", id="sharded"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    made = trainer(tmp_path)
+    vars(made).update(change)
+    with pytest.raises(UsageError, match=said):
+        workload_of(made)
+
+
+def test_an_optimizer_made_of_the_model_is_refused_by_name(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    made.optimizer_cls_and_kwargs = (torch.optim.SGD, {"params": []})
+    with pytest.raises(UsageError, match="'SGD' of this Trainer is made out of the model itself"):
+        workload_of(made)
+
+
+# The callback
+
+
+def test_a_budget_is_planned_for_once_and_trains_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options: dict[str, Any] = {"bf16": True, "gradient_accumulation_steps": 2}
+    expected = losses_of(trainer(tmp_path, **options))
+    first = RematCallback(budget="1100KiB", cache=tmp_path, exact=True)
+    made = trainer(tmp_path, first, **options)
+    assert losses_of(made) == expected
+    assert isinstance(first.plan, Plan) and first.plan.regions
+    assert counts_of(made.model).regions == 2 * 2 * len(first.plan.regions)
+    (path,) = tmp_path.glob("trainer-of-llamaforcausallm-*.plan.json")
+    assert str(path) in capsys.readouterr().err
+
+    monkeypatch.setattr(planner, "plan", None)
+    again, losses = RematCallback(budget="1100KiB", cache=tmp_path, exact=True), []
+    peak = measure_peak(lambda: losses.extend(losses_of(trainer(tmp_path, again, **options))), CPU)
+    assert losses == expected and len(losses) == 2
+    assert peak <= first.plan.budget_bytes
+    assert peak == pytest.approx(first.plan.predicted["peak_bytes"], rel=0.005)
+
+
+def test_what_identifies_a_step_is_in_the_name_of_its_plan(tmp_path: Path) -> None:
+    def key(budget: str = "1MiB", **options: Any) -> str:
+        made = trainer(tmp_path, **options)
+        return planned_trainer._key(made, workload_of(made), {"budget": budget, "target": "cpu"})
+
+    same = key()
+    assert same == key(learning_rate=1e-3, seed=3, max_steps=9, save_steps=7)
+    others = [key("2MiB"), key(bf16=True), key(optim="sgd"), key(per_device_train_batch_size=2), key(max_grad_norm=0)]
+    assert len({same, *others}) == 6
+
+
+def test_planning_draws_no_random_number_of_the_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "plan", by_hand)
+    made = trainer(tmp_path)
+    before = torch.get_rng_state()
+    planned_trainer.plan_of(made, "1MiB", tmp_path)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_callback_takes_a_plan_or_a_budget(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="exactly one of the two"):
+        RematCallback()
+    with pytest.raises(UsageError, match="exactly one of the two"):
+        RematCallback("a.plan.json", budget="1GiB")
+    graph = recorded(workload_of(trainer(tmp_path)))[1]
+    with pytest.raises(UsageError, match="exact, cache go with budget="):
+        RematCallback(plan_by_hand(graph, ()), exact=True)
+
+
+def by_hand(workload: Any, **options: Any) -> Plan:
+    torch.rand(3)
+    graph = recorded(workload)[1]
+    return plan_by_hand(graph, every_block(graph))
+
+
+# The command line
+
+FILE = """\
+import torch, transformers
+from tests.test_trainers import trainer
+
+def make_trainer():
+    return trainer("out", gradient_accumulation_steps=2)
+
+def nothing():
+    return None
+"""
+
+
+def test_a_trainer_is_planned_for_on_the_command_line(remat: Remat) -> None:
+    Path("train.py").write_text(FILE)
+    chosen = ("--trainer", "train.py:make_trainer", "--target", "h100-80gb")
+    ran = remat("plan", *chosen, "--budget", "1GiB", "--out", "t.plan.json", "--json")
+    assert ran.exit_code == 0, ran.stderr
+    assert ran.data["model"] == "Trainer of LlamaForCausalLM"
+    about = Plan.load("t.plan.json").about
+    assert (about["accumulation"], about["clip_grad_norm"], about["autocast"]) == (2, True, None)
+    for options, said in (
+        ((*chosen, "--dtype", "fp32"), "the Trainer says its own precision"),
+        ((*chosen, "--model", "gpt2"), "both say what to plan for"),
+        (("--trainer", "gpt2"), "no file.py:function that returns a Trainer"),
+        (("--trainer", "train.py:nothing"), "must return a remat.Workload or a Trainer"),
+    ):
+        ran = remat("plan", *options, "--budget", "1GiB", "--json")
+        assert ran.exit_code == 2 and said in ran.data["error"], ran.stdout
+
+
+# TRL
+
+
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def trl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Make:
+    """Makes one of TRL's Trainers, by what its name begins with; its head has tiles that suit a small vocabulary."""
+    monkeypatch.setenv("TRACKIO", "0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        library = pytest.importorskip("trl")
+        pytest.importorskip("trl.trainer.dpo_trainer")
+        pytest.importorskip("trl.trainer.reward_trainer")
+    datasets = pytest.importorskip("datasets")
+    tokenizers = pytest.importorskip("tokenizers")
+    datasets.disable_progress_bars()
+    monkeypatch.setattr("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", VOCAB // 2)
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, VOCAB)}}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=model, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+
+    def make(
+        name: str, *callbacks: Any, data: list[dict[str, Any]], model: nn.Module | None = None, **options: Any
+    ) -> Any:
+        given = {"max_length": LENGTH, "gradient_checkpointing": False, **SETTINGS, **options}
+        adapters = given.pop("peft_config", None)
+        return getattr(library, f"{name}Trainer")(
+            model=model or llama(),
+            args=getattr(library, f"{name}Config")(str(tmp_path), **given),
+            train_dataset=datasets.Dataset.from_list(data),
+            processing_class=tokenizer,
+            peft_config=adapters,
+            callbacks=list(callbacks),
+        )
+
+    return make
+
+
+def lora(task: str) -> Any:
+    return pytest.importorskip("peft").LoraConfig(task_type=task)
+
+
+def test_trls_sft_trainer_with_lora_trains_alike_within_the_budget(trl: Make, tmp_path: Path) -> None:
+    data = [{"input_ids": row["input_ids"]} for row in rows()]
+    options = {"bf16": True, "gradient_accumulation_steps": 2, "peft_config": lora("CAUSAL_LM")}
+    make = functools.partial(trl, "SFT", data=data, **options)
+    expected = losses_of(make())
+    losses_of(made := make(first := RematCallback(budget="640KiB", cache=tmp_path)))
+    assert any(map(trainer_workload._has_fused_head, made.model.modules()))
+    assert first.plan is not None and first.plan.regions and len(first.plan.fingerprints) == 1
+    assert first.plan.about["opaque_functions"] == ["trl.kernels.chunked_logprob:ChunkedLogProbFunction"]
+
+    losses: list[float] = []
+    peak = measure_peak(lambda: losses.extend(losses_of(make(RematCallback(budget="640KiB", cache=tmp_path)))), CPU)
+    assert losses == expected and len(losses) == 2
+    assert peak <= first.plan.budget_bytes
+    assert peak == pytest.approx(first.plan.predicted["peak_bytes"], rel=0.005)
+
+
+def preferences(prompt: bool) -> list[dict[str, str]]:
+    torch.manual_seed(2)
+    texts = [[" ".join(f"w{i}" for i in torch.randint(3, VOCAB, (10,)).tolist()) for _ in range(3)] for _ in range(16)]
+    if prompt:
+        return [{"prompt": p, "chosen": c, "rejected": r} for p, c, r in texts]
+    return [{"chosen": f"{p} {c}", "rejected": f"{p} {r}"} for p, c, r in texts]
+
+
+@pytest.mark.parametrize("name", ["DPO", "Reward"])
+def test_trainers_of_preferences_train_alike(
+    name: str, trl: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DPO's reference is the model without its adapters, in a forward without gradients that a plan leaves alone."""
+    monkeypatch.setattr(planner, "plan", by_hand)
+
+    def make(*callbacks: Any) -> Any:
+        model = llama()
+        if name == "Reward":
+            model = transformers.LlamaForSequenceClassification(
+                type(model.config)(**{**model.config.to_dict(), "num_labels": 1})
+            )
+        adapters = lora("CAUSAL_LM") if name == "DPO" else None
+        return trl(name, *callbacks, data=preferences(name == "DPO"), model=model, bf16=True, peft_config=adapters)
+
+    expected = losses_of(make())
+    assert losses_of(made := make(callback := RematCallback(budget="1MiB", cache=tmp_path))) == expected
+    assert callback.plan is not None and len(callback.plan.fingerprints) == 1
+    assert counts_of(made.model).regions == 2 * len(callback.plan.regions) > 0
+
+
+def test_a_reference_model_of_its_own_is_refused(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    made.ref_model = llama()
+    with pytest.raises(UsageError, match=r"keeps a reference model.*train adapters \(peft_config=\)"):
+        workload_of(made)
