@@ -23,6 +23,7 @@ LONG = (
     "matrix",
     "proofs",
     "slices",
+    "fused",
 )
 
 

@@ -114,7 +114,9 @@ class _Fused(Function):
         found = lowered.forward(*given)
         results, kept = found[: lowered.results], found[lowered.results :]
         ctx.save_for_backward(*kept)
-        ctx.lowered, ctx.told = lowered, None if told is None else functools.partial(told, results)
+        ctx.lowered, ctx.told = lowered, None
+        if told is not None:  # the results themselves would lead back here
+            ctx.told = functools.partial(told, [result.detach() for result in results if result is not None])
         ctx.mark_non_differentiable(
             *(result for result, has in zip(results, lowered.differentiable, strict=True) if not has)
         )

@@ -3,7 +3,8 @@
 A fused group keeps its intermediates in registers, where the nodes one by one round each to its dtype. So its results
 and gradients are others than the untouched step's. The promise is that they are no further from the truth: for every
 result of a group, and every gradient that its backward gives, the distance from the same in float64 is at most `NEAR`
-times that of the nodes run one by one on the same inputs. Groups that do the same are taken together.
+times that of the nodes run one by one on the same inputs. Groups that do the same are taken together, and of them
+what has the same shape.
 
 Two things count as nothing: a distance below a quarter of a unit in the last place, of the whole tensor's norm, which
 is what storing it costs; and chance. The ratio of two random rounding errors of n numbers has a standard deviation of
@@ -32,7 +33,7 @@ _LAST_PLACE = 0.25
 
 @dataclasses.dataclass
 class _Distances:
-    """Of one result of all runs of a group, as squares of Euclidean norms; and of how many numbers."""
+    """Of what has one shape in all runs of a group, as squares of Euclidean norms; and of how many numbers."""
 
     fused: float = 0.0
     one_by_one: float = 0.0
@@ -58,7 +59,7 @@ class GroupsSeen:
     """What the fused groups of one planned step gave; called with each run of one."""
 
     def __init__(self, unseen: Callable[[], contextlib.AbstractContextManager[Any]]):
-        self._found: dict[str, dict[int, _Distances]] = {}
+        self._found: dict[str, dict[torch.Size, _Distances]] = {}
         self._unseen = unseen
 
     @property
@@ -81,9 +82,9 @@ class GroupsSeen:
                 exactly = _run(_without_casts(group.module), given, [_in_float64(g) for g in ran.gradients])
             fused = [*ran.results, *(g for g in ran.made if g is not None)]
             found = self._found.setdefault(group.text, {})
-            for i, each in enumerate(zip(fused, plainly, exactly, strict=True)):
+            for each in zip(fused, plainly, exactly, strict=True):
                 if each[0].is_floating_point():
-                    found.setdefault(i, _Distances()).add(*each)
+                    found.setdefault(each[0].shape, _Distances()).add(*each)
 
 
 def _in_float64(value: Any) -> Any:
