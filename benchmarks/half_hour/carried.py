@@ -22,6 +22,7 @@ from remat.units import GIB, gib
 from remat.workload.workload import Workload
 
 CARRIED = {"gpt2": (16, 1024, 20 * GIB), "llama-1b": (4, 2048, 30 * GIB)}  # batch, sequence, budget
+FUSED = {"gpt2": (16, 1024, 10 * GIB), "llama-1b": (4, 2048, 25 * GIB)}  # likewise, of plans that fuse groups
 TARGETS = ("h100-80gb", "h200")
 PATIENCE_S = 60.0
 SMALL = (2, 64)  # batch and sequence on a CPU
@@ -37,24 +38,29 @@ def workload_of(model: str, device: torch.device, size: tuple[int, int] | None =
 
 
 def make_plans(folder: Path, device: torch.device, torch_there: str) -> list[Path]:
-    """Write the plans of `CARRIED` for `TARGETS` to `folder`; small ones for this machine where `device` is a CPU.
+    """Write the plans of `CARRIED` and `FUSED` for `TARGETS` to `folder`; on a CPU small ones of the first for it.
 
     torch_there  version of the torch that trains on the GPU: it decides which attention kernel is taken
     """
     folder.mkdir(parents=True, exist_ok=True)
     found = []
-    for model, (batch_size, seq_len, budget_bytes) in CARRIED.items():
-        for target in TARGETS if device.type == "cuda" else ("cpu",):
+    on_cuda = device.type == "cuda"
+    wanted = [(model, False, sizes) for model, sizes in CARRIED.items()]
+    wanted += [(model, True, sizes) for model, sizes in FUSED.items() if on_cuda]
+    for model, fuse, (batch_size, seq_len, budget_bytes) in wanted:
+        for target in TARGETS if on_cuda else ("cpu",):
             workload = workload_of(model, device, (batch_size, seq_len))
-            plan = made(workload, model, target, None if target == "cpu" else budget_bytes, torch_there)
-            path = folder / f"{model}.{target}.plan.json"
+            plan = made(workload, model, target, budget_bytes if on_cuda else None, torch_there, fuse=fuse)
+            path = folder / f"{model}{'-fused' if fuse else ''}.{target}.plan.json"
             plan.save(path)
             print(f"{path}: {plan.solver['status']}, +{100 * plan.predicted['overhead']:.2f} %", flush=True)
             found.append(path)
     return found
 
 
-def made(workload: Workload, model: str, target: str, budget_bytes: int | None, torch_there: str) -> Plan:
+def made(
+    workload: Workload, model: str, target: str, budget_bytes: int | None, torch_there: str, *, fuse: bool
+) -> Plan:
     """A plan that says which model it is for; its budget `SMALL_SHARE` of what is possible where none is given.
 
     Its target is called as the device itself is, without the torch there: so it is held to its budget there.
@@ -67,7 +73,9 @@ def made(workload: Workload, model: str, target: str, budget_bytes: int | None, 
         least = least_peak_of(profile.graph, profile.costs)
         budget_bytes = round(least + SMALL_SHARE * (most - least))
     budget = Budget(budget_bytes, budget_bytes)
-    plan = plan_profile(profile, budget, limits=Limits(time_s=PATIENCE_S), solver=solver_at_hand(), step=step)
+    plan = plan_profile(
+        profile, budget, limits=Limits(time_s=PATIENCE_S), solver=solver_at_hand(), step=step, fuse=fuse
+    )
     return dataclasses.replace(plan, target=target, about={**plan.about, "model_spec": {"model": model}})
 
 

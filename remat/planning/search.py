@@ -135,6 +135,8 @@ def solve_within(
         return found
     if found.status == "infeasible":
         raise infeasible(problem, limits)
+    if found.replayed_bytes is None and least_peak(problem, limits).bound_bytes > problem.budget_bytes:
+        raise infeasible(problem, limits)
     if judge is None or found.replayed_bytes is None:
         raise NoPlanInTime(
             f"no plan within {gib(problem.budget_bytes)} was found in {found.wall_s:.0f} s; "

@@ -236,7 +236,7 @@ def fastest(
         if _price(untouched) - _price(best) < WORTH * best.without_checkpointing["step_time_us"]:
             return untouched
         best = dataclasses.replace(best, predicted={**best.predicted, WHOLE: untouched.predicted["overhead"]})
-    least_us = min([0.0, *(tried.variant.extra_us for tried in search.tried)])
+    least_us = min([0.0, *search.bounds_us, *(tried.variant.extra_us for tried in search.tried)])
     bound_us = min([*search.bounds_us, *(tried.plan.solver["bound_us"] for tried in search.tried)])
     return _bounded(best, bound_us, least_us)
 
