@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from benchmarks import report
 from remat.costing.operator_timing import time_operators
@@ -231,6 +232,7 @@ def _distance(workload: Workload, untouched: Training, gradients: dict[str, torc
         for one, other in zip(truth.model.parameters(), untouched.model.parameters(), strict=True):
             one.copy_(other)
     truth.set_batch(workload.batch_size, 1)
+    truth.batch = tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, truth.batch)
     truth.forward_and_backward()
     found = _gradients(truth.model)
     fused, plain = (float((gradients[name] - found).norm()) for name in ("fused", "untouched"))

@@ -5,16 +5,23 @@ own, the cast can be a member of the group that makes the value: what the group 
 storage for all products that read it. Each product has a cast of its own all the same, so that their gradients are
 added as autocast adds them, in the wider dtype.
 
+A cast stands where the value is made. So a value that somebody may write to has none, nor has one that is made under
+another autocast than its product runs under.
+
 Whether there is anything to cast shows where the graph runs. (A CUDA device casts elsewhere than this machine may.)
 """
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor, fx
 
 from remat._torch.training import without_modes
-from remat.capture.nodes import autocast, called, captured_nodes
+from remat.capture.nodes import autocast, bracket_of, called, captured_nodes
+from remat.fusion.groups import POINTWISE, REDUCING, VIEWS
+from remat.fusion.writing import storages, written_storages
 
 PRODUCTS = {"linear": 0, "addmm": 1}  # and which argument is the activation
 
@@ -25,8 +32,12 @@ def with_casts(graph_module: fx.GraphModule) -> fx.GraphModule:
     copies: dict[fx.Node, fx.Node] = {}
     cast_for: dict[tuple[fx.Node, fx.Node], fx.Node] = {}  # (product, its activation) -> the cast
     readers: dict[fx.Node, list[fx.Node]] = {}
-    for node in captured_nodes(graph_module):
-        if (given := _activation(node)) is not None:
+    nodes = captured_nodes(graph_module)
+    written = written_storages(nodes, POINTWISE | REDUCING | VIEWS)
+    context = dict(zip(nodes, itertools.accumulate(abs(bracket_of(node)) for node in nodes), strict=True))
+    for node in nodes:
+        given = _activation(node)
+        if given is not None and context[given] == context[node] and storages(given).isdisjoint(written):
             readers.setdefault(given, []).append(node)
     for node in graph_module.graph.nodes:
         copy = copies[node] = graph.node_copy(node, copies.__getitem__)

@@ -11,6 +11,7 @@ from torch import fx
 from remat.capture.nodes import with_name
 from remat.fusion.fused_group import FusedGroup
 from remat.fusion.groups import Group, find_groups
+from remat.fusion.writing import storages
 
 FUSED = "fused_group"  # what the node of a group calls, and the key of its meta for the `FusedGroup`
 
@@ -61,7 +62,8 @@ class _Fuser:
         again = _read_outside(group, views)
         wanted = {source for node in again for source in node.all_input_nodes}
         results = [node for node in group.makers if group.is_read(node) or node in wanted]
-        function = FusedGroup(_module_of(group, given, results), group.text)
+        inside = [i for i, node in enumerate(results) if not _leaves(node)]
+        function = FusedGroup(_module_of(group, given, results), group.text, inside)
         call = self._graph.call_function(_calling(function), tuple(self._copies[node] for node in given))
         values = tuple(node.meta["example_value"] for node in results)
         last = group.makers[-1]
@@ -77,6 +79,12 @@ class _Fuser:
                 del self._copies[node].meta[FUSED]
         for node in again:
             self._copies[node] = self._graph.node_copy(node, self._copies.__getitem__)
+
+
+def _leaves(node: fx.Node) -> bool:
+    """Whether the storage of `node` is given out of the graph, where anybody may write to it."""
+    own = storages(node)
+    return any(user.op == "output" or (not own.isdisjoint(storages(user)) and _leaves(user)) for user in node.users)
 
 
 def _read_outside(group: Group, views: list[fx.Node]) -> list[fx.Node]:

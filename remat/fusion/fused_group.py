@@ -46,11 +46,12 @@ class FusedGroup:
     """A group of nodes that runs as a kernel forward and a kernel backward.
 
     module  inputs -> results in a tuple, as the nodes compute them       text  what they do
+    may_share  numbers of results that nobody can write to: equal ones are one storage
     watch   what a validation does
     """
 
-    def __init__(self, module: fx.GraphModule, text: str):
-        self.module, self.text = module, text
+    def __init__(self, module: fx.GraphModule, text: str, may_share: Sequence[int] = ()):
+        self.module, self.text, self.may_share = module, text, tuple(may_share)
         self.watch = GroupWatch()
 
     def __call__(self, *given: Any) -> Any:
@@ -76,16 +77,19 @@ class FusedGroup:
         key = (self._content, are_interpreted(), _autocast(given), *map(_described, given))
         if key not in _LOWERED:
             try:
-                _LOWERED[key] = lower(self._bound(given), [value for value in given if isinstance(value, Tensor)])
+                _LOWERED[key] = self._lowered(given)
             except RematError as error:
                 warnings.warn(f"{self.text} stays as it is: {error}", stacklevel=2)
                 _LOWERED[key] = None
         return _LOWERED[key]
 
+    def _lowered(self, given: tuple[Any, ...]) -> Lowered:
+        return lower(self._bound(given), [value for value in given if isinstance(value, Tensor)], self.may_share)
+
     @property
     def _content(self) -> str:
         targets = [str(node.target) for node in self.module.graph.nodes if node.op == "call_function"]
-        return f"{self.module.code} {targets}"
+        return f"{self.module.code} {targets} {self.may_share}"
 
     def _bound(self, given: tuple[Any, ...]) -> Any:
         """`module` as a function of its tensors, with numbers (open sizes) as they are now."""
@@ -100,7 +104,7 @@ class FusedGroup:
 
 
 def _described(value: Any) -> Any:
-    return (*layout_of(value), value.requires_grad) if isinstance(value, Tensor) else int(value)
+    return (*layout_of(value), value.requires_grad) if isinstance(value, Tensor) else int(value)  # an open size
 
 
 def _autocast(given: tuple[Any, ...]) -> Any:
@@ -113,6 +117,7 @@ class _Fused(Function):
     def forward(ctx: Any, lowered: Lowered, told: Callable[..., None] | None, *given: Tensor) -> Any:
         found = lowered.forward(*given)
         results, kept = found[: lowered.results], found[lowered.results :]
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*kept)
         ctx.lowered, ctx.told = lowered, None
         if told is not None:  # the results themselves would lead back here
@@ -123,17 +128,18 @@ class _Fused(Function):
         return tuple(_apart(results))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         if torch.is_grad_enabled():
             raise RematError(
                 "a fused group has first derivatives only, and backward was called with create_graph=True; make a plan "
                 "without fusion."
             )
         lowered: Lowered = ctx.lowered
-        differentiable = (g for g, has in zip(gradients, lowered.differentiable, strict=True) if has)
-        tangents = [_laid_out(g, layout) for g, layout in zip(differentiable, lowered.tangents, strict=True)]
-        made = lowered.backward(*ctx.saved_tensors, *tangents)
-        if ctx.told is not None:
+        wanted = [g for g, has in zip(gradients, lowered.differentiable, strict=True) if has]
+        missing = tuple(i for i, gradient in enumerate(wanted) if gradient is None)
+        tangents = [_laid_out(g, at) for g, at in zip(wanted, lowered.tangents, strict=True) if g is not None]
+        made = lowered.backward(*missing)(*ctx.saved_tensors, *tangents)
+        if ctx.told is not None and not missing:
             ctx.told(tangents, made)
         return None, None, *made
 

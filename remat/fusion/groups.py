@@ -7,7 +7,8 @@ Rule 2  A view is a member if what it looks at is made by one. Where somebody ou
         there: what a group gives out are storages of its own.
 Rule 3  A group is connected, and nobody outside reads it before its last member has run. So it can run where its last
         member stands, and the order of all other nodes is what it was.
-Rule 4  No context (autocast, no_grad) opens or closes between its members, and nothing is written in place.
+Rule 4  No context (autocast, no_grad) opens or closes between its members, and nobody may write to what they take or
+        make (`writing.py`).
 Rule 5  Members have gradients. What is made without, masks and tables, is small or shared: it stays outside.
 Rule 6  A group has at least two members that make something, or one that is several kernels by itself (`COMPOSITE`).
 """
@@ -21,9 +22,9 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from remat.capture.anchors import writes
 from remat.capture.nodes import bracket_of, called, captured_nodes
 from remat.evaluation.identity import canonical
+from remat.fusion.writing import storages, written_storages
 
 
 def _names(text: str) -> frozenset[str]:
@@ -33,7 +34,7 @@ def _names(text: str) -> frozenset[str]:
 POINTWISE = _names("""
     add sub rsub mul div neg abs pow square exp exp2 expm1 log log1p sqrt rsqrt reciprocal tanh sigmoid erf sin cos
     relu relu6 gelu silu mish softplus elu selu leaky_relu hardtanh hardswish hardsigmoid logsigmoid softsign tanhshrink
-    clamp minimum maximum where masked_fill lerp addcmul addcdiv to autocast cat stack clone contiguous
+    clamp minimum maximum where masked_fill lerp addcmul addcdiv to double autocast cat stack clone contiguous
 """)
 REDUCING = _names("""
     sum mean var amax amin softmax log_softmax logsumexp layer_norm rms_norm group_norm normalize cross_entropy nll_loss
@@ -43,7 +44,7 @@ VIEWS = _names("""
     view reshape flatten unflatten transpose permute unsqueeze squeeze expand getitem chunk split t view_as reshape_as
     expand_as movedim swapaxes narrow select
 """)
-MAY_VIEW = VIEWS | {"to", "autocast", "contiguous"}  # what these make may be what they are given
+MAY_VIEW = VIEWS | {"to", "double", "autocast", "contiguous"}  # what these make may be what they are given
 COMPOSITE = frozenset({"cross_entropy", "normalize", "rms_norm"})
 MOST_MEMBERS = 100
 
@@ -85,14 +86,14 @@ class _Finder:
     def __init__(self, nodes: list[fx.Node]):
         self._nodes = nodes
         self._order = {node: i for i, node in enumerate(nodes)}
-        self._written = {key for node in nodes if writes(node) for key in _storages(node.args[:1])}
+        self._written = written_storages(nodes, POINTWISE | REDUCING | VIEWS)
         self._group_of: dict[fx.Node, Group] = {}
         self._open: set[Group] = set()
 
     def groups(self) -> list[Group]:
         for node in self._nodes:
             read = {self._group_of[n] for n in node.all_input_nodes if n in self._group_of}
-            if bracket_of(node) or writes(node):  # Rule 4
+            if bracket_of(node):  # Rule 4
                 self._open.clear()
             elif self._is_view(node, read):
                 self._add(node, *read)
@@ -125,14 +126,14 @@ class _Finder:
         if canonical(called(node)) not in MAY_VIEW or len(read) != 1 or not read <= self._open or not _is_sound(node):
             return False
         (group,) = read
-        return _storages(node) <= _storages(group.makers)
+        return storages(node) <= storages(group.makers)
 
     def _is_maker(self, node: fx.Node) -> bool:
         """Rules 1 and 5."""
         name, value = canonical(called(node)), _value(node)
         if name not in POINTWISE | REDUCING | VIEWS or not isinstance(value, torch.Tensor) or not value.requires_grad:
             return False
-        given, made = _storages(node.all_input_nodes), _storages(node)
+        given, made = storages(node.all_input_nodes), storages(node)
         if not made.isdisjoint(given) or not (made | given).isdisjoint(self._written):
             return False
         return value.is_floating_point() and _is_sound(node)
@@ -143,14 +144,17 @@ def _is_sound(node: fx.Node) -> bool:
     values = [leaf for n in (node, *node.all_input_nodes) for leaf in tree_leaves(_value(n))]
     tensors = [leaf for leaf in values if isinstance(leaf, torch.Tensor)]
     plain = all(t.layout is torch.strided and not t.is_complex() for t in tensors)
-    return plain and not any(callable(leaf) for leaf in tree_leaves((node.args, node.kwargs)))
+    sizes = all(isinstance(leaf, (torch.Tensor, int, torch.SymInt, torch.Size)) for leaf in values)
+    constants = tree_leaves((node.args, node.kwargs))
+    if canonical(called(node)) == "getitem":  # a look-up has no rule
+        sizes = sizes and not any(isinstance(i, (fx.Node, list)) for i in _indices(node))
+    return plain and sizes and not any(callable(leaf) for leaf in constants)
+
+
+def _indices(node: fx.Node) -> tuple[Any, ...]:
+    index = node.args[1]
+    return index if isinstance(index, tuple) else (index,)
 
 
 def _value(node: fx.Node) -> Any:
     return node.meta.get("example_value")
-
-
-def _storages(nodes: Any) -> set[int]:
-    """Storages of the values of nodes."""
-    values = [_value(node) for node in tree_leaves(nodes) if isinstance(node, fx.Node)]
-    return {int(t.untyped_storage()._cdata) for t in tree_leaves(values) if isinstance(t, torch.Tensor)}

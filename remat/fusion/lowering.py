@@ -11,7 +11,8 @@ of its inputs and results afterwards, by views.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from remat.capture.schemas import is_view
 from remat.errors import RematError
 from remat.fusion.kernels import Kernel, Layout, empty
 from remat.fusion.sums import sum_in_stages
+from remat.fusion.zeros import without
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,25 +42,41 @@ class Part:
         return found
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Lowered:
     """A group for inputs of certain layouts.
 
     forward         inputs -> results, and what is kept
-    backward        what is kept, and the gradients of the results that have one -> gradients of the inputs, or None
+    backward_graph  what is kept, and the gradients of the results that have one -> gradients of the inputs, or None
     results         how many there are           differentiable  which of them have a gradient
     tangents        layouts of those gradients, in which backward takes them
     """
 
     forward: Part
-    backward: Part
+    backward_graph: fx.GraphModule
     results: int
     differentiable: tuple[bool, ...]
     tangents: tuple[Layout, ...]
 
+    def backward(self, *missing: int) -> Part:
+        """Of all gradients but those numbered `missing`, which nobody has."""
+        if missing not in self._parts:
+            graph = self.backward_graph
+            inputs = graph.graph.find_nodes(op="placeholder")
+            tangents = inputs[len(inputs) - len(self.tangents) :]
+            self._parts[missing] = _part(without(graph, [tangents[i] for i in missing]) if missing else graph)
+        return self._parts[missing]
 
-def lower(module: Callable[..., Sequence[Tensor]], given: Sequence[Tensor]) -> Lowered:
-    """`module` for inputs like `given`, under the autocast that is on. Raises RematError where torch cannot."""
+    @functools.cached_property
+    def _parts(self) -> dict[tuple[int, ...], Part]:
+        return {}
+
+
+def lower(module: Callable[..., Sequence[Tensor]], given: Sequence[Tensor], may_share: Collection[int] = ()) -> Lowered:
+    """`module` for inputs like `given`, under the autocast that is on. Raises RematError where torch cannot.
+
+    may_share  numbers of results of which equal ones may be one storage
+    """
     with without_modes(), saved_tensors_hooks(_same, _same), torch.enable_grad(), FakeTensorMode():
         inputs = [_like(tensor) for tensor in given]
         try:
@@ -76,7 +94,8 @@ def lower(module: Callable[..., Sequence[Tensor]], given: Sequence[Tensor]) -> L
     assert len(placeholders) == len(kept) + len(tangents), "what is kept is what backward takes"
     _keep_bases(forward, backward, count)
     layouts = tuple((tuple(t.shape), tuple(t.stride()), t.dtype, t.device.type) for t in tangents)
-    return Lowered(_part(forward), _part(backward), count, differentiable, layouts)
+    _merge_twins(forward, may_share)
+    return Lowered(_part(forward), backward, count, differentiable, layouts)
 
 
 def _joint(module: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> fx.GraphModule:
@@ -135,15 +154,20 @@ def _keep_bases(forward: fx.GraphModule, backward: fx.GraphModule, count: int) -
     output.args = ((*outputs[:count], *(_chain(node)[0] for node in outputs[count:])),)
 
 
-def _without_twins(outputs: Sequence[Any]) -> list[Any]:
-    """The outputs of a graph, one node in the place of several that compute the same."""
+def _merge_twins(forward: fx.GraphModule, may_share: Collection[int]) -> None:
+    """Of the results `may_share` of a graph, give one node out in the place of several that compute the same."""
+    (output,) = forward.graph.find_nodes(op="output")
+    outputs = _outputs(forward)
     first: dict[tuple[Any, ...], fx.Node] = {}
-    return [node and first.setdefault((node.target, str(node.args), str(node.kwargs)), node) for node in outputs]
+    for i in may_share:
+        content = outputs[i].target, str(outputs[i].args), str(outputs[i].kwargs)
+        outputs[i] = first.setdefault(content, outputs[i])
+    output.args = (tuple(outputs),)
 
 
 def _part(graph_module: fx.GraphModule) -> Part:
     """A graph as a kernel and views."""
-    outputs = _without_twins(_outputs(graph_module))
+    outputs = _outputs(graph_module)
     inputs = graph_module.graph.find_nodes(op="placeholder")
     chains = [None if node is None else _chain(node) for node in outputs]
     made = list(dict.fromkeys(chain[0] for chain in chains if chain is not None and chain[0] not in inputs))

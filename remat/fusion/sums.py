@@ -32,6 +32,8 @@ def _rows(node: fx.Node) -> int:
     """How many rows are added, if they are all of the leading dimensions; else 0."""
     arguments: Any = node.args
     value: Tensor = arguments[0].meta["val"]
+    if not value.dim():
+        return 0
     dims = sorted(dim % value.dim() for dim in arguments[1])
     widths = value.shape[len(dims) :]
     if dims != list(range(len(dims))) or not widths or not value.is_contiguous() or len(node.kwargs):

@@ -175,7 +175,9 @@ class Variants:
 def require_fusible(execution: Execution, step: FakeStep | None, *, exact: bool) -> None:
     """Raise UsageError where groups cannot be fused."""
     if exact:
-        raise UsageError("`fuse` and `exact` exclude each other: fused groups round elsewhere than the untouched step.")
+        raise UsageError(
+            "`fuse=True` and `exact=True` exclude each other: fused groups round elsewhere than the untouched step."
+        )
     if not execution.runs_forms:
         raise UsageError(f'groups are fused in eager execution, not under `execution="{execution}"`.')
     if step is None:

@@ -9,6 +9,9 @@ what has the same shape.
 Two things count as nothing: a distance below a quarter of a unit in the last place, of the whole tensor's norm, which
 is what storing it costs; and chance. The ratio of two random rounding errors of n numbers has a standard deviation of
 about 1 / sqrt(n), of which `CHANCE` are allowed.
+
+The fused step as a whole is compared with the untouched one too, roughly: gradients that are apart by more than
+rounding explains (`far_from`) mean a fault, not a rounding.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ from remat.validation.sums import NEAR
 
 CHANCE = 3.0
 _LAST_PLACE = 0.25
+_FAR = {False: 1e-2, True: 0.5}  # of a gradient's norm: rounding stays well below, a wrong gradient seldom does
+_SMALL = 0.01  # of the largest gradient: smaller ones may be noise
 
 
 @dataclasses.dataclass
@@ -52,7 +57,7 @@ class _Distances:
 
     @property
     def is_too_far(self) -> bool:
-        return self.ratio > NEAR + CHANCE / math.sqrt(self.numbers)
+        return not self.ratio <= NEAR + CHANCE / math.sqrt(self.numbers)  # NaN is too far
 
 
 class GroupsSeen:
@@ -83,8 +88,25 @@ class GroupsSeen:
             fused = [*ran.results, *(g for g in ran.made if g is not None)]
             found = self._found.setdefault(group.text, {})
             for each in zip(fused, plainly, exactly, strict=True):
-                if each[0].is_floating_point():
+                if each[0].is_floating_point() and each[2].isfinite().all():
                     found.setdefault(each[0].shape, _Distances()).add(*each)
+
+
+def far_from(
+    untouched: Sequence[Tensor | None], fused: Sequence[Tensor | None], names: Sequence[str], narrow: bool
+) -> list[str]:
+    """Parameters whose gradients are so far from the untouched step's that no rounding explains it.
+
+    narrow  whether the step rounds to 16 bits
+    """
+    norms = [0.0 if gradient is None else float(gradient.double().norm()) for gradient in untouched]
+    floor, found = _SMALL * max(norms, default=0.0), []
+    for name, one, other, norm in zip(names, untouched, fused, norms, strict=True):
+        if one is None or other is None:
+            found += [name] * (one is not other)
+        elif not _apart(one, other) <= _FAR[narrow] * max(norm, floor):
+            found.append(name)
+    return found
 
 
 def _in_float64(value: Any) -> Any:

@@ -60,7 +60,7 @@ from remat.recording.recorder import record
 from remat.reservation.allocator_settings import AllocatorSettings
 from remat.reservation.fragmentation import footprint
 from remat.units import gib
-from remat.validation.groups import GroupsSeen
+from remat.validation.groups import GroupsSeen, far_from
 from remat.validation.kernel_log import KernelLog, kernel_differences, without_heads
 from remat.validation.report import Report
 from remat.validation.sums import SumsSeen
@@ -525,9 +525,9 @@ class _Validation:
         return found, {"peak_bytes": peak, "step_time_us": round(measured.time_us)}
 
     def _compare(self, training: Training, expected: _FirstStep) -> _Comparison:
-        fused = form_of(self.plan.about).fused
+        fused, far = form_of(self.plan.about).fused, list[str]()
         if fused:
-            expected = self._unrecomputed(training, expected)
+            expected, far = self._unrecomputed(training, expected)
         self._apply(training, self.plan.regions)
         kernels, sums = self._log(), SumsSeen(training.model)
         groups = GroupsSeen(kernels.paused if kernels else contextlib.nullcontext)
@@ -563,7 +563,7 @@ class _Validation:
             distance,
             sums.ratios,
             groups.ratios,
-            [*too_far, *groups.too_far],
+            [*far, *too_far, *groups.too_far],
             _observed_nodes(counts, self.compared),
             () if self._is_own_checkpointing else kernel_differences(kernels_of_untouched, found.kernels),
         )
@@ -576,8 +576,8 @@ class _Validation:
         apply(training.model, plan)  # a larger batch was chosen on purpose
         training.call_as(self.how.prepare)
 
-    def _unrecomputed(self, training: Training, untouched: _FirstStep) -> _FirstStep:
-        """The first step in the plan's form, nothing recomputed; tells how far the untouched one is."""
+    def _unrecomputed(self, training: Training, untouched: _FirstStep) -> tuple[_FirstStep, list[str]]:
+        """The first step in the plan's form, nothing recomputed; and parameters that are far from the untouched one."""
         self._apply(training, ())
         kernels = self._log()
         if kernels is not None:
@@ -585,6 +585,11 @@ class _Validation:
         found = _first_step(training, kernels)
         training.finish()
         remove(training.model)
+        names = [name for name, p in training.model.named_parameters() if p.requires_grad]
+        narrow = bool(self.compared.workload.autocast) or self.compared.step.product_dtype.itemsize < 4
+        far = far_from(untouched.gradients, found.gradients, names, narrow)
+        if far:
+            self.notes.append(f"Far from the untouched step's, more than rounding explains: {', '.join(far[:5])}.")
         apart = _distance(untouched.gradients, found.gradients)
         loss, other = float(untouched.loss), float(found.loss)
         self.notes.append(
@@ -592,7 +597,7 @@ class _Validation:
             f"recomputed. The untouched step's loss is {loss:.7g}, this one's {other:.7g}; gradients differ by up to "
             f"{apart.relative:.2g} of the largest."
         )
-        return found
+        return found, far
 
     @property
     def _is_own_checkpointing(self) -> bool:

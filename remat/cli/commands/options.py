@@ -45,7 +45,7 @@ Exact = Annotated[
     typer.Option(
         "--exact",
         rich_help_panel=SEARCH,
-        help="Every gradient bitwise that of the untouched step: losses are left whole, not cut in slices.",
+        help="Every gradient bitwise that of the untouched step: losses are left whole, nothing is fused.",
     ),
 ]
 Fuse = Annotated[
