@@ -40,6 +40,7 @@ from remat.planning.planner import plan, plan_profile
 from remat.planning.profiling import fake_step, profile_step
 from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
+from remat.validation.groups import far_from
 from remat.validation.validating import validate
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
@@ -191,6 +192,75 @@ def test_nothing_that_is_written_in_place_is_in_a_group() -> None:
         return torch.mm(y, x.t()).exp().sum()
 
     assert groups_in(function, vector()) == ["fused(exp,sum)"]
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda h: F.leaky_relu(h, 0.1, True),
+        lambda h: F.hardswish(h, True),
+        lambda h: F.dropout(h, 0.5, True, True),
+        lambda h: torch._foreach_add_([h], 1.0),
+        lambda h: h.masked_fill_(h > 0, 0.0),
+        lambda h: torch.add(h.detach(), 1, out=h.detach()),
+    ],
+    ids=["leaky", "hardswish", "dropout", "foreach", "masked_fill", "out"],
+)
+def test_whoever_may_write_keeps_what_it_is_given_out_of_groups(write: Callable[[torch.Tensor], Any]) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        h = torch.mm(x, x.t())
+        skip = (h + 1) * 0.5
+        write(h)
+        return (skip + h).sum()
+
+    assert all("mul" not in text for text in groups_in(function, vector()))
+
+
+def test_a_value_that_is_written_meanwhile_is_cast_where_it_is_read() -> None:
+    def function(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        h = x * 2.0
+        h[:, :4] = 0
+        return F.linear(h, weight).float().sum()
+
+    x, weight = vector(), torch.randn(5, 8, requires_grad=True)
+    graph = captured(function, x, weight, autocast=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(fuse(with_casts(graph))(x, weight)[0], function(x, weight))
+
+
+def test_a_result_that_nobody_differentiates_has_no_gradient_and_makes_no_nan() -> None:
+    norm = nn.LayerNorm(8)
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        p = (x * 1.5).masked_fill(x > 0, -torch.inf).softmax(-1)
+        entropy = -(p * p.log()).sum(-1)
+        return (p * x).sum(), entropy.mean(), norm(p * 2.0)
+
+    x = torch.cat([-torch.ones(4, 4), torch.ones(4, 4)], 1).requires_grad_()
+    fused = torch.compile(function, backend=lambda graph, inputs: fuse(graph))
+    (expected,) = torch.autograd.grad(function(x)[0], x)
+    fused(x)[0].backward()
+    assert x.grad is not None and torch.allclose(x.grad, expected)
+    assert norm.weight.grad is None and norm.bias.grad is None
+
+
+def test_results_that_leave_the_graph_are_storages_of_their_own() -> None:
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        r = x.sin() * 2
+        return r + 1, r + 1
+
+    one, other = torch.compile(function, backend=lambda graph, inputs: fuse(graph))(vector())
+    assert one.data_ptr() != other.data_ptr()
+
+
+def test_a_number_that_changes_is_no_part_of_a_group() -> None:
+    def function(x: torch.Tensor, scale: float) -> torch.Tensor:
+        return (x * scale).sin().exp().sum()
+
+    fused = torch.compile(function, backend=lambda graph, inputs: fuse(graph), dynamic=True)
+    x = vector()
+    for scale in (0.5, 0.75, 0.9):
+        assert torch.allclose(fused(x, scale), function(x, scale))
 
 
 def test_what_is_made_without_a_gradient_stays_outside() -> None:
@@ -417,6 +487,13 @@ def test_where_no_kernel_can_be_compiled_the_group_runs_all_the_same_with_one_wa
         "a fused group cannot be compiled here and runs operator by operator, slower than planned "
         "(RuntimeError: no compiler)."
     ]
+
+
+def test_gradients_that_are_far_or_no_numbers_fail() -> None:
+    one = [torch.ones(8), torch.full((8,), 1e-6), None]
+    assert far_from(one, [torch.ones(8) * 1.001, torch.full((8,), -1e-6), None], ["a", "b", "c"], narrow=False) == []
+    far = [torch.full((8,), torch.nan), torch.full((8,), 1.0), torch.zeros(8)]
+    assert far_from(one, far, ["a", "b", "c"], narrow=True) == ["a", "b", "c"]
 
 
 @pytest.mark.exhaustive

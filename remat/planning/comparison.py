@@ -32,6 +32,7 @@ from remat.planning.search import Judge, search
 from remat.planning.variants import PATIENCE_S, Variant, Variants, at_most, begun_from, fastest, priced, require_fusible
 from remat.recording.fake_step import FakeStep
 from remat.solvers import EXACT, HEURISTICS, WITHOUT, load
+from remat.solvers.least_peak import least_peak
 
 DEFAULT = (*HEURISTICS, "exact")
 NO_LIMIT = 1 << 62
@@ -223,6 +224,8 @@ def _with_forms(
         within = begun_from(at_most(limits, time_s), problem, before)
         solution = solution_of(problem, how, name, variant.judge, within)
         if not solution.fits:
+            if solution.status == "infeasible" or least_peak(problem, within).bound_bytes > limit_bytes:
+                raise infeasible(problem, within)
             raise NoPlanInTime(f"no plan of the step with {variant.form} keeps the budget.")
         return assemble(problem, solution, found, how, variant.judge)
 
