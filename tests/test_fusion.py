@@ -326,6 +326,13 @@ def test_isomorphic_groups_share_their_kernels() -> None:
     assert made == 2 * 6, "six groups, forward and backward, however many layers"
 
 
+def test_many_shapes_are_told_of_once() -> None:
+    fused = fuse(captured(lambda x: x.sin().cos().sum(), vector()))
+    with pytest.warns(UserWarning, match="has met 16 shapes"):
+        for rows in range(1, 19):
+            fused(torch.randn(rows, 8, requires_grad=True))
+
+
 def test_second_derivatives_are_refused_by_name() -> None:
     x = vector()
     fused = fuse(captured(lambda x: x.sin().cos().sum(), x))

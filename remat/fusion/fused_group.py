@@ -16,6 +16,8 @@ from remat.errors import RematError
 from remat.fusion.kernels import are_interpreted, empty, layout_of
 from remat.fusion.lowering import Lowered, lower
 
+MANY_SHAPES = 16
+
 _LOWERED: dict[tuple[Any, ...], Lowered | None] = {}
 
 
@@ -53,6 +55,7 @@ class FusedGroup:
     def __init__(self, module: fx.GraphModule, text: str, may_share: Sequence[int] = ()):
         self.module, self.text, self.may_share = module, text, tuple(may_share)
         self.watch = GroupWatch()
+        self._shapes = 0
 
     def __call__(self, *given: Any) -> Any:
         """The result, or a tuple of them."""
@@ -76,12 +79,23 @@ class FusedGroup:
             return None
         key = (self._content, are_interpreted(), _autocast(given), *map(_described, given))
         if key not in _LOWERED:
+            self._count_shape()
             try:
                 _LOWERED[key] = self._lowered(given)
             except RematError as error:
                 warnings.warn(f"{self.text} stays as it is: {error}", stacklevel=2)
                 _LOWERED[key] = None
         return _LOWERED[key]
+
+    def _count_shape(self) -> None:
+        """Warn where a group is compiled again and again."""
+        self._shapes += 1
+        if self._shapes == MANY_SHAPES:
+            warnings.warn(
+                f"a fused group has met {MANY_SHAPES} shapes and is compiled for each, which takes seconds: pad batches "
+                "to a few lengths, or plan without fuse=True (--fuse).",
+                stacklevel=2,
+            )
 
     def _lowered(self, given: tuple[Any, ...]) -> Lowered:
         return lower(self._bound(given), [value for value in given if isinstance(value, Tensor)], self.may_share)
