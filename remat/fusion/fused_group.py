@@ -92,7 +92,7 @@ class FusedGroup:
         self._shapes += 1
         if self._shapes == MANY_SHAPES:
             warnings.warn(
-                f"a fused group has met {MANY_SHAPES} shapes and is compiled for each, which takes seconds: pad batches "
+                f"a fused group has met {MANY_SHAPES} shapes, and is compiled for each, seconds at a time: pad batches "
                 "to a few lengths, or plan without fuse=True (--fuse).",
                 stacklevel=2,
             )
