@@ -37,7 +37,12 @@ _SPELLED = {"time_s": "time-limit"}  # arguments whose option has another name
 
 def as_options(message: str) -> str:
     """`message` of the library with its arguments as options: `shard="zero3"` in backticks is --shard zero3."""
-    return _ARGUMENT.sub(lambda found: f"--{_option(found[1])} {found[2]}".replace('"', "").rstrip(), message)
+    return _ARGUMENT.sub(lambda found: f"--{_option(found[1])} {_value(found[2])}".rstrip(), message)
+
+
+def _value(text: str) -> str:
+    """A switch has none."""
+    return "" if text == "True" else text.replace('"', "")
 
 
 def _option(argument: str) -> str:
