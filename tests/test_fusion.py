@@ -36,6 +36,7 @@ from remat.fusion.formed import formed
 from remat.fusion.fuse import fuse, fused_groups
 from remat.fusion.groups import find_groups
 from remat.fusion.sums import FEW, sum_in_stages
+from remat.fusion.zeros import without
 from remat.planning.planner import plan, plan_profile
 from remat.planning.profiling import fake_step, profile_step
 from remat.recording.fake_step import FakeStep
@@ -242,6 +243,22 @@ def test_a_result_that_nobody_differentiates_has_no_gradient_and_makes_no_nan() 
     fused(x)[0].backward()
     assert x.grad is not None and torch.allclose(x.grad, expected)
     assert norm.weight.grad is None and norm.bias.grad is None
+
+
+def test_missing_gradients_are_followed_only_where_they_make_zeros() -> None:
+    aten, graph = torch.ops.aten, fx.Graph()
+    one, other = graph.placeholder("one"), graph.placeholder("other")
+    nodes = [
+        graph.call_function(aten.full_like.default, (one, 3.0)),
+        graph.call_function(aten.slice_scatter.default, (one, other, 0, 0, 4)),
+        graph.call_function(aten.mul.Tensor, (one, other)),
+        graph.call_function(aten.add.Tensor, (one, other)),
+    ]
+    for node in (one, other, *nodes):
+        node.meta["val"] = torch.ones(4)
+    graph.output(tuple(nodes))
+    found = without(fx.GraphModule({}, graph), [one])(torch.full((4,), 2.0))
+    assert [None if value is None else value.tolist() for value in found] == [[3.0] * 4, [2.0] * 4, None, [2.0] * 4]
 
 
 def test_results_that_leave_the_graph_are_storages_of_their_own() -> None:

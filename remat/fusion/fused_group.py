@@ -100,7 +100,7 @@ class FusedGroup:
     def _lowered(self, given: tuple[Any, ...]) -> Lowered:
         return lower(self._bound(given), [value for value in given if isinstance(value, Tensor)], self.may_share)
 
-    @property
+    @functools.cached_property
     def _content(self) -> str:
         targets = [str(node.target) for node in self.module.graph.nodes if node.op == "call_function"]
         return f"{self.module.code} {targets} {self.may_share}"

@@ -14,15 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from remat.capture.schemas import is_view
-
 aten = torch.ops.aten
-
-_THROUGH = {  # zero where their first argument is
-    *(aten.neg.default, aten.clone.default, aten.sum.dim_IntList, aten.sum.default, aten.mul.Scalar, aten.div.Scalar),
-    *(torch.ops.prims.convert_element_type.default, aten._to_copy.default, aten.div.Tensor, aten.expand.default),
-    *(aten.constant_pad_nd.default, aten.slice_scatter.default, aten.full_like.default),
-}
 
 
 def without(backward: fx.GraphModule, missing: Sequence[fx.Node]) -> fx.GraphModule:
@@ -49,9 +41,9 @@ class _Follower:
 
     def _follow(self, node: fx.Node) -> None:
         zero = [n in self._zeros for n in node.all_input_nodes]
-        first = bool(node.args) and node.args[0] in self._zeros
-        passed_on = first and (node.target in _THROUGH or _is_view(node))
-        if passed_on or (zero and all(zero)) or (node.target is aten.mul.Tensor and any(zero)):
+        divided = node.target is aten.div.Tensor and node.args[0] in self._zeros
+        multiplied = node.target is aten.mul.Tensor and any(zero)
+        if divided or multiplied or (zero and all(zero) and not _looks_at_shapes_only(node)):
             self._zeros.add(node)
         elif node.target is aten.add.Tensor and any(zero) and (other := self._other(node)) is not None:
             self._copies[node] = other
@@ -75,5 +67,7 @@ class _Follower:
         return zeros
 
 
-def _is_view(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and is_view(node.target)
+def _looks_at_shapes_only(node: fx.Node) -> bool:
+    """`full_like`, `new_ones`, ...: what they give is none of what they are given."""
+    name = getattr(node.target, "__name__", "")
+    return name.partition(".")[0].endswith("_like") or name.startswith("new_")
