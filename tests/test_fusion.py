@@ -23,11 +23,12 @@ import remat
 from remat.capture.nodes import captured_nodes
 from remat.cli.screen import plan_text
 from remat.costing.costs import roofline_costs
+from remat.costing.operator_timing import time_operators
 from remat.costing.planning_device import find_planning_device
 from remat.costing.profile import Profile
 from remat.errors import RematError, UsageError
 from remat.evaluation.evaluator import Memory
-from remat.evaluation.form import Form, form_of
+from remat.evaluation.form import Chunk, Form, form_of
 from remat.evaluation.plan import Plan, to_refs
 from remat.execution.eager.replay import replay
 from remat.fusion import kernels
@@ -535,6 +536,20 @@ def test_compiled_groups_keep_the_predicted_peak_and_are_as_near_to_float64(auto
         assert report.passed, str(report)
         assert report.groups_near
         assert report.measured["peak_bytes"] == pytest.approx(peak, rel=0.0005)
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_a_head_in_slices_is_fused_too_and_held_to_float64(slices: int) -> None:
+    load = workload(autocast=torch.bfloat16)
+    fake = FakeStep(load, device=torch.device("cpu"))
+    with fake.in_form(Form((Chunk(0, 0, slices),), fused=True)):
+        graph = record(fake)
+        costs = time_operators(graph.kinds, torch.device("cpu"))
+        made = plan_by_hand(graph, every_block(graph), costs)
+    report = validate(load, made)
+    assert report.passed, str(report)
+    assert "fused(row_losses)" in report.groups_near
+    assert report.gradients_near, "the head's weight is summed in slices"
 
 
 def test_formed_is_the_graph_as_it_was_where_nothing_is_asked() -> None:

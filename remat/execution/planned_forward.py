@@ -184,7 +184,8 @@ class PlannedForward:
         found = formed(graph_module, form_of(self.plan.about), call)
         for head in chunked_losses(found):
             head.watch = self.head_watch
-        for group in fused_groups(found):
+        inside = [group for head in chunked_losses(found) for group in fused_groups(head.row_losses)]
+        for group in [*fused_groups(found), *inside]:
             group.watch = self.group_watch
         return found
 

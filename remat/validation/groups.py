@@ -119,7 +119,9 @@ def _without_casts(module: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
-        if canonical(called(node)) in ("to", "autocast") and node.meta["example_value"].is_floating_point():
+        value = node.meta.get("example_value")  # a head's losses have none; their casts are to floats
+        widens = value is None or value.is_floating_point()
+        if canonical(called(node)) in ("to", "double", "autocast") and widens:
             copies[node] = copies[node.args[0]]
         elif node.op == "output":
             graph.output(fx.map_arg(node.args[0], copies.__getitem__))
