@@ -27,6 +27,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from benchmarks import report
+from benchmarks.slices import percent
 from remat.costing.operator_timing import time_operators
 from remat.costing.planning_device import find_planning_device
 from remat.costing.profile import Profile
@@ -40,7 +41,7 @@ from remat.formulation.solution import Limits, Solution
 from remat.models import TEST_SIZES, build
 from remat.planning.assemble import assemble
 from remat.planning.budget import Budget
-from remat.planning.comparison import UNFUSED, Comparison, compare
+from remat.planning.comparison import UNFUSED, compare
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.variants import Variants
 from remat.recording.fake_step import FakeStep
@@ -135,20 +136,13 @@ def _planned(profile: Profile, step: FakeStep, variants: Variants, budget_gib: f
     exact = next(row for row in found.rows if row.strategy == "exact")
     chunks = () if exact.plan is None else exact.plan.about["chunks"]
     return {
-        "fused": _percent(found, "exact"),
+        "fused": percent(found, "exact"),
         "slices": chunks[0]["slices"] if chunks else "whole",
         "gap": exact.gap,
-        "unfused": _percent(found, UNFUSED),
-        "every_block": _percent(found, "every-block"),
+        "unfused": percent(found, UNFUSED),
+        "every_block": percent(found, "every-block"),
         "wall_s": round(time.monotonic() - started, 1),
     }
-
-
-def _percent(found: Comparison, strategy: str) -> str:
-    row = next((row for row in found.rows if row.strategy == strategy), None)
-    if row is None or not row.fits or row.overhead is None:
-        return "does not fit"
-    return f"{100 * row.overhead:+.1f} %"
 
 
 # Measured, at test size

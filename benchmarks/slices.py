@@ -81,20 +81,21 @@ def _row(profile: Any, step: Any, variants: Variants, budget_gib: float) -> dict
     chunks = () if exact.plan is None else chunks_of(exact.plan.about)
     return {
         "slices": chunks[0].slices if chunks else "whole",
-        "with_slices": _percent(found, "exact"),
+        "with_slices": percent(found, "exact"),
         "gap": exact.gap,
-        "whole": _percent(found, LOSS_WHOLE if chunks else "exact"),
-        "every_block": _percent(found, "every-block"),
-        "liger_like": _percent(found, LIGER_LIKE),
+        "whole": percent(found, LOSS_WHOLE if chunks else "exact"),
+        "every_block": percent(found, "every-block"),
+        "liger_like": percent(found, LIGER_LIKE),
         "wall_s": round(time.monotonic() - started, 1),
     }
 
 
-def _percent(found: Comparison, strategy: str) -> str:
+def percent(found: Comparison, strategy: str) -> str:
+    """The overhead of a row, signed."""
     row = next((row for row in found.rows if row.strategy == strategy), None)
     if row is None or not row.fits or row.overhead is None:
         return "does not fit"
-    return f"+{100 * row.overhead:.1f} %"
+    return f"{100 * row.overhead:+.1f} %"
 
 
 if __name__ == "__main__":

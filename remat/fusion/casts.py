@@ -20,7 +20,7 @@ from torch import Tensor, fx
 
 from remat._torch.training import without_modes
 from remat.capture.nodes import autocast, bracket_of, called, captured_nodes
-from remat.fusion.groups import POINTWISE, REDUCING, VIEWS
+from remat.fusion.groups import RULED
 from remat.fusion.writing import storages, written_storages
 
 PRODUCTS = {"linear": 0, "addmm": 1}  # and which argument is the activation
@@ -33,7 +33,7 @@ def with_casts(graph_module: fx.GraphModule) -> fx.GraphModule:
     cast_for: dict[tuple[fx.Node, fx.Node], fx.Node] = {}  # (product, its activation) -> the cast
     readers: dict[fx.Node, list[fx.Node]] = {}
     nodes = captured_nodes(graph_module)
-    written = written_storages(nodes, POINTWISE | REDUCING | VIEWS)
+    written = written_storages(nodes, RULED)
     context = dict(zip(nodes, itertools.accumulate(abs(bracket_of(node)) for node in nodes), strict=True))
     for node in nodes:
         given = _activation(node)
