@@ -20,10 +20,13 @@ Rule 6  Counters of a module are not advanced by a recomputation. Batch normalis
 Rule 7  A cast that belongs to a saved node (autocast's copies) is not saved; it is made again, and so is a constant
         (`torch.tensor(2.0)`). So is a cast that autocast remembered from before a region: in forward it lasts as long
         as autocast is on, in a recomputation as long as that.
+Rule 8  An offloaded storage is on the device until its release, and again from its fetch, or the first request for it,
+        if that is earlier, until autograd or its last region lets go of it. How fast it is copied changes times only.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -33,7 +36,7 @@ from typing import Any
 import numpy as np
 
 from remat.evaluation.graph import OPTIMIZER_STATE, Graph
-from remat.evaluation.plan import Region
+from remat.evaluation.plan import Offload, Region
 
 _Position = Callable[[np.ndarray], np.ndarray]
 
@@ -173,7 +176,12 @@ class _Leaf:
 
 
 class Memory:
-    """The evaluator for one Graph; `workspace_bytes` per operator is what kernels take beside their outputs."""
+    """The evaluator for one Graph; `workspace_bytes` per operator is what kernels take beside their outputs.
+
+    offloads  storages that every plan judged here has on the host between forward and backward
+    """
+
+    offloads: tuple[Offload, ...] = ()
 
     def __init__(self, graph: Graph, workspace_bytes: np.ndarray | None = None):
         self.graph = graph
@@ -185,6 +193,12 @@ class Memory:
         self._leaves: dict[tuple[int, int], _Leaf | None] = {}
         self.node_first = np.array([node.first for node in graph.nodes], dtype=np.int64)
         self.node_end = np.array([node.end for node in graph.nodes], dtype=np.int64)
+
+    def offloading(self, offloads: Sequence[Offload]) -> Memory:
+        """The evaluator of plans with these offloads; what was computed about the graph is shared."""
+        other = copy.copy(self)
+        other.offloads = tuple(offloads)
+        return other
 
     def inputs(self, first: int, end: int) -> frozenset[int]:
         """Storages, made before node `first`, of the values that nodes first..end-1 take. (Rule 3)"""
@@ -205,7 +219,7 @@ class Memory:
     @functools.cached_property
     def peak_without_regions(self) -> int:
         """Peak of a plan of no regions, whose forward is traced all the same."""
-        return self.curve(()).peak_bytes
+        return self.offloading(()).curve(()).peak_bytes
 
     @functools.cached_property
     def peak_without_checkpointing(self) -> int:
@@ -248,8 +262,8 @@ class Memory:
 
     def lives(self, regions: Sequence[Region], plain: tuple[int, int] | None = None) -> Lives:
         """When every storage of the step is alive: the recorded ones first, then those made again, then copies."""
-        recomputations = self._recomputations(regions)
-        position, ops, owner = self._timeline(recomputations)
+        recomputations = self.recomputations(regions)
+        position, ops, owner = self.timeline(recomputations)
         storages = self.graph.storages
         death = position(self._deaths_of_originals(regions, recomputations, plain))
         again, again_birth, again_death, made_by = self._made_again(recomputations, position)
@@ -266,11 +280,14 @@ class Memory:
         instances = made_by >= 0
         again, again_birth, again_death = again[instances], again_birth[instances], again_death[instances]
         copies = self._copies(recomputations, position)
+        fetched, fetched_birth, fetched_death = self._fetched(regions, recomputations, position, death)
         return Lives(
-            storage=np.concatenate([np.arange(len(storages.birth)), again, copies.storage]),
-            size_bytes=np.concatenate([storages.size_bytes, storages.size_bytes[again], copies.size_bytes]),
-            birth=np.concatenate([position(storages.birth), again_birth, copies.birth]),
-            death=np.concatenate([death, again_death, copies.death]),
+            storage=np.concatenate([np.arange(len(storages.birth)), again, copies.storage, fetched]),
+            size_bytes=np.concatenate(
+                [storages.size_bytes, storages.size_bytes[again], copies.size_bytes, storages.size_bytes[fetched]]
+            ),
+            birth=np.concatenate([position(storages.birth), again_birth, copies.birth, fetched_birth]),
+            death=np.concatenate([death, again_death, copies.death, fetched_death]),
             op=ops,
             region=owner,
             executed=executed,
@@ -299,7 +316,7 @@ class Memory:
 
     def nested_time(self, region: Region, time_until: np.ndarray) -> int:
         """Time of recomputing `region` and its inner regions, from the time of all operators before each."""
-        return sum(self.time_of(r, time_until) for r in self._recomputations([region]))
+        return sum(self.time_of(r, time_until) for r in self.recomputations([region]))
 
     def time_of(self, r: Recomputation, time_until: np.ndarray) -> int:
         """Time of recomputation `r` alone, whatever it saves."""
@@ -309,7 +326,7 @@ class Memory:
     def recomputed_nodes(self, regions: Sequence[Region]) -> int:
         """How many nodes are called again, a node of an inner region once per level."""
         count = 0
-        for r in self._recomputations(regions):
+        for r in self.recomputations(regions):
             last = self._last_called(r.region)
             count += last + 1 - r.region.first - sum(v <= last for v in r.region.saved)
         return count
@@ -318,10 +335,10 @@ class Memory:
 
     def recomputation(self, region: Region) -> Recomputation | None:
         """When and how far `region` is recomputed; None if nothing of it is asked for."""
-        found = self._recomputations([region])
+        found = self.recomputations([region])
         return next((r for r in found if r.level == 0), None)
 
-    def _recomputations(self, regions: Sequence[Region]) -> list[Recomputation]:
+    def recomputations(self, regions: Sequence[Region]) -> list[Recomputation]:
         found: list[Recomputation] = []
         for top, region in enumerate(regions):
             inner = [self._recomputation(part, top, level=1) for part in region.inner]
@@ -433,7 +450,7 @@ class Memory:
             cast_at=cast_at,
         )
 
-    def _timeline(self, recomputations: list[Recomputation]) -> tuple[_Position, np.ndarray, np.ndarray]:
+    def timeline(self, recomputations: list[Recomputation]) -> tuple[_Position, np.ndarray, np.ndarray]:
         """(map from recorded operators to positions, operator at each position, its region or -1)."""
         count = self.graph.op_count
         triggers = np.array([r.trigger for r in recomputations], dtype=np.int64)
@@ -570,6 +587,45 @@ class Memory:
         rows, by = rows[copied], by[copied]
         birth = _placed(recomputations, by, table.at[rows])
         return _Copies(self._first_storage[table.node[rows]], table.copy_bytes[rows], birth, position(table.used[rows]))
+
+    def _fetched(
+        self, regions: Sequence[Region], recomputations: list[Recomputation], position: _Position, death: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(offloaded storages, their births and deaths after the fetch); ends their first lives in `death`. (Rule 8)"""
+        if not self.offloads:
+            return _none(), _none(), _none()
+        storage = np.array([each.storage for each in self.offloads], dtype=np.int64)
+        fetches = np.array([self.event(recomputations, position, each.fetch) for each in self.offloads])
+        asked = self.first_requests(regions, recomputations, position)[storage]
+        last = death[storage]
+        death[storage] = self.node_end[[each.release for each in self.offloads]] - 1
+        return storage, np.minimum(fetches, asked), last
+
+    def event(self, recomputations: list[Recomputation], position: _Position, node: int) -> int:
+        """Where on the timeline `node` is asked for: its region is recomputed, or what it saved outside regions."""
+        for r in recomputations:
+            if r.level == 0 and node in r.region:
+                return r.start
+        table, rows = self.graph.saved_tensors, self.saved_tensors_in(node, node + 1)
+        asked = table.unpack[rows]
+        return int(position(asked[asked >= 0]).min())
+
+    def first_requests(
+        self, regions: Sequence[Region], recomputations: list[Recomputation], position: _Position
+    ) -> np.ndarray:
+        """For every storage where backward first asks for it, by a save outside regions or as what a region takes."""
+        never = np.iinfo(np.int64).max
+        first = np.full(len(self.graph.storages.birth), never, dtype=np.int64)
+        table = self.graph.saved_tensors
+        plain = np.flatnonzero((table.storage >= 0) & (table.unpack >= 0))
+        for region in regions:
+            plain = plain[(table.node[plain] < region.first) | (table.node[plain] >= region.end)]
+        np.minimum.at(first, table.storage[plain], position(table.unpack[plain]))
+        for r in recomputations:
+            if r.level == 0:
+                taken = self._inputs_array(r.region)
+                first[taken] = np.minimum(first[taken], r.start)
+        return first
 
     @functools.cached_property
     def _first_storage(self) -> np.ndarray:

@@ -5,7 +5,8 @@ the name and the module path beside it for a person to read. What stands at that
 (`Plan.identities`), so that `apply` finds it again in a graph that is spelled in another way (`placing.py`).
 
 File version 1 has no identities; such a plan applies to a graph of the same names and wiring. Versions 1 and 2 say in
-two fields how a plan executes (`regions_are`, and `compiler` in `about`), version 3 in one.
+two fields how a plan executes (`regions_are`, and `compiler` in `about`), version 3 in one. Version 4 has offloads; a
+plan without any is written as version 3.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from remat.evaluation.identity import Identity, from_lines, to_lines
 from remat.units import gib, ms
 
 FORMAT = "remat-plan"
-VERSION = 3
+VERSION = 4
+WITHOUT_OFFLOADS = 3  # the version of a plan that has none
 
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 
@@ -45,6 +47,22 @@ class Region:
 
     def __contains__(self, node: object) -> bool:
         return isinstance(node, int) and self.first <= node < self.end
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Offload:
+    """A storage that is kept from forward to backward, and on the host meanwhile.
+
+    storage  which one of the graph's
+    release  node of forward after which compute waits for the copy, and the device's memory is let go
+    fetch    node before whose recomputation or backward memory is allocated, and the copy back begins. If it is the
+             first of a region: when the region is recomputed. If it is in none: when anything that it saved is asked
+             for. What is asked for earlier comes back then.
+    """
+
+    storage: int
+    release: int
+    fetch: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +99,24 @@ class RegionRef:
 
     def count_nodes(self) -> int:
         return self.last.ordinal - self.first.ordinal + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class OffloadRef:
+    """An `Offload` by reference.
+
+    node         the node whose value it is, or while which autograd saves it
+    save         None: the value of `node`; else how many tensors autograd saves before it while `node` runs
+    size_bytes   of the storage
+    host_offset  where it lies in the host's memory, in bytes
+    """
+
+    node: NodeRef
+    save: int | None
+    release: NodeRef
+    fetch: NodeRef
+    size_bytes: int
+    host_offset: int
 
 
 class AllocatorPeaks(TypedDict, total=False):
@@ -160,6 +196,7 @@ class Plan:
     solver        which one, and what it proved    space         what "optimal" ranges over
     execution     how the step runs: "eager", "modules", "inductor", "aot_eager" (see `execution/`)
     identities    what the nodes of each graph call are known by; empty in plans of file version 1
+    offloads      storages that are on the host between forward and backward
     """
 
     regions: tuple[RegionRef, ...]
@@ -174,6 +211,12 @@ class Plan:
     space: SpaceSize
     execution: str = "eager"
     identities: tuple[Identity, ...] = dataclasses.field(default=(), repr=False)
+    offloads: tuple[OffloadRef, ...] = ()
+
+    @property
+    def host_bytes(self) -> int:
+        """What its offloads take of the host's memory."""
+        return max((each.host_offset + each.size_bytes for each in self.offloads), default=0)
 
     @property
     def is_of_modules(self) -> bool:
@@ -191,18 +234,22 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         data = dataclasses.asdict(dataclasses.replace(self, identities=()))
-        head = {"format": FORMAT, "version": VERSION, "remat": remat.__version__}
+        if not self.offloads:
+            del data["offloads"]
+        version = VERSION if self.offloads else WITHOUT_OFFLOADS
+        head = {"format": FORMAT, "version": version, "remat": remat.__version__}
         return {**head, **data, "identities": _identities_to_json(self.identities)}
 
     @staticmethod
     def from_json(data: dict[str, Any], where: str = "plan") -> Plan:
         try:
-            younger = ("execution", "identities")
+            younger = ("execution", "identities", "offloads")
             fields = {field.name: data[field.name] for field in dataclasses.fields(Plan) if field.name not in younger}
             fields["identities"] = () if data.get("version") == 1 else _identities_from_json(data["identities"])
             fields["execution"], fields["about"] = _execution_from_json(data)
             fields["regions"] = tuple(_region_from_json(row) for row in fields["regions"])
             fields["fingerprints"] = tuple(fields["fingerprints"])
+            fields["offloads"] = tuple(map(_offload_from_json, data.get("offloads", ())))
             return Plan(**fields)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UsageError(
@@ -237,17 +284,23 @@ def traced_branches(about: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def to_refs(
-    graph: Graph, regions: tuple[Region, ...], modules: Sequence[tuple[int, int, str]] | None = None
-) -> tuple[RegionRef, ...]:
-    """`regions` by reference, as the plan file holds them; `modules` as in `Space`."""
-    path_of = {(first, end): path for first, end, path in modules or ()}
+def node_refs(graph: Graph) -> list[NodeRef]:
+    """Every node of a graph by reference."""
     ordinals: dict[int, int] = {}
     refs = []
     for node in graph.nodes:
         ordinal = ordinals.get(node.call, 0)
         ordinals[node.call] = ordinal + 1
         refs.append(NodeRef(node.call, ordinal, node.name, node.module))
+    return refs
+
+
+def to_refs(
+    graph: Graph, regions: tuple[Region, ...], modules: Sequence[tuple[int, int, str]] | None = None
+) -> tuple[RegionRef, ...]:
+    """`regions` by reference, as the plan file holds them; `modules` as in `Space`."""
+    path_of = {(first, end): path for first, end, path in modules or ()}
+    refs = node_refs(graph)
 
     def ref_of(region: Region) -> RegionRef:
         first, last = refs[region.first], refs[region.end - 1]
@@ -268,12 +321,7 @@ def to_refs(
 
 def from_refs(graph: Graph, regions: tuple[RegionRef, ...]) -> tuple[Region, ...]:
     """Inverse of `to_refs` on a graph with the same fingerprints."""
-    index: dict[tuple[int, int], int] = {}
-    ordinals: dict[int, int] = {}
-    for i, node in enumerate(graph.nodes):
-        ordinal = ordinals.get(node.call, 0)
-        ordinals[node.call] = ordinal + 1
-        index[node.call, ordinal] = i
+    index = {(ref.call, ref.ordinal): i for i, ref in enumerate(node_refs(graph))}
 
     def region_of(ref: RegionRef) -> Region:
         return Region(
@@ -299,6 +347,11 @@ def _region_from_json(row: dict[str, Any]) -> RegionRef:
         inner=tuple(_region_from_json(inner) for inner in row["inner"]),
         module=str(row.get("module", "")),
     )
+
+
+def _offload_from_json(row: dict[str, Any]) -> OffloadRef:
+    nodes = {name: NodeRef(**row[name]) for name in ("node", "release", "fetch")}
+    return OffloadRef(**{**row, **nodes})
 
 
 def _identities_to_json(identities: tuple[Identity, ...]) -> dict[str, Any]:

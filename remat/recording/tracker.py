@@ -164,6 +164,16 @@ class Tracker(UnseenMode):
         self.storages.append(tracked)
         weakref.finalize(storage, self._died, key, tracked).atexit = False
 
+    def allocated(self, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A storage that comes into being between two operators."""
+        self.paused = True
+        try:
+            tensor = torch.empty(elements, dtype=dtype, device=device)
+        finally:
+            self.paused = False
+        self._follow(tensor, self.op_count, cast=False)
+        return tensor
+
     def _overwritten(self, op: int, func: Any, args: Any, out: Any) -> TrackedStorage | None:
         """The storage of the first argument, if training would write the result over it; see `in_place.py`."""
         first = args[0] if args else None

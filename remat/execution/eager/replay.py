@@ -9,9 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from remat.evaluation.plan import RegionRef
-from remat.execution.eager.rewritten_calls import RewrittenCalls
+from remat.evaluation.plan import OffloadRef, RegionRef
+from remat.execution.eager.copies import InstantCopies
+from remat.execution.eager.offloading import Offloader
+from remat.execution.eager.rewritten_calls import RewrittenCalls, planned_offloads
 from remat.recording.fake_step import FakeStep
 from remat.recording.tracked_step import track
 from remat.recording.tracker import Tracker
@@ -23,16 +27,38 @@ def replay(
     *,
     alignment_bytes: int = 1,
     workspace_of: Mapping[tuple[str, str], int] | None = None,
+    offloads: Sequence[OffloadRef] = (),
 ) -> np.ndarray:
-    """Bytes alive at every operator of the step under `regions`, fixed bytes included.
+    """Bytes alive at every operator of the step under `regions` and `offloads`, fixed bytes included.
 
     workspace_of  kernel's own bytes by operator and signature, see `Profile.workspace_of`
     """
+    tracker = Tracker(alignment_bytes)
+    offloader = Offloader(planned_offloads(offloads), TrackedCopies(tracker)) if offloads else None
     execute_call, step.execute_call = (
         step.execute_call,
-        RewrittenCalls(regions, recompute_context=step.recompute_context),
+        RewrittenCalls(regions, recompute_context=step.recompute_context, offloader=offloader),
     )
     try:
-        return track(step, Tracker(alignment_bytes)).alive(workspace_of)
+        return track(step, tracker).alive(workspace_of)
     finally:
         step.execute_call = execute_call
+
+
+class TrackedCopies(InstantCopies):
+    """On fake tensors, which have no data to copy: the tracker sees memory come and go, and no operator."""
+
+    def __init__(self, tracker: Tracker):
+        self._tracker = tracker
+
+    def host(self, size_bytes: int) -> None:
+        return None
+
+    def out(self, flat: Tensor, host: None, offset: int) -> None:
+        pass
+
+    def room_for(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._tracker.allocated(elements, dtype, device)
+
+    def back(self, host: None, offset: int, flat: Tensor) -> None:
+        pass

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,6 +33,7 @@ from torch.utils.checkpoint import checkpoint
 from remat._torch.training import fakes_are_on, keeps_graph
 from remat.capture.nodes import as_function, bracket_of, called, captured_nodes, may_draw, replace_target, with_name
 from remat.errors import RematError
+from remat.execution.eager.offloading import Node, Offloader, PlannedOffload
 from remat.execution.eager.saving import RanAgain, Replay, Result, Save, note_versions
 
 _RUNNING = ("running_mean", "running_var")
@@ -66,11 +68,13 @@ class RewriteOptions:
     """counts   where what happens is counted
     observe  count every recomputed node, at the price of a Python call per node
     recompute_context  what recomputations run under
+    offloader  what brings storages to the host and back, if the plan has offloads
     """
 
     counts: Counts
     observe: bool = False
     recompute_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    offloader: Offloader | None = None
 
 
 class RegionTape:
@@ -78,16 +82,21 @@ class RegionTape:
 
     replaying  it is being recomputed for its own backward
     again      its nodes run another time: in that recomputation, or in that of the region around it
+    on_recomputation  called when it begins to be recomputed, if there is something to call
 
     A random node whose generator is where the random node before it left it needs no state of its own: in the
     recomputation that is so again. The generator is put back when the recomputation ends.
     """
 
-    __slots__ = ("_before", "_drawn_on", "_outer", "_saved", "_states", "children", "options", "replaying")
+    __slots__ = (
+        *("_before", "_drawn_on", "_outer", "_saved", "_states"),
+        *("children", "on_recomputation", "options", "replaying"),
+    )
 
     def __init__(self, options: RewriteOptions, outer: RegionTape | None = None):
         self.options = options
         self.replaying = False
+        self.on_recomputation: Callable[[], None] | None = None
         self.children: dict[int, RegionTape] = {}
         self._outer = outer
         self._drawn_on: torch.device | None = None  # whose generator is as the last random node left it
@@ -184,6 +193,8 @@ class _Recomputation:
         self._tape = tape
 
     def __enter__(self) -> None:
+        if self._tape.on_recomputation is not None:
+            self._tape.on_recomputation()
         self._context = self._tape.options.recompute_context()
         self._context.__enter__()
         self._tape.replaying = True
@@ -268,10 +279,15 @@ class _Body:
         )
 
 
-def _top_region(body: _Body, options: RewriteOptions, name: str) -> Callable[..., Any]:
+def _top_region(body: _Body, options: RewriteOptions, event: Node | None, name: str) -> Callable[..., Any]:
+    """`event` where something is fetched from the host when it is recomputed."""
+
     def call(*inputs: Any) -> Any:
         options.counts.regions += 1
-        return body.checkpointed(RegionTape(options), inputs)
+        tape = RegionTape(options)
+        if event is not None and options.offloader is not None:
+            tape.on_recomputation = functools.partial(options.offloader.forward.fetch, event)
+        return body.checkpointed(tape, inputs)
 
     return with_name(call, name)
 
@@ -341,17 +357,49 @@ def _counted(wrapped: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def rewrite(graph_module: fx.GraphModule, regions: Sequence[CallRegion], options: RewriteOptions) -> fx.GraphModule:
-    """`graph_module` with `regions` (disjoint, in order) as submodules run under checkpoint.
+# What stands outside regions where a plan has offloads.
+
+
+def _running(offloader: Offloader, node: Node, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A node whose saves go to the host, or at whose backward something is fetched."""
+    saves = offloader.saves_at(node)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with offloader.forward.running(node, saves):
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _sent(offloader: Offloader, planned: PlannedOffload) -> Callable[..., Any]:
+    def call(value: Any) -> None:
+        offloader.forward.send(planned, value)
+
+    return call
+
+
+def _released(offloader: Offloader, node: Node) -> Callable[..., Any]:
+    offloads = offloader.releases_at(node)
+
+    def call() -> None:
+        offloader.forward.release(offloads)
+
+    return call
+
+
+def rewrite(
+    graph_module: fx.GraphModule, regions: Sequence[CallRegion], options: RewriteOptions, call: int = 0
+) -> fx.GraphModule:
+    """`graph_module`, graph call number `call`, with `regions` (disjoint, in order) run under checkpoint.
 
     Parameters stay inputs of the graph, as Dynamo made them. The result has passed `lint()`.
     """
-    return _Rewriter(graph_module, options).top(regions)
+    return _Rewriter(graph_module, options, call).top(regions)
 
 
 class _Rewriter:
-    def __init__(self, source: fx.GraphModule, options: RewriteOptions):
-        self._source = source
+    def __init__(self, source: fx.GraphModule, options: RewriteOptions, call: int):
+        self._source, self._call = source, call
         self._nodes = captured_nodes(source)
         self._ordinal = {node: i for i, node in enumerate(self._nodes)}
         self._options = options
@@ -365,10 +413,32 @@ class _Rewriter:
             ordinal = self._ordinal.get(node, -1)
             region = owner.get(ordinal)
             if region is None:
-                environment[node] = graph.node_copy(node, lambda n: environment[n])
+                environment[node] = copy = graph.node_copy(node, lambda n: environment[n])
+                if ordinal >= 0:
+                    self._note_saves(copy, ordinal)
+                    self._offload(graph, range(ordinal, ordinal + 1), environment)
             elif ordinal == region.last:
                 self._call_region(graph, region, environment, None)
+                self._offload(graph, range(region.first, ordinal + 1), environment)
         return self._module(graph)
+
+    def _note_saves(self, copy: fx.Node, ordinal: int) -> None:
+        """Let the offloader see what autograd saves while a node runs, where that matters."""
+        offloader, node = self._options.offloader, (self._call, ordinal)
+        if offloader is not None and (offloader.saves_at(node) or offloader.is_event(node)):
+            replace_target(copy, with_name(_running(offloader, node, as_function(copy)), "offloading"))
+
+    def _offload(self, graph: fx.Graph, ordinals: range, environment: dict[fx.Node, fx.Node]) -> None:
+        """Behind a node or a region: send what was made there, and let go of what has been sent."""
+        offloader = self._options.offloader
+        if offloader is None:
+            return
+        for ordinal in ordinals:
+            for planned in offloader.values_at((self._call, ordinal)):
+                graph.call_function(with_name(_sent(offloader, planned), "send"), (environment[self._nodes[ordinal]],))
+        for ordinal in ordinals:
+            if offloader.releases_at((self._call, ordinal)):
+                graph.call_function(with_name(_released(offloader, (self._call, ordinal)), "release"))
 
     def _call_region(
         self, graph: fx.Graph, region: CallRegion, environment: dict[fx.Node, fx.Node], tape: fx.Node | None
@@ -381,7 +451,9 @@ class _Rewriter:
         body = _Body(self._body(region, inputs, outputs), len(states), early_stop)
         name, arguments = f"region_{region.first}_{region.last}", [environment[n] for n in inputs]
         if tape is None:
-            call = graph.call_function(_top_region(body, self._options, name), tuple(arguments))
+            offloader, first = self._options.offloader, (self._call, region.first)
+            event = first if offloader is not None and offloader.is_event(first) else None
+            call = graph.call_function(_top_region(body, self._options, event, name), tuple(arguments))
         else:
             call = graph.call_function(_inner_region(body, region.first, name), (tape, *arguments))
         if len(outputs) == 1:

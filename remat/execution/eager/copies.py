@@ -1,0 +1,122 @@
+"""Copies between a device and the host's memory, as an offloading executor asks for them.
+
+Whoever makes copies is a `Copies`. Compute never runs ahead of what it needs: `wait` returns, or holds the device's
+compute stream, until a copy has ended, so what is right on an instant link is right on a slow one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from remat._torch.training import without_modes
+
+Host = Any  # memory of the host, as a `Copies` has taken it
+Copy = Any  # a copy that was begun
+
+
+class Copies(Protocol):
+    """All tensors are flat: one dimension, a whole storage."""
+
+    def host(self, size_bytes: int) -> Host:
+        """Memory of the host that lasts until it is let go of."""
+
+    def out(self, flat: Tensor, host: Host, offset: int) -> Copy:
+        """Begin to copy `flat` to byte `offset` of `host`."""
+
+    def room_for(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """New memory of the device."""
+
+    def back(self, host: Host, offset: int, flat: Tensor) -> Copy:
+        """Begin to copy from byte `offset` of `host` to `flat`."""
+
+    def wait(self, copy: Copy) -> None:
+        """Let compute go on when `copy` has ended."""
+
+    def let_go(self, flat: Tensor) -> None:
+        """Told before the memory of `flat` goes back to the device."""
+
+
+class InstantCopies:
+    """On a CPU, where the host's memory is the device's: copies have ended when they have begun.
+
+    The host's memory is not torch's, so what is measured of torch's allocator is the device's share.
+    """
+
+    def host(self, size_bytes: int) -> Host:
+        return torch.from_numpy(np.empty(size_bytes, dtype=np.uint8))
+
+    def out(self, flat: Tensor, host: Host, offset: int) -> Copy:
+        with unseen():
+            host[offset : offset + flat.nbytes].copy_(flat.view(torch.uint8))
+
+    def room_for(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        with unseen():
+            return torch.empty(elements, dtype=dtype, device=device)
+
+    def back(self, host: Host, offset: int, flat: Tensor) -> Copy:
+        with unseen():
+            flat.view(torch.uint8).copy_(host[offset : offset + flat.nbytes])
+
+    def wait(self, copy: Copy) -> None:
+        pass
+
+    def let_go(self, flat: Tensor) -> None:
+        pass
+
+
+class StreamCopies:
+    """On CUDA: a stream out, a stream back, pinned memory, and events between them and compute.
+
+    Memory is allocated and let go of on the compute stream alone, which waits for a copy before it gives up or uses
+    what was copied; so the caching allocator needs no `record_stream`.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def host(self, size_bytes: int) -> Host:
+        with unseen():
+            return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def out(self, flat: Tensor, host: Host, offset: int) -> Copy:
+        with unseen():
+            return self._copy(self._out, host[offset : offset + flat.nbytes], flat.view(torch.uint8))
+
+    def room_for(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        with unseen():
+            return torch.empty(elements, dtype=dtype, device=device)
+
+    def back(self, host: Host, offset: int, flat: Tensor) -> Copy:
+        with unseen():
+            self._back.wait_stream(self._out)  # what comes back has gone out
+            return self._copy(self._back, flat.view(torch.uint8), host[offset : offset + flat.nbytes])
+
+    def _copy(self, stream: torch.cuda.Stream, to: Tensor, source: Tensor) -> torch.cuda.Event:
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            to.copy_(source, non_blocking=True)
+            return stream.record_event()
+
+    def wait(self, copy: Copy) -> None:
+        torch.cuda.current_stream(self._device).wait_event(copy)
+
+    def let_go(self, flat: Tensor) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def unseen() -> Any:
+    """What happens within is no part of the step: no mode sees it, autograd notes nothing."""
+    with without_modes(), torch.no_grad():
+        yield
+
+
+def copies_on(device: torch.device) -> Copies:
+    """Who copies between `device` and the host."""
+    return StreamCopies(device) if device.type == "cuda" else InstantCopies()

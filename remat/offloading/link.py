@@ -1,0 +1,27 @@
+"""The link between a device and the host's memory, as plans count on it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """One copy engine out and one back, each a queue that works while the device computes.
+
+    bytes_per_us  each way, both at once
+    host_bytes    what may lie on the host at one time
+    latency_us    of a copy, beside its bytes
+    """
+
+    bytes_per_us: float
+    host_bytes: int
+    latency_us: float = 10.0
+
+    def copy_us(self, size_bytes: int) -> float:
+        """Time of one copy."""
+        return self.latency_us + size_bytes / self.bytes_per_us
+
+    def moved_within(self, time_us: float) -> int:
+        """Most bytes that are off the device after so long."""
+        return min(int(self.bytes_per_us * max(time_us, 0.0)), self.host_bytes)

@@ -1,0 +1,109 @@
+"""Schedule: which storages go to the host, and at which nodes.
+
+Rule 1  Copies are queues, out and back. Out they go in the order in which storages are made, back in the order in
+        which they are asked for. Nothing waits: by the estimated times a copy out has ended at its release, and a copy
+        back at the first request. On a slower link they are waited for, and memory stays what it was planned to be.
+Rule 2  A release is the first border of forward after the copy's end. A fetch is the last event of backward from which
+        the copy, and those queued behind it, end in time.
+Rule 3  What is made early goes first: it is asked for late, so it lowers the most of the step for its bytes. No more
+        goes than the budget needs.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+
+import numpy as np
+
+from remat.evaluation.evaluator import Memory
+from remat.evaluation.graph import Graph
+from remat.evaluation.plan import Offload, OffloadRef, Region, node_refs
+from remat.offloading.link import Link
+from remat.offloading.timeline import Candidate, Timeline
+
+SMALL = 4000  # a storage below a 4000th of the budget is not worth a copy
+
+
+def offloads_within(
+    memory: Memory, regions: Sequence[Region], op_time_us: np.ndarray, budget_bytes: int, link: Link
+) -> tuple[tuple[Offload, ...], int]:
+    """(offloads, peak bytes) of the fewest that bring the step under `regions` within the budget, or of all there are.
+
+    op_time_us  of every recorded operator
+    """
+    timeline = Timeline(memory, regions, op_time_us)
+    worth = [each for each in timeline.candidates if each.size_bytes >= max(budget_bytes // SMALL, 1)]
+
+    def first(count: int) -> tuple[tuple[Offload, ...], int]:
+        offloads = schedule(timeline, worth[:count], link)
+        return offloads, memory.offloading(offloads).curve(regions).peak_bytes
+
+    most = first(len(worth))
+    if most[1] > budget_bytes:
+        return most
+    low, high, best = 0, len(worth), most
+    while low < high:  # the fewest that will do; more may do worse, so what is found is kept
+        middle = (low + high) // 2
+        found = first(middle)
+        if found[1] <= budget_bytes:
+            high, best = middle, found
+        else:
+            low = middle + 1
+    return best
+
+
+def schedule(timeline: Timeline, candidates: Sequence[Candidate], link: Link) -> tuple[Offload, ...]:
+    """Offloads of those of `candidates` (in order of time) that get to the host and back without a wait."""
+    out = list(_out(timeline, candidates, link))
+    return tuple(sorted(_back(timeline, out, link)))
+
+
+def _out(timeline: Timeline, candidates: Sequence[Candidate], link: Link) -> list[tuple[Candidate, int]]:
+    """(candidate, node of its release), for those whose copy ends in forward."""
+    borders = timeline.borders
+    ops = [op for op, _ in borders]
+    starts = timeline.starts_us[ops]
+    found, free_us, on_host = [], 0.0, 0
+    for candidate in candidates:
+        end_us = max(free_us, candidate.ready_us) + link.copy_us(candidate.size_bytes)
+        at = max(int(np.searchsorted(starts, end_us)), bisect.bisect_left(ops, candidate.local_end))
+        if at == len(borders) or on_host + candidate.size_bytes > link.host_bytes:
+            continue
+        found.append((candidate, borders[at][1]))
+        free_us, on_host = end_us, on_host + candidate.size_bytes
+    return found
+
+
+def _back(timeline: Timeline, out: list[tuple[Candidate, int]], link: Link) -> list[Offload]:
+    """Offloads of those that come back in time; the last to be asked for first, each as late as it may."""
+    events = timeline.events
+    starts = timeline.starts_us[[position for position, _ in events]]
+    found, free_us = [], float("inf")
+    for candidate, release in sorted(out, key=lambda each: -each[0].asked_at):
+        begin_us = min(free_us, float(timeline.starts_us[candidate.asked_at])) - link.copy_us(candidate.size_bytes)
+        at = int(np.searchsorted(starts, begin_us, side="right")) - 1
+        if at < 0:
+            continue
+        found.append(Offload(candidate.storage, release, events[at][1]))
+        free_us = begin_us
+    return found
+
+
+def offload_refs(
+    graph: Graph, memory: Memory, regions: Sequence[Region], offloads: Sequence[Offload], op_time_us: np.ndarray
+) -> tuple[OffloadRef, ...]:
+    """`offloads` by reference, as the plan file holds them: one behind the other in the host's memory.
+
+    All lie there when forward ends, so no two can share a place.
+    """
+    refs, offset, found = node_refs(graph), 0, []
+    known = {each.storage: each for each in Timeline(memory, regions, op_time_us).candidates}
+    for each in offloads:
+        as_kept = known[each.storage]
+        size = int(graph.storages.size_bytes[each.storage])
+        found.append(
+            OffloadRef(refs[as_kept.node], as_kept.save, refs[each.release], refs[each.fetch], size, offset)
+        )
+        offset += size
+    return tuple(found)

@@ -1,0 +1,175 @@
+"""The timeline of a step under a plan's regions, as copies see it: when, and at which nodes, something may be done."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from remat.evaluation.evaluator import Memory, Recomputation
+from remat.evaluation.graph import OUTSIDE
+from remat.evaluation.plan import Region
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A storage that may be on the host between forward and backward.
+
+    node, save     how the executor knows it, see `OffloadRef`
+    ready_us       when its copy out may begin       local_end  operators run in forward before nobody reads it there
+    asked_at       position at which backward first asks for it
+    """
+
+    storage: int
+    size_bytes: int
+    node: int
+    save: int | None
+    ready_us: float
+    local_end: int
+    asked_at: int
+
+
+class Timeline:
+    """The step under `regions`; times are those of the operators that run, in microseconds.
+
+    A copy ends at a *border* of forward: behind a node outside regions, or behind a region. It begins to come back at
+    an *event* of backward: a region is recomputed, or something is asked for that a node outside regions saved. Two
+    events of one position have no order that the record knows; such positions are left out.
+    """
+
+    def __init__(self, memory: Memory, regions: Sequence[Region], op_time_us: np.ndarray):
+        self.memory, self.graph, self.regions = memory.offloading(()), memory.graph, tuple(regions)
+        self.recomputations: list[Recomputation] = self.memory.recomputations(regions)
+        self.position, ops, _ = self.memory.timeline(self.recomputations)
+        self.lives = self.memory.lives(regions)
+        times = np.where(self.lives.executed, op_time_us[ops], 0.0)
+        self.starts_us = np.concatenate([[0.0], np.cumsum(times)])  # of every position
+
+    @property
+    def forward_us(self) -> float:
+        return float(self.starts_us[self.graph.forward_end])
+
+    def _region_of(self, node: int) -> Region | None:
+        return self._owner.get(node)
+
+    @functools.cached_property
+    def _owner(self) -> dict[int, Region]:
+        return {node: region for region in self.regions for node in range(region.first, region.end)}
+
+    @functools.cached_property
+    def borders(self) -> list[tuple[int, int]]:
+        """(operators run by then, node), of every border; of several at one place the first."""
+        found: dict[int, int] = {}
+        for i, node in enumerate(self.graph.nodes):
+            region = self._region_of(i)
+            if node.call != OUTSIDE and (region is None or i == region.end - 1):
+                found.setdefault(int(self.memory.node_end[i]), i)
+        return sorted(found.items())
+
+    @functools.cached_property
+    def events(self) -> list[tuple[int, int]]:
+        """(position, node), of every event, in order."""
+        tops = [r for r in self.recomputations if r.level == 0]
+        found = {r.start: r.region.first for r in tops if self.graph.nodes[r.region.first].call != OUTSIDE}
+        taken = {r.trigger for r in self.recomputations}
+        table = self.graph.saved_tensors
+        earliest: dict[int, int] = {}
+        for node, asked in zip(table.node.tolist(), table.unpack.tolist(), strict=True):
+            if asked >= 0 and self._region_of(node) is None and self.graph.nodes[node].call != OUTSIDE:
+                earliest[node] = min(earliest.get(node, asked), asked)
+        for node, asked in earliest.items():
+            if asked not in taken:
+                found.setdefault(int(self.position(np.array(asked))), node)
+        return sorted(found.items())
+
+    @functools.cached_property
+    def candidates(self) -> list[Candidate]:
+        """By the time at which they are ready."""
+        found = [candidate for u in self._kept.tolist() if (candidate := self._candidate(u)) is not None]
+        return sorted(found, key=lambda candidate: (candidate.ready_us, candidate.storage))
+
+    @functools.cached_property
+    def _requests(self) -> np.ndarray:
+        return self.memory.first_requests(self.regions, self.recomputations, self.position)
+
+    @functools.cached_property
+    def _kept(self) -> np.ndarray:
+        """Storages made by a captured node that nobody changes, no region saves, and only backward asks for."""
+        graph = self.graph
+        storages = graph.storages
+        count = len(storages.birth)
+        asked = self._requests < np.iinfo(np.int64).max
+        kept = asked & (storages.node >= 0) & (storages.death < graph.forward_end)
+        barred = {u for node in graph.nodes for producer in node.mutates for u in graph.nodes[producer].values}
+        barred |= {u for region in self.regions for u in self.memory.saved_storages(region).tolist()}
+        kept[list(barred)] = False
+        calls = np.array([node.call for node in graph.nodes], dtype=np.int64)
+        kept[calls[np.maximum(storages.node, 0)] == OUTSIDE] = False
+        return np.arange(count)[kept]
+
+    def _candidate(self, storage: int) -> Candidate | None:
+        known = self._as_value(storage) or self._as_save(storage)
+        if known is None:
+            return None
+        node, save, ready = known
+        table = self.graph.storages
+        return Candidate(
+            storage,
+            int(table.size_bytes[storage]),
+            node,
+            save,
+            float(self.starts_us[ready]),
+            int(table.death[storage]) + 1,
+            int(self._requests[storage]),
+        )
+
+    def _as_value(self, storage: int) -> tuple[int, None, int] | None:
+        """(node, None, operators run when it is there): the first node outside regions' reach whose value it is."""
+        ends: list[tuple[int, int]] = []
+        for i in self._valued.get(storage, ()):
+            region = self._region_of(i)
+            if region is None:
+                ends.append((int(self.memory.node_end[i]), i))
+            elif any(user >= region.end for user in self._users.get(i, ())):
+                ends.append((int(self.memory.node_end[region.end - 1]), i))
+        if not ends:
+            return None
+        ready, node = min(ends)
+        return node, None, ready
+
+    def _as_save(self, storage: int) -> tuple[int, int, int] | None:
+        """(node, which of its saves, operators run before it), of the first save outside regions."""
+        table = self.graph.saved_tensors
+        for row in self._saved_rows.get(storage, ()):
+            node = int(table.node[row])
+            if self._region_of(node) is None and self.graph.nodes[node].call != OUTSIDE:
+                first = int(np.searchsorted(table.node, node))
+                return node, row - first, int(self.memory.node_end[node])
+        return None
+
+    @functools.cached_property
+    def _saved_rows(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for row, storage in enumerate(self.graph.saved_tensors.storage.tolist()):
+            found.setdefault(storage, []).append(row)
+        return found
+
+    @functools.cached_property
+    def _valued(self) -> dict[int, list[int]]:
+        """For every storage the captured nodes whose value is one tensor in it."""
+        found: dict[int, list[int]] = {}
+        for i, node in enumerate(self.graph.nodes):
+            if node.call != OUTSIDE and node.single_tensor and len(node.values) == 1:
+                found.setdefault(node.values[0], []).append(i)
+        return found
+
+    @functools.cached_property
+    def _users(self) -> dict[int, list[int]]:
+        """For every node those of its graph call that take its value."""
+        found: dict[int, list[int]] = {}
+        for i, node in enumerate(self.graph.nodes):
+            for source in node.graph_inputs:
+                found.setdefault(source, []).append(i)
+        return found
