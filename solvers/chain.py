@@ -400,7 +400,7 @@ class Chain:
         What all segments keep is limited where the forward ends.
         """
         problem, storages, state_storage = self.problem, self.problem.graph.storages, self.state_storages[cut]
-        most = [problem.budget_bytes - problem.graph.fixed_total] * (1 if state_storage is None else 2)
+        most = [problem.budget_bytes - problem.fixed_bytes] * (1 if state_storage is None else 2)
         first = max((row.op for row in problem.forward_rows), default=0)
         if cut < self.count:
             first = problem.graph.nodes[problem.space.segments[cut].first].first
@@ -419,7 +419,7 @@ class Chain:
 
         What the forward allows and all forward-held bytes, but no more than there may be when backward starts.
         """
-        most = self.problem.budget_bytes - self.problem.graph.fixed_total
+        most = self.problem.budget_bytes - self.problem.fixed_bytes
         return [min(forward + self._forward_held_before[cut], most) for forward in self.forward[cut]]
 
     @functools.cached_property

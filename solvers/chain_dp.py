@@ -260,7 +260,7 @@ class Found:
 
     def offer(self, regions: tuple[Region, ...]) -> None:
         """Take a plan if it keeps the budget and is better."""
-        if self.problem.memory.curve(regions).peak_bytes > self.problem.budget_bytes:
+        if self.problem.curve(regions).peak_bytes > self.problem.budget_bytes:
             return
         time_ns = self.problem.objective_ns(regions)
         if time_ns < self.objective_ns:
@@ -381,7 +381,7 @@ class _Search:
         legs = table.legs()
         assert legs is not None
         regions = regions_of(self.problem, legs)
-        excess = self.problem.memory.curve(regions).peak_bytes - self.problem.budget_bytes
+        excess = self.problem.curve(regions).peak_bytes - self.problem.budget_bytes
         is_rounding = branch.says_more_at is not None and excess <= lost_bytes(table.chain, legs, table.grain)
         in_vain = not branch.is_recounted and not branch.has_gained(self.found.objective_ns)
         ways = [self._refined, self._halved] if is_rounding or in_vain else [self._halved, self._refined]
@@ -475,7 +475,7 @@ def _offer_plan(table: Table, found: Found) -> Literal["forward", "backward"] | 
         if legs is None:
             break
         regions = regions_of(problem, legs)
-        curve = problem.memory.curve(regions)
+        curve = problem.curve(regions)
         excess = curve.peak_bytes - problem.budget_bytes
         polished = polish(problem, regions)
         if polished is not None:

@@ -58,6 +58,7 @@ def admits(chain: Chain, legs: Iterable[Leg], grain: int) -> bool:
         if level > most // grain:
             return False
         level += adds // grain + sum(item.bytes // grain for item in leg.saved)
+        level = max(level, chain.problem.floor_bytes[transition.b] // grain)
         k = int(k or leg.passes_on)
         if transition.saves and level > chain.most_after_saves(transition.b, k) // grain:
             return False
@@ -118,9 +119,20 @@ class Table:
             values[:] = 0.0
         for b in range(chain.count, 0, -1):
             self.cap_forward(self.values, b)
+            self._lift(b)
             for transition, k, through in self.through_transitions_into(b):
                 self._improve(transition, k, through)
         self.cap_forward(self.values, 0)
+
+    def floor(self, cut: int) -> int:
+        """The fewest grains that count as kept at `cut` (`offloading/relief.py`)."""
+        return min(self.chain.problem.floor_bytes[cut] // self.grain, self.levels - 1)
+
+    def _lift(self, cut: int) -> None:
+        """Who comes to `cut` with less goes on with the floor."""
+        floor = self.floor(cut)
+        for values, choice in zip(self.values[cut], self.choice[cut], strict=True):
+            values[:floor], choice[:floor] = values[floor], choice[floor]
 
     def least_time_ns(self) -> float | None:
         """The bound; None where no plan is left."""
@@ -240,7 +252,7 @@ class Table:
             saved = self._saved(transition, goes_on, level + shift, value) if transition.saves else ()
             found.append(Leg(transition, k, saved))
             k = int(goes_on or found[-1].passes_on)
-            level += shift + sum(item.bytes // self.grain for item in saved)
+            level = max(level + shift + sum(item.bytes // self.grain for item in saved), self.floor(cut))
         return found
 
     def _saved(self, transition: Transition, k: int, level: int, value: float) -> tuple[Item, ...]:

@@ -74,7 +74,7 @@ def fewest_that_fit(problem: Problem, regions: Proposal) -> Proposal | None:
 
 def excess_bytes(problem: Problem, regions: Proposal) -> int:
     """By how much a plan's peak exceeds the budget."""
-    return max(problem.memory.curve(regions).peak_bytes - problem.budget_bytes, 0)
+    return max(problem.curve(regions).peak_bytes - problem.budget_bytes, 0)
 
 
 def recompute_ns(problem: Problem, regions: Proposal) -> int:

@@ -68,7 +68,7 @@ def _better(best: LeastPeak, solved: list[_Extents]) -> LeastPeak:
         if (regions := extents.plan()) is None:
             continue
         for plan in (regions, _without_workspace(extents.problem, regions)):
-            peak = extents.problem.memory.curve(plan).peak_bytes
+            peak = extents.problem.with_budget(0).curve(plan).peak_bytes
             if peak < best.peak_bytes:
                 best = dataclasses.replace(best, peak_bytes=peak, regions=plan)
     bound = min(extents.least_bytes for extents in solved)

@@ -19,7 +19,7 @@ TRIES = 12
 def polish(problem: Problem, regions: tuple[Region, ...]) -> tuple[Region, ...] | None:
     """`regions` with other saves, within the budget; None if saving less does not get there."""
     for _ in range(TRIES):
-        excess = problem.memory.curve(regions).peak_bytes - problem.budget_bytes
+        excess = problem.curve(regions).peak_bytes - problem.budget_bytes
         if excess <= 0:
             return _fill(problem, regions, -excess)
         saved = [v for region in regions for v in region.saved if v in problem.liveness.save_time_ns]
@@ -65,7 +65,7 @@ def _fill(problem: Problem, regions: tuple[Region, ...], slack: int) -> tuple[Re
             break
         best = max(fitting, key=lambda v: problem.liveness.save_time_ns[v])
         proposal = _with_saves(regions, saved | {best})
-        left = problem.budget_bytes - problem.memory.curve(proposal).peak_bytes
+        left = problem.budget_bytes - problem.curve(proposal).peak_bytes
         if left < 0:
             rejected |= {v for v in fitting if _bytes(problem, v) >= _bytes(problem, best)}
             continue

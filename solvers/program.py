@@ -19,6 +19,7 @@ s.t.       sum of x[r] over r that hold segment i = 1                  i = 0..m-
                      kept_p = P[a_r] + sum w_u k[u,.] over open u not alive there + sum extra[v] s[v]
            forward: bytes_p + all that is kept and no longer local <= B                             (7)
            The step of the optimizer takes the same under every plan: it is looked at first.
+           With a link to the host, (5) is P[a+1] >= ... and P[a+1] >= floor[a+1], see `offloading/relief.py`.
 
 Rounding    Bytes are rounded *down* to a grain, so the program never overstates a peak and its bound is a bound. The
             evaluator (`Memory.curve`) judges the plan exactly; where it is over budget, the exact row of that point,
@@ -198,7 +199,7 @@ def _search(program: Program, backend: Backend, limits: Limits, found: _Found, s
 def _best_known(name: str, problem: Problem, limits: Limits, start: Solution | None) -> Solution:
     """The better of the plans to start from that keep the budget."""
     known = [start] if start is not None and start.status == "feasible" else []
-    if limits.start is not None and problem.memory.curve(limits.start).peak_bytes <= problem.budget_bytes:
+    if limits.start is not None and problem.curve(limits.start).peak_bytes <= problem.budget_bytes:
         known.append(Solution(name, "feasible", limits.start, problem.objective_ns(limits.start) / NS))
     return min(known, key=lambda solution: solution.objective_us, default=Solution(name, "unknown"))
 
@@ -225,7 +226,7 @@ def least_peak(
         if not outcome.values:
             break
         found = program.regions(outcome.values)
-        peak = problem.memory.curve(found).peak_bytes
+        peak = problem.with_budget(0).curve(found).peak_bytes
         if peak < best:
             best, regions = peak, found
         if best <= bound + LEAST_PEAK_GAP * best or outcome.interrupted:
@@ -239,7 +240,7 @@ def least_peak(
 
 def over_budget(problem: Problem, regions: tuple[Region, ...]) -> Row | None:
     """The exact row that the plan breaks most, None if it keeps the budget until the optimizer steps."""
-    curve = problem.memory.curve(regions)
+    curve = problem.curve(regions)
     position = int(np.where(curve.op < problem.graph.backward_end, curve.alive_bytes, -1).argmax())
     if curve.alive_bytes[position] <= problem.budget_bytes:
         return None
@@ -267,7 +268,7 @@ class Program:
         self.variables: list[Variable] = []
         self.constraints: list[Constraint] = []
         self.hints: dict[int, int] = {}
-        self.fixed_bytes = problem.graph.fixed_total
+        self.fixed_bytes = problem.fixed_bytes
         # In grains, rounded down.
         self.peak = self._variable("peak", problem.budget_bytes // self.grain) if least_peak else None
         runs = problem.runs
@@ -373,14 +374,16 @@ class Program:
         most = max(problem.budget_bytes - self.fixed_bytes, 0) // self.grain
         prefix: list[int | None] = [None]
         for a in range(count):
-            terms = self._in_grains(added[a])
-            if not terms:
+            terms, floor = self._in_grains(added[a]), problem.floor_bytes[a + 1] // self.grain
+            if not terms and not floor:
                 prefix.append(prefix[a])
                 continue
             total = self._variable(f"P[{a + 1}]", most)
             if (before := prefix[a]) is not None:
                 terms.append((before, 1))
-            self._require([*terms, (total, -1)], 0, equal=True)
+            self._require([*terms, (total, -1)], 0, equal=not floor)
+            if floor:
+                self._require([(total, -1)], -floor)
             prefix.append(total)
         return prefix
 

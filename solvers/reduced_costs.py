@@ -42,6 +42,7 @@ class _Reached:
             out_of[transition.a].append(transition)
         for a in range(chain.count):
             table.cap_forward(self.values, a)
+            self._lift(a)
             saving = [transition for transition in out_of[a] if transition.saves]
             others = [transition for transition in out_of[a] if not transition.saves]
             for k, before in enumerate(self.values[a]):
@@ -52,6 +53,13 @@ class _Reached:
                 for transition in others:
                     _, _, most = table.entry(transition, k)
                     self._reach(transition, k, [_up_to(before, most)])
+
+    def _lift(self, cut: int) -> None:
+        """Who comes to `cut` with less than its floor goes on with the floor."""
+        floor = self.table.floor(cut)
+        for values in self.values[cut]:
+            values[floor] = values[: floor + 1].min()
+            values[:floor] = np.inf
 
     def _save_from(self, before: np.ndarray, k: int, transitions: list[Transition]) -> None:
         """Take regions that save and start at one cut, where `before` is V for `k`, into account at their ends."""

@@ -21,7 +21,7 @@ def check(problem: Problem, solution: Solution) -> list[str]:
     faults += [fault for region in solution.regions for fault in _region(problem, region)]
     if faults:
         return faults
-    return [*_within_budget(problem, solution.regions), *_objective(problem, solution)]
+    return [*_within_budget(problem, solution), *_objective(problem, solution)]
 
 
 def require(problem: Problem, solution: Solution) -> None:
@@ -64,8 +64,8 @@ def _region(problem: Problem, region: Region) -> Iterator[str]:
         yield from _region(problem, part)
 
 
-def _within_budget(problem: Problem, regions: Sequence[Region]) -> Iterator[str]:
-    curve = problem.memory.curve(regions)
+def _within_budget(problem: Problem, solution: Solution) -> Iterator[str]:
+    curve = problem.memory.offloading(solution.offloads).curve(solution.regions)
     if curve.peak_bytes > problem.budget_bytes:
         node = problem.graph.op_node[curve.op[curve.peak_at]]
         name = problem.graph.nodes[node].name if node >= 0 else "the optimizer step"

@@ -17,6 +17,7 @@ rows out never overstates a peak, so a bound stays a bound.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -26,11 +27,14 @@ import numpy as np
 from remat.costing.costs import Costs
 from remat.evaluation.evaluator import Curve
 from remat.evaluation.graph import Graph
-from remat.evaluation.plan import Region
+from remat.evaluation.plan import Offload, Region
 from remat.formulation.choices import Point, Row, Run, Shape
-from remat.formulation.liveness import Liveness
+from remat.formulation.liveness import NS, Liveness
 from remat.formulation.search_space import Space
 from remat.formulation.symmetry import classes
+from remat.offloading.link import Link
+from remat.offloading.relief import Relief
+from remat.offloading.schedule import all_offloads, fewest_offloads
 
 INNER_WIDTHS = (1, 2, 4)  # segments in an inner region
 PLAIN = -1  # stands for the width of what is no region
@@ -40,11 +44,15 @@ class Problem:
     """The data of the program for one graph, space and budget.
 
     liveness  what may outlive its forward, and why; the same for every budget
+    link      to the host's memory, if plans may have offloads: whatever regions a plan has, `offloads_of` says which.
+              Rows are relaxed by what no plan takes off the device (`Relief`); judging is exact
     """
 
-    def __init__(self, graph: Graph, costs: Costs, space: Space, budget_bytes: int):
+    def __init__(self, graph: Graph, costs: Costs, space: Space, budget_bytes: int, link: Link | None = None):
         self.liveness = Liveness(graph, costs, space)
         self.graph, self.space, self.memory = graph, space, self.liveness.memory
+        self.link = link
+        self._relief = None if link is None else Relief(graph, self.liveness.op_time_ns / NS, link)
         self.budget_bytes = budget_bytes
         self.step_time_us = costs.step_time_us(graph)
         self._run_classes: dict[tuple[int, ...], int] = {}
@@ -68,6 +76,45 @@ class Problem:
             f"Problem: {len(self.space.segments)} segments, {regions} possible regions, "
             f"{len(self.liveness.save_time_ns)} nodes to save, {len(self.liveness.shared)} shared storages"
         )
+
+    # Judging
+
+    def curve(self, regions: Sequence[Region]) -> Curve:
+        """Bytes alive under a plan; with offloads, if it has a link and does not keep the budget without."""
+        curve = self.memory.curve(regions)
+        if self.link is None or curve.peak_bytes <= self.budget_bytes:
+            return curve
+        offloads = all_offloads(self.memory, regions, self.liveness.op_time_ns / NS, self.link)
+        return self.memory.offloading(offloads).curve(regions)
+
+    def offloads_of(self, regions: Sequence[Region]) -> tuple[Offload, ...]:
+        """What a plan of these regions has on the host to keep the budget."""
+        if self.link is None or self.memory.curve(regions).peak_bytes <= self.budget_bytes:
+            return ()
+        return fewest_offloads(
+            self.memory, regions, self.liveness.op_time_ns / NS, self.link, self.budget_bytes
+        )
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Less than these no point of forward or backward has alive, kept bytes aside."""
+        return self.graph.fixed_total - (self._relief.most_bytes if self._relief is not None else 0)
+
+    @functools.cached_property
+    def floor_bytes(self) -> list[int]:
+        """For every cut the fewest bytes that count as kept there, see `Relief`."""
+        if self._relief is None:
+            return [0] * (len(self.space.segments) + 1)
+        nodes = self.graph.nodes
+        firsts = [nodes[segment.first].first for segment in self.space.segments]
+        return [*map(self._relief.floor_bytes, firsts), self._relief.most_bytes]
+
+    def _relaxed(self, curve: Curve) -> Curve:
+        """`curve`, less what may be off the device."""
+        if self._relief is None:
+            return curve
+        alive = curve.alive_bytes - self._relief.at(curve.op, curve.region)
+        return dataclasses.replace(curve, alive_bytes=alive)
 
     # Segments
 
@@ -204,7 +251,7 @@ class Problem:
     @functools.cached_property
     def _local_bytes(self) -> np.ndarray:
         """Bytes alive at every operator if nothing were kept for backward."""
-        return self.memory.curve((), plain=(0, 0)).alive_bytes
+        return self._relaxed(self.memory.curve((), plain=(0, 0))).alive_bytes
 
     def runs_of(self, regions: Sequence[Region]) -> set[int]:
         """Indices of the runs that a plan of this space consists of; KeyError for a plan of another space."""
@@ -248,8 +295,8 @@ class Problem:
         """Bytes alive if nothing but `run` kept anything: `Row.bytes` for its operators."""
         segment = self.space.segments[run.a]
         if run.region is None:
-            return self.memory.curve((), plain=(segment.first, segment.end))
-        return self.memory.curve((run.region,), plain=(0, 0))
+            return self._relaxed(self.memory.curve((), plain=(segment.first, segment.end)))
+        return self._relaxed(self.memory.curve((run.region,), plain=(0, 0)))
 
     def positions_of(self, run: Run, curve: Curve) -> np.ndarray:
         """Positions on `curve` of the operators during which `run` is being recomputed or differentiated."""

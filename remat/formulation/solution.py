@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 
-from remat.evaluation.plan import Region
+from remat.evaluation.plan import Offload, Region
 from remat.evaluation.plan import Status as Status
 
 NONE_NEEDED, TRACING_ALONE = "none needed", "tracing alone"  # solvers of plans without regions
@@ -44,6 +44,7 @@ class Solution:
                  a heuristic's `regions` are then the plan of its kind that comes nearest
     interrupted  somebody pressed Ctrl-C
     replayed_bytes  the peak of its plan by the replay, None where nobody replayed it
+    offloads     what its plan has on the host between forward and backward
     """
 
     solver: str
@@ -55,6 +56,7 @@ class Solution:
     rounds: int = 1
     interrupted: bool = False
     replayed_bytes: int | None = None
+    offloads: tuple[Offload, ...] = ()
 
     @property
     def fits(self) -> bool:

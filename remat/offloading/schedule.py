@@ -22,35 +22,40 @@ from remat.evaluation.plan import Offload, OffloadRef, Region, node_refs
 from remat.offloading.link import Link
 from remat.offloading.timeline import Candidate, Timeline
 
-SMALL = 4000  # a storage below a 4000th of the budget is not worth a copy
+SMALL = 4000  # a storage below a 4000th of all that is kept is not worth a copy
 
 
-def offloads_within(
-    memory: Memory, regions: Sequence[Region], op_time_us: np.ndarray, budget_bytes: int, link: Link
-) -> tuple[tuple[Offload, ...], int]:
-    """(offloads, peak bytes) of the fewest that bring the step under `regions` within the budget, or of all there are.
+def all_offloads(
+    memory: Memory, regions: Sequence[Region], op_time_us: np.ndarray, link: Link
+) -> tuple[Offload, ...]:
+    """Offloads of all that the link carries in time and that is worth a copy, of the step under `regions`.
 
     op_time_us  of every recorded operator
     """
     timeline = Timeline(memory, regions, op_time_us)
-    worth = [each for each in timeline.candidates if each.size_bytes >= max(budget_bytes // SMALL, 1)]
+    return schedule(timeline, _worth(timeline), link)
 
-    def first(count: int) -> tuple[tuple[Offload, ...], int]:
-        offloads = schedule(timeline, worth[:count], link)
-        return offloads, memory.offloading(offloads).curve(regions).peak_bytes
 
-    most = first(len(worth))
-    if most[1] > budget_bytes:
-        return most
-    low, high, best = 0, len(worth), most
-    while low < high:  # the fewest that will do; more may do worse, so what is found is kept
+def fewest_offloads(
+    memory: Memory, regions: Sequence[Region], op_time_us: np.ndarray, link: Link, budget_bytes: int
+) -> tuple[Offload, ...]:
+    """Of `all_offloads`, those made first that bring the step within the budget; all, where they do not."""
+    timeline = Timeline(memory, regions, op_time_us)
+    worth = _worth(timeline)
+    low, high, best = 0, len(worth), schedule(timeline, worth, link)
+    while low < high:  # more may do worse, so what is found is kept
         middle = (low + high) // 2
-        found = first(middle)
-        if found[1] <= budget_bytes:
+        found = schedule(timeline, worth[:middle], link)
+        if memory.offloading(found).curve(regions).peak_bytes <= budget_bytes:
             high, best = middle, found
         else:
             low = middle + 1
     return best
+
+
+def _worth(timeline: Timeline) -> list[Candidate]:
+    least = max(int(timeline.kept_bytes) // SMALL, 1)
+    return [each for each in timeline.candidates if each.size_bytes >= least]
 
 
 def schedule(timeline: Timeline, candidates: Sequence[Candidate], link: Link) -> tuple[Offload, ...]:

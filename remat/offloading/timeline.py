@@ -90,6 +90,11 @@ class Timeline:
         found = [candidate for u in self._kept.tolist() if (candidate := self._candidate(u)) is not None]
         return sorted(found, key=lambda candidate: (candidate.ready_us, candidate.storage))
 
+    @property
+    def kept_bytes(self) -> int:
+        """Of all candidates."""
+        return sum(candidate.size_bytes for candidate in self.candidates)
+
     @functools.cached_property
     def _requests(self) -> np.ndarray:
         return self.memory.first_requests(self.regions, self.recomputations, self.position)

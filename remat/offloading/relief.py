@@ -1,0 +1,39 @@
+"""What a link takes off the device at most, whatever the plan: how far rows may be relaxed, for a bound to stay one.
+
+Bytes leave in forward only, no faster than the link carries them, and not before they are made. So at an operator of
+forward at most bandwidth x time since the step began are off the device; from the end of forward to the end of backward
+at most C, what the link carries in all of it; while the optimizer steps, none.
+
+A link that had nothing to do does not make up for it. What segments before cut a keep, less what has left by then, is a
+queue, D[a+1] = max(D[a] + kept - bandwidth x time, 0). With S[a] = D[a] + bandwidth x time until a that is
+S[a+1] = max(S[a] + kept, floor[a+1]): bytes kept, of which there are at no cut fewer than the link could have taken by
+then (`floor_bytes`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from remat.evaluation.graph import Graph
+from remat.offloading.link import Link
+
+
+class Relief:
+    """For one graph and link; `op_time_us` is the time of every operator."""
+
+    def __init__(self, graph: Graph, op_time_us: np.ndarray, link: Link):
+        elapsed = np.concatenate([[0.0], np.cumsum(op_time_us[: graph.forward_end])])
+        self._carried = np.array([link.moved_within(time_us) for time_us in elapsed], dtype=np.int64)
+        self.most_bytes = int(self._carried[-1])  # C
+        by_op = np.zeros(graph.op_count, dtype=np.int64)
+        by_op[: graph.forward_end] = self._carried[:-1]
+        by_op[graph.forward_end : graph.backward_end] = self.most_bytes
+        self._by_op = by_op
+
+    def at(self, op: np.ndarray, region: np.ndarray) -> np.ndarray:
+        """Bytes off the device at positions of a timeline, columns as in `evaluator.Curve`."""
+        return np.where(region >= 0, self.most_bytes, self._by_op[op])
+
+    def floor_bytes(self, op: int) -> int:
+        """What the link could have taken when operator `op` of forward begins."""
+        return int(self._carried[min(op, len(self._carried) - 1)])
