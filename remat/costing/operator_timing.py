@@ -27,7 +27,6 @@ import dataclasses
 import datetime
 import functools
 import gc
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -39,11 +38,12 @@ from torch.utils._pytree import tree_leaves
 
 from remat.costing.costs import Costs
 from remat.costing.device_allocator import measure_peak, synchronize
+from remat.costing.host_memory import available_bytes, physical_memory
 from remat.costing.timing_cache import Cache, KindCost, NotMeasurable, default_cache, device_name
 from remat.errors import UsageError
 from remat.evaluation.graph import OpKind
 from remat.recording.tracker import Tracker
-from remat.units import GIB, gib
+from remat.units import gib
 from remat.workload.target import Target, target_of
 
 _SAMPLE_US = 200.0  # a shorter call is timed in batches of about this
@@ -183,7 +183,7 @@ def _check_memory(kind: OpKind, device: torch.device) -> None:
     """Refuse what would make a CPU swap or kill the process; CUDA says so itself. (Rule 4)"""
     if device.type != "cpu":
         return
-    available = _available_bytes()
+    available = available_bytes()
     if kind.moved_bytes > available:
         raise NotMeasurable(f"needs {gib(kind.moved_bytes)}, and {gib(available)} are available")
 
@@ -422,22 +422,6 @@ def _measured_rates(device: torch.device) -> dict[str, float]:
         with contextlib.suppress(NotMeasurable):  # a dtype that this device has no product for
             rates[dtype] = product.flops / time_operator(product, device).time_us
     return rates
-
-
-def physical_memory() -> int:
-    """Bytes of memory that this process may use: the machine's, or its container's limit."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with contextlib.suppress(OSError, ValueError):
-        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))  # "max" is no number
-    return total
-
-
-def _available_bytes() -> int:
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return min(int(line.split()[1]) * 1024, physical_memory())
-    return physical_memory() - GIB
 
 
 def measured_workspaces(

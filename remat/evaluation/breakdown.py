@@ -50,7 +50,7 @@ def at(memory: Memory, regions: Sequence[Region], position: int) -> dict[str, in
     """Bytes by category at a position of the timeline."""
     lives = memory.lives(regions)
     alive = (lives.birth <= position) & (lives.death >= position)
-    codes, sizes = _codes(memory.graph, lives)[alive], lives.size_bytes[alive]
+    codes, sizes = _codes(memory, lives)[alive], lives.size_bytes[alive]
     found = dict(memory.graph.fixed_bytes)
     for code, size in enumerate(np.bincount(codes, sizes, minlength=len(NAMES)).astype(np.int64).tolist()):
         if size:
@@ -68,7 +68,7 @@ def by_module(memory: Memory, regions: Sequence[Region], position: int) -> dict[
     Layers are taken together: their numbers are written as `*`.
     """
     lives = memory.lives(regions)
-    codes, made_by = _codes(memory.graph, lives), memory.graph.storages.node[lives.storage]
+    codes, made_by = _codes(memory, lives), memory.graph.storages.node[lives.storage]
     wanted = (lives.birth <= position) & (lives.death >= position) & (codes <= HEAD) & (made_by >= 0)
     found: dict[str, int] = {}
     for node, size in zip(made_by[wanted].tolist(), lives.size_bytes[wanted].tolist(), strict=True):
@@ -80,7 +80,7 @@ def by_module(memory: Memory, regions: Sequence[Region], position: int) -> dict[
 def over_time(memory: Memory, regions: Sequence[Region]) -> Stack:
     """Bytes by category at every operator of the step."""
     lives, curve = memory.lives(regions), memory.curve(regions)
-    codes, count = _codes(memory.graph, lives), len(lives.op)
+    codes, count = _codes(memory, lives), len(lives.op)
     parts = {name: np.full(count, size) for name, size in memory.graph.fixed_bytes.items()}
     for code, name in enumerate(NAMES):
         mine = codes == code
@@ -96,10 +96,11 @@ def over_time(memory: Memory, regions: Sequence[Region]) -> Stack:
     return Stack(curve, parts)
 
 
-def _codes(graph: Graph, lives: Lives) -> np.ndarray:
-    """Index into `NAMES` for every life of a storage."""
-    codes = codes_of_storages(graph)[lives.storage]
-    again = np.arange(len(codes)) >= len(graph.storages.birth)
+def _codes(memory: Memory, lives: Lives) -> np.ndarray:
+    """Index into `NAMES` for every life of a storage; what has come back from the host stands last."""
+    codes = codes_of_storages(memory.graph)[lives.storage]
+    again = np.arange(len(codes)) >= len(memory.graph.storages.birth)
+    again[len(codes) - len(memory.offloads) :] = False
     return np.where(again & (codes == ACTIVATIONS), RECOMPUTED, codes)
 
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from remat.errors import PlanMismatch
 
@@ -285,3 +285,34 @@ def position_of(planned: int, fit: Fit, cuts: Collection[int] | None) -> int:
         f"no region may begin or end at nodes {candidates.start} to {candidates.stop - 1} of this graph, where one of "
         "the plan does; make a plan for this model."
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Where single nodes of a plan are in the graph calls at hand; by default where they were planned.
+
+    fits    of the calls that are known, by number
+    cuts    of each where regions may begin or end, None where that does not matter
+    firsts  (call, ordinal) of nodes that begin a region: they stand for a border
+    """
+
+    fits: Mapping[int, Fit] = dataclasses.field(default_factory=dict)
+    cuts: Mapping[int, Collection[int] | None] = dataclasses.field(default_factory=dict)
+    firsts: Collection[tuple[int, int]] = ()
+
+    def node(self, call: int, ordinal: int) -> int:
+        """Where a node is; raises PlanMismatch where it has no counterpart."""
+        if call not in self.fits:
+            return ordinal
+        if (call, ordinal) in self.firsts:
+            return position_of(ordinal, self.fits[call], self.cuts[call])
+        found = self.fits[call].to[ordinal]
+        if found < 0:
+            raise PlanMismatch("a node whose value the plan brings to the host is not in this graph; plan again.")
+        return found
+
+    def border(self, call: int, ordinal: int) -> int:
+        """The node before the border that is planned behind a node."""
+        if call not in self.fits:
+            return ordinal
+        return position_of(ordinal + 1, self.fits[call], self.cuts[call]) - 1

@@ -21,10 +21,11 @@ from torch import nn
 from remat.costing.profile import Profile
 from remat.errors import UsageError
 from remat.evaluation.graph import Graph
-from remat.evaluation.plan import RegionRef
+from remat.evaluation.plan import OffloadRef, RegionRef
 from remat.formulation.problem import Problem
 from remat.formulation.search_space import DEPTH, Space
 from remat.formulation.solution import Solution
+from remat.offloading.link import Link
 
 if TYPE_CHECKING:
     import numpy as np
@@ -58,6 +59,7 @@ class Execution(abc.ABC):
     compiler        the compiler that the step must run under; None where it must not run under any
     bound_carries   whether no plan within the budget, run this way, can recompute for less than the evaluator's bound
     runs_forms      whether the step may run in another form: losses in slices, groups fused
+    runs_offloads   whether what is kept may lie on the host between forward and backward
     most_tries      plans that are replayed for one budget, at most
     patience_s      seconds for the search where none are given; None: the solver's own default
     """
@@ -67,6 +69,7 @@ class Execution(abc.ABC):
     compiler: str | None = None
     bound_carries: bool = True
     runs_forms: bool = False
+    runs_offloads: bool = False
     most_tries: int = MOST_TRIES
     patience_s: float | None = None
 
@@ -77,9 +80,9 @@ class Execution(abc.ABC):
     def space(self, graph: Graph, depth: int | None = None) -> Space:
         """The plans that can run this way; regions nest `depth` deep, by default as deep as they may."""
 
-    def pose(self, profile: Profile, space: Space, budget_bytes: int) -> Problem:
-        """The problem of the least recomputation within the evaluator's budget."""
-        return Problem(profile.graph, profile.costs, space, budget_bytes)
+    def pose(self, profile: Profile, space: Space, budget_bytes: int, link: Link | None = None) -> Problem:
+        """The problem of the least recomputation within the evaluator's budget; with `link`, offloads are allowed."""
+        return Problem(profile.graph, profile.costs, space, budget_bytes, link)
 
     def price(self, profile: Profile) -> Profile:
         """`profile`, with what operators cost when they run this way."""
@@ -93,13 +96,17 @@ class Execution(abc.ABC):
         *,
         alignment_bytes: int,
         workspace_of: Mapping[tuple[str, str], int],
+        offloads: Sequence[OffloadRef] = (),
     ) -> np.ndarray:
-        """Bytes alive at every operator of the step as it runs under `regions`, all that it takes included.
+        """Bytes alive at every operator of the step as it runs under a plan, all that it takes included.
 
         graph         the record of `step`: it knows what no fake tensor shows (wrapped numbers)
         workspace_of  kernels' own bytes by operator and signature, see `Profile.workspace_of`
         """
-        seen = self.replay_seen(step, regions, alignment_bytes=alignment_bytes, workspace_of=workspace_of)
+        options: dict[str, Any] = {"alignment_bytes": alignment_bytes, "workspace_of": workspace_of}
+        if offloads:
+            options["offloads"] = offloads
+        seen = self.replay_seen(step, regions, **options)
         return seen + graph.unseen_bytes
 
     @abc.abstractmethod

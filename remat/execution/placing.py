@@ -25,8 +25,9 @@ from remat.capture.anchors import Reading, identity_of, module_path, read
 from remat.capture.nodes import called, captured_nodes
 from remat.errors import PlanMismatch
 from remat.evaluation.graph import fingerprint
-from remat.evaluation.identity import Difference, Fit, Unlike, compare, position_of
+from remat.evaluation.identity import Difference, Fit, Places, Unlike, compare, position_of
 from remat.evaluation.plan import Plan
+from remat.execution.eager.offloading import CallOffloads, offloads_in
 from remat.execution.eager.rewrite import CallRegion
 from remat.execution.eager.rewritten_calls import regions_by_call
 
@@ -77,6 +78,17 @@ class Placer:
         if fit.is_exact:
             reading = dataclasses.replace(reading, cuts=None)
         return tuple(_moved(region, fit, reading) for region in regions)
+
+    def offloads(self, call: int, graph_module: fx.GraphModule) -> CallOffloads:
+        """The offloads of graph call number `call` in `graph_module`; raises PlanMismatch where a node is missing."""
+        fit = self.fit(call, graph_module)
+        if isinstance(fit, Unlike):
+            raise PlanMismatch(f"another graph than planned for {fit}; make a plan for this model.")
+        if not self._plan.identities or fit.is_exact:
+            return offloads_in(call, self._plan.offloads)
+        firsts = {(call, region.first) for region in self._planned.get(call, ())}
+        places = Places({call: fit}, {call: read(graph_module).cuts}, firsts)
+        return offloads_in(call, self._plan.offloads, places)
 
 
 def fingerprint_of(graph_module: fx.GraphModule) -> str:

@@ -86,7 +86,7 @@ class PlannedForward:
         self._placer = Placer(self.plan)
         self.head_watch, self.group_watch = Watch(), GroupWatch()
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}  # of the forward that is running
-        self.calls = RewrittenCalls(self.plan.regions, observe=self.observe, find=self._placer.regions)
+        self.calls = self._rewritten(observe=self.observe)
         self._fitting: dict[int, fx.GraphModule] = {}  # kept, so that an id stays its own
         self._warned: set[str] = set()
         self._last_outputs = LastOutputs()
@@ -97,6 +97,11 @@ class PlannedForward:
         self._graphs: GraphCalls | None = None
         self._running: GraphCalls | None = None  # the one whose forward is on
         self._compiled: dict[int, tuple[Backend, GraphCalls]] = {}  # the compiler is kept, so that an id stays its own
+
+    def _rewritten(self, **options: Any) -> RewrittenCalls:
+        placer = self._placer
+        offloads: dict[str, Any] = {"offloads": self.plan.offloads, "find_offloads": placer.offloads}
+        return RewrittenCalls(self.plan.regions, find=placer.regions, **offloads, **options)
 
     @property
     def original(self) -> Any:
@@ -286,9 +291,7 @@ class PlannedForward:
         watch.unseen, watch.on_sums, watch.on_backward = recompute_context or contextlib.nullcontext, None, None
         self.group_watch.on_run = None
         self._placer = Placer(self.plan)
-        self.calls = RewrittenCalls(
-            self.plan.regions, observe=observe, recompute_context=recompute_context, find=self._placer.regions
-        )
+        self.calls = self._rewritten(observe=observe, recompute_context=recompute_context)
         return self.calls.counts
 
     def _execute_call(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:

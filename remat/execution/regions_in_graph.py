@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from remat.capture.circumstances import differences
 from remat.errors import PlanMismatch
 from remat.evaluation.graph import Graph
-from remat.evaluation.identity import Difference, Fit, Unlike, compare, position_of
+from remat.evaluation.identity import Difference, Fit, Places, Unlike, compare, position_of
 from remat.evaluation.plan import Plan, Region, RegionRef
 from remat.formulation.search_space import legal_cuts
 
@@ -26,28 +26,48 @@ def require_regions_in(plan: Plan, graph: Graph) -> tuple[Region, ...]:
 
 def regions_in(plan: Plan, graph: Graph) -> tuple[Region, ...] | Unlike:
     """The regions of `plan` in a step recorded here, or why it is another's."""
+    found = _fits(plan, graph)
+    if isinstance(found, Unlike):
+        return found
+    cuts = frozenset(legal_cuts(graph)) if not plan.is_of_modules else None
+    return tuple(_placed_in(region, graph, found, cuts) for region in plan.regions)
+
+
+def places_in(plan: Plan, graph: Graph) -> Places:
+    """Where the nodes of `plan` are in a step that its regions are in."""
+    found, cuts = _fits(plan, graph), frozenset(legal_cuts(graph))
+    assert not isinstance(found, Unlike)
+    moved = {call: fit for call, fit in enumerate(found) if not fit.is_exact}
+    here = {call: _cuts_here(graph.call_nodes[call], cuts) for call in moved}
+    return Places(moved, here, frozenset((region.call, region.first.ordinal) for region in plan.regions))
+
+
+def _fits(plan: Plan, graph: Graph) -> list[Fit] | Unlike:
+    """Where the nodes of each graph call are."""
     if len(graph.call_nodes) != len(plan.fingerprints):
         return Unlike(min(len(graph.call_nodes), len(plan.fingerprints)), len(graph.nodes))
     if not plan.identities or not graph.identities:
         if graph.fingerprints != plan.fingerprints:
             return Unlike(0, len(graph.nodes))
-        fits: list[Fit | Difference] = [Fit(tuple(range(len(m))), len(m)) for m in graph.call_nodes]
-    else:
-        same_shapes = plan.about.get("batch") == graph.about.get("batch")
-        fits = [compare(a, b, same_shapes=same_shapes) for a, b in zip(plan.identities, graph.identities, strict=True)]
+        return [Fit(tuple(range(len(m))), len(m)) for m in graph.call_nodes]
+    same_shapes = plan.about.get("batch") == graph.about.get("batch")
+    fits = [compare(a, b, same_shapes=same_shapes) for a, b in zip(plan.identities, graph.identities, strict=True)]
     for call, fit in enumerate(fits):
         if isinstance(fit, Difference):
             return Unlike(call, len(graph.call_nodes[call]), fit)
-    found = [fit for fit in fits if isinstance(fit, Fit)]
-    cuts = frozenset(legal_cuts(graph)) if not plan.is_of_modules else None
-    return tuple(_placed_in(region, graph, found, cuts) for region in plan.regions)
+    return [fit for fit in fits if isinstance(fit, Fit)]
+
+
+def _cuts_here(nodes: Sequence[int], cuts: frozenset[int]) -> set[int]:
+    """Legal cuts in ordinals of the graph call of `nodes`."""
+    return {i for i, node in enumerate(nodes) if node in cuts} | {len(nodes)}
 
 
 def _placed_in(region: RegionRef, graph: Graph, fits: Sequence[Fit], cuts: frozenset[int] | None) -> Region:
     nodes, fit = graph.call_nodes[region.call], fits[region.call]
     here = None
     if cuts is not None and not fit.is_exact:
-        here = {i for i, node in enumerate(nodes) if node in cuts} | {len(nodes)}
+        here = _cuts_here(nodes, cuts)
     first, end = (position_of(p, fit, here) for p in (region.first.ordinal, region.last.ordinal + 1))
     saved = (fit.to[ref.ordinal] for ref in region.saved)
     return Region(

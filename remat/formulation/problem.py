@@ -91,9 +91,7 @@ class Problem:
         """What a plan of these regions has on the host to keep the budget."""
         if self.link is None or self.memory.curve(regions).peak_bytes <= self.budget_bytes:
             return ()
-        return fewest_offloads(
-            self.memory, regions, self.liveness.op_time_ns / NS, self.link, self.budget_bytes
-        )
+        return fewest_offloads(self.memory, regions, self.liveness.op_time_ns / NS, self.link, self.budget_bytes)
 
     @property
     def fixed_bytes(self) -> int:

@@ -17,17 +17,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from remat.evaluation.evaluator import Memory
-from remat.evaluation.graph import Graph
-from remat.evaluation.plan import Offload, OffloadRef, Region, node_refs
+from remat.evaluation.plan import Offload, Region
 from remat.offloading.link import Link
 from remat.offloading.timeline import Candidate, Timeline
 
 SMALL = 4000  # a storage below a 4000th of all that is kept is not worth a copy
 
 
-def all_offloads(
-    memory: Memory, regions: Sequence[Region], op_time_us: np.ndarray, link: Link
-) -> tuple[Offload, ...]:
+def all_offloads(memory: Memory, regions: Sequence[Region], op_time_us: np.ndarray, link: Link) -> tuple[Offload, ...]:
     """Offloads of all that the link carries in time and that is worth a copy, of the step under `regions`.
 
     op_time_us  of every recorded operator
@@ -93,22 +90,3 @@ def _back(timeline: Timeline, out: list[tuple[Candidate, int]], link: Link) -> l
         found.append(Offload(candidate.storage, release, events[at][1]))
         free_us = begin_us
     return found
-
-
-def offload_refs(
-    graph: Graph, memory: Memory, regions: Sequence[Region], offloads: Sequence[Offload], op_time_us: np.ndarray
-) -> tuple[OffloadRef, ...]:
-    """`offloads` by reference, as the plan file holds them: one behind the other in the host's memory.
-
-    All lie there when forward ends, so no two can share a place.
-    """
-    refs, offset, found = node_refs(graph), 0, []
-    known = {each.storage: each for each in Timeline(memory, regions, op_time_us).candidates}
-    for each in offloads:
-        as_kept = known[each.storage]
-        size = int(graph.storages.size_bytes[each.storage])
-        found.append(
-            OffloadRef(refs[as_kept.node], as_kept.save, refs[each.release], refs[each.fetch], size, offset)
-        )
-        offset += size
-    return tuple(found)

@@ -11,6 +11,7 @@ from remat.evaluation.graph import CALLED_MODULES, Graph
 from remat.evaluation.plan import Plan, Prediction, to_refs
 from remat.formulation.problem import Problem
 from remat.formulation.solution import Limits, Solution
+from remat.offloading.refs import to_offload_refs
 from remat.solvers.least_peak import LeastPeak, least_peak
 from remat.units import gib
 
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
 def infeasible(problem: Problem, limits: Limits) -> Infeasible:
     """The refusal, with the least budget that would do and what takes it."""
     least = least_peak(problem, limits)
-    parts = at_peak(problem.memory, least.regions)
-    curve = problem.memory.curve(least.regions)
+    memory = problem.memory.offloading(problem.with_budget(0).offloads_of(least.regions))
+    parts = at_peak(memory, least.regions)
+    curve = memory.curve(least.regions)
     listing = ", ".join(f"{name} {gib(size)}" for name, size in sorted(parts.items(), key=lambda item: -item[1]))
     return Infeasible(
         f"budget {gib(problem.budget_bytes)} is below the least possible peak{_at_most(least)} {gib(least.peak_bytes)} "
@@ -56,7 +58,7 @@ def assemble(problem: Problem, solution: Solution, profile: Profile, execution: 
     Where it has been replayed, its peak is the replay's. `predicted["evaluator_peak_bytes"]` says where the evaluator
     expects another, as it does of modules and of compiled steps; of a plan for eager execution that is a bug.
     """
-    graph, memory = problem.graph, problem.memory
+    graph, memory = problem.graph, problem.memory.offloading(solution.offloads)
     recompute_us = memory.recompute_time_us(solution.regions, profile.costs.per_op_us(graph))
     curve = memory.curve(solution.regions)
     predicted: Prediction = {
@@ -71,6 +73,8 @@ def assemble(problem: Problem, solution: Solution, profile: Profile, execution: 
     }
     if unmeasured := len(profile.costs.about.get("not_measured", ())):
         predicted["unmeasured_kernels"] = unmeasured
+    if solution.offloads:
+        predicted["offloaded_bytes"] = sum(int(graph.storages.size_bytes[each.storage]) for each in solution.offloads)
     if predicted["peak_bytes"] != curve.peak_bytes:
         predicted["evaluator_peak_bytes"] = curve.peak_bytes
     untouched = execution.without_plan(problem, None if judge is None else lambda: judge.peak(problem, ()))
@@ -94,4 +98,5 @@ def assemble(problem: Problem, solution: Solution, profile: Profile, execution: 
         space=problem.space.about(),
         execution=execution.name,
         identities=graph.identities,
+        offloads=to_offload_refs(problem.memory, solution.regions, solution.offloads),
     )

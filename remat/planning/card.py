@@ -15,6 +15,7 @@ from remat.errors import Infeasible, NoPlanInTime
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.plan import Plan, Proof, from_refs
 from remat.formulation.solution import Solution
+from remat.offloading.refs import from_offload_refs
 from remat.reservation.allocator_settings import AllocatorSettings
 from remat.reservation.fragmentation import footprints
 from remat.units import gib
@@ -29,6 +30,7 @@ def with_footprints(made: Plan, profile: Profile, settings: AllocatorSettings) -
     Where the executor needs more than the evaluator says (regions of modules), each is as much larger.
     """
     memory = Memory(profile.graph, profile.costs.workspace_per_op(profile.graph))
+    memory = memory.offloading(from_offload_refs(profile.graph, made.offloads))
     regions = from_refs(profile.graph, made.regions)
     more = max(made.predicted["peak_bytes"] - memory.curve(regions).peak_bytes, 0)
     found = [each.with_more(more).to_json() for each in footprints(memory, regions, settings)]

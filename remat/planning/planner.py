@@ -19,9 +19,11 @@ from remat.execution.base import Execution
 from remat.execution.executions import EAGER
 from remat.formulation.search_space import Space
 from remat.formulation.solution import Limits
+from remat.offloading.link import Link
 from remat.planning.assemble import assemble
 from remat.planning.budget import Budget, parse_budget, usable_bytes
 from remat.planning.card import reserving_at_most, with_footprints
+from remat.planning.links import link_of, require_offloads
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.search import Judge, OnReplay, solve_within
 from remat.planning.variants import Variant, Variants, at_most, begun_from, fastest, require_fusible
@@ -46,6 +48,8 @@ def plan(
     allocator: str | None = None,
     exact: bool = False,
     fuse: bool = False,
+    offload: bool = False,
+    host_budget: str | int | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
     """The plan with the least recomputation whose peak over the whole step stays within `budget`.
@@ -61,6 +65,10 @@ def plan(
     exact             every gradient bitwise that of the untouched step: no loss runs in slices (`variants.py`)
     fuse              compile groups of pointwise and reducing nodes by themselves, and plan on what results: less
                       memory and less time, numbers that round elsewhere (`fusion/`)
+    offload           let what is kept from forward to backward lie on the host meanwhile, as far as its copies hide
+                      behind the computation (`offloading/`); no number changes
+    host_budget       what may lie there, in bytes or as "64GiB"; by default half of what this host has free, or, for a
+                      target elsewhere, as much as the device has
     on_progress       called with (done, total) while costs are measured
 
     Raises Infeasible with the least budget that would do, NoPlanInTime, CaptureError, UsageError.
@@ -83,6 +91,7 @@ def plan(
         allocator=allocator,
         exact=exact,
         fuse=fuse,
+        link=link_of(found, host_budget) if offload else None,
     )
 
 
@@ -99,6 +108,7 @@ def plan_profile(
     allocator: str | None = None,
     exact: bool = False,
     fuse: bool = False,
+    link: Link | None = None,
     on_replay: OnReplay | None = None,
     on_variant: Callable[[Form], None] | None = None,
 ) -> Plan:
@@ -108,6 +118,7 @@ def plan_profile(
     space      what is searched, by default the execution's space with regions `depth` deep
     allocator  settings of PYTORCH_CUDA_ALLOC_CONF to predict for; those of the environment by default
     limits     of all of it, from posing on
+    link       to the host's memory, for offloads; see `links.link_of`
     on_replay  see `search.Judge`          on_variant  see `variants.Variants`
     """
     started = time.monotonic()
@@ -118,6 +129,8 @@ def plan_profile(
     limits, solver = limits or Limits(), solver or load("exact")
     if limits.time_s is None:
         limits = dataclasses.replace(limits, time_s=how.patience_s)
+    if link is not None:
+        require_offloads(how, step)
     if fuse:
         require_fusible(how, step, exact=exact)
     slices = not exact and depth != 1  # which is for `torch.compile`, and that runs no slices
@@ -135,7 +148,7 @@ def plan_profile(
         before: Plan | None = None,
     ) -> Plan:
         nonlocal interrupted
-        problem = how.pose(profile, space, limit_bytes)
+        problem = how.pose(profile, space, limit_bytes, link)
         solution = solve_within(problem, how, solver, judge, begun_from(limits, problem, before))
         interrupted = interrupted or solution.interrupted
         made = assemble(problem, solution, profile, how, judge)

@@ -15,11 +15,12 @@ from remat.costing.profile import Profile
 from remat.errors import NoPlanInTime
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.form import form_of
-from remat.evaluation.plan import Region, to_refs
+from remat.evaluation.plan import Offload, Region, to_refs
 from remat.execution.base import Execution, Try
 from remat.formulation import check
 from remat.formulation.problem import Problem
 from remat.formulation.solution import NONE_NEEDED, Limits, Solution
+from remat.offloading.refs import to_offload_refs
 from remat.planning.assemble import infeasible
 from remat.recording.fake_step import FakeStep
 from remat.solvers import Solver
@@ -37,17 +38,18 @@ class Judge:
 
     def __init__(self, execution: Execution, step: FakeStep, profile: Profile, on_replay: OnReplay | None = None):
         self.execution, self.step, self.profile, self.on_replay = execution, step, profile, on_replay
-        self._peaks: dict[tuple[Region, ...], int] = {}
+        self._peaks: dict[tuple[tuple[Region, ...], tuple[Offload, ...]], int] = {}
 
-    def peak(self, problem: Problem, regions: tuple[Region, ...]) -> int:
-        """Peak bytes of the step as it runs under `regions`, plans of a space of `problem`."""
-        if regions not in self._peaks:
+    def peak(self, problem: Problem, regions: tuple[Region, ...], offloads: tuple[Offload, ...] = ()) -> int:
+        """Peak bytes of the step as it runs under `regions` and `offloads`, a plan of a space of `problem`."""
+        key = regions, offloads
+        if key not in self._peaks:
             if self.on_replay is not None:
                 self.on_replay(len(self._peaks) + 1, self.execution.most_tries)
-            self._peaks[regions] = self._replayed(problem, regions)
-        return self._peaks[regions]
+            self._peaks[key] = self._replayed(problem, regions, offloads)
+        return self._peaks[key]
 
-    def _replayed(self, problem: Problem, regions: tuple[Region, ...]) -> int:
+    def _replayed(self, problem: Problem, regions: tuple[Region, ...], offloads: tuple[Offload, ...]) -> int:
         """A replay has every state whole. Of one rank's share it says by how much the evaluator is off for all."""
         profile = self.profile
         with self.step.in_form(form_of(problem.graph.about)):
@@ -57,6 +59,7 @@ class Judge:
                 to_refs(problem.graph, regions, problem.space.modules),
                 alignment_bytes=profile.target.alignment_bytes,
                 workspace_of=profile.workspace_of(),
+                offloads=to_offload_refs(problem.memory, regions, offloads),
             )
         peak = int(alive.max())
         if profile.whole is None:
@@ -100,11 +103,13 @@ def search(
         first = first or found
         if not found.fits:
             break
+        found = dataclasses.replace(found, offloads=at.offloads_of(found.regions))
         check.require(at, found)
         if judge is None:
             return found
-        peak = judge.peak(problem, found.regions)
-        tries.append(Try(asked, problem.memory.curve(found.regions).peak_bytes, peak))
+        peak = judge.peak(problem, found.regions, found.offloads)
+        evaluated = problem.memory.offloading(found.offloads).curve(found.regions).peak_bytes
+        tries.append(Try(asked, evaluated, peak))
         replayed.append(dataclasses.replace(found, replayed_bytes=peak))
         following = execution.next_budget(problem, tries, least_bytes)
         if following is None or len(tries) == execution.most_tries or found.interrupted:

@@ -32,27 +32,28 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from remat.capture.dynamo import cache_builders
-from remat.costing.costs import roofline_costs
-from remat.costing.operator_timing import device_target, physical_memory, time_operators
+from remat.costing.costs import Costs, roofline_costs
+from remat.costing.host_memory import free_host_bytes
+from remat.costing.operator_timing import device_target, time_operators
 from remat.costing.planning_device import PlanningDevice
 from remat.costing.timing_cache import device_name
 from remat.errors import PlanMismatch, UsageError, ValidationFailed, is_out_of_memory
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.form import chunks_of, form_of
 from remat.evaluation.graph import Graph
-from remat.evaluation.plan import Plan, Region, RegionRef, to_refs, traced_branches
+from remat.evaluation.plan import Offload, Plan, Region, RegionRef, to_refs, traced_branches
 from remat.execution import executions
 from remat.execution.apply import apply, counts_of, planned_forward, remove
 from remat.execution.base import Execution
 from remat.execution.eager.rewrite import Counts
 from remat.execution.modules.regions import ModuleCounts
-from remat.execution.regions_in_graph import require_regions_in
+from remat.execution.regions_in_graph import places_in, require_regions_in
+from remat.offloading.refs import from_offload_refs, to_offload_refs
 from remat.planning.profiling import fake_step
 from remat.planning.untraced import with_untraced
 from remat.recording.fake_step import FakeStep
@@ -135,7 +136,13 @@ class _Recorded:
     graph: Graph
     refs: tuple[RegionRef, ...]
     regions: tuple[Region, ...]
+    offloads: tuple[Offload, ...]
     how: Execution
+
+    def memory(self, costs: Costs | None = None) -> Memory:
+        """The evaluator of the planned step; `costs` know the kernels' own bytes."""
+        workspaces = None if costs is None else costs.workspace_per_op(self.graph)
+        return Memory(self.graph, workspaces).offloading(self.offloads)
 
 
 class _Sizes:
@@ -156,13 +163,16 @@ class _Sizes:
             graph = record(step, alignment_bytes=self._place.target.alignment_bytes)
             regions = _found(self._plan, graph)
             refs = to_refs(graph, regions, _modules(self._plan, regions))
-            self._known[batch_size] = _Recorded(workload, step, graph, refs, regions, self._how)
+            offloads: tuple[Offload, ...] = ()
+            if self._plan.offloads:
+                offloads = from_offload_refs(graph, self._plan.offloads, places_in(self._plan, graph))
+            self._known[batch_size] = _Recorded(workload, step, graph, refs, regions, offloads, self._how)
         return self._known[batch_size]
 
     def planned_load(self, recorded: _Recorded) -> tuple[float, str]:
         """How many times too much the planned step is, in memory or in time, and why."""
         graph, regions = recorded.graph, recorded.regions
-        load, why = self._memory_load(graph, Memory(graph).curve(regions).peak_bytes, "the planned step")
+        load, why = self._memory_load(graph, recorded.memory().curve(regions).peak_bytes, "the planned step")
         costs = roofline_costs(graph, self._place.target)
         seconds = costs.step_time_us(graph) + Memory(graph).recompute_time_us(regions, costs.per_op_us(graph))
         seconds /= 1e6
@@ -237,24 +247,7 @@ def _free_bytes(place: PlanningDevice) -> int:
         free = torch.cuda.mem_get_info(place.device)[0]
         cached = torch.cuda.memory_reserved(place.device) - torch.cuda.memory_allocated(place.device)
         return int(CUDA_SHARE * (free + cached))
-    return int(CPU_SHARE * min(_available_bytes(), physical_memory() - _used_by_container()))
-
-
-def _available_bytes() -> int:
-    """What can be allocated without swapping: free pages and those that only cache files."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    with contextlib.suppress(OSError, ValueError):
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return physical_memory() // 2
-
-
-def _used_by_container() -> int:
-    with contextlib.suppress(OSError, ValueError):
-        return int(Path("/sys/fs/cgroup/memory.current").read_text())
-    return 0
+    return int(CPU_SHARE * free_host_bytes())
 
 
 # What is predicted (Rule 3)
@@ -277,7 +270,8 @@ def _predict(recorded: _Recorded, place: PlanningDevice, on_progress: Progress |
     graph = with_untraced(graph, recorded.step, costs, place.target, place.device)
     memory = Memory(graph, costs.workspace_per_op(graph))
     options: Any = {"alignment_bytes": place.target.alignment_bytes, "workspace_of": costs.workspace_of(graph)}
-    peak = int(recorded.how.replay(recorded.step, graph, recorded.refs, **options).max())
+    offloads = to_offload_refs(memory, recorded.regions, recorded.offloads)
+    peak = int(recorded.how.replay(recorded.step, graph, recorded.refs, offloads=offloads, **options).max())
     untouched = memory.peak_without_checkpointing
     if recorded.how.compiler is not None:
         untouched = int(recorded.how.replay(recorded.step, graph, (), **options).max())
@@ -287,7 +281,7 @@ def _predict(recorded: _Recorded, place: PlanningDevice, on_progress: Progress |
         {"peak_bytes": peak, "step_time_us": round(step_us + again_us)},
         {"peak_bytes": untouched, "step_time_us": round(step_us)},
         len(costs.about.get("not_measured", ())),
-        _simulated(memory, recorded.regions, peak, place),
+        _simulated(memory.offloading(recorded.offloads), recorded.regions, peak, place),
     )
 
 

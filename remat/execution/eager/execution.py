@@ -24,6 +24,7 @@ class EagerExecution(Execution):
     name = "eager"
     is_exact = True
     runs_forms = True
+    runs_offloads = True
 
     def space(self, graph: Graph, depth: int | None = None) -> Space:
         return find_space(graph, depth=require_depth(self, depth))

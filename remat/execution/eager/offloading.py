@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,21 +25,40 @@ from torch import Tensor
 
 from remat._torch.training import is_wrapper
 from remat.errors import PlanMismatch
+from remat.evaluation.identity import Places
+from remat.evaluation.plan import NodeRef, OffloadRef
 from remat.execution.eager.copies import Copies, Copy, Host, copies_on
 
-Node = tuple[int, int]  # graph call, ordinal in it
+
+@dataclasses.dataclass
+class CallOffloads:
+    """What a plan's offloads have to do with the nodes of one graph call, by their ordinals in the graph at hand.
+
+    values    whose values are sent                    saves   of whose saves some are sent, by number
+    releases  behind which something is let go of      events  at whose recomputation or backward something is fetched,
+              with the node that the plan has there
+    """
+
+    values: dict[int, list[OffloadRef]] = dataclasses.field(default_factory=dict)
+    saves: dict[int, dict[int, OffloadRef]] = dataclasses.field(default_factory=dict)
+    releases: dict[int, list[OffloadRef]] = dataclasses.field(default_factory=dict)
+    events: dict[int, NodeRef] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass(frozen=True)
-class PlannedOffload:
-    """`evaluation.plan.OffloadRef`, in ordinals of the graphs at hand."""
-
-    node: Node
-    save: int | None
-    release: Node
-    fetch: Node
-    size_bytes: int
-    host_offset: int
+def offloads_in(call: int, offloads: Iterable[OffloadRef], places: Places | None = None) -> CallOffloads:
+    """The offloads of one graph call, whose nodes are at `places` in the graph at hand."""
+    places = places or Places()
+    found = CallOffloads()
+    for each in offloads:
+        if each.node.call == call and each.save is None:
+            found.values.setdefault(places.node(call, each.node.ordinal), []).append(each)
+        elif each.node.call == call and each.save is not None:
+            found.saves.setdefault(places.node(call, each.node.ordinal), {})[each.save] = each
+        if each.release.call == call:
+            found.releases.setdefault(places.border(call, each.release.ordinal), []).append(each)
+        if each.fetch.call == call:
+            found.events[places.node(call, each.fetch.ordinal)] = each.fetch
+    return found
 
 
 @dataclasses.dataclass
@@ -51,6 +70,12 @@ class OffloadCounts:
     back: int = 0
     back_bytes: int = 0
 
+    def note_out(self, size_bytes: int) -> None:
+        self.out, self.out_bytes = self.out + 1, self.out_bytes + size_bytes
+
+    def note_back(self, size_bytes: int) -> None:
+        self.back, self.back_bytes = self.back + 1, self.back_bytes + size_bytes
+
 
 class _Parcel:
     """One storage that autograd keeps.
@@ -59,48 +84,46 @@ class _Parcel:
     packed   what autograd has in place of tensors in it
     """
 
-    __slots__ = ("__weakref__", "_forward", "_made", "_returning", "_sent", "flat", "packed", "planned")
+    __slots__ = ("__weakref__", "_forward", "_made", "_place", "_returning", "_sent", "flat", "packed")
 
     def __init__(self, forward: _Forward):
         self._forward = forward
         self.flat: Tensor | None = None
         self.packed: list[weakref.ref[_Packed]] = []
-        self.planned: PlannedOffload | None = None
-        self._sent: Copy = None
-        self._returning: Copy = None
+        self._place: tuple[Host, int] | None = None  # where it lies on the host
         self._made: tuple[int, torch.dtype, torch.device] | None = None
+        self._sent: Copy = None
+        self._returning: tuple[Copy] | None = None
 
-    def send(self, tensor: Tensor, planned: PlannedOffload) -> None:
+    def send(self, tensor: Tensor, place: tuple[Host, int]) -> None:
         """Begin the copy out. (Rule 2)"""
-        self.planned = planned
         with torch.no_grad():
             elements = tensor.untyped_storage().nbytes() // tensor.element_size()
             self.flat = tensor.detach().as_strided((elements,), (1,), 0)
-        self._made = elements, tensor.dtype, tensor.device
-        self._sent = self._forward.copies_for(tensor).out(self.flat, self._forward.host, planned.host_offset)
+        self._made, self._place = (elements, tensor.dtype, tensor.device), place
+        self._sent = self._forward.copies_on(tensor.device).out(self.flat, *place)
 
     def release(self) -> None:
         """Wait for the copy, and let go of the device's memory. (Rule 2)"""
         assert self.flat is not None
-        copies = self._forward.copies_for(self.flat)
+        copies = self._forward.copies_on(self.flat.device)
         copies.wait(self._sent)
         copies.let_go(self.flat)
+        self._forward.counts.note_out(self.flat.nbytes)
         self.flat = None
         for reference in self.packed:
             if (packed := reference()) is not None:
                 packed.leave()
-        self._forward.note_out(self)
 
     def fetch(self) -> None:
         """Allocate, and begin the copy back, unless it is there. (Rule 3)"""
-        if self.flat is not None or self._made is None:
+        if self.flat is not None or self._made is None or self._place is None:
             return
-        assert self.planned is not None
         elements, dtype, device = self._made
         copies = self._forward.copies_on(device)
         self.flat = copies.room_for(elements, dtype, device)
-        self._returning = copies.back(self._forward.host, self.planned.host_offset, self.flat)
-        self._forward.note_back(self)
+        self._returning = (copies.back(*self._place, self.flat),)
+        self._forward.counts.note_back(self.flat.nbytes)
 
     def tensor(self, dtype: torch.dtype, layout: tuple[Any, Any, Any]) -> Tensor:
         """A tensor in it, which compute may read. (Rule 3)"""
@@ -112,12 +135,12 @@ class _Parcel:
 
     def _settle(self) -> None:
         if self._returning is not None:
-            self._forward.copies_for(self.flat).wait(self._returning)
+            assert self.flat is not None
+            self._forward.copies_on(self.flat.device).wait(*self._returning)
             self._returning = None
 
     def __del__(self) -> None:
-        if getattr(self, "_returning", None) is not None:  # its memory is used again as soon as it is let go
-            self._settle()
+        self._settle()  # its memory is used again as soon as it is let go
 
 
 class _Packed:
@@ -125,7 +148,7 @@ class _Packed:
 
     __slots__ = ("__weakref__", "_layout", "_parcel", "event", "forward", "tensor")
 
-    def __init__(self, tensor: Tensor, parcel: _Parcel, forward: _Forward, event: Node | None):
+    def __init__(self, tensor: Tensor, parcel: _Parcel, forward: _Forward, event: NodeRef | None):
         self.tensor: Tensor | None = tensor
         self.forward, self.event = forward, event
         self._parcel = parcel
@@ -149,30 +172,20 @@ class _Forward:
 
     def __init__(self, offloader: Offloader):
         self._offloader = offloader
-        self.host: Host = None
+        self._host: tuple[Host] | None = None
         self._parcels: weakref.WeakValueDictionary[int, _Parcel] = weakref.WeakValueDictionary()  # by storage
-        self._out: dict[PlannedOffload, _Parcel] = {}
-        self._to_fetch: dict[Node, list[weakref.ref[_Parcel]]] = {}
-        self._running: Node | None = None  # the node whose saves are counted, or are an event
-        self._saves: dict[int, PlannedOffload] = {}
+        self._out: dict[int, _Parcel] = {}  # by place on the host
+        self._to_fetch: dict[NodeRef, list[weakref.ref[_Parcel]]] = {}
+        self._event: NodeRef | None = None  # what the saves of the running node are
+        self._saves: dict[int, OffloadRef] = {}
         self._count = 0
+
+    @property
+    def counts(self) -> OffloadCounts:
+        return self._offloader.counts
 
     def copies_on(self, device: torch.device) -> Copies:
         return self._offloader.copies_on(device)
-
-    def copies_for(self, tensor: Tensor | None) -> Copies:
-        assert tensor is not None
-        return self._offloader.copies_on(tensor.device)
-
-    def note_out(self, parcel: _Parcel) -> None:
-        assert parcel.planned is not None
-        self._offloader.counts.out += 1
-        self._offloader.counts.out_bytes += parcel.planned.size_bytes
-
-    def note_back(self, parcel: _Parcel) -> None:
-        assert parcel.planned is not None
-        self._offloader.counts.back += 1
-        self._offloader.counts.back_bytes += parcel.planned.size_bytes
 
     # What autograd saves (Rule 1)
 
@@ -181,7 +194,7 @@ class _Forward:
         if is_wrapper(tensor) or tensor.layout is not torch.strided:
             return tensor
         parcel = self._parcel_of(tensor)
-        packed = _Packed(tensor, parcel, self, self._running)
+        packed = _Packed(tensor, parcel, self, self._event)
         parcel.packed.append(weakref.ref(packed))
         if (planned := self._saves.get(count)) is not None:
             self.send(planned, tensor)
@@ -205,38 +218,45 @@ class _Forward:
     # Planned nodes
 
     @contextlib.contextmanager
-    def running(self, node: Node, saves: dict[int, PlannedOffload]) -> Any:
-        """While `node` runs: its saves are counted, and are known as its own."""
-        self._running, self._saves, self._count = node, saves, 0
+    def running(self, saves: dict[int, OffloadRef], event: NodeRef | None) -> Iterator[None]:
+        """While a node runs: its saves are counted, and asking for one is `event`."""
+        self._saves, self._event, self._count = saves, event, 0
         try:
             yield
         finally:
-            self._running, self._saves = None, {}
+            self._saves, self._event = {}, None
 
-    def send(self, planned: PlannedOffload, tensor: Tensor) -> None:
+    def send(self, planned: OffloadRef, tensor: Tensor) -> None:
         """The storage of `tensor` is complete: it is the one that `planned` names."""
-        nbytes = tensor.untyped_storage().nbytes()
-        if not 0 < nbytes <= planned.size_bytes:
-            raise PlanMismatch(
-                f"the plan brings {planned.size_bytes} bytes to the host at node {planned.node[1]}, and finds {nbytes} "
-                "there: autograd saves other tensors on this device, or the batch is larger than planned. Plan again "
-                "for this device and batch, or without offloads."
-            )
         parcel = self._parcel_of(tensor)
-        if self.host is None:
-            self.host = self._offloader.take_host(self, self.copies_for(tensor))
-        self._out[planned] = parcel
+        self._out[planned.host_offset] = parcel
         self._to_fetch.setdefault(planned.fetch, []).append(weakref.ref(parcel))
-        parcel.send(tensor, planned)
+        parcel.send(tensor, self._place_of(planned, tensor))
 
-    def release(self, offloads: Iterable[PlannedOffload]) -> None:
+    def _place_of(self, planned: OffloadRef, tensor: Tensor) -> tuple[Host, int]:
+        """Where it goes on the host; what is larger than planned, as the plan warns of, to memory of its own."""
+        copies, nbytes = self.copies_on(tensor.device), tensor.untyped_storage().nbytes()
+        if nbytes > planned.size_bytes:
+            return copies.host(nbytes), 0
+        if self._host is None:
+            self._host = (self._offloader.take_host(self, copies),)
+        return self._host[0], planned.host_offset
+
+    def release(self, offloads: Iterable[OffloadRef]) -> None:
+        """Raises PlanMismatch where something was never sent."""
         for planned in offloads:
-            parcel = self._out.pop(planned, None)
-            if parcel is not None and parcel.flat is not None:
+            parcel = self._out.pop(planned.host_offset, None)
+            if parcel is None:
+                raise PlanMismatch(
+                    f"the plan brings to the host what autograd saves at node {planned.node.name!r}, and it saves less "
+                    "there: as it does on another device, or where nothing before needs a gradient. Plan again for "
+                    "this device and model, or without offloads."
+                )
+            if parcel.flat is not None:
                 self._parcels.pop(parcel.flat.untyped_storage()._cdata, None)  # another may get its address
                 parcel.release()
 
-    def fetch(self, event: Node) -> None:
+    def fetch(self, event: NodeRef) -> None:
         for reference in self._to_fetch.pop(event, ()):
             if (parcel := reference()) is not None:
                 parcel.fetch()
@@ -248,7 +268,7 @@ class Offloader:
     counts  of what happened so far
     """
 
-    def __init__(self, offloads: Iterable[PlannedOffload], copies: Copies | None = None):
+    def __init__(self, offloads: Iterable[OffloadRef], copies: Copies | None = None):
         self._offloads = tuple(offloads)
         self._host_bytes = max((each.host_offset + each.size_bytes for each in self._offloads), default=0)
         self._copies: dict[torch.device, Copies] = {}
@@ -279,17 +299,3 @@ class Offloader:
         forward = self.forward
         with torch.autograd.graph.saved_tensors_hooks(forward.pack, forward.unpack):
             return function(*args)
-
-    # What a rewritten graph asks
-
-    def values_at(self, node: Node) -> list[PlannedOffload]:
-        return [each for each in self._offloads if each.node == node and each.save is None]
-
-    def saves_at(self, node: Node) -> dict[int, PlannedOffload]:
-        return {each.save: each for each in self._offloads if each.node == node and each.save is not None}
-
-    def releases_at(self, node: Node) -> list[PlannedOffload]:
-        return [each for each in self._offloads if each.release == node]
-
-    def is_event(self, node: Node) -> bool:
-        return any(each.fetch == node for each in self._offloads)

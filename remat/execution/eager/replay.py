@@ -14,8 +14,7 @@ from torch import Tensor
 
 from remat.evaluation.plan import OffloadRef, RegionRef
 from remat.execution.eager.copies import InstantCopies
-from remat.execution.eager.offloading import Offloader
-from remat.execution.eager.rewritten_calls import RewrittenCalls, planned_offloads
+from remat.execution.eager.rewritten_calls import RewrittenCalls
 from remat.recording.fake_step import FakeStep
 from remat.recording.tracked_step import track
 from remat.recording.tracker import Tracker
@@ -34,10 +33,11 @@ def replay(
     workspace_of  kernel's own bytes by operator and signature, see `Profile.workspace_of`
     """
     tracker = Tracker(alignment_bytes)
-    offloader = Offloader(planned_offloads(offloads), TrackedCopies(tracker)) if offloads else None
     execute_call, step.execute_call = (
         step.execute_call,
-        RewrittenCalls(regions, recompute_context=step.recompute_context, offloader=offloader),
+        RewrittenCalls(
+            regions, recompute_context=step.recompute_context, offloads=offloads, copies=TrackedCopies(tracker)
+        ),
     )
     try:
         return track(step, tracker).alive(workspace_of)

@@ -33,7 +33,8 @@ from torch.utils.checkpoint import checkpoint
 from remat._torch.training import fakes_are_on, keeps_graph
 from remat.capture.nodes import as_function, bracket_of, called, captured_nodes, may_draw, replace_target, with_name
 from remat.errors import RematError
-from remat.execution.eager.offloading import Node, Offloader, PlannedOffload
+from remat.evaluation.plan import NodeRef, OffloadRef
+from remat.execution.eager.offloading import CallOffloads, Offloader
 from remat.execution.eager.saving import RanAgain, Replay, Result, Save, note_versions
 
 _RUNNING = ("running_mean", "running_var")
@@ -279,7 +280,7 @@ class _Body:
         )
 
 
-def _top_region(body: _Body, options: RewriteOptions, event: Node | None, name: str) -> Callable[..., Any]:
+def _top_region(body: _Body, options: RewriteOptions, event: NodeRef | None, name: str) -> Callable[..., Any]:
     """`event` where something is fetched from the host when it is recomputed."""
 
     def call(*inputs: Any) -> Any:
@@ -360,27 +361,26 @@ def _counted(wrapped: Callable[..., Any]) -> Callable[..., Any]:
 # What stands outside regions where a plan has offloads.
 
 
-def _running(offloader: Offloader, node: Node, function: Callable[..., Any]) -> Callable[..., Any]:
+def _running(
+    offloader: Offloader, function: Callable[..., Any], saves: dict[int, OffloadRef], event: NodeRef | None
+) -> Callable[..., Any]:
     """A node whose saves go to the host, or at whose backward something is fetched."""
-    saves = offloader.saves_at(node)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with offloader.forward.running(node, saves):
+        with offloader.forward.running(saves, event):
             return function(*args, **kwargs)
 
     return call
 
 
-def _sent(offloader: Offloader, planned: PlannedOffload) -> Callable[..., Any]:
+def _sent(offloader: Offloader, planned: OffloadRef) -> Callable[..., Any]:
     def call(value: Any) -> None:
         offloader.forward.send(planned, value)
 
     return call
 
 
-def _released(offloader: Offloader, node: Node) -> Callable[..., Any]:
-    offloads = offloader.releases_at(node)
-
+def _released(offloader: Offloader, offloads: list[OffloadRef]) -> Callable[..., Any]:
     def call() -> None:
         offloader.forward.release(offloads)
 
@@ -388,18 +388,21 @@ def _released(offloader: Offloader, node: Node) -> Callable[..., Any]:
 
 
 def rewrite(
-    graph_module: fx.GraphModule, regions: Sequence[CallRegion], options: RewriteOptions, call: int = 0
+    graph_module: fx.GraphModule,
+    regions: Sequence[CallRegion],
+    options: RewriteOptions,
+    offloads: CallOffloads | None = None,
 ) -> fx.GraphModule:
-    """`graph_module`, graph call number `call`, with `regions` (disjoint, in order) run under checkpoint.
+    """`graph_module` with `regions` (disjoint, in order) as submodules run under checkpoint, and with `offloads`.
 
     Parameters stay inputs of the graph, as Dynamo made them. The result has passed `lint()`.
     """
-    return _Rewriter(graph_module, options, call).top(regions)
+    return _Rewriter(graph_module, options, offloads or CallOffloads()).top(regions)
 
 
 class _Rewriter:
-    def __init__(self, source: fx.GraphModule, options: RewriteOptions, call: int):
-        self._source, self._call = source, call
+    def __init__(self, source: fx.GraphModule, options: RewriteOptions, offloads: CallOffloads):
+        self._source, self._offloads = source, offloads
         self._nodes = captured_nodes(source)
         self._ordinal = {node: i for i, node in enumerate(self._nodes)}
         self._options = options
@@ -424,9 +427,10 @@ class _Rewriter:
 
     def _note_saves(self, copy: fx.Node, ordinal: int) -> None:
         """Let the offloader see what autograd saves while a node runs, where that matters."""
-        offloader, node = self._options.offloader, (self._call, ordinal)
-        if offloader is not None and (offloader.saves_at(node) or offloader.is_event(node)):
-            replace_target(copy, with_name(_running(offloader, node, as_function(copy)), "offloading"))
+        saves, event = self._offloads.saves.get(ordinal, {}), self._offloads.events.get(ordinal)
+        if self._options.offloader is not None and (saves or event is not None):
+            running = _running(self._options.offloader, as_function(copy), saves, event)
+            replace_target(copy, with_name(running, "offloading"))
 
     def _offload(self, graph: fx.Graph, ordinals: range, environment: dict[fx.Node, fx.Node]) -> None:
         """Behind a node or a region: send what was made there, and let go of what has been sent."""
@@ -434,11 +438,11 @@ class _Rewriter:
         if offloader is None:
             return
         for ordinal in ordinals:
-            for planned in offloader.values_at((self._call, ordinal)):
-                graph.call_function(with_name(_sent(offloader, planned), "send"), (environment[self._nodes[ordinal]],))
-        for ordinal in ordinals:
-            if offloader.releases_at((self._call, ordinal)):
-                graph.call_function(with_name(_released(offloader, (self._call, ordinal)), "release"))
+            for planned in self._offloads.values.get(ordinal, ()):
+                value = environment[self._nodes[ordinal]]
+                graph.call_function(with_name(_sent(offloader, planned), "send"), (value,))
+        if released := [each for ordinal in ordinals for each in self._offloads.releases.get(ordinal, ())]:
+            graph.call_function(with_name(_released(offloader, released), "release"))
 
     def _call_region(
         self, graph: fx.Graph, region: CallRegion, environment: dict[fx.Node, fx.Node], tape: fx.Node | None
@@ -451,8 +455,7 @@ class _Rewriter:
         body = _Body(self._body(region, inputs, outputs), len(states), early_stop)
         name, arguments = f"region_{region.first}_{region.last}", [environment[n] for n in inputs]
         if tape is None:
-            offloader, first = self._options.offloader, (self._call, region.first)
-            event = first if offloader is not None and offloader.is_event(first) else None
+            event = self._offloads.events.get(region.first)
             call = graph.call_function(_top_region(body, self._options, event, name), tuple(arguments))
         else:
             call = graph.call_function(_inner_region(body, region.first, name), (tape, *arguments))

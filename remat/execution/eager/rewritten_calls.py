@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import fx
 
-from remat.evaluation.plan import NodeRef, OffloadRef, RegionRef
-from remat.execution.eager.offloading import Node, Offloader, PlannedOffload
+from remat.evaluation.plan import OffloadRef, RegionRef
+from remat.execution.eager.copies import Copies
+from remat.execution.eager.offloading import CallOffloads, Offloader, offloads_in
 from remat.execution.eager.rewrite import CallRegion, Counts, RewriteOptions, rewrite
 
 
@@ -32,22 +33,12 @@ def _call_region(region: RegionRef) -> CallRegion:
     )
 
 
-def planned_offloads(offloads: Sequence[OffloadRef], moved: Callable[[Node], Node] = tuple) -> list[PlannedOffload]:
-    """`offloads`, their nodes where `moved` finds them in the graphs at hand."""
-
-    def at(ref: NodeRef) -> Node:
-        return moved((ref.call, ref.ordinal))
-
-    return [
-        PlannedOffload(at(o.node), o.save, at(o.release), at(o.fetch), o.size_bytes, o.host_offset) for o in offloads
-    ]
-
-
 class RewrittenCalls:
     """Runs each graph call of a forward with its regions; rewritten graphs are made once.
 
-    find       where the regions of a call are in its graph; by default where `regions` say
-    offloader  of the plan's offloads, if it has any
+    find           where the regions of a call are in its graph; by default where `regions` say
+    find_offloads  likewise of `offloads`
+    copies         who makes copies between the device and the host; by default who can on the device at hand
     """
 
     def __init__(
@@ -57,21 +48,26 @@ class RewrittenCalls:
         observe: bool = False,
         recompute_context: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
         find: Callable[[int, fx.GraphModule], tuple[CallRegion, ...]] | None = None,
-        offloader: Offloader | None = None,
+        offloads: Sequence[OffloadRef] = (),
+        find_offloads: Callable[[int, fx.GraphModule], CallOffloads] | None = None,
+        copies: Copies | None = None,
     ):
         by_call = regions_by_call(regions)
         self.counts = Counts()
-        self._options = RewriteOptions(self.counts, observe, recompute_context or contextlib.nullcontext, offloader)
-        self._offloader = offloader
+        self.offloader = Offloader(offloads, copies) if offloads else None
+        context = recompute_context or contextlib.nullcontext
+        self._options = RewriteOptions(self.counts, observe, context, self.offloader)
+        self._find_offloads = find_offloads or (lambda call, graph_module: offloads_in(call, offloads))
         self._calls = frozenset(by_call)
         self._find = find or (lambda call, graph_module: by_call.get(call, ()))
         self._rewritten: dict[tuple[int, int], fx.GraphModule] = {}
 
     def __call__(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
-        if self._offloader is None and call not in self._calls:
+        if self.offloader is None and call not in self._calls:
             return graph_module(*args)
         key = (call, id(graph_module))
         if key not in self._rewritten:
-            self._rewritten[key] = rewrite(graph_module, self._find(call, graph_module), self._options, call)
+            regions, offloads = self._find(call, graph_module), self._find_offloads(call, graph_module)
+            self._rewritten[key] = rewrite(graph_module, regions, self._options, offloads)
         rewritten = self._rewritten[key]
-        return rewritten(*args) if self._offloader is None else self._offloader.run(call, rewritten, args)
+        return rewritten(*args) if self.offloader is None else self.offloader.run(call, rewritten, args)

@@ -20,6 +20,7 @@ from remat.execution.modules.search_space import find_module_space
 from remat.formulation.problem import Problem
 from remat.formulation.search_space import Space
 from remat.formulation.solution import NONE_NEEDED, Solution
+from remat.offloading.link import Link
 from remat.recording.fake_step import FakeStep
 
 
@@ -31,8 +32,8 @@ class ModulesExecution(Execution):
         require_depth(self, depth, most=1)
         return find_module_space(graph)
 
-    def pose(self, profile: Profile, space: Space, budget_bytes: int) -> Problem:
-        problem = super().pose(profile, space, budget_bytes)
+    def pose(self, profile: Profile, space: Space, budget_bytes: int, link: Link | None = None) -> Problem:
+        problem = super().pose(profile, space, budget_bytes, link)
         problem.runs = tuple(
             run for run in problem.runs if run.region is None or space.allows(run.region.first, run.region.end)
         )

@@ -1,0 +1,52 @@
+"""Offloads as the plan file names them, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from remat.evaluation.evaluator import Memory
+from remat.evaluation.graph import Graph
+from remat.evaluation.identity import Places
+from remat.evaluation.plan import NodeRef, Offload, OffloadRef, Region, node_refs
+from remat.offloading.timeline import Timeline
+
+
+def to_offload_refs(memory: Memory, regions: Sequence[Region], offloads: Sequence[Offload]) -> tuple[OffloadRef, ...]:
+    """`offloads` of a step under `regions` by reference, one behind the other in the host's memory.
+
+    All lie there when forward ends, so no two can share a place.
+    """
+    if not offloads:
+        return ()
+    graph = memory.graph
+    candidates = Timeline(memory, regions, np.zeros(graph.op_count)).candidates
+    refs, known, offset, found = node_refs(graph), {each.storage: each for each in candidates}, 0, []
+    for each in offloads:
+        kept = known[each.storage]
+        places = refs[kept.node], kept.save, refs[each.release], refs[each.fetch]
+        found.append(OffloadRef(*places, kept.size_bytes, offset))
+        offset += kept.size_bytes
+    return tuple(found)
+
+
+def from_offload_refs(
+    graph: Graph, offloads: Sequence[OffloadRef], places: Places | None = None
+) -> tuple[Offload, ...]:
+    """Inverse of `to_offload_refs`; the plan's nodes are at `places` in `graph`."""
+    index = {(ref.call, ref.ordinal): i for i, ref in enumerate(node_refs(graph))}
+    places, table = places or Places(), graph.saved_tensors
+
+    def at(ref: NodeRef) -> int:
+        return index[ref.call, places.node(ref.call, ref.ordinal)]
+
+    found = []
+    for each in offloads:
+        if each.save is None:
+            (storage,) = graph.nodes[at(each.node)].values
+        else:
+            storage = int(table.storage[int(np.searchsorted(table.node, at(each.node))) + each.save])
+        release = index[each.release.call, places.border(each.release.call, each.release.ordinal)]
+        found.append(Offload(storage, release, at(each.fetch)))
+    return tuple(found)

@@ -1,0 +1,41 @@
+"""The link that a plan's offloads go over: how fast, and how much may lie at its other end."""
+
+from __future__ import annotations
+
+from remat.costing.host_memory import free_host_bytes
+from remat.costing.planning_device import PlanningDevice
+from remat.errors import UsageError
+from remat.execution.base import Execution
+from remat.offloading.link import Link
+from remat.recording.fake_step import FakeStep
+from remat.units import parse_bytes
+
+HOST_SHARE = 0.5  # of the host's memory that is free
+
+
+def link_of(found: PlanningDevice, host_budget: str | int | None = None) -> Link:
+    """The link of a device, with `host_budget` at its end.
+
+    Without a budget that is half of what the host has free; for a target elsewhere, whose host nobody knows, as much as
+    the device has. Raises UsageError where there is no link: a CPU's memory is the host's.
+    """
+    target = found.target
+    if target.host_bytes_per_us <= 0:
+        raise UsageError(f"{target.name} has no memory beside the host's to offload from; leave `offload` out.")
+    return Link(target.host_bytes_per_us, _host_bytes(found, host_budget))
+
+
+def _host_bytes(found: PlanningDevice, host_budget: str | int | None) -> int:
+    if isinstance(host_budget, str):
+        return parse_bytes(host_budget, what="host budget", whole_bytes=free_host_bytes())
+    if host_budget is not None:
+        return host_budget
+    return found.target.memory_bytes if found.device is None else int(HOST_SHARE * free_host_bytes())
+
+
+def require_offloads(execution: Execution, step: FakeStep | None) -> None:
+    """Raise UsageError where what is kept cannot go to the host."""
+    if not execution.runs_offloads:
+        raise UsageError(f'nothing is offloaded under `execution="{execution}"`; leave `execution` or `offload` out.')
+    if step is not None and step.loop.shard is not None:
+        raise UsageError("nothing is offloaded where states are sharded; leave `offload` or `shard` out.")
