@@ -64,7 +64,7 @@ def plan_text(plan: Plan) -> str:
     return "\n\n".join(
         [
             heading(plan.about, plan.target, plan.costs, plan.execution),
-            aligned([*_promise(plan), *_form(plan), *(_decision(plan) if plan.regions else ())]),
+            aligned([*_promise(plan), *_form(plan), *_offloads(plan), *(_decision(plan) if plan.regions else ())]),
             *([] if plan.regions else [_without_regions(plan)]),
             *_caveats(plan),
             f"at the peak{_eagerly(plan)}, {plan.predicted['peak_at']}\n{breakdown_text(plan.predicted['breakdown'])}",
@@ -180,6 +180,16 @@ def _form(plan: Plan) -> list[tuple[str, ...]]:
     return rows
 
 
+def _offloads(plan: Plan) -> list[tuple[str, ...]]:
+    """What lies on the host meanwhile, and what that costs."""
+    if not plan.offloads:
+        return []
+    stall = plan.predicted.get("stall_us", 0.0)
+    waits = f"the step waits {ms(stall)} for them" if stall else "their copies hide behind the computation"
+    what = f"{gib(plan.host_bytes)} on the host between forward and backward; {waits}"
+    return [("offloaded", _count(len(plan.offloads), "storage"), _labelled(what, plan))]
+
+
 def _evaluator_row(plan: Plan) -> list[tuple[str, ...]]:
     """A line where the model of memory is wrong about a plan that it should know."""
     evaluated = plan.predicted.get("evaluator_peak_bytes", plan.predicted["peak_bytes"])
@@ -201,6 +211,8 @@ def reserved_rows(found: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 def _without_regions(plan: Plan) -> str:
     """Whether a plan that recomputes nothing has to be applied."""
     plain_bytes = plan.without_checkpointing["peak_bytes"]
+    if plan.offloads:
+        return "nothing is recomputed: with what goes to the host the step fits"
     if (form := form_of(plan.about)) != CAPTURED:
         return f"nothing is recomputed: with {form} the step fits"
     if plain_bytes <= plan.budget_bytes:

@@ -44,7 +44,7 @@ from remat.errors import UsageError
 from remat.evaluation.graph import OpKind
 from remat.recording.tracker import Tracker
 from remat.units import gib
-from remat.workload.target import Target, target_of
+from remat.workload.target import PCIE_4, Target, target_of
 
 _SAMPLE_US = 200.0  # a shorter call is timed in batches of about this
 _BATCH = 100
@@ -396,6 +396,7 @@ def device_target(device: torch.device, *, cache: Path | Literal["default"] | No
         flops_per_us=rates,
         efficiency=1.0,  # these are rates that kernels reached
         alignment_bytes=512 if device.type == "cuda" else 1,
+        host_bytes_per_us=PCIE_4 if device.type == "cuda" else 0.0,
         capability=10 * properties.major + properties.minor if properties else 0,
         processors=properties.multi_processor_count if properties else 0,
         torch=torch.__version__.partition("+")[0] if properties else "",

@@ -140,6 +140,7 @@ class Prediction(TypedDict, total=False):
     unmeasured_kernels    how many kinds of operators have estimated times in a measured profile
     allocator             under the settings assumed, and with or without expandable segments
     form_time_us          what another form of the step adds, in `overhead` too: slices add, fused groups take away
+    stall_us              what the step waits for copies, in `overhead` too
     offloaded_bytes       that go to the host and come back
     whole_loss_overhead   of the plan for the step as captured, where one fits
     """
@@ -156,6 +157,7 @@ class Prediction(TypedDict, total=False):
     unmeasured_kernels: int
     allocator: list[AllocatorPeaks]
     form_time_us: float
+    stall_us: float
     offloaded_bytes: int
     whole_loss_overhead: float
 

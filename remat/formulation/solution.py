@@ -45,6 +45,7 @@ class Solution:
     interrupted  somebody pressed Ctrl-C
     replayed_bytes  the peak of its plan by the replay, None where nobody replayed it
     offloads     what its plan has on the host between forward and backward
+    stall_us     what its step waits for their copies; part of the objective
     """
 
     solver: str
@@ -57,6 +58,7 @@ class Solution:
     interrupted: bool = False
     replayed_bytes: int | None = None
     offloads: tuple[Offload, ...] = ()
+    stall_us: float = 0.0
 
     @property
     def fits(self) -> bool:

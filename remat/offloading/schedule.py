@@ -12,7 +12,7 @@ Rule 3  What is made early goes first: it is asked for late, so it lowers the mo
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from remat.evaluation.plan import Offload, Region
 from remat.offloading.link import Link
 from remat.offloading.timeline import Candidate, Timeline
 
+STASH = 5
+SENT, RELEASED, FETCHED, ASKED = range(4)
 SMALL = 4000  # a storage below a 4000th of all that is kept is not worth a copy
 
 
@@ -90,3 +92,50 @@ def _back(timeline: Timeline, out: list[tuple[Candidate, int]], link: Link) -> l
         found.append(Offload(candidate.storage, release, events[at][1]))
         free_us = begin_us
     return found
+
+
+# What is done by hand elsewhere, to compare with
+
+
+def stashed_offloads(timeline: Timeline, storages: Collection[int] | None = None) -> tuple[Offload, ...]:
+    """All candidates, or those in `storages`, as executors without a plan bring them to the host.
+
+    A copy is waited for when `STASH` later ones were begun (`max_fwd_stash_size` of TRL's `OffloadActivations`), and
+    each comes back an event before it is asked for.
+    """
+    moved = [each for each in timeline.candidates if storages is None or each.storage in storages]
+    borders = [op for op, _ in timeline.borders]
+    events = [position for position, _ in timeline.events]
+    found = []
+    for number, candidate in enumerate(moved):
+        later = moved[min(number + STASH, len(moved) - 1)]
+        at = bisect.bisect_left(borders, max(timeline.ready_at(later), candidate.local_end))
+        before = bisect.bisect_left(events, candidate.asked_at) - 2
+        if at < len(borders) and before >= 0:
+            found.append(Offload(candidate.storage, timeline.borders[at][1], timeline.events[before][1]))
+    return tuple(sorted(found))
+
+
+def stall_us(timeline: Timeline, offloads: Sequence[Offload], link: Link) -> float:
+    """What compute waits for copies, by the estimated times."""
+    by_storage = {each.storage: each for each in timeline.candidates}
+    border_of = {node: op for op, node in timeline.borders}
+    event_of = {node: position for position, node in timeline.events}
+    happens: list[tuple[int, int, int]] = []  # (position, what, storage); what has ended is waited for first
+    for each in offloads:
+        candidate = by_storage[each.storage]
+        happens.append((border_of[each.release], RELEASED, each.storage))
+        happens.append((timeline.ready_at(candidate), SENT, each.storage))
+        happens.append((min(event_of[each.fetch], candidate.asked_at), FETCHED, each.storage))
+        happens.append((candidate.asked_at, ASKED, each.storage))
+    out_us = back_us = waited_us = 0.0
+    ends: dict[int, float] = {}
+    for position, what, storage in sorted(happens):
+        now, took = float(timeline.starts_us[position]) + waited_us, link.copy_us(by_storage[storage].size_bytes)
+        if what == SENT:
+            ends[storage] = out_us = max(out_us, now) + took
+        elif what == FETCHED:
+            ends[storage] = back_us = max(back_us, now) + took
+        else:
+            waited_us += max(ends[storage] - now, 0.0)
+    return waited_us

@@ -130,6 +130,10 @@ class Timeline:
             int(self._requests[storage]),
         )
 
+    def ready_at(self, candidate: Candidate) -> int:
+        """Position at which its copy out may begin."""
+        return int(np.searchsorted(self.starts_us[: self.graph.forward_end + 1], candidate.ready_us))
+
     def _as_value(self, storage: int) -> tuple[int, None, int] | None:
         """(node, None, operators run when it is there): the first node outside regions' reach whose value it is."""
         ends: list[tuple[int, int]] = []

@@ -60,19 +60,22 @@ def assemble(problem: Problem, solution: Solution, profile: Profile, execution: 
     """
     graph, memory = problem.graph, problem.memory.offloading(solution.offloads)
     recompute_us = memory.recompute_time_us(solution.regions, profile.costs.per_op_us(graph))
+    added_us = recompute_us + solution.stall_us
     curve = memory.curve(solution.regions)
     predicted: Prediction = {
         "peak_bytes": curve.peak_bytes if solution.replayed_bytes is None else solution.replayed_bytes,
         "peak_at": where(graph, int(curve.op[curve.peak_at])),
-        "step_time_us": problem.step_time_us + recompute_us,
+        "step_time_us": problem.step_time_us + added_us,
         "recompute_time_us": recompute_us,
-        "overhead": recompute_us / problem.step_time_us if problem.step_time_us else 0.0,
+        "overhead": added_us / problem.step_time_us if problem.step_time_us else 0.0,
         "recomputed_nodes": memory.recomputed_nodes(solution.regions),
         "breakdown": at_peak(memory, solution.regions),
         "judged_by": "evaluator" if judge is None else "replay",
     }
     if unmeasured := len(profile.costs.about.get("not_measured", ())):
         predicted["unmeasured_kernels"] = unmeasured
+    if solution.stall_us:
+        predicted["stall_us"] = solution.stall_us
     if solution.offloads:
         predicted["offloaded_bytes"] = sum(int(graph.storages.size_bytes[each.storage]) for each in solution.offloads)
     if predicted["peak_bytes"] != curve.peak_bytes:

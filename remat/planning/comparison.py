@@ -24,14 +24,19 @@ from remat.execution import executions
 from remat.execution.base import Execution
 from remat.execution.executions import EAGER
 from remat.formulation import check
+from remat.formulation.liveness import NS
 from remat.formulation.problem import Problem
 from remat.formulation.solution import Limits, Solution, Status
+from remat.offloading.link import Link
+from remat.offloading.schedule import stall_us, stashed_offloads
+from remat.offloading.timeline import Timeline
 from remat.planning.assemble import assemble, infeasible
 from remat.planning.budget import Budget
+from remat.planning.links import require_offloads
 from remat.planning.search import Judge, search
 from remat.planning.variants import PATIENCE_S, Variant, Variants, at_most, begun_from, fastest, priced, require_fusible
 from remat.recording.fake_step import FakeStep
-from remat.solvers import EXACT, HEURISTICS, WITHOUT, load
+from remat.solvers import EXACT, HEURISTICS, WITHOUT, every_block, load
 from remat.solvers.least_peak import least_peak
 
 DEFAULT = (*HEURISTICS, "exact")
@@ -39,6 +44,9 @@ NO_LIMIT = 1 << 62
 LOSS_WHOLE = "exact-whole-loss"  # what "exact" finds that leaves losses whole, where it cuts them
 UNFUSED = "exact-unfused"  # what "exact" finds for the step as captured, where groups are fused
 FUSE_ONLY = "fuse-only"  # groups fused, and nothing recomputed
+KEPT = "exact-no-offload"  # what "exact" finds that leaves all on the device, where it may go to the host
+OFFLOAD_ALL = "offload-all"  # nothing recomputed, all that autograd keeps on the host, as TRL's activation_offloading
+OFFLOAD_INPUTS = "offload-inputs"  # every block, its input on the host, as Unsloth's gradient checkpointing
 LIGER_LIKE = "liger-like"  # every block, and losses in as many slices as Liger-Kernel's fused head takes
 
 
@@ -155,6 +163,7 @@ def compare(
     execution: str = EAGER,
     exact: bool = False,
     fuse: bool = False,
+    link: Link | None = None,
     variants: Variants | None = None,
     on_strategy: Callable[[str, int, int], None] | None = None,
 ) -> Comparison:
@@ -165,6 +174,8 @@ def compare(
     execution    how the step will run, as in `planner.plan`
     exact        leave losses whole, as in `planner.plan`; else, where "exact" is among the strategies and cuts them
                  because that pays, there are two rows more: `LOSS_WHOLE` and `LIGER_LIKE`
+    link         to the host's memory, for offloads of the exact strategies; three rows more: `KEPT`, `OFFLOAD_ALL` and
+                 `OFFLOAD_INPUTS`
     fuse         fuse groups, as in `planner.plan`; two rows more: `UNFUSED` and `FUSE_ONLY`
     variants     of the step, to use again what was recorded for another budget
     on_strategy  called with the name of each before it begins, its number from 1, and how many there are
@@ -180,11 +191,14 @@ def compare(
     judge = None if step is None else Judge(how, step, profile)
     solutions: dict[str, Solution] = {}
     interrupted = False
+    if link is not None:
+        require_offloads(how, step)
+    linked = problem if link is None else how.pose(profile, problem.space, budget.limit_bytes, link)
     for number, name in enumerate(names, start=1):
         if on_strategy is not None:
             on_strategy(name, number, len(names))
         try:
-            solutions[name] = solution_of(problem, how, name, judge, limits)
+            solutions[name] = solution_of(linked if name in EXACT else problem, how, name, judge, limits)
             interrupted = solutions[name].interrupted
         except KeyboardInterrupt:
             if not solutions:
@@ -192,12 +206,16 @@ def compare(
             interrupted = True
         if interrupted:
             break
+    if link is not None and not interrupted:
+        solutions |= _by_hand(problem, link)
+        if "exact" in solutions:
+            solutions[KEPT] = solution_of(problem, how, "exact", judge, limits)
     rows, bound_us = rows_of(problem, solutions, profile, how, judge), best_bound(solutions)
     if fuse:
         require_fusible(how, step, exact=exact)
     if step is not None and not exact and not interrupted and "exact" in solutions:
         variants = variants or Variants(how, step, profile, fuse=fuse)
-        rows, bound_us = _with_forms(rows, bound_us, variants, how, budget.limit_bytes, limits)
+        rows, bound_us = _with_forms(rows, bound_us, variants, how, budget.limit_bytes, limits, link)
     if not any(row.fits for row in rows) and any(row.status == "infeasible" for row in rows):
         raise infeasible(problem, limits)
     untouched = how.without_plan(problem, None if judge is None else lambda: judge.peak(problem, ()))
@@ -213,14 +231,20 @@ def compare(
 
 
 def _with_forms(
-    rows: tuple[Row, ...], bound_us: float, variants: Variants, how: Execution, limit_bytes: int, limits: Limits
+    rows: tuple[Row, ...],
+    bound_us: float,
+    variants: Variants,
+    how: Execution,
+    limit_bytes: int,
+    limits: Limits,
+    link: Link | None,
 ) -> tuple[tuple[Row, ...], float]:
     """The rows, with what other forms make of the step where that pays; and the bound of all of it."""
     whole = next(row for row in rows if row.strategy == "exact")
 
     def attempt(variant: Variant, time_s: float, before: Plan | None, name: str = "exact") -> Plan:
         found = variant.profile
-        problem = how.pose(found, how.space(found.graph), limit_bytes)
+        problem = how.pose(found, how.space(found.graph), limit_bytes, link if name in EXACT else None)
         within = begun_from(at_most(limits, time_s), problem, before)
         solution = solution_of(problem, how, name, variant.judge, within)
         if not solution.fits:
@@ -255,6 +279,21 @@ def _with_forms(
         above = _above(row.recompute_time_us, bound_us) if row.fits else None
         found.append(dataclasses.replace(row, strategy=name, above_bound=above))
     return tuple(sorted(found, key=lambda row: row.rank)), bound_us
+
+
+def _by_hand(problem: Problem, link: Link) -> dict[str, Solution]:
+    """What people offload without a plan, and what their steps wait for."""
+    found = {}
+    for name, regions in ((OFFLOAD_ALL, ()), (OFFLOAD_INPUTS, every_block.regions(problem))):
+        timeline = Timeline(problem.memory, regions, problem.liveness.op_time_ns / NS)
+        inputs = {u for region in regions for u in problem.memory.inputs(region.first, region.end)}
+        offloads = stashed_offloads(timeline, inputs if regions else None)
+        fits = problem.memory.offloading(offloads).curve(regions).peak_bytes <= problem.budget_bytes
+        stalled = stall_us(timeline, offloads, link)
+        objective_us = problem.objective_ns(regions) / NS + stalled
+        status: Status = "feasible" if fits else "unknown"
+        found[name] = Solution(name, status, regions, objective_us, offloads=offloads, stall_us=stalled)
+    return found
 
 
 def _above(price_us: float | None, bound_us: float) -> float | None:
@@ -320,7 +359,7 @@ def peak_of(problem: Problem, name: str, regions: tuple[Region, ...]) -> int:
 
 def has_plan(name: str, solution: Solution) -> bool:
     """Whether the regions mean something: a heuristic shows its nearest plan where none of its kind fits."""
-    return solution.fits or name in HEURISTICS
+    return solution.fits or name in (*HEURISTICS, OFFLOAD_ALL, OFFLOAD_INPUTS)
 
 
 def best_bound(solutions: dict[str, Solution]) -> float:
@@ -354,7 +393,7 @@ def _row(
         proved = dataclasses.replace(
             solution,
             bound_us=min(best_bound_us, solution.objective_us) if how.bound_carries else 0.0,
-            replayed_bytes=None if asked is None else asked.peak(problem, solution.regions),
+            replayed_bytes=None if asked is None else asked.peak(problem, solution.regions, solution.offloads),
         )
         plan = assemble(problem, proved, profile, how, asked)
     predicted: Prediction = plan.predicted if plan is not None else {}

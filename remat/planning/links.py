@@ -10,15 +10,24 @@ from remat.offloading.link import Link
 from remat.recording.fake_step import FakeStep
 from remat.units import parse_bytes
 
+NONE, ACTIVATIONS = "none", "activations"
+OFFLOADS = (ACTIVATIONS, NONE)
 HOST_SHARE = 0.5  # of the host's memory that is free
 
 
-def link_of(found: PlanningDevice, host_budget: str | int | None = None) -> Link:
-    """The link of a device, with `host_budget` at its end.
+def link_of(found: PlanningDevice, offload: str | None, host_budget: str | int | None = None) -> Link | None:
+    """The link of a device, with `host_budget` at its end; None where nothing is to be offloaded.
 
     Without a budget that is half of what the host has free; for a target elsewhere, whose host nobody knows, as much as
-    the device has. Raises UsageError where there is no link: a CPU's memory is the host's.
+    the device has. Raises UsageError where there is no link, because a CPU's memory is the host's; for an `offload`
+    that is none of `OFFLOADS`; and for a host budget with nothing to offload.
     """
+    if offload not in (None, *OFFLOADS):
+        raise UsageError(f"offload is {' or '.join(map(repr, OFFLOADS))}, not {offload!r}.")
+    if offload in (None, NONE):
+        if host_budget is not None:
+            raise UsageError('a host budget is for what is offloaded: say `offload="activations"` too.')
+        return None
     target = found.target
     if target.host_bytes_per_us <= 0:
         raise UsageError(f"{target.name} has no memory beside the host's to offload from; leave `offload` out.")

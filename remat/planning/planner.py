@@ -48,7 +48,7 @@ def plan(
     allocator: str | None = None,
     exact: bool = False,
     fuse: bool = False,
-    offload: bool = False,
+    offload: str | None = None,
     host_budget: str | int | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
@@ -65,8 +65,8 @@ def plan(
     exact             every gradient bitwise that of the untouched step: no loss runs in slices (`variants.py`)
     fuse              compile groups of pointwise and reducing nodes by themselves, and plan on what results: less
                       memory and less time, numbers that round elsewhere (`fusion/`)
-    offload           let what is kept from forward to backward lie on the host meanwhile, as far as its copies hide
-                      behind the computation (`offloading/`); no number changes
+    offload           "activations": what is kept from forward to backward may lie on the host meanwhile, as far as its
+                      copies hide behind the computation (`offloading/`); no number changes
     host_budget       what may lie there, in bytes or as "64GiB"; by default half of what this host has free, or, for a
                       target elsewhere, as much as the device has
     on_progress       called with (done, total) while costs are measured
@@ -91,7 +91,7 @@ def plan(
         allocator=allocator,
         exact=exact,
         fuse=fuse,
-        link=link_of(found, host_budget) if offload else None,
+        link=link_of(found, offload, host_budget),
     )
 
 

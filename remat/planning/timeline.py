@@ -19,7 +19,7 @@ from remat.costing.profile import Profile
 from remat.evaluation import breakdown
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import Graph
-from remat.evaluation.plan import Region
+from remat.evaluation.plan import Offload, Region
 from remat.reservation.fragmentation import Footprint, assumed_settings, footprints
 
 POINTS = 4000  # that a picture can show; where there are more operators, the highest of neighbours stays
@@ -77,11 +77,12 @@ def timeline(
     regions: Sequence[Region] = (),
     budget_bytes: int | None = None,
     allocator: str | None = None,
+    offloads: Sequence[Offload] = (),
 ) -> Timeline:
-    """The step of `profile` under `regions`, over the time of its operators; `allocator` as for `estimate`."""
+    """The step of `profile` under a plan, over the time of its operators; `allocator` as for `estimate`."""
     graph, costs = profile.graph, profile.costs
     settings = assumed_settings(profile.target, allocator)
-    memory = Memory(graph, costs.workspace_per_op(graph))
+    memory = Memory(graph, costs.workspace_per_op(graph)).offloading(offloads)
     stack = breakdown.over_time(memory, regions)
     curve = stack.curve
     took_us = np.where(curve.executed, costs.per_op_us(graph)[curve.op], 0.0)
@@ -119,10 +120,10 @@ def _highest(sizes: np.ndarray) -> np.ndarray:
     return np.array([a + int(sizes[a:b].argmax()) for a, b in zip(borders, ends, strict=True)])
 
 
-def save_snapshot(profile: Profile, regions: Sequence[Region], path: Path) -> None:
+def save_snapshot(profile: Profile, regions: Sequence[Region], path: Path, offloads: Sequence[Offload] = ()) -> None:
     """Write the predicted step as a snapshot for PyTorch's memory viewer."""
     graph = profile.graph
-    memory = Memory(graph, profile.costs.workspace_per_op(graph))
+    memory = Memory(graph, profile.costs.workspace_per_op(graph)).offloading(offloads)
     with path.open("wb") as file:
         pickle.dump({"segments": [], "device_traces": [_trace(graph, memory, regions)]}, file)
 

@@ -36,7 +36,7 @@ class Target:
     efficiency       share of both peaks that a large kernel reaches, where `roofline.py` has none for the capability;
                      1 where the rates are such that kernels reached them
     alignment_bytes  allocations are rounded up to a multiple of this
-    host_bytes_per_us  between the device and the host's memory, one way
+    host_bytes_per_us  between the device and the host's memory, each way; 0 where they are one
     capability       compute capability times ten: 90 for 9.0; 0 where there is none
     processors       streaming multiprocessors
     torch, cudnn     versions that are assumed to train there: "2.13.0", (9, 20); "" and () where nothing is assumed
@@ -50,7 +50,7 @@ class Target:
     launch_us: float = 2.0
     efficiency: float = 0.75
     alignment_bytes: int = 512
-    host_bytes_per_us: float = 50e3  # PCIe 5.0 x16, as measured by copies: of 64 GB/s about 50
+    host_bytes_per_us: float = 0.0
     capability: int = 0
     processors: int = 0
     torch: str = ""
@@ -118,13 +118,31 @@ def _version(text: str) -> tuple[int, ...]:
     return tuple(map(int, found[0].split("."))) if found else ()
 
 
+# Bytes per microsecond that pinned copies reach, of a data sheet's 32, 64 and 450 GB/s each way.
+PCIE_4, PCIE_5, NVLINK_C2C = 25e3, 50e3, 350e3
+
+
 def _gpu(
-    name: str, memory_gib: float, tb_per_s: float, fp32: float, bf16: float, capability: int, processors: int
+    name: str,
+    memory_gib: float,
+    tb_per_s: float,
+    fp32: float,
+    bf16: float,
+    capability: int,
+    processors: int,
+    host: float = PCIE_5,
 ) -> Target:
-    """A GPU from its data sheet: terabytes and dense teraflops per second."""
+    """A GPU from its data sheet: terabytes and dense teraflops per second; `host` as `Target.host_bytes_per_us`."""
     rates = {"float32": fp32 * 1e6, "tf32": bf16 * 1e6 / 2, "bfloat16": bf16 * 1e6, "float16": bf16 * 1e6}
     return Target(
-        name, "cuda", int(memory_gib * GIB), tb_per_s * 1e6, rates, capability=capability, processors=processors
+        name,
+        "cuda",
+        int(memory_gib * GIB),
+        tb_per_s * 1e6,
+        rates,
+        host_bytes_per_us=host,
+        capability=capability,
+        processors=processors,
     )
 
 
@@ -134,16 +152,16 @@ def _gpu(
 TARGETS: dict[str, Target] = {
     target.name: target
     for target in (
-        _gpu("a100-40gb", 39.4, 1.555, 19.5, 312, 80, 108),
-        _gpu("a100-80gb", 79.2, 2.039, 19.5, 312, 80, 108),
-        _gpu("a100-80gb-pcie", 79.2, 1.935, 19.5, 312, 80, 108),
+        _gpu("a100-40gb", 39.4, 1.555, 19.5, 312, 80, 108, PCIE_4),
+        _gpu("a100-80gb", 79.2, 2.039, 19.5, 312, 80, 108, PCIE_4),
+        _gpu("a100-80gb-pcie", 79.2, 1.935, 19.5, 312, 80, 108, PCIE_4),
         _gpu("h100-80gb", 79.1, 3.35, 66.9, 989, 90, 132),
         _gpu("h100-pcie", 79.1, 2.0, 51.2, 756, 90, 114),
         _gpu("h100-nvl", 93.1, 3.9, 60, 835, 90, 132),
         _gpu("h200", 139.8, 4.8, 66.9, 989, 90, 132),
         _gpu("h200-nvl", 139.8, 4.8, 60, 835, 90, 132),
-        _gpu("gh200", 94.5, 4.0, 66.9, 989, 90, 132),
-        _gpu("rtx4090", 23.5, 1.008, 82.6, 165, 89, 128),
+        _gpu("gh200", 94.5, 4.0, 66.9, 989, 90, 132, NVLINK_C2C),
+        _gpu("rtx4090", 23.5, 1.008, 82.6, 165, 89, 128, PCIE_4),
     )
 }
 

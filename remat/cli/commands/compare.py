@@ -18,6 +18,7 @@ from remat.cli.commands.options import (
     ExecutionOptions,
     Fuse,
     Json,
+    OffloadOptions,
     SourceOptions,
 )
 from remat.cli.commands.source import Source, budget_for, headroom_on_top, opened, workload_of
@@ -43,6 +44,7 @@ def compare(
     source: SourceOptions,
     search: EachSearchOptions,
     how: ExecutionOptions,
+    offload: OffloadOptions,
     measure: Annotated[
         bool,
         typer.Option(
@@ -72,6 +74,7 @@ def compare(
         found = opened(source, line, load(how.name))
         limit = budget_for(budget, found.target)
         workload = _to_measure(found, source) if measure else None
+        link = offload.link(found)
         profile, step = found.record()
         with headroom_on_top(limit):
             comparison = compare(
@@ -83,6 +86,7 @@ def compare(
                 execution=how.name,
                 exact=exact,
                 fuse=fuse,
+                link=link,
                 on_strategy=lambda name, number, count: line.say(f"{name}, {number} of {count}"),
             )
         files = _saved(comparison, save, found, limit) if save is not None else {}

@@ -21,9 +21,11 @@ from remat.cli.commands import Answer
 from remat.errors import UsageError
 
 if TYPE_CHECKING:
+    from remat.cli.commands.source import Source
     from remat.cli.model_spec import ModelSpec
     from remat.cli.screen import LiveLine
     from remat.formulation.solution import Limits
+    from remat.offloading.link import Link
     from remat.workload.training_loop import TrainingLoop
 
 STEP, LOOP, SEARCH = "The training step", "The training loop", "The search"  # titles in --help
@@ -306,9 +308,39 @@ class ExecutionOptions:
         return self._given[0] if self._given else "eager"
 
 
+@dataclasses.dataclass(frozen=True)
+class OffloadOptions:
+    """What may lie on the host."""
+
+    offload: Annotated[
+        str | None,
+        _option(
+            panel=SEARCH,
+            show_default="none",
+            help="activations: what is kept from forward to backward may lie on the host meanwhile, as far as its "
+            "copies hide behind the computation. No number changes.",
+        ),
+    ] = None
+    host_budget: Annotated[
+        str | None,
+        _option(
+            panel=SEARCH,
+            show_default="half of what is free; of a target elsewhere, as much as it has itself",
+            help="What may lie on the host: bytes with a unit, or a percentage of what is free.",
+        ),
+    ] = None
+
+    def link(self, found: Source) -> Link | None:
+        """The link that offloads go over; raises UsageError."""
+        from remat.costing.planning_device import PlanningDevice
+        from remat.planning.links import link_of
+
+        return link_of(found.place or PlanningDevice(found.target, None), self.offload, self.host_budget)
+
+
 GROUPS = (
     *(ModelOptions, StepOptions, SourceOptions, BudgetOptions),
-    *(SearchOptions, EachSearchOptions, ExecutionOptions),
+    *(SearchOptions, EachSearchOptions, ExecutionOptions, OffloadOptions),
 )
 
 

@@ -18,6 +18,7 @@ from remat.cli.commands.options import (
     ExecutionOptions,
     Fuse,
     Json,
+    OffloadOptions,
     SearchOptions,
     SourceOptions,
 )
@@ -34,6 +35,7 @@ def plan(
     source: SourceOptions,
     search: SearchOptions,
     how: ExecutionOptions,
+    offload: OffloadOptions,
     out: Annotated[
         Path | None, typer.Option(help="The plan file.", show_default="NAME.plan.json in this folder")
     ] = None,
@@ -66,6 +68,7 @@ def plan(
         execution = load(how.name)
         found = opened(source, line, execution)
         limit = budget_for(budget, found.target, usable(found) if execution.compiler is None else None)
+        link = offload.link(found)
         profile, step = found.record()
         with headroom_on_top(limit), levers_where_infeasible(found, profile, limit, line, wanted=advice):
             line.say("solving")
@@ -79,6 +82,7 @@ def plan(
                 allocator=allocator,
                 exact=exact,
                 fuse=fuse,
+                link=link,
                 on_variant=functools.partial(_forming, line),
                 on_replay=None if execution.is_exact else functools.partial(_replaying, line, how.name),
             )
@@ -113,6 +117,7 @@ def _answer(plan: Plan, path: Path, *, replayed: bool) -> Answer:
         "execution": plan.execution,
         "chunks": plan.about.get("chunks", []),
         "fused": plan.about.get("fused", False),
+        "offloads": len(plan.offloads),
         "plan_path": str(path),
     }
     notes = []

@@ -55,14 +55,16 @@ def timeline(
     with live_line() as line:
         found, loaded = opened_step(source, plan, line)
         profile, _ = found.record()
-        from remat.execution.regions_in_graph import require_regions_in
+        from remat.execution.regions_in_graph import places_in, require_regions_in
+        from remat.offloading.refs import from_offload_refs
         from remat.planning.timeline import save_snapshot, timeline
 
         regions = require_regions_in(loaded, profile.graph) if loaded is not None else ()
         limit = loaded.budget_bytes if loaded is not None else None
         if budget is not None:
             limit = parse_bytes(budget, what="budget", whole_bytes=profile.target.memory_bytes)
-        made = timeline(profile, regions, limit, allocator_of(loaded, allocator))
+        offloads = from_offload_refs(profile.graph, loaded.offloads, places_in(loaded, profile.graph)) if loaded else ()
+        made = timeline(profile, regions, limit, allocator_of(loaded, allocator), offloads)
         if measure:
             made = _measured(made, found.spec, loaded, line)
         if plot is not None:
@@ -70,7 +72,7 @@ def timeline(
 
             draw(made, plot)
         if snapshot is not None:
-            save_snapshot(profile, regions, snapshot)
+            save_snapshot(profile, regions, snapshot, offloads)
     return _answer(made, plot, snapshot)
 
 
