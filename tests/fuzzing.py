@@ -34,14 +34,18 @@ from remat.errors import RematError
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.form import CAPTURED, Form
 from remat.evaluation.graph import Graph, OpKind
-from remat.evaluation.plan import Region, to_refs
+from remat.evaluation.plan import Offload, Region, to_refs
 from remat.execution.apply import apply, planned_forward
+from remat.execution.eager.copies import Copies
 from remat.execution.eager.replay import replay
+from remat.offloading.refs import to_offload_refs
+from remat.offloading.timeline import Timeline
 from remat.recording.fake_step import FakeStep, autocast_context
 from remat.recording.recorder import record
 from remat.recording.tracker import Tracker
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
+from tests.offloads import random_offloads
 from tests.random_models import recipe, regions, workload_of
 from tests.toys import plan_by_hand
 
@@ -53,15 +57,15 @@ GENERATOR_BYTES = torch.get_rng_state().nbytes
 CPU = torch.device("cpu")
 
 
-def verdicts(number: int, plans: int, form: Form = CAPTURED) -> list[dict[str, Any]]:
-    """What became of model `number` in `form` under each of its plans."""
+def verdicts(number: int, plans: int, form: Form = CAPTURED, copies: Copies | None = None) -> list[dict[str, Any]]:
+    """What became of model `number` in `form` under each of its plans; with `copies`, plans have offloads."""
     draw = random.Random(number)
     made = recipe(draw)
     about = {"model": number, "of": str(made)}
     workload = workload_of(made, f"random-{number}", SAMPLES)
     try:
         subject = Subject(workload, made.accumulation, form)
-        return [{**about, "plan": plan, **subject.judge(draw)} for plan in range(plans)]
+        return [{**about, "plan": plan, **subject.judge(draw, copies)} for plan in range(plans)]
     except (RematError, RuntimeError) as error:
         return [{**about, "failures": [f"refused: {type(error).__name__}: {str(error)[:300]}"]}]
     finally:
@@ -103,10 +107,15 @@ class Subject:
             found = Trained(self, self.model).values
             self.far, self.expected = far(self.expected, found, workload.autocast), found
 
-    def judge(self, draw: random.Random) -> dict[str, Any]:
+    def judge(self, draw: random.Random, copies: Copies | None = None) -> dict[str, Any]:
         chosen = sensible(self.graph, regions(draw, self.graph))
+        offloads: tuple[Offload, ...] = ()
+        if copies is not None:
+            offloads = random_offloads(draw, Timeline(self.memory, chosen, np.ones(self.graph.op_count)))
+        refs = to_offload_refs(self.memory, chosen, offloads)
         planned = planned_forward(self.model)
-        planned.plan = plan_by_hand(self.graph, chosen)
+        planned.plan = dataclasses.replace(plan_by_hand(self.graph, chosen), offloads=refs)
+        planned.copies = copies
         self.model.load_state_dict(self.state)
         self.model.zero_grad(set_to_none=True)
         counts = planned.watch(observe=True)
@@ -115,8 +124,10 @@ class Subject:
         steps, wanted = STEPS * self.accumulation, (len(chosen), self.memory.recomputed_nodes(chosen))
         if (counts.regions, counts.recomputed_nodes) != tuple(steps * count for count in wanted):
             failures.append(f"entered {counts.regions}, recomputed {counts.recomputed_nodes}, planned {wanted}")
-        row = {"regions": counts.regions, "recomputed": counts.recomputed_nodes}
-        predicted, difference = self._predicted(chosen)
+        row = {"regions": counts.regions, "recomputed": counts.recomputed_nodes, "offloads": len(refs)}
+        if (offloader := planned.calls.offloader) is not None and offloader.counts.out != steps * len(refs):
+            failures.append(f"{offloader.counts.out} went to the host, planned {steps * len(refs)}")
+        predicted, difference = self._predicted(chosen, offloads)
         failures += difference
         planned.watch(observe=False)
         measured = found.peak_bytes()
@@ -125,12 +136,13 @@ class Subject:
             failures.append(f"measured {measured} is above the predicted {predicted} by {error:.2f} %")
         return {**row, "error_percent": round(error, 3), "failures": failures}
 
-    def _predicted(self, chosen: tuple[Region, ...]) -> tuple[int, list[str]]:
+    def _predicted(self, chosen: tuple[Region, ...], offloads: tuple[Offload, ...]) -> tuple[int, list[str]]:
         """Peak by the replay, workspaces included; and where the evaluator differs from it."""
         numbers = self.graph.unseen_bytes
         refs = to_refs(self.graph, chosen)
-        evaluated = self.memory.curve(chosen).peak_bytes
-        alive = replay(self.step, refs, workspace_of=self.workspace_of)
+        evaluated = self.memory.offloading(offloads).curve(chosen).peak_bytes
+        moved = to_offload_refs(self.memory, chosen, offloads)
+        alive = replay(self.step, refs, workspace_of=self.workspace_of, offloads=moved)
         replayed = int(alive.max()) + numbers
         differs = replayed != evaluated
         draws = any(region.random or any(part.random for part in region.inner) for region in refs)

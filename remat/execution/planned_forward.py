@@ -43,6 +43,7 @@ from remat.evaluation.form import CAPTURED, form_of
 from remat.evaluation.identity import Fit
 from remat.evaluation.plan import Plan
 from remat.execution.compiled.compiling import COMPILERS, Backend, CompiledCalls, name_of, require_kept, require_whole
+from remat.execution.eager.copies import Copies
 from remat.execution.eager.rewrite import Counts
 from remat.execution.eager.rewritten_calls import RewrittenCalls
 from remat.execution.placing import Placer
@@ -66,7 +67,12 @@ _COMPILES_ITSELF = (
 
 
 class PlannedForward:
-    """The forward of a model that has a plan."""
+    """The forward of a model that has a plan.
+
+    copies  who brings what is offloaded to the host and back; None: who can on the device at hand
+    """
+
+    copies: Copies | None = None
 
     def __init__(self, model: nn.Module, plan: Plan, on_larger: OnLarger, observe: bool):
         self.model = model
@@ -101,7 +107,7 @@ class PlannedForward:
     def _rewritten(self, **options: Any) -> RewrittenCalls:
         placer = self._placer
         offloads: dict[str, Any] = {"offloads": self.plan.offloads, "find_offloads": placer.offloads}
-        return RewrittenCalls(self.plan.regions, find=placer.regions, **offloads, **options)
+        return RewrittenCalls(self.plan.regions, find=placer.regions, copies=self.copies, **offloads, **options)
 
     @property
     def original(self) -> Any:

@@ -108,6 +108,7 @@ class _Parcel:
         assert self.flat is not None
         copies = self._forward.copies_on(self.flat.device)
         copies.wait(self._sent)
+        self._sent = None
         copies.let_go(self.flat)
         self._forward.counts.note_out(self.flat.nbytes)
         self.flat = None

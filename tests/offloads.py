@@ -1,0 +1,71 @@
+"""Offloads at random, and copies as late as they may be: what an executor must bear."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from remat.evaluation.plan import Offload
+from remat.execution.eager.copies import InstantCopies, unseen
+from remat.offloading.timeline import Timeline
+
+Fault = Literal["lets go before the copy out", "uses before the copy back", "brings back before it is out"]
+FAULTS: tuple[Fault, ...] = (
+    "lets go before the copy out",
+    "uses before the copy back",
+    "brings back before it is out",
+)
+POISON = 0xFF  # as every byte of a float it is no number
+
+
+def random_offloads(draw: random.Random, timeline: Timeline, share: float = 0.5) -> tuple[Offload, ...]:
+    """Some candidates, released at any border and fetched at any event, be it too late or too early."""
+    found = []
+    for candidate in timeline.candidates:
+        ready = timeline.ready_at(candidate)
+        borders = [node for op, node in timeline.borders if op >= max(candidate.local_end, ready)]
+        if borders and timeline.events and draw.random() < share:
+            _, event = draw.choice(timeline.events)
+            found.append(Offload(candidate.storage, draw.choice(borders), event))
+    return tuple(sorted(found))
+
+
+class LateCopies(InstantCopies):
+    """Nothing is copied until somebody waits for it; what is let go of, and what is new, is poison.
+
+    fault  what the executor that asks for these copies is made to forget
+    """
+
+    def __init__(self, fault: Fault | None = None):
+        self._fault = fault
+
+    def out(self, flat: Tensor, host: Any, offset: int) -> Callable[[], None]:
+        return self._late("lets go before the copy out", lambda: super(LateCopies, self).out(flat, host, offset))
+
+    def room_for(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return poisoned(super().room_for(elements, dtype, device))
+
+    def back(self, host: Any, offset: int, flat: Tensor) -> Callable[[], None]:
+        if self._fault == "brings back before it is out":
+            with unseen():
+                host[offset : offset + flat.nbytes].fill_(POISON)
+        return self._late("uses before the copy back", lambda: super(LateCopies, self).back(host, offset, flat))
+
+    def wait(self, copy: Callable[[], None]) -> None:
+        copy()
+
+    def let_go(self, flat: Tensor) -> None:
+        poisoned(flat)
+
+    def _late(self, fault: Fault, copy: Callable[[], None]) -> Callable[[], None]:
+        return (lambda: None) if self._fault == fault else copy
+
+
+def poisoned(flat: Tensor) -> Tensor:
+    with unseen():
+        flat.view(torch.uint8).fill_(POISON)
+    return flat
