@@ -33,25 +33,29 @@ ROOMS = {
     "recording": ("capture", "chunking", "evaluation", "fusion", "workload"),
     "cuda_kernels": ("capture", "chunking", "fusion", "workload"),
     "costing": ("evaluation", "recording", "workload"),
-    "formulation": ("costing", "evaluation"),
+    "offloading": ("evaluation",),
+    "formulation": ("costing", "evaluation", "offloading"),
     "solvers": ("evaluation", "formulation"),
     "reservation": ("evaluation", "workload"),
-    "execution": (*("capture", "chunking", "costing", "evaluation", "formulation", "fusion", "recording", "workload"),),
+    "execution": (
+        *("capture", "chunking", "costing", "evaluation", "formulation", "fusion", "offloading"),
+        *("recording", "workload"),
+    ),
     "planning": (
-        *("chunking", "costing", "cuda_kernels", "evaluation", "execution", "formulation"),
+        *("chunking", "costing", "cuda_kernels", "evaluation", "execution", "formulation", "offloading"),
         *("recording", "reservation", "solvers", "workload"),
     ),
     "validation": (
-        *("capture", "chunking", "costing", "evaluation", "execution", "fusion"),
+        *("capture", "chunking", "costing", "evaluation", "execution", "fusion", "offloading"),
         *("planning", "recording", "reservation", "solvers", "workload"),
     ),
     "integrations": ("capture", "costing", "evaluation", "execution", "planning", "validation", "workload"),
     "cli": (
-        *("costing", "evaluation", "execution", "formulation", "integrations", "models"),
+        *("costing", "evaluation", "execution", "formulation", "integrations", "models", "offloading"),
         *("planning", "recording", "solvers", "validation", "workload"),
     ),
 }
-TORCH_FREE_ROOMS = ("evaluation", "formulation", "reservation", "solvers")
+TORCH_FREE_ROOMS = ("evaluation", "formulation", "offloading", "reservation", "solvers")
 TORCH_FREE_MODULES = (
     "remat.costing.costs",
     "remat.costing.profile",

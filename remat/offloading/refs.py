@@ -16,14 +16,15 @@ from remat.offloading.timeline import Timeline
 def to_offload_refs(memory: Memory, regions: Sequence[Region], offloads: Sequence[Offload]) -> tuple[OffloadRef, ...]:
     """`offloads` of a step under `regions` by reference, one behind the other in the host's memory.
 
-    All lie there when forward ends, so no two can share a place.
+    All lie there when forward ends, so no two can share a place. The order is that in which backward asks for them: so
+    they come back, where several are fetched at one node.
     """
     if not offloads:
         return ()
     graph = memory.graph
     candidates = Timeline(memory, regions, np.zeros(graph.op_count)).candidates
     refs, known, offset, found = node_refs(graph), {each.storage: each for each in candidates}, 0, []
-    for each in offloads:
+    for each in sorted(offloads, key=lambda each: known[each.storage].asked_at):
         kept = known[each.storage]
         places = refs[kept.node], kept.save, refs[each.release], refs[each.fetch]
         found.append(OffloadRef(*places, kept.size_bytes, offset))
@@ -49,4 +50,4 @@ def from_offload_refs(
             storage = int(table.storage[int(np.searchsorted(table.node, at(each.node))) + each.save])
         release = index[each.release.call, places.border(each.release.call, each.release.ordinal)]
         found.append(Offload(storage, release, at(each.fetch)))
-    return tuple(found)
+    return tuple(sorted(found))

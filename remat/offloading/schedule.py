@@ -121,16 +121,17 @@ def stall_us(timeline: Timeline, offloads: Sequence[Offload], link: Link) -> flo
     by_storage = {each.storage: each for each in timeline.candidates}
     border_of = {node: op for op, node in timeline.borders}
     event_of = {node: position for position, node in timeline.events}
-    happens: list[tuple[int, int, int]] = []  # (position, what, storage); what has ended is waited for first
+    happens: list[tuple[int, int, int, int]] = []  # (position, what, order among those, storage)
     for each in offloads:
         candidate = by_storage[each.storage]
-        happens.append((border_of[each.release], RELEASED, each.storage))
-        happens.append((timeline.ready_at(candidate), SENT, each.storage))
-        happens.append((min(event_of[each.fetch], candidate.asked_at), FETCHED, each.storage))
-        happens.append((candidate.asked_at, ASKED, each.storage))
+        fetched_at = min(event_of[each.fetch], candidate.asked_at)
+        happens.append((timeline.ready_at(candidate), SENT, each.storage, each.storage))
+        happens.append((border_of[each.release], RELEASED, each.storage, each.storage))
+        happens.append((fetched_at, FETCHED, candidate.asked_at, each.storage))
+        happens.append((candidate.asked_at, ASKED, each.storage, each.storage))
     out_us = back_us = waited_us = 0.0
     ends: dict[int, float] = {}
-    for position, what, storage in sorted(happens):
+    for position, what, _, storage in sorted(happens):
         now, took = float(timeline.starts_us[position]) + waited_us, link.copy_us(by_storage[storage].size_bytes)
         if what == SENT:
             ends[storage] = out_us = max(out_us, now) + took

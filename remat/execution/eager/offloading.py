@@ -176,7 +176,7 @@ class _Forward:
         self._host: tuple[Host] | None = None
         self._parcels: weakref.WeakValueDictionary[int, _Parcel] = weakref.WeakValueDictionary()  # by storage
         self._out: dict[int, _Parcel] = {}  # by place on the host
-        self._to_fetch: dict[NodeRef, list[weakref.ref[_Parcel]]] = {}
+        self._to_fetch: dict[NodeRef, dict[int, weakref.ref[_Parcel]]] = {}  # by event, and by place on the host
         self._event: NodeRef | None = None  # what the saves of the running node are
         self._saves: dict[int, OffloadRef] = {}
         self._count = 0
@@ -231,7 +231,7 @@ class _Forward:
         """The storage of `tensor` is complete: it is the one that `planned` names."""
         parcel = self._parcel_of(tensor)
         self._out[planned.host_offset] = parcel
-        self._to_fetch.setdefault(planned.fetch, []).append(weakref.ref(parcel))
+        self._to_fetch.setdefault(planned.fetch, {})[planned.host_offset] = weakref.ref(parcel)
         parcel.send(tensor, self._place_of(planned, tensor))
 
     def _place_of(self, planned: OffloadRef, tensor: Tensor) -> tuple[Host, int]:
@@ -258,7 +258,8 @@ class _Forward:
                 parcel.release()
 
     def fetch(self, event: NodeRef) -> None:
-        for reference in self._to_fetch.pop(event, ()):
+        """Begin to bring back what is planned for `event`, in the order in which it will be asked for."""
+        for _, reference in sorted(self._to_fetch.pop(event, {}).items()):
             if (parcel := reference()) is not None:
                 parcel.fetch()
 

@@ -1,0 +1,98 @@
+"""Offloads: what the host's memory brings, over budgets from much to little, at full size, estimated for a target.
+
+For every budget the best plan with offloads and its gap, what it brings to the host, the best plan without, every block
+a region, and what people do by hand: all that autograd keeps to the host (`offload-all`), every block's input
+(`offload-inputs`), with what their steps wait for copies. Overhead is of the step without checkpointing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks import report
+from benchmarks.slices import percent
+from remat.costing.planning_device import find_planning_device
+from remat.costing.profile import Profile
+from remat.errors import RematError
+from remat.execution.executions import load
+from remat.formulation.solution import Limits
+from remat.models import build
+from remat.offloading.link import Link
+from remat.planning.budget import Budget
+from remat.planning.comparison import OFFLOAD_ALL, OFFLOAD_INPUTS, Comparison, compare
+from remat.planning.links import ACTIVATIONS, link_of
+from remat.planning.profiling import fake_step, profile_step
+from remat.planning.variants import Variants
+from remat.recording.fake_step import FakeStep
+from remat.units import GIB
+from remat.workload.workload import Workload
+
+TARGETS = ("h100-80gb", "h200")
+TIME_S = 30.0
+COLUMNS = [
+    *("model", "target", "budget_gib", "with_offloads", "gap", "host_gib", "without", "every_block"),
+    *("offload_all", "offload_inputs", "wall_s"),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    workload: Callable[[], Workload]
+    budgets_gib: tuple[float, ...]
+
+
+CASES = {
+    "gpt2": Case(lambda: build("gpt2"), (24, 20, 16, 12, 8, 5)),
+    "llama-1b": Case(lambda: build("llama-1b"), (40, 35, 30, 27, 25)),
+}
+
+
+def main(*models: str) -> None:
+    rows: list[dict[str, Any]] = []
+    path = report.stem("offloads", torch.device("cpu"))
+    about = {**report.provenance(torch.device("cpu")), "costs": "estimated"}
+    for model in models or CASES:
+        for target in TARGETS:
+            place, how, case = find_planning_device(target), load("eager"), CASES[model]
+            step = fake_step(case.workload(), place)
+            profile = profile_step(step, place)
+            link = link_of(place, ACTIVATIONS)
+            variants = Variants(how, step, profile)
+            for budget_gib in case.budgets_gib:
+                found = _row(profile, step, variants, link, budget_gib)
+                rows.append({"model": model, "target": target, "budget_gib": budget_gib, **found})
+                print(rows[-1], flush=True)
+                report.write(path, about, rows, COLUMNS)
+
+
+def _row(profile: Profile, step: FakeStep, variants: Variants, link: Link | None, budget_gib: float) -> dict[str, Any]:
+    limit, started = int(budget_gib * GIB), time.monotonic()
+
+    def compared(link: Link | None) -> Comparison:
+        options: dict[str, Any] = {"limits": Limits(time_s=TIME_S), "step": step, "variants": variants, "link": link}
+        return compare(profile, Budget(limit, limit), strategies=("every-block", "exact"), **options)
+
+    try:
+        found, without = compared(link), compared(None)
+    except RematError as error:
+        return {"with_offloads": type(error).__name__, "wall_s": round(time.monotonic() - started, 1)}
+    best = next(row for row in found.rows if row.strategy == "exact")
+    return {
+        "with_offloads": percent(found, "exact"),
+        "gap": best.gap,
+        "host_gib": round(best.plan.host_bytes / GIB, 2) if best.plan is not None else 0.0,
+        "without": percent(without, "exact"),
+        "every_block": percent(found, "every-block"),
+        "offload_all": percent(found, OFFLOAD_ALL),
+        "offload_inputs": percent(found, OFFLOAD_INPUTS),
+        "wall_s": round(time.monotonic() - started, 1),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,447 @@
+"""Offload: memory is what was planned whatever the link does, no number changes, and a bound holds for every plan."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import json
+import random
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import remat
+from remat.costing.costs import roofline_costs
+from remat.costing.planning_device import PlanningDevice, find_planning_device
+from remat.costing.profile import Profile
+from remat.errors import Infeasible, UsageError
+from remat.evaluation.evaluator import Memory
+from remat.evaluation.graph import Graph
+from remat.evaluation.plan import Plan, to_refs
+from remat.execution.apply import apply, planned_forward
+from remat.execution.eager.copies import Copies
+from remat.execution.eager.replay import replay
+from remat.execution.executions import load as execution
+from remat.formulation import check
+from remat.formulation.problem import Problem
+from remat.formulation.search_space import find_space
+from remat.formulation.solution import Limits
+from remat.models import TEST_SIZES
+from remat.offloading.link import Link
+from remat.offloading.refs import from_offload_refs, to_offload_refs
+from remat.offloading.relief import Relief
+from remat.offloading.schedule import all_offloads, fewest_offloads, stall_us, stashed_offloads
+from remat.offloading.timeline import Timeline
+from remat.planning.budget import parse_budget
+from remat.planning.comparison import KEPT, OFFLOAD_ALL, OFFLOAD_INPUTS, compare
+from remat.planning.links import link_of, require_offloads
+from remat.planning.planner import plan_profile
+from remat.planning.profiling import fake_step, profile_step
+from remat.recording.fake_step import FakeStep
+from remat.solvers import HEURISTICS, load
+from remat.solvers.least_peak import least_peak
+from remat.validation.validating import validate
+from remat.workload.target import TARGETS
+from tests.fuzzing import verdicts
+from tests.offloads import FAULTS, Fault, LateCopies, random_offloads
+from tests.toys import CHOICES, TRANSFORMER, WORKLOADS, plan_by_hand, recorded, tokens
+from tests.toys import every_block as every_block_of
+
+AMPLE = 1 << 50
+
+
+@functools.cache
+def toy(name: str = "transformer") -> tuple[FakeStep, Graph]:
+    return recorded(WORKLOADS[name])
+
+
+@functools.cache
+def profiled() -> tuple[FakeStep, Profile]:
+    """The toy transformer, for a GPU elsewhere."""
+    place = PlanningDevice(TARGETS["h100-80gb"], None)
+    step = fake_step(TRANSFORMER, place)
+    return step, profile_step(step, place)
+
+
+def priced(graph: Graph) -> np.ndarray:
+    return roofline_costs(graph, TARGETS["h100-80gb"]).per_op_us(graph)
+
+
+def link_that_carries(graph: Graph, share: float) -> Link:
+    """A link that carries so much of what autograd keeps while the forward runs."""
+    times, memory = priced(graph), Memory(graph)
+    kept = Timeline(memory, (), times).kept_bytes
+    return Link(share * kept / float(times[: graph.forward_end].sum()), AMPLE, latency_us=0.0)
+
+
+# Memory
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_the_replay_of_any_offloads_is_what_the_evaluator_says_at_every_operator(workload: str, choice: str) -> None:
+    step, graph = toy(workload)
+    regions, draw = tuple(CHOICES[choice](graph)), random.Random(f"{workload} {choice}")
+    memory = Memory(graph)
+    timeline = Timeline(memory, regions, priced(graph))
+    for share in (0.3, 1.0):
+        offloads = random_offloads(draw, timeline, share)
+        refs = to_offload_refs(memory, regions, offloads)
+        replayed = replay(step, to_refs(graph, regions), offloads=refs) + graph.unseen_bytes
+        curve = memory.offloading(offloads).curve(regions)
+        assert replayed.max() == curve.peak_bytes
+        if workload != "convnet":  # whose batch normalisation copies its statistics, which no record has
+            np.testing.assert_array_equal(replayed, curve.alive_bytes[curve.executed])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("target", ["cpu", "a100-80gb", "h100-80gb"])
+@pytest.mark.parametrize("model", TEST_SIZES)
+def test_the_replay_of_any_offloads_is_what_the_evaluator_says_in_every_model(model: str, target: str) -> None:
+    place = PlanningDevice(TARGETS[target], None) if target != "cpu" else find_planning_device("cpu")
+    step = fake_step(TEST_SIZES[model](), place)
+    profile = profile_step(step, place)
+    graph, memory = profile.graph, Memory(profile.graph, profile.costs.workspace_per_op(profile.graph))
+    blocks, draw = every_block_of(graph), random.Random(model)
+    for regions in ((), tuple(blocks), tuple(blocks[::2])):
+        offloads = random_offloads(draw, Timeline(memory, regions, profile.costs.per_op_us(graph)))
+        assert offloads or regions
+        replayed = execution("eager").replay(
+            step,
+            graph,
+            to_refs(graph, regions),
+            alignment_bytes=place.target.alignment_bytes,
+            workspace_of=profile.workspace_of(),
+            offloads=to_offload_refs(memory, regions, offloads),
+        )
+        curve = memory.offloading(offloads).curve(regions)
+        assert replayed.max() == curve.peak_bytes
+        if model != "resnet50":
+            np.testing.assert_array_equal(replayed, curve.alive_bytes)
+
+
+def test_offloads_are_named_and_found_again() -> None:
+    _, graph = toy()
+    memory = Memory(graph)
+    regions = tuple(every_block_of(graph)[:2])
+    offloads = random_offloads(random.Random(0), Timeline(memory, regions, priced(graph)), 1.0)
+    refs = to_offload_refs(memory, regions, offloads)
+    assert {ref.save is None for ref in refs} == {True, False}  # values, and what only autograd has
+    assert from_offload_refs(graph, refs) == offloads
+
+
+def test_no_two_offloads_share_a_place_on_the_host() -> None:
+    _, graph = toy()
+    memory = Memory(graph)
+    offloads = all_offloads(memory, (), priced(graph), link_that_carries(graph, 1.0))
+    refs = sorted(to_offload_refs(memory, (), offloads), key=lambda ref: ref.host_offset)
+    ends = [ref.host_offset + ref.size_bytes for ref in refs]
+    assert [ref.host_offset for ref in refs[1:]] == ends[:-1]
+
+
+# Numbers
+
+
+def trained(model: nn.Module, step: Callable[[nn.Module], None]) -> list[torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a larger batch, say
+        step(model)
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def offloading_all(copies: Copies | None = None, regions: int = 2) -> tuple[nn.Module, nn.Module, Plan]:
+    """(a model without a plan, its copy under one that offloads all that may be, that plan)"""
+    _, graph = toy()
+    memory, chosen = Memory(graph), tuple(every_block_of(graph)[:regions])
+    offloads = random_offloads(random.Random(0), Timeline(memory, chosen, priced(graph)), 1.0)
+    made = dataclasses.replace(plan_by_hand(graph, chosen), offloads=to_offload_refs(memory, chosen, offloads))
+    torch.manual_seed(0)
+    plain = TRANSFORMER.build()
+    planned = apply(copy.deepcopy(plain), made)
+    planned_forward(planned).copies = copies
+    planned_forward(planned).watch(observe=False)
+    return plain, planned, made
+
+
+BATCH, OTHER, LARGER, SMALLER = tokens(4, 8), tokens(4, 8), tokens(9, 8), tokens(2, 8)
+
+
+def twice(model: nn.Module) -> None:
+    loss = model(*BATCH)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def with_evaluation_between(model: nn.Module) -> None:
+    loss = model(*BATCH)
+    with torch.no_grad():
+        model.eval()(BATCH[0])
+    model.train()
+    loss.backward()
+
+
+def forgetting_a_forward(model: nn.Module) -> None:
+    model(*OTHER)
+    model(*BATCH).backward()
+
+
+STEPS: dict[str, Callable[[nn.Module], None]] = {
+    "one forward": lambda model: model(*BATCH).backward(),
+    "two forwards before a backward": lambda model: (model(*BATCH) + model(*OTHER)).backward(),
+    "two backwards of a forward": twice,
+    "an evaluation between": with_evaluation_between,
+    "a forward without a backward": forgetting_a_forward,
+    "a larger batch": lambda model: model(*LARGER).backward(),
+    "a smaller batch": lambda model: model(*SMALLER).backward(),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_gradients_are_bitwise_however_late_copies_are(name: str) -> None:
+    plain, planned, made = offloading_all(LateCopies())
+    for _ in range(2):
+        for left, right in zip(trained(plain, STEPS[name]), trained(planned, STEPS[name]), strict=True):
+            assert torch.equal(left, right)
+    offloader = planned_forward(planned).calls.offloader
+    assert offloader is not None and offloader.counts.out >= 2 * len(made.offloads) > 0
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_executor_that_forgets_to_wait_is_caught(fault: Fault) -> None:
+    plain, planned, _ = offloading_all(LateCopies(fault))
+    step = STEPS["one forward"]
+    assert any(not torch.equal(a, b) for a, b in zip(trained(plain, step), trained(planned, step), strict=True))
+
+
+def test_a_copy_of_a_planned_model_offloads_too() -> None:
+    plain, planned, made = offloading_all()
+    again, step = copy.deepcopy(planned), STEPS["one forward"]
+    assert all(map(torch.equal, trained(plain, step), trained(again, step)))
+    offloader = planned_forward(again).calls.offloader
+    assert offloader is not None and offloader.counts.out == len(made.offloads)
+
+
+def test_host_memory_is_used_again_when_nothing_of_its_forward_is_left() -> None:
+    _, planned, _ = offloading_all()
+
+    class Counting(LateCopies):
+        taken = 0
+
+        def host(self, size_bytes: int) -> torch.Tensor:
+            self.taken += 1
+            return super().host(size_bytes)  # type: ignore[no-any-return]
+
+    copies = Counting()
+    planned_forward(planned).copies = copies
+    planned_forward(planned).watch(observe=False)
+    for _ in range(3):
+        trained(planned, STEPS["one forward"])
+    assert copies.taken == 1
+    trained(planned, STEPS["two forwards before a backward"])
+    assert copies.taken == 2
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_random_model_keeps_its_promises_under_random_offloads(number: int) -> None:
+    rows = verdicts(number, 4, copies=LateCopies())
+    assert all(not row["failures"] for row in rows), rows
+    assert sum(row["offloads"] for row in rows)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tens", range(4))
+def test_many_random_models_keep_their_promises_under_random_offloads(tens: int) -> None:
+    for number in range(10 * tens + 10, 10 * tens + 20):
+        rows = verdicts(number, 5, copies=LateCopies())
+        assert all(not row["failures"] for row in rows), rows
+
+
+# The schedule
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 2.0])
+@pytest.mark.parametrize("choice", ["nothing", "every-block", "half-saved", "nested"])
+def test_nothing_waits_for_what_is_scheduled(choice: str, share: float) -> None:
+    _, graph = toy("transformer-amp")
+    regions, link = tuple(CHOICES[choice](graph)), link_that_carries(graph, share)
+    offloads = all_offloads(Memory(graph), regions, priced(graph), link)
+    assert stall_us(Timeline(Memory(graph), regions, priced(graph)), offloads, link) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_what_people_stash_by_hand_waits_where_the_link_is_slow() -> None:
+    _, graph = toy()
+    timeline = Timeline(Memory(graph), (), priced(graph))
+    offloads = stashed_offloads(timeline)
+    slow, fast = (stall_us(timeline, offloads, link_that_carries(graph, share)) for share in (0.2, 50.0))
+    assert slow > timeline.forward_us and fast < 0.1 * slow
+
+
+def test_no_more_goes_to_the_host_than_the_budget_needs_or_the_host_holds() -> None:
+    _, graph = toy()
+    memory, times, link = Memory(graph), priced(graph), link_that_carries(graph, 1.0)
+    everything = all_offloads(memory, (), times, link)
+    most, least = memory.curve(()).peak_bytes, memory.offloading(everything).curve(()).peak_bytes
+    some = fewest_offloads(memory, (), times, link, (most + least) // 2)
+    assert 0 < len(some) < len(everything)
+    assert memory.offloading(some).curve(()).peak_bytes <= (most + least) // 2
+    small = dataclasses.replace(link, host_bytes=3000)
+    sizes = graph.storages.size_bytes
+    assert 0 < sum(int(sizes[each.storage]) for each in all_offloads(memory, (), times, small)) <= 3000
+
+
+def test_a_link_of_no_bandwidth_to_speak_of_carries_nothing() -> None:
+    _, graph = toy()
+    assert all_offloads(Memory(graph), (), priced(graph), link_that_carries(graph, 1e-6)) == ()
+
+
+# The program
+
+
+def posed(graph: Graph, budget_bytes: int, link: Link | None) -> Problem:
+    return Problem(graph, roofline_costs(graph, TARGETS["h100-80gb"]), find_space(graph), budget_bytes, link)
+
+
+@pytest.mark.parametrize("solver", ["chain-dp", "cp-sat", "milp", "exact"])
+@pytest.mark.parametrize("share", [0.2, 0.6])
+def test_no_plan_with_offloads_beats_the_bound(share: float, solver: str) -> None:
+    """Plans of all strategies and at random, every one with all that the link carries."""
+    _, graph = toy()
+    link = link_that_carries(graph, share)
+    most, draw = Memory(graph).peak_without_regions, random.Random(solver)
+    for percent in (65, 80, 92):
+        problem = posed(graph, most * percent // 100, link)
+        found = load(solver)(problem, Limits(time_s=20))
+        if found.fits:
+            found = dataclasses.replace(found, offloads=problem.offloads_of(found.regions))
+            assert check.check(problem, found) == []
+        others = [load(name)(problem, Limits()).regions for name in HEURISTICS]
+        others += [tuple(draw.sample(every_block_of(graph), k)) for k in (1, 2, 3)]
+        for regions in map(tuple, map(sorted, others)):
+            if problem.curve(regions).peak_bytes <= problem.budget_bytes:
+                assert found.status != "infeasible"
+                assert problem.objective_ns(regions) / 1000 >= found.bound_us - 1e-6
+
+
+def test_offloads_never_cost_and_the_bound_of_all_plans_is_lower() -> None:
+    _, graph = toy()
+    budget = Memory(graph).peak_without_regions * 70 // 100
+    alone = load("exact")(posed(graph, budget, None), Limits())
+    linked = load("exact")(posed(graph, budget, link_that_carries(graph, 0.5)), Limits())
+    assert linked.objective_us < alone.objective_us
+    assert linked.bound_us <= alone.bound_us
+
+
+def test_a_problem_whose_link_carries_nothing_is_the_problem_without() -> None:
+    _, graph = toy()
+    budget = Memory(graph).peak_without_regions * 70 // 100
+    alone, linked = posed(graph, budget, None), posed(graph, budget, Link(1e-9, AMPLE))
+    assert linked.floor_bytes == alone.floor_bytes and linked.fixed_bytes == alone.fixed_bytes
+    assert load("exact")(linked, Limits()).objective_us == load("exact")(alone, Limits()).objective_us
+
+
+def test_relief_grows_through_forward_and_ends_with_backward() -> None:
+    _, graph = toy()
+    relief = Relief(graph, priced(graph), link_that_carries(graph, 1.0))
+    by_op = relief.at(np.arange(graph.op_count), np.full(graph.op_count, -1))
+    assert by_op[0] == 0 and (np.diff(by_op[: graph.forward_end]) >= 0).all()
+    assert (by_op[graph.forward_end : graph.backward_end] == relief.most_bytes).all()
+    assert (by_op[graph.backward_end :] == 0).all()
+
+
+# Plans
+
+
+def planned_here(share: float, bytes_per_us: float, model: str = "gpt2") -> tuple[FakeStep, Plan]:
+    place = find_planning_device("cpu")
+    step = fake_step(TEST_SIZES[model](), place)
+    profile = profile_step(step, place)
+    peak = Memory(profile.graph, profile.costs.workspace_per_op(profile.graph)).peak_without_regions
+    budget = parse_budget(int(share * peak), None, AMPLE)
+    link = Link(bytes_per_us, AMPLE)
+    return step, plan_profile(profile, budget, step=step, link=link, exact=True, limits=Limits(time_s=15))
+
+
+def test_a_plan_with_offloads_is_measured_as_predicted_and_bitwise() -> None:
+    step, made = planned_here(0.6, 500.0)
+    assert made.offloads and made.predicted["offloaded_bytes"] == made.host_bytes
+    report = validate(step.workload, made)
+    assert report.passed and report.gradients_bitwise
+    assert report.measured["peak_bytes"] <= made.budget_bytes
+    assert report.measured["peak_bytes"] == pytest.approx(made.predicted["peak_bytes"], rel=5e-4)
+
+
+def test_a_plan_file_with_offloads_is_of_a_version_that_older_readers_refuse(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    _, _, made = offloading_all()
+    made.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == made
+    assert json.loads((tmp_path / "plan.json").read_text())["version"] == 4
+    dataclasses.replace(made, offloads=()).save(tmp_path / "plan.json")
+    assert json.loads((tmp_path / "plan.json").read_text())["version"] == 3
+
+
+def test_a_comparison_shows_what_offloading_by_hand_takes() -> None:
+    step, profile = profiled()
+    graph = profile.graph
+    alone = Problem(graph, profile.costs, find_space(graph), AMPLE)
+    budget = (2 * least_peak(alone, Limits()).peak_bytes + alone.memory.peak_without_regions) // 3
+    given = parse_budget(budget, None, AMPLE)
+    times = profile.costs.per_op_us(graph)
+    link = Link(0.3 * Timeline(Memory(graph), (), times).kept_bytes / float(times[: graph.forward_end].sum()), AMPLE, 0)
+    found = compare(profile, given, step=step, strategies=["every-block", "exact"], exact=True, link=link)
+    rows = {row.strategy: row for row in found.rows}
+    assert {"exact", KEPT, OFFLOAD_ALL, OFFLOAD_INPUTS, "every-block"} == set(rows)
+    best, kept = rows["exact"].step_time_us, rows[KEPT].step_time_us
+    assert best is not None and kept is not None and best < kept
+    stalled = rows[OFFLOAD_ALL]
+    assert stalled.overhead is not None and stalled.overhead > 0 and stalled.recompute_time_us == 0
+    assert rows["exact"].plan is not None and rows["exact"].plan.offloads
+    assert rows[KEPT].plan is not None and not rows[KEPT].plan.offloads
+
+
+def test_an_infeasible_budget_names_the_least_with_offloads() -> None:
+    step, profile = profiled()
+    budget = parse_budget(Memory(profile.graph).graph.fixed_total + 1, None, AMPLE)
+    with pytest.raises(Infeasible) as error:
+        plan_profile(profile, budget, step=step, link=Link(50e3, AMPLE), exact=True)
+    least = error.value.minimum_budget_bytes
+    assert least is not None
+    enough = parse_budget(least, None, AMPLE)
+    assert plan_profile(profile, enough, step=step, link=Link(50e3, AMPLE), exact=True).predicted["peak_bytes"] <= least
+
+
+# Refusals
+
+
+def test_a_cpu_has_no_link_and_what_is_no_offload_is_refused() -> None:
+    with pytest.raises(UsageError, match="no memory beside the host's"):
+        link_of(find_planning_device("cpu"), "activations")
+    elsewhere = PlanningDevice(TARGETS["h100-80gb"], None)
+    with pytest.raises(UsageError, match="'activations' or 'none'"):
+        link_of(elsewhere, "weights")
+    with pytest.raises(UsageError, match="host budget"):
+        link_of(elsewhere, None, "3GiB")
+    assert link_of(elsewhere, "none") is None
+    assert link_of(elsewhere, "activations") == Link(50e3, TARGETS["h100-80gb"].memory_bytes)
+    assert link_of(elsewhere, "activations", "3GiB") == Link(50e3, 3 << 30)
+
+
+@pytest.mark.parametrize("name", ["modules", "inductor", "aot_eager"])
+def test_executions_that_move_nothing_say_so(name: str) -> None:
+    with pytest.raises(UsageError, match=f'under `execution="{name}"`'):
+        require_offloads(execution(name), None)
+
+
+def test_a_plan_whose_saves_are_not_there_is_a_mismatch() -> None:
+    _, planned, made = offloading_all()
+    saved = next(each for each in made.offloads if each.save is not None)
+    wrong = dataclasses.replace(saved, save=99)
+    apply(planned, dataclasses.replace(made, offloads=(wrong,)))
+    with pytest.raises(remat.PlanMismatch, match="saves less there"):
+        trained(planned, STEPS["one forward"])
