@@ -288,6 +288,21 @@ def regions_text(plan: Plan) -> str:
     return "\n".join(lines)
 
 
+def offloads_text(plan: Plan) -> str:
+    """Every offload, in the order in which it comes back: what it is, and where it is let go of and fetched."""
+    rows = [
+        (
+            f"offload {number}",
+            gib(each.size_bytes),
+            f"{_place_of(each.node)}{'' if each.save is None else ' (saved there)'}",
+            f"let go after {_place_of(each.release)}",
+            f"fetched for {_place_of(each.fetch)}",
+        )
+        for number, each in enumerate(plan.offloads, start=1)
+    ]
+    return aligned(rows)
+
+
 def _region_lines(region: RegionRef, title: str, indent: str) -> list[str]:
     saved = f", {len(region.saved)} saved" if region.saved else ""
     random = f", {len(region.random)} random" if region.random else ""

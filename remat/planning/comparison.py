@@ -337,6 +337,8 @@ def solve(problem: Problem, name: str, limits: Limits) -> Solution:
         fits = problem.memory.peak_without_regions <= problem.budget_bytes
         return Solution(FUSE_ONLY, "feasible" if fits else "unknown")
     solution = load(name)(problem, limits)
+    if solution.fits:
+        solution = dataclasses.replace(solution, offloads=problem.offloads_of(solution.regions))
     if has_plan(name, solution):
         check.require(problem if solution.fits else problem.with_budget(NO_LIMIT), solution)
     return solution

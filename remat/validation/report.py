@@ -24,6 +24,7 @@ class Report:
     gradients_near      parameters whose gradients are summed in slices: distance from float64 over the untouched step's
     groups_near         fused groups: distance of what they give from float64 over that of their nodes run one by one.
                         Loss and gradients are then held to the fused step in which nothing is recomputed
+    offloads            storages that go to the host, that went there and that came back; empty where the plan has none
     kernel_differences  the first few; none are seen in a compiled step
     notes       sentences: what was reduced, predicted anew, compared elsewhere, or tolerated
     """
@@ -44,6 +45,7 @@ class Report:
     notes: tuple[str, ...]
     gradients_near: dict[str, float] = dataclasses.field(default_factory=dict)
     groups_near: dict[str, float] = dataclasses.field(default_factory=dict)
+    offloads: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def gradients_bitwise(self) -> bool:
@@ -63,7 +65,8 @@ class Report:
         """Whether every claim holds."""
         nodes = self.recomputed_nodes
         equal = self.loss_equal and self.gradients_equal and self.kernels_equal
-        return equal and nodes["observed"] in (nodes["planned"], None) and self.within_budget
+        moved = len(set(self.offloads.values())) <= 1
+        return equal and nodes["observed"] in (nodes["planned"], None) and moved and self.within_budget
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -78,6 +81,7 @@ class Report:
             "max_gradient_error": self.max_gradient_error if math.isfinite(self.max_gradient_error) else None,
             "within_budget": self.within_budget,
             "recomputed_nodes": self.recomputed_nodes,
+            "offloads": self.offloads,
             "kernels_equal": self.kernels_equal,
             "kernel_differences": list(self.kernel_differences),
             "device": self.device,
@@ -104,6 +108,7 @@ class Report:
             f"  gradients  {_verdict(self.gradients_equal)}, largest error {self.max_gradient_error:.3g}",
             *_near_rows({**self.gradients_near, **self.groups_near}),
             f"  nodes      {_seen(nodes['observed'])} recomputed, {nodes['planned']} planned",
+            *_offload_rows(self.offloads),
             f"  kernels    {NOT_SEEN if nodes['observed'] is None else _verdict(self.kernels_equal)}",
             *(f"    {difference}" for difference in self.kernel_differences),
             *(f"  note: {note}" for note in self.notes),
@@ -127,6 +132,12 @@ def _allocator_rows(measured: dict[str, int], predicted: dict[str, int]) -> list
 
 def _near_rows(ratios: dict[str, float]) -> list[str]:
     return [f"  near       {name}: {ratio:.3f} times as far" for name, ratio in ratios.items()]
+
+
+def _offload_rows(counts: dict[str, int]) -> list[str]:
+    if not counts:
+        return []
+    return [f"  offloads   {counts['out']} to the host, {counts['back']} back, {counts['planned']} planned"]
 
 
 def _seen(count: int | None) -> str:

@@ -362,6 +362,7 @@ class _Comparison:
     groups: dict[str, float]
     too_far: list[str]
     observed_nodes: int | None
+    offloads: dict[str, int]
     differences: tuple[str, ...]
 
 
@@ -439,6 +440,7 @@ class _Validation:
                 "planned": Memory(self.compared.graph).recomputed_nodes(self.compared.regions),
                 "observed": comparison.observed_nodes,
             },
+            offloads=comparison.offloads,
             kernel_differences=comparison.differences,
             notes=tuple(self.notes),
         )
@@ -534,6 +536,7 @@ class _Validation:
             if fused:
                 planned_forward(training.model).group_watch.on_run = groups
         found = _first_step(training, kernels)
+        offloads = self._moved(training)
         training.finish()
         if kernels is not None:
             planned_forward(training.model).watch(observe=False)
@@ -559,8 +562,17 @@ class _Validation:
             groups.ratios,
             [*far, *too_far, *groups.too_far],
             _observed_nodes(counts, self.compared),
+            offloads,
             () if self._is_own_checkpointing else kernel_differences(kernels_of_untouched, found.kernels),
         )
+
+    def _moved(self, training: Training) -> dict[str, int]:
+        """How many storages went to the host and came back in the step that has just run."""
+        if not self.plan.offloads:
+            return {}
+        offloader = planned_forward(training.model).calls.offloader
+        assert offloader is not None
+        return {"planned": len(self.plan.offloads), "out": offloader.counts.out, "back": offloader.counts.back}
 
     def _apply(self, training: Training, regions: tuple[RegionRef, ...]) -> None:
         """Begin again under the plan with `regions`."""

@@ -8,13 +8,13 @@ from remat.errors import UsageError
 
 
 def show(plan: PlanFile, as_json: Json = False) -> Answer:
-    """Print a plan: what it promises, its regions, and what each saves."""
-    from remat.cli.screen import plan_text, regions_text
+    """Print a plan: what it promises, its regions and what each saves, and what goes to the host."""
+    from remat.cli.screen import offloads_text, plan_text, regions_text
     from remat.evaluation.plan import Plan
 
     found = Plan.load(plan)
     try:
-        text = f"{plan_text(found)}\n\n{regions_text(found)}"
+        text = f"{plan_text(found)}\n\n{regions_text(found)}\n\n{offloads_text(found)}"
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"{plan} is not a complete plan file ({type(error).__name__}: {error}).") from error
     return Answer(found.to_json(), text.rstrip())
