@@ -145,7 +145,7 @@ class Subject:
         alive = replay(self.step, refs, workspace_of=self.workspace_of, offloads=moved)
         replayed = int(alive.max()) + numbers
         differs = replayed != evaluated
-        draws = any(region.random or any(part.random for part in region.inner) for region in refs)
+        draws = any(self.graph.nodes[v].draws for region in chosen for v in range(region.first, region.end))
         return replayed + GENERATOR_BYTES * draws, [f"evaluator {evaluated}, replay {replayed}"] * differs
 
 

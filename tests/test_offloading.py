@@ -236,7 +236,7 @@ def test_host_memory_is_used_again_when_nothing_of_its_forward_is_left() -> None
 
         def host(self, size_bytes: int) -> torch.Tensor:
             self.taken += 1
-            return super().host(size_bytes)  # type: ignore[no-any-return]
+            return super().host(size_bytes)
 
     copies = Counting()
     planned_forward(planned).copies = copies
