@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from remat.evaluation.evaluator import Memory, Recomputation
-from remat.evaluation.graph import OUTSIDE
+from remat.evaluation.graph import OUTSIDE, Graph
 from remat.evaluation.plan import Region
 
 
@@ -31,6 +31,29 @@ class Candidate:
     asked_at: int
 
 
+class _Index:
+    """What is asked of a graph, whatever the regions."""
+
+    def __init__(self, graph: Graph):
+        self.rows_of: dict[int, list[int]] = {}  # for every storage the saves of it
+        self.valued: dict[int, list[int]] = {}  # for every storage the captured nodes whose value is one tensor in it
+        self.last_user: dict[int, int] = {}  # for every node the last of its graph call that takes its value
+        for row, storage in enumerate(graph.saved_tensors.storage.tolist()):
+            self.rows_of.setdefault(storage, []).append(row)
+        for i, node in enumerate(graph.nodes):
+            if node.call != OUTSIDE and node.single_tensor and len(node.values) == 1:
+                self.valued.setdefault(node.values[0], []).append(i)
+            for source in node.graph_inputs:
+                self.last_user[source] = i
+        self.changed = {u for node in graph.nodes for producer in node.mutates for u in graph.nodes[producer].values}
+        self.calls = np.array([node.call for node in graph.nodes], dtype=np.int64)
+
+
+@functools.lru_cache(maxsize=8)
+def _index_of(graph: Graph) -> _Index:
+    return _Index(graph)
+
+
 class Timeline:
     """The step under `regions`; times are those of the operators that run, in microseconds.
 
@@ -41,6 +64,7 @@ class Timeline:
 
     def __init__(self, memory: Memory, regions: Sequence[Region], op_time_us: np.ndarray):
         self.memory, self.graph, self.regions = memory.offloading(()), memory.graph, tuple(regions)
+        self._index = _index_of(self.graph)
         self.recomputations: list[Recomputation] = self.memory.recomputations(regions)
         self.position, ops, _ = self.memory.timeline(self.recomputations)
         self.lives = self.memory.lives(regions)
@@ -107,11 +131,11 @@ class Timeline:
         count = len(storages.birth)
         asked = self._requests < np.iinfo(np.int64).max
         kept = asked & (storages.node >= 0) & (storages.death < graph.forward_end)
-        barred = {u for node in graph.nodes for producer in node.mutates for u in graph.nodes[producer].values}
-        barred |= {u for region in self.regions for u in self.memory.saved_storages(region).tolist()}
+        barred = self._index.changed | {
+            u for region in self.regions for u in self.memory.saved_storages(region).tolist()
+        }
         kept[list(barred)] = False
-        calls = np.array([node.call for node in graph.nodes], dtype=np.int64)
-        kept[calls[np.maximum(storages.node, 0)] == OUTSIDE] = False
+        kept[self._index.calls[np.maximum(storages.node, 0)] == OUTSIDE] = False
         return np.arange(count)[kept]
 
     def _candidate(self, storage: int) -> Candidate | None:
@@ -137,11 +161,11 @@ class Timeline:
     def _as_value(self, storage: int) -> tuple[int, None, int] | None:
         """(node, None, operators run when it is there): the first node outside regions' reach whose value it is."""
         ends: list[tuple[int, int]] = []
-        for i in self._valued.get(storage, ()):
+        for i in self._index.valued.get(storage, ()):
             region = self._region_of(i)
             if region is None:
                 ends.append((int(self.memory.node_end[i]), i))
-            elif any(user >= region.end for user in self._users.get(i, ())):
+            elif self._index.last_user.get(i, i) >= region.end:
                 ends.append((int(self.memory.node_end[region.end - 1]), i))
         if not ends:
             return None
@@ -151,34 +175,9 @@ class Timeline:
     def _as_save(self, storage: int) -> tuple[int, int, int] | None:
         """(node, which of its saves, operators run before it), of the first save outside regions."""
         table = self.graph.saved_tensors
-        for row in self._saved_rows.get(storage, ()):
+        for row in self._index.rows_of.get(storage, ()):
             node = int(table.node[row])
             if self._region_of(node) is None and self.graph.nodes[node].call != OUTSIDE:
                 first = int(np.searchsorted(table.node, node))
                 return node, row - first, int(self.memory.node_end[node])
         return None
-
-    @functools.cached_property
-    def _saved_rows(self) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
-        for row, storage in enumerate(self.graph.saved_tensors.storage.tolist()):
-            found.setdefault(storage, []).append(row)
-        return found
-
-    @functools.cached_property
-    def _valued(self) -> dict[int, list[int]]:
-        """For every storage the captured nodes whose value is one tensor in it."""
-        found: dict[int, list[int]] = {}
-        for i, node in enumerate(self.graph.nodes):
-            if node.call != OUTSIDE and node.single_tensor and len(node.values) == 1:
-                found.setdefault(node.values[0], []).append(i)
-        return found
-
-    @functools.cached_property
-    def _users(self) -> dict[int, list[int]]:
-        """For every node those of its graph call that take its value."""
-        found: dict[int, list[int]] = {}
-        for i, node in enumerate(self.graph.nodes):
-            for source in node.graph_inputs:
-                found.setdefault(source, []).append(i)
-        return found
