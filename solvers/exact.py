@@ -8,6 +8,8 @@ and that bound. Few runs are SCIP's, whose relaxation is
 strong there; many are CP-SAT's, which improves plans and tells of it. (HiGHS is faster still on few, but cannot be
 interrupted.) A search that is interrupted or runs out of time gives its best plan.
 
+With a link to the host, the plan without offloads comes first, and is what the search begins from.
+
 Those searches need OR-tools. Where it is not installed, the best plan is the answer, with the chain's bound.
 """
 
@@ -26,6 +28,7 @@ from remat.solvers.least_peak import least_peak
 
 SEARCH_S = 40.0  # of the search for a better plan than the chain's, where nobody set a time limit
 CHAIN_SHARE = 0.5  # of a time limit: a search of what is left often takes less than the finest tables
+ALONE_SHARE = 0.4  # of a time limit, for the plan without offloads: the one with them is never slower
 LATE = 0.3  # of a time limit: with less left no other search is begun
 MANY_RUNS = 500  # where SMALL_GAP is to be gained among so many, the search is not worth its time
 MANY_TRANSITIONS = 20_000  # too many even to tell which runs are useful, for that gap
@@ -36,6 +39,13 @@ def solve(problem: Problem, limits: Limits) -> Solution:
     """The plan with least recompute time within the budget, with a bound; see `Solution` for the statuses."""
     started = time.monotonic()
     start = limits.start if limits.start is not None else _guess(problem)
+    if problem.link is not None:
+        alone = solve(problem.without_link(), limits.left(started, ALONE_SHARE))
+        if alone.status == "optimal" and alone.objective_us == 0:
+            return alone
+        if alone.interrupted:  # its bound is one on plans without offloads
+            return dataclasses.replace(alone, status="feasible" if alone.fits else "unknown", bound_us=0.0)
+        start = alone.regions if alone.fits else start
     if excess_bytes(problem, start):
         least = least_peak(problem, limits.left(started, 0.5))
         if least.bound_bytes > problem.budget_bytes:

@@ -53,6 +53,10 @@ class Problem:
         self.graph, self.space, self.memory = graph, space, self.liveness.memory
         self.link = link
         self._relief = None if link is None else Relief(graph, self.liveness.op_time_ns / NS, link)
+        self._alone = None
+        if link is not None:
+            self._alone = Problem(graph, costs, space, budget_bytes)
+            self._alone.liveness, self._alone.memory = self.liveness, self.memory
         self.budget_bytes = budget_bytes
         self.step_time_us = costs.step_time_us(graph)
         self._run_classes: dict[tuple[int, ...], int] = {}
@@ -64,6 +68,10 @@ class Problem:
         other = copy.copy(self)
         other.budget_bytes = budget_bytes
         return other
+
+    def without_link(self) -> Problem:
+        """The same problem for plans that leave everything on the device."""
+        return self if self._alone is None else self._alone.with_budget(self.budget_bytes)
 
     @property
     def without_checkpointing(self) -> dict[str, Any]:
