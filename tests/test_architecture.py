@@ -46,9 +46,10 @@ ROOMS = {
         *("planning", "recording", "reservation", "solvers", "workload"),
     ),
     "integrations": ("capture", "costing", "evaluation", "execution", "planning", "validation", "workload"),
+    "report": ("costing", "evaluation", "formulation", "planning"),
     "cli": (
         *("costing", "evaluation", "execution", "formulation", "integrations", "models"),
-        *("planning", "recording", "solvers", "validation", "workload"),
+        *("planning", "recording", "report", "solvers", "validation", "workload"),
     ),
 }
 TORCH_FREE_ROOMS = ("evaluation", "formulation", "reservation", "solvers")

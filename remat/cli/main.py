@@ -24,7 +24,20 @@ from typing import Annotated, Any
 import typer
 
 from remat import __version__
-from remat.cli.commands import Answer, compare, estimate, fit, models, plan, profile, show, sweep, timeline, validate
+from remat.cli.commands import (
+    Answer,
+    compare,
+    estimate,
+    fit,
+    models,
+    plan,
+    profile,
+    report,
+    show,
+    sweep,
+    timeline,
+    validate,
+)
 from remat.cli.commands.options import spread
 from remat.cli.screen import DEBUG, as_options, put, quiet_libraries, tell
 from remat.errors import Infeasible, NoPlanInTime, RematError, UsageError, is_out_of_memory
@@ -136,7 +149,7 @@ def remat(
         raise typer.Exit
 
 
-for module in (plan, estimate, fit, timeline, compare, sweep, profile, validate, show, models):
+for module in (plan, estimate, fit, timeline, compare, sweep, profile, validate, report, show, models):
     name = module.__name__.rpartition(".")[2]
     app.command(name=name)(answering(spread(getattr(module, name))))
 

@@ -59,7 +59,8 @@ def opened(options: StepOptions, line: LiveLine, execution: Execution | None = N
     return found
 
 
-def _from_plan(path: Path, line: LiveLine) -> tuple[Source, Plan]:
+def opened_plan(path: Path, line: LiveLine, *, as_captured: bool = False) -> tuple[Source, Plan]:
+    """The step of a plan file, in the plan's form or `as_captured`, and the plan. Raises UsageError."""
     line.say("loading PyTorch")
     from remat.costing.planning_device import find_planning_device
     from remat.evaluation.form import form_of
@@ -70,7 +71,7 @@ def _from_plan(path: Path, line: LiveLine) -> tuple[Source, Plan]:
     spec = spec_in(plan.about, path)
     if spec is None:
         raise UsageError(f"{path} does not say how to build its model; make the plan with `remat plan --model`.")
-    loop, form = TrainingLoop.of(plan.about), form_of(plan.about)
+    loop, form = TrainingLoop.of(plan.about), None if as_captured else form_of(plan.about)
     return _recorded(spec, find_planning_device(plan.target), loop, line, form=form), plan
 
 
@@ -81,7 +82,7 @@ def opened_step(options: SourceOptions, plan: Path | None, line: LiveLine) -> tu
     if options.given:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in options.given)
         raise UsageError(f"{names} cannot go with --plan: the plan says what it is for.")
-    return _from_plan(plan, line)
+    return opened_plan(plan, line)
 
 
 def allocator_of(plan: Plan | None, given: str | None) -> str | None:
@@ -143,6 +144,17 @@ def workload_of(spec: ModelSpec) -> Workload:
 
     quiet_torch()
     return spec.workload()
+
+
+def levers_of(found: Source, profile: Profile, line: LiveLine) -> list[Lever]:
+    """Which lever frees how much of a step as it is, without checkpointing. `profile` is what `found` recorded."""
+    from remat.evaluation.evaluator import Memory
+    from remat.planning.advice import advise
+
+    assert found.spec is not None and found.place is not None and found.loop is not None
+    line.say("trying levers")
+    workload, whole = workload_of(found.spec), profile.whole or profile.graph
+    return advise(workload, found.place, found.loop, whole, lambda graph, costs: Memory(graph).curve(()).peak_bytes)
 
 
 # Budgets
