@@ -46,13 +46,14 @@ ROOMS = {
         *("planning", "recording", "reservation", "solvers", "workload"),
     ),
     "integrations": ("capture", "costing", "evaluation", "execution", "planning", "validation", "workload"),
+    "diagnosis": ("costing", "evaluation", "reservation"),
     "report": ("costing", "evaluation", "formulation", "planning"),
     "cli": (
-        *("costing", "evaluation", "execution", "formulation", "integrations", "models"),
+        *("costing", "diagnosis", "evaluation", "execution", "formulation", "integrations", "models"),
         *("planning", "recording", "report", "solvers", "validation", "workload"),
     ),
 }
-TORCH_FREE_ROOMS = ("evaluation", "formulation", "reservation", "solvers")
+TORCH_FREE_ROOMS = ("diagnosis", "evaluation", "formulation", "reservation", "solvers")
 TORCH_FREE_MODULES = (
     "remat.costing.costs",
     "remat.costing.profile",

@@ -294,7 +294,8 @@ def test_a_page_that_grows_too_large_leaves_nodes_out_and_says_so(
 def test_documents_are_known_by_what_they_hold() -> None:
     assert kind_of({"format": "remat-plan"}, "x") == "plan"
     assert kind_of({"rows": [], "budget_bytes": 1, "without_checkpointing": {}}, "x") == "comparison"
-    for other in ({"rows": []}, [], 3, {"format": "other"}):
+    others: list[object] = [{"rows": []}, [], 3, {"format": "other"}]
+    for other in others:
         with pytest.raises(UsageError, match="neither a plan nor a profile"):
             kind_of(other, "x")
 

@@ -27,6 +27,7 @@ from remat import __version__
 from remat.cli.commands import (
     Answer,
     compare,
+    doctor,
     estimate,
     fit,
     models,
@@ -149,7 +150,7 @@ def remat(
         raise typer.Exit
 
 
-for module in (plan, estimate, fit, timeline, compare, sweep, profile, validate, report, show, models):
+for module in (plan, estimate, fit, timeline, compare, sweep, profile, validate, report, doctor, show, models):
     name = module.__name__.rpartition(".")[2]
     app.command(name=name)(answering(spread(getattr(module, name))))
 
