@@ -60,13 +60,14 @@ TORCH_FREE_MODULES = (
     "remat.costing.roofline",
     "remat.costing.workspaces",
     "remat.errors",
+    "remat.shown",
     "remat.streams",
     "remat.units",
     "remat.workload.target",
     "remat.workload.training_loop",
 )
 DOOR = "remat._torch"
-KNOWN_TO_ALL = {"remat", "remat.errors", "remat.units", "remat.streams"}
+KNOWN_TO_ALL = {"remat", "remat.errors", "remat.shown", "remat.streams", "remat.units"}
 
 # Private names of torch that stand outside the door, and why.
 TORCH_SAYS = {

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 import remat
+from remat import shown
 from remat.errors import UsageError
 from remat.evaluation.graph import OUTSIDE, Graph
 from remat.evaluation.identity import Identity, from_lines, to_lines
@@ -227,6 +228,20 @@ class Plan:
                 *(f"  traced     {sentence}" for sentence in traced_branches(self.about)),
             ]
         )
+
+    def _repr_html_(self) -> str:
+        predicted, plain = self.predicted, self.without_checkpointing
+        saved = sum(len(region.saved) for region in self.regions)
+        rows = [
+            ("peak", gib(predicted["peak_bytes"]), gib(plain["peak_bytes"])),
+            ("step time", ms(predicted["step_time_us"]), ms(plain["step_time_us"])),
+            ("added", f"{100 * predicted['overhead']:+.1f} %", ""),
+            ("regions", f"{len(self.regions)}, {saved} outputs saved", ""),
+            ("solver", f"{self.solver['status']}, gap {100 * self.solver['gap']:.2f} %", ""),
+        ]
+        title = f"Plan for {self.about.get('workload')} on {self.target} within {gib(self.budget_bytes)}"
+        notes = [f"Times are {self.costs}.", *traced_branches(self.about)]
+        return shown.as_html(title, rows, ("", "under the plan", "without"), notes)
 
 
 def traced_branches(about: Mapping[str, Any]) -> list[str]:
