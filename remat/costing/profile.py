@@ -45,12 +45,16 @@ class Profile:
     @property
     def _rows(self) -> list[tuple[str, str]]:
         graph = self.graph
-        memory = Memory(graph, self.costs.workspace_per_op(graph))
         return [
-            ("peak without checkpointing", gib(memory.peak_without_checkpointing)),
+            ("peak without checkpointing", gib(self.peak_without_checkpointing)),
             ("step time", ms(self.costs.step_time_us(graph))),
             ("recorded", f"{len(graph.nodes)} nodes, {graph.op_count} operators of {len(graph.kinds)} kinds"),
         ]
+
+    @property
+    def peak_without_checkpointing(self) -> int:
+        """Peak bytes of the step as it runs where there is no plan."""
+        return Memory(self.graph, self.costs.workspace_per_op(self.graph)).peak_without_checkpointing
 
     def workspace_of(self) -> dict[tuple[str, str], int]:
         """Kernels' own bytes by operator and signature, for a replay."""

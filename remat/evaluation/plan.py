@@ -129,6 +129,7 @@ class Proof(TypedDict, total=False):
     objective_us  recomputation that the plan takes    bound_us  what no plan of the space stays below
     gap           (objective - bound) / max(objective, 1 us); in other forms of the step than the captured one, both
                   counted from the cheapest form
+    interrupted   True where somebody pressed Ctrl-C before it was done; else absent
     """
 
     name: str
@@ -137,6 +138,7 @@ class Proof(TypedDict, total=False):
     bound_us: float
     gap: float
     wall_s: float
+    interrupted: bool
 
 
 class SpaceSize(TypedDict, total=False):

@@ -20,7 +20,7 @@ from remat.cli.commands.options import (
     Json,
     SourceOptions,
 )
-from remat.cli.commands.source import Source, budget_for, headroom_on_top, opened, workload_of
+from remat.cli.commands.source import Source, budget_for, budget_of_step, headroom_on_top, opened, workload_of
 from remat.cli.commands.validate import measuring_first
 from remat.errors import UsageError, ValidationFailed
 from remat.units import gib, ms, parse_bytes
@@ -73,6 +73,7 @@ def compare(
         limit = budget_for(budget, found.target)
         workload = _to_measure(found, source) if measure else None
         profile, step = found.record()
+        limit = budget_of_step(budget, limit, profile)
         with headroom_on_top(limit):
             comparison = compare(
                 profile,

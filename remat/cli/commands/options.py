@@ -198,7 +198,8 @@ class BudgetOptions:
         str,
         typer.Option(
             help="Limit on the peak of the whole step: bytes with a unit (20GiB, 20GB, 21474836480B), or 90% of "
-            "the target's memory; auto is what does not run out of memory there."
+            "the target's memory; 60%step is that share of what the step needs without a plan; auto is what does not "
+            "run out of memory there."
         ),
     ]
     headroom: Annotated[

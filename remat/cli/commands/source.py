@@ -168,15 +168,19 @@ def usable(found: Source) -> int | None:
     return usable_bytes(found.place or PlanningDevice(found.target, None))
 
 
-def budget_for(options: BudgetOptions, target: Target, usable_bytes: int | None = None) -> Budget:
+def budget_for(
+    options: BudgetOptions, target: Target, usable_bytes: int | None = None, *, shares: bool = True
+) -> Budget:
     """The budget that `options` mean on `target`, with a warning where it is more than the target has.
 
     usable_bytes  as for `parse_budget`
+    shares        whether a share of the step will do, to be read again with `budget_of_step` once it is recorded
     """
     from remat.cli.screen import tell
     from remat.planning.budget import parse_budget
 
-    limit = parse_budget(options.budget, options.headroom, target.memory_bytes, usable_bytes)
+    of_step = target.memory_bytes if shares else None
+    limit = parse_budget(options.budget, options.headroom, target.memory_bytes, usable_bytes, of_step)
     if limit.given_bytes > target.memory_bytes:
         tell(
             "warning",
@@ -185,6 +189,16 @@ def budget_for(options: BudgetOptions, target: Target, usable_bytes: int | None 
             "bold yellow",
         )
     return limit
+
+
+def budget_of_step(options: BudgetOptions, limit: Budget, profile: Profile) -> Budget:
+    """`limit`, or the share of the recorded step that `options` ask for."""
+    from remat.planning.budget import is_share_of_step, parse_budget
+
+    if not is_share_of_step(options.budget):
+        return limit
+    step_bytes = profile.peak_without_checkpointing
+    return parse_budget(options.budget, options.headroom, profile.target.memory_bytes, step_bytes=step_bytes)
 
 
 @contextlib.contextmanager
@@ -201,9 +215,17 @@ def headroom_on_top(limit: Budget) -> Iterator[None]:
 
 @contextlib.contextmanager
 def levers_where_infeasible(
-    source: Source, profile: Profile, limit: Budget, line: LiveLine, *, wanted: bool
+    source: Source,
+    profile: Profile,
+    limit: Budget,
+    line: LiveLine,
+    *,
+    wanted: bool,
+    losses_are_cut: Callable[[], bool] = lambda: False,
 ) -> Iterator[None]:
     """A refusal also says which lever would make room: what is found by recording the step again with each.
+
+    losses_are_cut  whether plans had losses in slices, as far as there are any
 
     That takes a while, so a terminal shows the refusal meanwhile; Ctrl-C ends the search, and the refusal stands.
     """
@@ -220,7 +242,14 @@ def levers_where_infeasible(
 
         whole = profile.whole or profile.graph
         try:
-            levers = advise(workload_of(source.spec), source.place, source.loop, whole, least_peak_of)
+            levers = advise(
+                workload_of(source.spec),
+                source.place,
+                source.loop,
+                whole,
+                least_peak_of,
+                losses_are_cut=losses_are_cut(),
+            )
         except KeyboardInterrupt:
             raise error from None
         message = f"{error} {_levers_text(levers, limit.limit_bytes)}"

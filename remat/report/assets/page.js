@@ -5,7 +5,7 @@
   const $ = (id) => document.getElementById(id);
   const GIB = 2 ** 30;
   const size = (bytes) =>
-    bytes >= GIB / 10 ? `${(bytes / GIB).toFixed(2)} GiB`
+    bytes >= GIB ? `${(bytes / GIB).toFixed(2)} GiB`
       : bytes >= 2 ** 20 ? `${(bytes / 2 ** 20).toFixed(2)} MiB`
         : bytes >= 1024 ? `${(bytes / 1024).toFixed(2)} KiB` : `${bytes} B`;
   const time = (us) => us >= 1e7 ? `${(us / 1e6).toFixed(1)} s` : us >= 1e5 ? `${(us / 1e3).toFixed(1)} ms` : `${(us / 1e3).toFixed(2)} ms`;
