@@ -165,6 +165,10 @@ def test_a_history_that_begins_late_has_the_same_peak(planned: Planned) -> None:
     assert {each.address: each.size_bytes for each in late.alive_at(0)} == by_address
 
 
+def test_requests_of_another_model_name_no_batch() -> None:
+    assert batch_of([4 * MIB, 8 * MIB, *[3 * MIB] * 100], [4 * MIB, 8 * MIB], planned=8) is None
+
+
 @pytest.mark.parametrize(
     ("sizes", "batch"),
     [

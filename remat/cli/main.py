@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         answer = command.main(args=arguments, prog_name="remat", standalone_mode=False)
         if not isinstance(answer, Answer):  # of --help and --version
             return int(answer or 0)
-        put(json.dumps(answer.data, indent=2, allow_nan=False) if as_json else answer.text)
+        put(json.dumps(answer.data, indent=2, allow_nan=False) if as_json else answer.text, whole=as_json)
         if answer.failure is None:
             return 0
         tell("error", as_options(str(answer.failure)), ERROR)
@@ -90,7 +90,7 @@ def _fail(error: Exception, as_json: bool) -> int:
         report: dict[str, Any] = {"error": message, "exit_code": exit_code}
         if isinstance(error, Infeasible):
             report |= {"minimum_budget_bytes": error.minimum_budget_bytes, "breakdown": error.breakdown}
-        put(json.dumps(report, indent=2))
+        put(json.dumps(report, indent=2), whole=True)
     return exit_code
 
 

@@ -44,6 +44,7 @@ Kind = Literal[
 CLOSE = 0.02  # of the predicted peak
 NEAR_WITHOUT = 0.05  # of the peak without checkpointing (Rule 2)
 SURE = 0.75  # of the activations' bytes have their size at a batch (Rule 3)
+SOME = 0.1  # of all bytes asked for are such activations: less is chance
 MOST_TIMES = 8  # that a batch may be larger than planned
 SMALLEST = MIB  # storages and groups of allocations that are looked at
 GRANULE = 512  # bytes that requests are rounded to
@@ -276,7 +277,8 @@ def batch_of(sizes: Sequence[int], activations: Sequence[int], planned: int) -> 
     candidates = [planned, *(batch for batch in range(1, MOST_TIMES * planned + 1) if batch != planned)]
     # Sizes are rounded, so neighbours may be equally good: the planned one is best, then what divides evenly with it.
     best = max(candidates, key=lambda batch: (min(shares(batch)), math.gcd(batch, planned)))
-    return best if shares(best)[0] >= SURE else None
+    met, of_them = shares(best)
+    return best if met >= SURE and of_them >= SOME else None
 
 
 def _rounded(size: int) -> int:

@@ -84,7 +84,7 @@ def compare(
                 execution=how.name,
                 exact=exact,
                 fuse=fuse,
-                on_strategy=lambda name, number, count: line.say(f"{name}, {number} of {count}"),
+                on_strategy=lambda name, number, count: line.say(name, number, count),
             )
         files = _saved(comparison, save, found, limit) if save is not None else {}
         if workload is not None:

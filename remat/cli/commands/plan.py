@@ -111,7 +111,7 @@ def plan(
 
 
 def _replaying(line: LiveLine, execution: str, number: int, most: int) -> None:
-    line.say(f"replaying plans as they run ({execution}), {number} of about {most}")
+    line.say(f"replaying plans as they run ({execution}), at most", number, most)
 
 
 def _forming(line: LiveLine, form: Form) -> None:
