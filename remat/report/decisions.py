@@ -1,7 +1,7 @@
 """Decisions: what a plan does with every node, as a tree of modules, and what another choice there would cost.
 
 All bytes and times are the evaluator's. *Held* is what of a node's results is alive from forward into backward under
-the plan; *without a plan* is the same where nothing is recomputed. What it would cost to decide otherwise is asked of
+the plan; *without regions* is the same where nothing is recomputed. What it would cost to decide otherwise is asked of
 the evaluator one node at a time, with all other decisions as they are. It is asked of nodes that a region saves or
 could save. Whether a region should begin or end elsewhere is not asked: that is the solver's whole question.
 """
