@@ -273,6 +273,7 @@ def test_names_are_text_whatever_they_hold(remat: Remat) -> None:
     )
     text = rendered(page)
     assert evil not in text and html.escape(evil) in text
+    assert page_module._coded(f"`{evil}`") == f"<code>{html.escape(evil)}</code>"
     assert text.count("<script") == 2 and Reader(text).open == []
 
 

@@ -10,11 +10,12 @@ import dataclasses
 import functools
 import importlib.resources
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 import remat
 from remat.evaluation.plan import Plan
@@ -29,6 +30,7 @@ from remat.units import gib, ms
 
 MOST_BYTES = 1 << 20  # of a page: beyond that, nodes have no rows of their own
 OPENED = 14  # rows of modules that are shown at first
+CODE = re.compile(r"`([^`]+)`")
 HUES = 9  # that others than the curve have
 TEMPLATE, STYLE, SCRIPT = "page.html.j2", "page.css", "page.js"
 
@@ -264,10 +266,16 @@ def _template() -> jinja2.Template:
         "slug": slug_of,
         "some": _some,
         "hue": _hue,
+        "coded": _coded,
         "us": _us,
         "signed_us": _signed_us,
     }
     return environment.get_template(TEMPLATE)
+
+
+def _coded(text: str) -> Markup:
+    """What stands in backticks as code."""
+    return Markup(CODE.sub(r"<code>\1</code>", str(escape(text))))
 
 
 def _some(size_bytes: int) -> str:
