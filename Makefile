@@ -11,6 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 USER_STAMP := $(VENV)/.installed-models
 DEV_STAMP := $(VENV)/.installed-dev
+DOCS_STAMP := $(VENV)/.installed-docs
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
@@ -60,6 +61,10 @@ types: $(DEV_STAMP) ## mypy: the package, its tests, benchmarks and examples
 	@set -o pipefail; cd $(TYPED) && "$(CURDIR)/$(BIN)/mypy" --config-file "$(CURDIR)/pyproject.toml" --cache-dir "$(CURDIR)/.mypy_cache" \
 		remat tests benchmarks examples | sed -E 's,^remat/(solvers|models)/,\1/,'
 
+.PHONY: docs
+docs: $(DOCS_STAMP) ## build the documentation into build/docs, offline; a warning is an error
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
+
 .PHONY: bench
 bench: $(DEV_STAMP) ## measure what README claims, on this machine, and write it to results/ (minutes)
 	$(BIN)/python -m benchmarks
@@ -83,6 +88,10 @@ $(USER_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 $(DEV_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) -e ".[models,plots,frameworks,dev]"
 	@touch $(USER_STAMP) $@
+
+$(DOCS_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) -e ".[docs]"
+	@touch $@
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

@@ -58,9 +58,9 @@ def _whole(count: float, what: str, text: str) -> int:
 
 
 def gib(count: int) -> str:
-    """`count` bytes for a person: GiB, or MiB and KiB where GiB would show only zeros."""
+    """`count` bytes for a person: GiB, or MiB and KiB where GiB would leave too few digits."""
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
-        if abs(count) >= unit // 10 if unit == GIB else abs(count) >= unit:
+        if abs(count) >= unit:
             return f"{count / unit:.2f} {name}"
     return f"{count} B"
 

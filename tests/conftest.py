@@ -1,8 +1,9 @@
-"""Tests marked `cuda` are reported as skipped on a machine without a CUDA device."""
+"""Tests marked `cuda` are reported as skipped without a CUDA device, those marked `browser` without Chromium."""
 
 from __future__ import annotations
 
 import gc
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,10 @@ from tests.command_line import MODEL, Ran, Remat
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if shutil.which("chromium") is None:
+        for item in items:
+            if item.get_closest_marker("browser"):
+                item.add_marker(pytest.mark.skip(reason="needs Chromium"))
     needing_cuda = [item for item in items if item.get_closest_marker("cuda")]
     if not needing_cuda:
         return

@@ -50,25 +50,28 @@ ROOMS = {
         *("planning", "recording", "reservation", "solvers", "workload"),
     ),
     "integrations": ("capture", "costing", "evaluation", "execution", "planning", "validation", "workload"),
+    "diagnosis": ("costing", "evaluation", "reservation"),
+    "report": ("costing", "evaluation", "formulation", "planning"),
     "cli": (
-        *("costing", "evaluation", "execution", "formulation", "integrations", "models", "offloading"),
-        *("planning", "recording", "solvers", "validation", "workload"),
+        *("costing", "diagnosis", "evaluation", "execution", "formulation", "integrations", "models", "offloading"),
+        *("planning", "recording", "report", "solvers", "validation", "workload"),
     ),
 }
-TORCH_FREE_ROOMS = ("evaluation", "formulation", "offloading", "reservation", "solvers")
+TORCH_FREE_ROOMS = ("diagnosis", "evaluation", "formulation", "offloading", "reservation", "solvers")
 TORCH_FREE_MODULES = (
     "remat.costing.costs",
     "remat.costing.profile",
     "remat.costing.roofline",
     "remat.costing.workspaces",
     "remat.errors",
+    "remat.shown",
     "remat.streams",
     "remat.units",
     "remat.workload.target",
     "remat.workload.training_loop",
 )
 DOOR = "remat._torch"
-KNOWN_TO_ALL = {"remat", "remat.errors", "remat.units", "remat.streams"}
+KNOWN_TO_ALL = {"remat", "remat.errors", "remat.shown", "remat.streams", "remat.units"}
 
 # Private names of torch that stand outside the door, and why.
 TORCH_SAYS = {

@@ -127,10 +127,38 @@ def test_the_least_budget_is_named_and_is_the_least(remat: Remat) -> None:
     assert remat(*stack("--no-advice", budget=f"{int(0.99 * least)}B")).exit_code == 3
 
 
+@pytest.mark.parametrize(("share", "of_the_step"), [("92%step", 0.92), ("92.5 %step", 0.925)])
+def test_a_budget_may_be_a_share_of_the_step(remat: Remat, share: str, of_the_step: float) -> None:
+    data = remat(*stack("--json", budget=share)).data
+    assert data["budget_bytes"] == int(of_the_step * data["without_checkpointing"]["peak_bytes"])
+    assert data["predicted"]["peak_bytes"] <= data["budget_bytes"]
+    compared = remat(*against("--json", "--strategies", "none", budget=share)).data
+    assert compared["budget_bytes"] == data["budget_bytes"]
+
+
+def test_a_share_of_a_step_is_refused_where_there_is_more_than_one(remat: Remat) -> None:
+    fit = ("fit", "--model", "model.py:stack", "--target", "h100-80gb", "--budget", "60%step", "--max-batch")
+    assert "is a share of one step" in remat(*fit).stderr
+
+
+def test_an_interrupted_plan_says_so_on_its_last_line(remat: Remat, monkeypatch: pytest.MonkeyPatch) -> None:
+    from remat.solvers import load
+
+    solve = load("exact")
+
+    def stopped(*arguments: Any) -> Any:
+        return dataclasses.replace(solve(*arguments), interrupted=True)
+
+    monkeypatch.setattr(planning, "load", lambda name: stopped)
+    ran = remat(*stack())
+    assert ran.exit_code == 0 and ran.stdout.splitlines()[-1].startswith("interrupted: this is the best plan found")
+    assert Plan.load("stack.plan.json").solver["interrupted"]
+
+
 def test_a_refusal_needs_no_advice(remat: Remat, monkeypatch: pytest.MonkeyPatch) -> None:
     """`--no-advice` looks for none, and Ctrl-C meanwhile leaves the refusal as it is."""
 
-    def interrupted(*arguments: object) -> None:
+    def interrupted(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("remat.planning.advice.advise", interrupted)
@@ -222,9 +250,9 @@ def test_a_plan_short_of_the_proof_says_how_far() -> None:
         "                                     best plan found; every plan recomputes for 1.50 ms or more\n"
         "\n"
         "at the peak, the optimizer step\n"
-        "  parameters    0.50 GiB\n"
-        "  activations   0.50 GiB\n"
-        "  all else      1.00 KiB"
+        "  parameters    512.00 MiB\n"
+        "  activations   512.00 MiB\n"
+        "  all else        1.00 KiB"
     )
     assert screen.regions_text(plan) == "  region 1   a .. b   3 nodes, 1 saved\n    saves mul   a"
 

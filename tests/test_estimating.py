@@ -183,6 +183,21 @@ def test_levers_are_what_recording_again_finds() -> None:
     assert any("zero3" in lever.what for lever in found)
 
 
+def test_a_loss_in_slices_is_no_lever_where_it_runs_in_slices() -> None:
+    place, profile = find_planning_device("h100-80gb"), profiled()
+    cut = dataclasses.replace(profile.graph.nodes[-1], op="chunked_loss(4)")
+    graph = dataclasses.replace(profile.graph, nodes=(*profile.graph.nodes[:-1], cut))
+
+    def judge(graph: Graph, costs: object) -> int:
+        return Memory(graph).curve(()).peak_bytes
+
+    for levers in (
+        advise(WIDE, place, TrainingLoop(), profile.graph, judge, losses_are_cut=True),
+        advise(WIDE, place, TrainingLoop(), graph, judge),
+    ):
+        assert levers and not any("chunks" in lever.what for lever in levers)
+
+
 def test_a_chunked_loss_leaves_the_layers_alone() -> None:
     graph = profiled().graph
     end = graph.forward_end - 1

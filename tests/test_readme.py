@@ -1,4 +1,4 @@
-"""Every command and snippet of the README is run as it is written, with GPT-2 at a small size under its name.
+"""Every command and snippet of README and `docs/` is run as it is written, with GPT-2 at a small size under its name.
 
 `20GiB` becomes a budget that bites at that size, "cuda" the device at hand. A snippet uses names that it does not
 define (`model`, `loader`): here they are toys. What cannot be run here is listed in NOT_RUN, with the reason.
@@ -10,6 +10,7 @@ import contextlib
 import functools
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,9 +39,15 @@ pytestmark = [
     ),
 ]
 
-README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-INLINE = [" ".join(code.split()) for code in re.findall(r"`(remat[ .][^`]*)`", README)]
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guides").glob("*.md"))]
+PAGES += sorted(set((ROOT / "docs" / "explanation").glob("*.md")) - {ROOT / "docs" / "explanation" / "program.md"})
+TEXT = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+BLOCKS = [
+    (kind, textwrap.dedent(text))
+    for _, kind, text in re.findall(r"^( *)```(\w*)\n(.*?)^\1```$", TEXT, re.MULTILINE | re.DOTALL)
+]
+INLINE = [" ".join(code.split()) for code in re.findall(r"`(remat[ .][^`]*)`", TEXT)]
 
 VOCAB, LENGTH, SAMPLES = 512, 64, 24
 BUDGET = "81MiB"  # 64 of them workspaces of cuBLAS; without checkpointing a step needs 92
@@ -49,6 +56,7 @@ ON_CPU = "24MiB"  # where one needs 34
 NOT_RUN = {
     "make demo": "makes a virtual environment; then the first `remat plan` of those below",
     "make test": "runs this test",
+    "make docs": "test_docs.py builds them",
     "remat plan --model gpt2 --budget 20GiB --target cuda --execution inductor": "needs a GPU; see test_compiling.py",
 }
 
@@ -58,7 +66,7 @@ def small() -> Any:
 
 
 def commands() -> list[str]:
-    """The command lines of the README, without comments, those in sentences too."""
+    """The command lines of all pages, without comments, those in sentences too."""
     in_blocks = [line for kind, text in BLOCKS if kind == "sh" for line in text.splitlines()]
     lines = [line.split("  #")[0].strip() for line in in_blocks]
     return [line for line in lines if line] + [
@@ -67,7 +75,8 @@ def commands() -> list[str]:
 
 
 def snippets() -> list[str]:
-    return [text for kind, text in BLOCKS if kind == "python"]
+    """Of all pages, each once: README shows some that a guide shows too."""
+    return list(dict.fromkeys(text for kind, text in BLOCKS if kind == "python"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -103,7 +112,7 @@ def made_once(name: str, *options: str) -> Plan:
     return Plan.load(name)
 
 
-def test_what_is_not_run_is_in_the_readme() -> None:
+def test_what_is_not_run_stands_on_a_page() -> None:
     assert set(NOT_RUN) <= set(commands())
 
 
@@ -294,6 +303,16 @@ def own_model(snippet: str, here: Path) -> None:
         assert plan.about["workload"] == "mine" and plan.about["autocast"] == "bfloat16"
 
 
+def recording(snippet: str, here: Path) -> None:
+    """Both functions are torch's, under these names; here there may be no device to record."""
+    called: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_record_memory_history", "_dump_snapshot"):
+            patch.setattr(torch.cuda.memory, name, lambda *arguments, name=name: called.append(name))
+        execute(snippet)
+    assert called == ["_record_memory_history", "_dump_snapshot"]
+
+
 HANDLERS: dict[str, Callable[[str, Path], None]] = {  # by what stands in the snippet
     "for batch in loader:": plain_loop,
     'backend="remat"': compiled,
@@ -301,6 +320,7 @@ HANDLERS: dict[str, Callable[[str, Path], None]] = {  # by what stands in the sn
     "remat.integrations.accelerate": accelerated,
     "remat.integrations.lightning": lightning,
     "# mine.py": own_model,
+    "_dump_snapshot": recording,
 }
 
 

@@ -24,7 +24,21 @@ from typing import Annotated, Any
 import typer
 
 from remat import __version__
-from remat.cli.commands import Answer, compare, estimate, fit, models, plan, profile, show, sweep, timeline, validate
+from remat.cli.commands import (
+    Answer,
+    compare,
+    doctor,
+    estimate,
+    fit,
+    models,
+    plan,
+    profile,
+    report,
+    show,
+    sweep,
+    timeline,
+    validate,
+)
 from remat.cli.commands.options import spread
 from remat.cli.screen import DEBUG, as_options, put, quiet_libraries, tell
 from remat.errors import Infeasible, NoPlanInTime, RematError, UsageError, is_out_of_memory
@@ -54,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         answer = command.main(args=arguments, prog_name="remat", standalone_mode=False)
         if not isinstance(answer, Answer):  # of --help and --version
             return int(answer or 0)
-        put(json.dumps(answer.data, indent=2, allow_nan=False) if as_json else answer.text)
+        put(json.dumps(answer.data, indent=2, allow_nan=False) if as_json else answer.text, whole=as_json)
         if answer.failure is None:
             return 0
         tell("error", as_options(str(answer.failure)), ERROR)
@@ -76,7 +90,7 @@ def _fail(error: Exception, as_json: bool) -> int:
         report: dict[str, Any] = {"error": message, "exit_code": exit_code}
         if isinstance(error, Infeasible):
             report |= {"minimum_budget_bytes": error.minimum_budget_bytes, "breakdown": error.breakdown}
-        put(json.dumps(report, indent=2))
+        put(json.dumps(report, indent=2), whole=True)
     return exit_code
 
 
@@ -136,7 +150,7 @@ def remat(
         raise typer.Exit
 
 
-for module in (plan, estimate, fit, timeline, compare, sweep, profile, validate, show, models):
+for module in (plan, estimate, fit, timeline, compare, sweep, profile, validate, report, doctor, show, models):
     name = module.__name__.rpartition(".")[2]
     app.command(name=name)(answering(spread(getattr(module, name))))
 

@@ -11,12 +11,16 @@ import logging
 import os
 import re
 import sys
+import textwrap
+import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
+from rich.progress_bar import ProgressBar
+from rich.table import Column
 from rich.text import Text
 
 from remat.evaluation.form import CAPTURED, WHOLE, form_of
@@ -28,6 +32,8 @@ if TYPE_CHECKING:
 
 DEBUG = "REMAT_DEBUG"  # set in the environment: nothing is kept off the screen
 INDENT = "  "
+MOST_HANGING = 0.7  # of the width: where a column begins later, what follows is not set below it
+LOG_EVERY_S = 30.0
 LIBRARIES = ("torch", "transformers", "huggingface_hub")  # whose warnings are about nothing a reader can change
 
 
@@ -335,57 +341,121 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def put(answer: RenderableType) -> None:
-    """Print an answer on stdout: in colour on a terminal, and whole wherever it goes."""
+def put(answer: RenderableType, *, whole: bool = False) -> None:
+    """Print an answer on stdout: on a terminal in colour and as wide as that is; elsewhere, or `whole`, as it is."""
+    console = Console(highlight=False)
     if isinstance(answer, str):
-        print(answer)
+        print(fitted(answer, console.width) if console.is_terminal and not whole else answer)
     else:
-        Console(soft_wrap=True, highlight=False).print(answer)
+        console.print(answer, soft_wrap=not console.is_terminal)
     sys.stdout.flush()
+
+
+def fitted(text: str, width: int) -> str:
+    """`text` with its long lines broken between words, and what follows set below where their last column begins."""
+    return "\n".join(part for line in text.split("\n") for part in _broken(line, width))
+
+
+_COLUMN = re.compile(r" {3,}(?=\S)")  # between the columns of `aligned`
+
+
+def _broken(line: str, width: int) -> list[str]:
+    if len(line) <= width:
+        return [line]
+    columns = [found.end() for found in _COLUMN.finditer(line)]
+    hang = columns[-1] if columns and columns[-1] <= MOST_HANGING * width else len(line) - len(line.lstrip()) + 2
+    return textwrap.wrap(
+        line, width, subsequent_indent=" " * hang, break_long_words=False, break_on_hyphens=False, drop_whitespace=True
+    )
 
 
 # Beside the answer
 
 
 def tell(label: str, message: str, style: str) -> None:
-    """One line on stderr, such as `error: ...`, its label in colour on a terminal."""
-    Console(stderr=True, soft_wrap=True).print(Text.assemble((f"{label}: ", style), message))
+    """What stderr says, such as `error: ...`: on a terminal with its label in colour, elsewhere one line."""
+    console = Console(stderr=True, highlight=False)
+    console.print(Text.assemble((f"{label}: ", style), message), soft_wrap=not console.is_terminal)
 
 
 class LiveLine:
-    """The line on stderr that says what is going on; `say` and the two callbacks change it."""
+    """What goes on, on stderr; `say` and the two callbacks change it.
 
-    def __init__(self, progress: Progress):
-        self._progress = progress
+    On a terminal it is one line that is drawn again and again, and gone at the end. Elsewhere (a pipe, a log file) it
+    is a line of its own now and then: nothing in the first half minute, and no more than one in each.
+    """
+
+    def __init__(self, progress: Progress, *, logs: bool = False, clock: Callable[[], float] = time.monotonic):
+        self._progress, self._logs, self._clock = progress, logs, clock
+        self._began = self._stage_began = self._logged = clock()
         self._stage = ""
         self._task = progress.add_task("", total=None)
 
-    def say(self, what: str) -> None:
-        """A stage of unknown length."""
-        self._stage = what
+    def say(self, what: str, number: int | None = None, count: int | None = None) -> None:
+        """A stage; the `number`th of `count` alike, where there are more."""
+        if number in (None, 1) or count is None:
+            self._stage_began = self._clock()
+        self._stage = what if count is None else f"{what}, {number} of {count}"
         self._progress.remove_task(self._task)  # a task that had a total keeps it
-        self._task = self._progress.add_task(what, total=None)
+        done = 0 if number is None else number - 1
+        self._task = self._progress.add_task(self._stage, total=count, completed=done)
+        self._log(self._stage, done, count)
 
     def measured(self, done: int, total: int) -> None:
         """Progress of measuring."""
-        self._progress.update(self._task, description="measuring operators", completed=done, total=total)
+        what = "measuring operators"
+        if not self._stage.startswith(what):
+            self._stage, self._stage_began = what, self._clock()
+        self._progress.update(self._task, description=what, completed=done, total=total)
+        self._log(f"{what}, {done} of {total}", done, total)
 
     def solved(self, objective_us: float, bound_us: float) -> None:
         """Progress of a solver within a stage."""
         gap = 100 * max(objective_us - bound_us, 0.0) / max(objective_us, 1.0)
         proved = f"within {gap:.1f} % of the best" if bound_us > 0 else "the best not known yet"
-        found = f"{ms(objective_us)} of recomputation, {proved}"
-        self._progress.update(self._task, description=f"{self._stage}: {found}")
+        found = f"{self._stage}: {ms(objective_us)} of recomputation, {proved}"
+        self._progress.update(self._task, description=found)
+        self._log(found, 0, None)
+
+    def _log(self, what: str, done: int, total: int | None) -> None:
+        now = self._clock()
+        if not self._logs or now - self._logged < LOG_EVERY_S:
+            return
+        self._logged, took = now, now - self._stage_began
+        left = f", about {took / done * (total - done):.0f} s left" if total and done else ""
+        print(f"{now - self._began:.0f} s: {what}{left}", file=sys.stderr, flush=True)
+
+
+class _Rest(ProgressColumn):
+    """The estimate of what is left, where it is known how much there is."""
+
+    def render(self, task: Task) -> Text:
+        rest = task.time_remaining if task.total is not None and task.completed else None
+        return Text("" if rest is None else f"about {rest:.0f} s left", style="dim")
+
+
+class _Share(BarColumn):
+    """A bar, where it is known how much there is."""
+
+    def render(self, task: Task) -> ProgressBar:
+        self.bar_width = 12 if task.total is not None else 0
+        return super().render(task)
+
+
+quiet = False  # no progress at all: what `--quiet` asks for
 
 
 @contextlib.contextmanager
 def live_line() -> Iterator[LiveLine]:
-    """A `LiveLine` for a while; it leaves nothing behind, and draws nothing where stderr is no terminal."""
+    """A `LiveLine` for a while; on a terminal it leaves nothing behind."""
     console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn())
-    shown = console.is_terminal and sys.stderr.isatty()
-    with Progress(*columns, console=console, transient=True, redirect_stdout=False, disable=not shown) as progress:
-        yield LiveLine(progress)
+    description = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
+    columns = (SpinnerColumn(), TimeElapsedColumn(), description, _Share(), _Rest())
+    shown = console.is_terminal and sys.stderr.isatty() and not quiet
+    with Progress(
+        *columns, console=console, transient=True, redirect_stdout=False, disable=not shown, expand=True
+    ) as progress:
+        yield LiveLine(progress, logs=not shown and not quiet)
 
 
 @contextlib.contextmanager

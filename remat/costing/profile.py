@@ -7,10 +7,13 @@ import json
 import os
 from pathlib import Path
 
+from remat import shown
 from remat.costing.costs import Costs
 from remat.errors import UsageError
+from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import Graph
 from remat.evaluation.plan import read_json, write_atomically
+from remat.units import gib, ms
 from remat.workload.target import Target
 
 FORMAT = "remat-profile"
@@ -28,6 +31,30 @@ class Profile:
     costs: Costs
     target: Target
     whole: Graph | None = None
+
+    def __str__(self) -> str:
+        return shown.as_text(self._title, self._rows)
+
+    def _repr_html_(self) -> str:
+        return shown.as_html(self._title, self._rows)
+
+    @property
+    def _title(self) -> str:
+        return f"Profile of {self.graph.about.get('workload')} on {self.target.name}, costs {self.costs.source}"
+
+    @property
+    def _rows(self) -> list[tuple[str, str]]:
+        graph = self.graph
+        return [
+            ("peak without checkpointing", gib(self.peak_without_checkpointing)),
+            ("step time", ms(self.costs.step_time_us(graph))),
+            ("recorded", f"{len(graph.nodes)} nodes, {graph.op_count} operators of {len(graph.kinds)} kinds"),
+        ]
+
+    @property
+    def peak_without_checkpointing(self) -> int:
+        """Peak bytes of the step as it runs where there is no plan."""
+        return Memory(self.graph, self.costs.workspace_per_op(self.graph)).peak_without_checkpointing
 
     def workspace_of(self) -> dict[tuple[str, str], int]:
         """Kernels' own bytes by operator and signature, for a replay."""

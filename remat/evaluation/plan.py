@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 import remat
+from remat import shown
 from remat.errors import UsageError
 from remat.evaluation.graph import OUTSIDE, Graph
 from remat.evaluation.identity import Identity, from_lines, to_lines
@@ -168,6 +169,7 @@ class Proof(TypedDict, total=False):
     objective_us  recomputation that the plan takes    bound_us  what no plan of the space stays below
     gap           (objective - bound) / max(objective, 1 us); in other forms of the step than the captured one, both
                   counted from the cheapest form
+    interrupted   True where somebody pressed Ctrl-C before it was done; else absent
     """
 
     name: str
@@ -176,6 +178,7 @@ class Proof(TypedDict, total=False):
     bound_us: float
     gap: float
     wall_s: float
+    interrupted: bool
 
 
 class SpaceSize(TypedDict, total=False):
@@ -278,6 +281,20 @@ class Plan:
                 *(f"  traced     {sentence}" for sentence in traced_branches(self.about)),
             ]
         )
+
+    def _repr_html_(self) -> str:
+        predicted, plain = self.predicted, self.without_checkpointing
+        saved = sum(len(region.saved) for region in self.regions)
+        rows = [
+            ("peak", gib(predicted["peak_bytes"]), gib(plain["peak_bytes"])),
+            ("step time", ms(predicted["step_time_us"]), ms(plain["step_time_us"])),
+            ("added", f"{100 * predicted['overhead']:+.1f} %", ""),
+            ("regions", f"{len(self.regions)}, {saved} outputs saved", ""),
+            ("solver", f"{self.solver['status']}, gap {100 * self.solver['gap']:.2f} %", ""),
+        ]
+        title = f"Plan for {self.about.get('workload')} on {self.target} within {gib(self.budget_bytes)}"
+        notes = [f"Times are {self.costs}.", *traced_branches(self.about)]
+        return shown.as_html(title, rows, ("", "under the plan", "without"), notes)
 
 
 def traced_branches(about: Mapping[str, Any]) -> list[str]:

@@ -41,6 +41,7 @@ Judge = Callable[[Graph, Costs], int]
 
 RANKS = 8  # over which sharding is tried
 CHUNKS = 8  # of the loss
+SLICED = "chunked_loss"  # in the operator of a loss that runs in slices
 FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 EIGHT_BIT = ("Adam", "AdamW")
 SOFTMAXES = ("aten._softmax.default", "aten._safe_softmax.default")
@@ -57,14 +58,23 @@ class Lever:
     frees_bytes: int
 
 
-def advise(workload: Workload, place: PlanningDevice, loop: TrainingLoop, whole: Graph, judge: Judge) -> list[Lever]:
+def advise(
+    workload: Workload,
+    place: PlanningDevice,
+    loop: TrainingLoop,
+    whole: Graph,
+    judge: Judge,
+    *,
+    losses_are_cut: bool = False,
+) -> list[Lever]:
     """Every lever that frees something, the most first.
 
-    whole  the step as recorded, before any sharding
+    whole           the step as recorded, before any sharding
+    losses_are_cut  its losses run in slices already, or were tried in slices: cutting them is no lever
     """
     peak = judge(shard(whole, loop), roofline_costs(whole, place.target))
     found = []
-    for what, graph in _changed(workload, place, loop, whole):
+    for what, graph in _changed(workload, place, loop, whole, losses_are_cut or _is_cut(whole)):
         left = judge(graph, roofline_costs(graph, place.target))
         found.append(Lever(what, left, peak - left))
     return sorted((lever for lever in found if lever.frees_bytes > 0), key=lambda lever: -lever.frees_bytes)
@@ -76,8 +86,12 @@ def least_peak_of(graph: Graph, costs: Costs) -> int:
     return least_peak(problem, Limits(time_s=LEAST_PEAK_S)).peak_bytes
 
 
+def _is_cut(graph: Graph) -> bool:
+    return any(SLICED in node.op for node in graph.nodes)
+
+
 def _changed(
-    workload: Workload, place: PlanningDevice, loop: TrainingLoop, whole: Graph
+    workload: Workload, place: PlanningDevice, loop: TrainingLoop, whole: Graph, losses_are_cut: bool
 ) -> Iterator[tuple[str, Graph]]:
     """Each lever, and the graph of one rank with it."""
     for what, changed in _workloads(workload, whole):
@@ -89,7 +103,8 @@ def _changed(
         for kind in SHARDS:
             shared = dataclasses.replace(loop, ddp=False, ranks=ranks, shard=kind)
             yield f"states shared over {ranks} ranks (--ranks {ranks} --shard {kind})", shard(whole, shared)
-    yield f"a loss in {CHUNKS} chunks (computed)", shard(with_chunked_loss(whole, CHUNKS), loop)
+    if not losses_are_cut:
+        yield f"a loss in {CHUNKS} chunks (computed)", shard(with_chunked_loss(whole, CHUNKS), loop)
     yield "fused attention (computed)", shard(with_fused_attention(whole), loop)
     if place.target.device != "cpu":
         yield _state_on_host(shard(whole, loop), place.target, loop), shard(with_state_on_host(whole), loop)

@@ -11,6 +11,7 @@ from remat.reservation.fragmentation import CONTEXT_BYTES
 from remat.units import gib, parse_bytes
 
 AUTO_HEADROOM = "10%"
+OF_STEP = "%step"  # how a share of the step's own peak ends
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,23 +26,42 @@ class Budget:
     reserved_bytes: int | None = None
 
 
+def is_share_of_step(budget: object) -> bool:
+    """Whether `budget` is a share of what the step needs without checkpointing, such as `60%step`."""
+    return isinstance(budget, str) and budget.strip().lower().endswith(OF_STEP)
+
+
 def parse_budget(
-    budget: str | int, headroom: str | int | None, memory_bytes: int, usable_bytes: int | None = None
+    budget: str | int,
+    headroom: str | int | None,
+    memory_bytes: int,
+    usable_bytes: int | None = None,
+    step_bytes: int | None = None,
 ) -> Budget:
-    """The budget meant by `budget`: bytes, text with a unit, `90%` or `auto` of the target's memory.
+    """The budget meant by `budget`: bytes, text with a unit, `90%` or `auto` of the target's memory, or `60%step`.
 
     headroom      subtracted first: bytes, text with a unit or a percentage of the budget; None is 0, and 10 % for an
                   `auto` without `usable_bytes`
     usable_bytes  of the memory what an allocator can reserve, where it can be simulated: then `auto` means that what it
                   reserves fits
+    step_bytes    peak of the step without checkpointing, which `60%step` is a share of
 
-    Raises UsageError for text without a unit, and where nothing is left.
+    Raises UsageError for text without a unit, for a number that is no number of bytes, and where nothing is left.
     """
+    for name, given_as in (("budget", budget), ("headroom", 0 if headroom is None else headroom)):
+        if isinstance(given_as, bool) or not isinstance(given_as, (str, int)):
+            raise UsageError(
+                f'{name}={given_as!r} is neither a whole number of bytes nor text with a unit; write {name}="20GiB".'
+            )
     if budget == "auto":
         given = memory_bytes if usable_bytes is None else usable_bytes
         headroom = AUTO_HEADROOM if headroom is None and usable_bytes is None else headroom
     elif isinstance(budget, int):
         given = budget
+    elif is_share_of_step(budget):
+        if step_bytes is None:
+            raise UsageError(f"budget {budget!r} is a share of one step, and here is none; give it in GiB, or as 90%.")
+        given = parse_bytes(budget.strip()[: -len("step")], what="budget", whole_bytes=step_bytes)
     else:
         given = parse_bytes(budget, what="budget", whole_bytes=memory_bytes)
     spare = headroom or 0

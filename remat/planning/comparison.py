@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from remat import shown
 from remat.costing.profile import Profile
 from remat.errors import Infeasible, NoPlanInTime
 from remat.evaluation.form import CAPTURED, form_of
@@ -38,9 +39,11 @@ from remat.planning.variants import PATIENCE_S, Variant, Variants, at_most, begu
 from remat.recording.fake_step import FakeStep
 from remat.solvers import EXACT, HEURISTICS, WITHOUT, every_block, load
 from remat.solvers.least_peak import least_peak
+from remat.units import gib, ms
 
 DEFAULT = (*HEURISTICS, "exact")
 NO_LIMIT = 1 << 62
+COLUMNS = ("strategy", "fits", "peak", "step", "added", "gap")
 LOSS_WHOLE = "exact-whole-loss"  # what "exact" finds that leaves losses whole, where it cuts them
 UNFUSED = "exact-unfused"  # what "exact" finds for the step as captured, where groups are fused
 FUSE_ONLY = "fuse-only"  # groups fused, and nothing recomputed
@@ -84,6 +87,15 @@ class Row:
         """What fits by time, then what does not by peak, then what has no plan; among equals first what is proved."""
         by = self.step_time_us if self.fits else self.peak_bytes
         return not self.fits, by is None, by or 0.0, self.bound_us is None
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """Its cells under `COLUMNS`."""
+        peak = "-" if self.peak_bytes is None else gib(self.peak_bytes)
+        time = "-" if self.step_time_us is None else ms(self.step_time_us)
+        added = "-" if self.overhead is None else f"{100 * self.overhead:+.1f} %"
+        gap = "-" if self.gap is None else f"{100 * self.gap:.2f} %"
+        return self.strategy, "yes" if self.fits else "no", peak, time, added, gap
 
     def to_json(self) -> dict[str, Any]:
         names = [field.name for field in dataclasses.fields(self) if field.name != "plan"]
@@ -140,6 +152,20 @@ class Comparison(Heading):
     @property
     def best(self) -> Row | None:
         return self.rows[0] if self.rows and self.rows[0].fits else None
+
+    def __str__(self) -> str:
+        return shown.as_text(self._title, self._shown, COLUMNS)
+
+    def _repr_html_(self) -> str:
+        return shown.as_html(self._title, self._shown, COLUMNS)
+
+    @property
+    def _title(self) -> str:
+        return f"{self.about['workload']} on {self.target} within {gib(self.budget_bytes)}, costs {self.costs}"
+
+    @property
+    def _shown(self) -> list[tuple[str, ...]]:
+        return [row.shown for row in self.rows]
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -21,7 +21,7 @@ from remat.formulation.search_space import Space
 from remat.formulation.solution import Limits
 from remat.offloading.link import Link
 from remat.planning.assemble import assemble
-from remat.planning.budget import Budget, parse_budget, usable_bytes
+from remat.planning.budget import Budget, is_share_of_step, parse_budget, usable_bytes
 from remat.planning.card import reserving_at_most, with_footprints
 from remat.planning.links import link_of, require_offloads
 from remat.planning.profiling import fake_step, profile_step
@@ -42,6 +42,8 @@ def plan(
     headroom: str | int | None = None,
     loop: TrainingLoop | None = None,
     limits: Limits | None = None,
+    time_limit: float | None = None,
+    batch_size: int | None = None,
     solver: Solver | None = None,
     execution: str = EAGER,
     depth: int | None = None,
@@ -56,6 +58,8 @@ def plan(
 
     budget, headroom  see `parse_budget`         target  see `find_planning_device`
     loop              what training does around forward and backward: accumulation, clipping, shards, ...
+    time_limit        seconds for the search: that of `limits`, which has more to set
+    batch_size        samples in place of the workload's own number
     solver            any function of `remat.solvers`; the exact one by default
     execution         how the step will run: "eager"; "modules" for regions that are whole modules, as sharding with
                       FSDP2 needs them; "inductor" or "aot_eager" for a step compiled so, on this machine
@@ -76,10 +80,17 @@ def plan(
     how = executions.load(execution)
     found = find_planning_device(target)
     simulated = usable_bytes(found) if budget == "auto" and how.compiler is None else None
-    limit = parse_budget(budget, headroom, found.target.memory_bytes, simulated)
+    if time_limit is not None:
+        limits = dataclasses.replace(limits or Limits(), time_s=time_limit)
+    if batch_size is not None:
+        workload = workload.sized(batch_size)
+    # A share of the step is read before the step is recorded too, so that what is refused is refused at once.
+    limit = parse_budget(budget, headroom, found.target.memory_bytes, simulated, step_bytes=found.target.memory_bytes)
     how.require(found, loop)
     step = fake_step(workload, found, loop=loop, compiled=how.compiler is not None)
     profile = profile_step(step, found, on_progress=on_progress)
+    if is_share_of_step(budget):
+        limit = parse_budget(budget, headroom, found.target.memory_bytes, step_bytes=profile.peak_without_checkpointing)
     return plan_profile(
         profile,
         limit,
@@ -172,6 +183,6 @@ def plan_profile(
         )
 
     made = within(budget.limit_bytes)
-    if settings is None or budget.reserved_bytes is None:
-        return made
-    return reserving_at_most(budget.reserved_bytes, made, within)
+    if settings is not None and budget.reserved_bytes is not None:
+        made = reserving_at_most(budget.reserved_bytes, made, within)
+    return dataclasses.replace(made, solver={**made.solver, "interrupted": True}) if interrupted else made

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from remat import shown
 from remat.costing.profile import Profile
 from remat.errors import RematError
 from remat.evaluation.plan import Region
@@ -35,7 +36,9 @@ from remat.planning.search import Judge
 from remat.recording.fake_step import FakeStep
 from remat.solvers import EXACT, HEURISTICS, load
 from remat.solvers.least_peak import least_peak
+from remat.units import gib, ms
 
+COLUMNS = ("budget", "peak", "added", "gap", "regions")
 CURVE = "exact"  # the strategy whose plans are the curve
 
 
@@ -70,6 +73,31 @@ class Sweep(Heading):
     points: tuple[Point, ...]
     others: tuple[Point, ...]
     interrupted: bool = False
+
+    def __str__(self) -> str:
+        return shown.as_text(self._title, self._shown, COLUMNS)
+
+    def _repr_html_(self) -> str:
+        return shown.as_html(self._title, self._shown, COLUMNS)
+
+    @property
+    def _title(self) -> str:
+        plain = self.without_checkpointing
+        step = f"{gib(plain['peak_bytes'])} and {ms(plain['step_time_us'])} without checkpointing"
+        return f"{self.about['workload']} on {self.target}, costs {self.costs}: {step}"
+
+    @property
+    def _shown(self) -> list[tuple[str, ...]]:
+        return [
+            (
+                gib(point.budget_bytes),
+                gib(point.peak_bytes),
+                f"{100 * point.overhead:+.1f} %",
+                "-" if point.gap is None else f"{100 * point.gap:.2f} %",
+                f"{point.regions}",
+            )
+            for point in self.points
+        ]
 
     def by_strategy(self) -> dict[str, list[Point]]:
         """The points of every other strategy that has any."""

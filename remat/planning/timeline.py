@@ -30,6 +30,7 @@ class Timeline:
     """Bytes alive at moments of a step, by category.
 
     time_us      when each operator begins                       parts  category -> bytes at each moment
+    op           the recorded operator at each moment
     phases       name -> (begin, end) in microseconds            peak_bytes, peak_us  the highest moment
     allocator    what the caching allocator makes of it, as in `Estimate`
     recomputing  whether each moment is part of a recomputation  measured  (time_us, bytes) on the device at hand
@@ -39,6 +40,7 @@ class Timeline:
     target: str
     costs: str
     time_us: np.ndarray
+    op: np.ndarray
     parts: dict[str, np.ndarray]
     recomputing: np.ndarray
     phases: dict[str, tuple[float, float]]
@@ -78,8 +80,12 @@ def timeline(
     budget_bytes: int | None = None,
     allocator: str | None = None,
     offloads: Sequence[Offload] = (),
+    points: int | None = None,
 ) -> Timeline:
-    """The step of `profile` under a plan, over the time of its operators; `allocator` as for `estimate`."""
+    """The step of `profile` under a plan, over the time of its operators; `allocator` as for `estimate`.
+
+    points  moments at most, `POINTS` by default
+    """
     graph, costs = profile.graph, profile.costs
     settings = assumed_settings(profile.target, allocator)
     memory = Memory(graph, costs.workspace_per_op(graph)).offloading(offloads)
@@ -95,12 +101,13 @@ def timeline(
         "optimizer": curve.op >= graph.backward_end,
     }
     phases = {name: (float(begins[own].min()), float(ends[own].max())) for name, own in kinds.items() if own.any()}
-    shown = _highest(curve.alive_bytes)
+    shown = _highest(curve.alive_bytes, points or POINTS)
     return Timeline(
         about=graph.about,
         target=profile.target.name,
         costs=costs.source,
         time_us=begins[shown],
+        op=curve.op[shown],
         parts={name: sizes[shown] for name, sizes in stack.parts.items()},
         recomputing=(curve.region >= 0)[shown],
         phases=phases,
@@ -111,11 +118,11 @@ def timeline(
     )
 
 
-def _highest(sizes: np.ndarray) -> np.ndarray:
+def _highest(sizes: np.ndarray, points: int) -> np.ndarray:
     """Positions to show: all, or of every so many neighbours the highest."""
-    if len(sizes) <= POINTS:
+    if len(sizes) <= points:
         return np.arange(len(sizes))
-    borders = np.linspace(0, len(sizes), POINTS + 1).astype(np.int64)[:-1]
+    borders = np.linspace(0, len(sizes), points + 1).astype(np.int64)[:-1]
     ends = np.append(borders[1:], len(sizes))
     return np.array([a + int(sizes[a:b].argmax()) for a, b in zip(borders, ends, strict=True)])
 

@@ -172,6 +172,11 @@ class Variants:
         )
 
 
+def can_cut(execution: Execution, step: FakeStep, profile: Profile) -> bool:
+    """Whether plans of `step` may have a loss in slices."""
+    return Variants(execution, step, profile).are_losses
+
+
 def require_fusible(execution: Execution, step: FakeStep | None, *, exact: bool) -> None:
     """Raise UsageError where groups cannot be fused."""
     if exact:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
+from remat import shown
 from remat.units import gib, ms
 
 NOT_SEEN = "not seen (compiled)"
@@ -90,6 +91,24 @@ class Report:
             "notes": list(self.notes),
             "passed": self.passed,
         }
+
+    def _repr_html_(self) -> str:
+        name, limit_bytes = self.limit
+        nodes = self.recomputed_nodes
+        rows = [
+            *((row, gib(of["peak_bytes"]), ms(of["step_time_us"])) for row, of in self._measurements),
+            (name, gib(limit_bytes), "kept" if self.within_budget else "EXCEEDED"),
+            ("loss", _verdict(self.loss_equal), ""),
+            ("gradients", _verdict(self.gradients_equal), f"largest error {self.max_gradient_error:.3g}"),
+            ("nodes recomputed", _seen(nodes["observed"]), f"{nodes['planned']} planned"),
+        ]
+        verdict = "passed" if self.passed else "FAILED"
+        title = f"{self.workload} on {self.device}, batch size {self.batch_size}: {verdict}"
+        return shown.as_html(title, rows, ("", "peak", "step"), (*self.kernel_differences, *self.notes))
+
+    @property
+    def _measurements(self) -> list[tuple[str, dict[str, Any]]]:
+        return [("measured", self.measured), ("predicted", self.predicted), ("untouched", self.untouched)]
 
     def __str__(self) -> str:
         length = f", sequence length {self.seq_len}" if self.seq_len else ""

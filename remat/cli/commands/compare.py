@@ -21,7 +21,7 @@ from remat.cli.commands.options import (
     OffloadOptions,
     SourceOptions,
 )
-from remat.cli.commands.source import Source, budget_for, headroom_on_top, opened, workload_of
+from remat.cli.commands.source import Source, budget_for, budget_of_step, headroom_on_top, opened, workload_of
 from remat.cli.commands.validate import measuring_first
 from remat.errors import UsageError, ValidationFailed
 from remat.units import gib, ms, parse_bytes
@@ -76,6 +76,7 @@ def compare(
         workload = _to_measure(found, source) if measure else None
         link = offload.link(found)
         profile, step = found.record()
+        limit = budget_of_step(budget, limit, profile)
         with headroom_on_top(limit):
             comparison = compare(
                 profile,
@@ -87,7 +88,7 @@ def compare(
                 exact=exact,
                 fuse=fuse,
                 link=link,
-                on_strategy=lambda name, number, count: line.say(f"{name}, {number} of {count}"),
+                on_strategy=lambda name, number, count: line.say(name, number, count),
             )
         files = _saved(comparison, save, found, limit) if save is not None else {}
         if workload is not None:

@@ -10,7 +10,7 @@ import typer
 
 from remat.cli.commands import Answer
 from remat.cli.commands.options import Allocator, Json, PlanInPlaceOfModel, SourceOptions
-from remat.cli.commands.source import Source, allocator_of, opened_step, workload_of
+from remat.cli.commands.source import Source, allocator_of, levers_of, opened_step
 from remat.errors import UsageError
 from remat.units import gib, ms, parse_count
 
@@ -77,16 +77,11 @@ def _recorded_again(step: FakeStep, found: Source, loop: TrainingLoop) -> Profil
 
 
 def _advice(found: Source, profile: Profile, step: FakeStep | None, regions: Any, line: LiveLine) -> list[Lever]:
-    from remat.evaluation.evaluator import Memory
-    from remat.planning.advice import advise
-
     if found.spec is None or found.place is None or found.loop is None or step is None:
         raise UsageError("--advice records the step again with each lever, and needs --model for that.")
     if regions:
         raise UsageError("--advice is about the step as it is; leave --plan out.")
-    line.say("trying levers")
-    workload, whole = workload_of(found.spec), profile.whole or profile.graph
-    return advise(workload, found.place, found.loop, whole, lambda graph, costs: Memory(graph).curve(()).peak_bytes)
+    return levers_of(found, profile, line)
 
 
 # Only the states

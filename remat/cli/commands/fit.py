@@ -48,7 +48,7 @@ def fit(
 
         found = opened(step, line, load(how.name))
         execution = load(how.name)
-        limit = budget_for(budget, found.target, usable(found) if execution.compiler is None else None)
+        limit = budget_for(budget, found.target, usable(found) if execution.compiler is None else None, shares=False)
         from remat.planning.fit import fit, largest_batch, longest_sequence
 
         assert found.spec is not None and found.place is not None

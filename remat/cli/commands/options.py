@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from remat.cli import screen
 from remat.cli.commands import Answer
 from remat.errors import UsageError
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 STEP, LOOP, SEARCH = "The training step", "The training loop", "The search"  # titles in --help
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and all else on stderr.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing of what goes on; errors and warnings remain.")]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.", show_default=False)]
 PlanInPlaceOfModel = Annotated[
     Path | None,
@@ -200,7 +202,8 @@ class BudgetOptions:
         str,
         typer.Option(
             help="Limit on the peak of the whole step: bytes with a unit (20GiB, 20GB, 21474836480B), or 90% of "
-            "the target's memory; auto is what does not run out of memory there."
+            "the target's memory; 60%step is that share of what the step needs without a plan; auto is what does not "
+            "run out of memory there."
         ),
     ]
     headroom: Annotated[
@@ -345,12 +348,13 @@ GROUPS = (
 
 
 def spread(command: Callable[..., Answer]) -> Callable[..., Answer]:
-    """`command` with a parameter for every field of the groups that it takes."""
+    """`command` with a parameter for every field of the groups that it takes, and `--quiet`."""
     hints = typing.get_type_hints(command, include_extras=True)
     groups = {name: hint for name, hint in hints.items() if hint in GROUPS}
 
     @functools.wraps(command)
-    def run(**given: Any) -> Answer:
+    def run(quiet: bool = False, **given: Any) -> Answer:
+        screen.quiet = quiet
         gathered = {
             name: group(**{field.name: given.pop(field.name) for field in dataclasses.fields(group)})
             for name, group in groups.items()
@@ -366,6 +370,7 @@ def spread(command: Callable[..., Answer]) -> Callable[..., Answer]:
             else [parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY)]
         )
     ]
+    parameters.append(inspect.Parameter("quiet", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Quiet))
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return run

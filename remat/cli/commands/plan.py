@@ -22,7 +22,14 @@ from remat.cli.commands.options import (
     SearchOptions,
     SourceOptions,
 )
-from remat.cli.commands.source import budget_for, headroom_on_top, levers_where_infeasible, opened, usable
+from remat.cli.commands.source import (
+    budget_for,
+    budget_of_step,
+    headroom_on_top,
+    levers_where_infeasible,
+    opened,
+    usable,
+)
 
 if TYPE_CHECKING:
     from remat.cli.screen import LiveLine
@@ -64,13 +71,27 @@ def plan(
         line.say("loading PyTorch")
         from remat.execution.executions import load
         from remat.planning.planner import plan_profile
+        from remat.planning.variants import can_cut
 
         execution = load(how.name)
         found = opened(source, line, execution)
         limit = budget_for(budget, found.target, usable(found) if execution.compiler is None else None)
         link = offload.link(found)
         profile, step = found.record()
-        with headroom_on_top(limit), levers_where_infeasible(found, profile, limit, line, wanted=advice):
+        limit = budget_of_step(budget, limit, profile)
+        with (
+            headroom_on_top(limit),
+            levers_where_infeasible(
+                found,
+                profile,
+                limit,
+                line,
+                wanted=advice,
+                losses_are_cut=lambda: (
+                    not exact and depth != 1 and step is not None and can_cut(execution, step, profile)
+                ),
+            ),
+        ):
             line.say("solving")
             made = plan_profile(
                 profile,
@@ -94,7 +115,7 @@ def plan(
 
 
 def _replaying(line: LiveLine, execution: str, number: int, most: int) -> None:
-    line.say(f"replaying plans as they run ({execution}), {number} of about {most}")
+    line.say(f"replaying plans as they run ({execution}), at most", number, most)
 
 
 def _forming(line: LiveLine, form: Form) -> None:
@@ -128,4 +149,6 @@ def _answer(plan: Plan, path: Path, *, replayed: bool) -> Answer:
     notes += [f"wrote {path}", f"next: remat validate {path}"]
     if compiler := load(plan.execution).compiler:
         notes.append(f'in training: torch.compile(remat.apply(model, "{path}"), backend="{compiler}")')
+    if plan.solver.get("interrupted"):
+        notes.append("interrupted: this is the best plan found so far, and more time may find or prove a better one")
     return Answer(data, plan_text(plan) + "\n\n" + "\n".join(notes))

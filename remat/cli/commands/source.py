@@ -59,7 +59,8 @@ def opened(options: StepOptions, line: LiveLine, execution: Execution | None = N
     return found
 
 
-def _from_plan(path: Path, line: LiveLine) -> tuple[Source, Plan]:
+def opened_plan(path: Path, line: LiveLine, *, as_captured: bool = False) -> tuple[Source, Plan]:
+    """The step of a plan file, in the plan's form or `as_captured`, and the plan. Raises UsageError."""
     line.say("loading PyTorch")
     from remat.costing.planning_device import find_planning_device
     from remat.evaluation.form import form_of
@@ -70,7 +71,7 @@ def _from_plan(path: Path, line: LiveLine) -> tuple[Source, Plan]:
     spec = spec_in(plan.about, path)
     if spec is None:
         raise UsageError(f"{path} does not say how to build its model; make the plan with `remat plan --model`.")
-    loop, form = TrainingLoop.of(plan.about), form_of(plan.about)
+    loop, form = TrainingLoop.of(plan.about), None if as_captured else form_of(plan.about)
     return _recorded(spec, find_planning_device(plan.target), loop, line, form=form), plan
 
 
@@ -81,7 +82,7 @@ def opened_step(options: SourceOptions, plan: Path | None, line: LiveLine) -> tu
     if options.given:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in options.given)
         raise UsageError(f"{names} cannot go with --plan: the plan says what it is for.")
-    return _from_plan(plan, line)
+    return opened_plan(plan, line)
 
 
 def allocator_of(plan: Plan | None, given: str | None) -> str | None:
@@ -145,6 +146,17 @@ def workload_of(spec: ModelSpec) -> Workload:
     return spec.workload()
 
 
+def levers_of(found: Source, profile: Profile, line: LiveLine) -> list[Lever]:
+    """Which lever frees how much of a step as it is, without checkpointing. `profile` is what `found` recorded."""
+    from remat.evaluation.evaluator import Memory
+    from remat.planning.advice import advise
+
+    assert found.spec is not None and found.place is not None and found.loop is not None
+    line.say("trying levers")
+    workload, whole = workload_of(found.spec), profile.whole or profile.graph
+    return advise(workload, found.place, found.loop, whole, lambda graph, costs: Memory(graph).curve(()).peak_bytes)
+
+
 # Budgets
 
 
@@ -156,15 +168,19 @@ def usable(found: Source) -> int | None:
     return usable_bytes(found.place or PlanningDevice(found.target, None))
 
 
-def budget_for(options: BudgetOptions, target: Target, usable_bytes: int | None = None) -> Budget:
+def budget_for(
+    options: BudgetOptions, target: Target, usable_bytes: int | None = None, *, shares: bool = True
+) -> Budget:
     """The budget that `options` mean on `target`, with a warning where it is more than the target has.
 
     usable_bytes  as for `parse_budget`
+    shares        whether a share of the step will do, to be read again with `budget_of_step` once it is recorded
     """
     from remat.cli.screen import tell
     from remat.planning.budget import parse_budget
 
-    limit = parse_budget(options.budget, options.headroom, target.memory_bytes, usable_bytes)
+    of_step = target.memory_bytes if shares else None
+    limit = parse_budget(options.budget, options.headroom, target.memory_bytes, usable_bytes, of_step)
     if limit.given_bytes > target.memory_bytes:
         tell(
             "warning",
@@ -173,6 +189,16 @@ def budget_for(options: BudgetOptions, target: Target, usable_bytes: int | None 
             "bold yellow",
         )
     return limit
+
+
+def budget_of_step(options: BudgetOptions, limit: Budget, profile: Profile) -> Budget:
+    """`limit`, or the share of the recorded step that `options` ask for."""
+    from remat.planning.budget import is_share_of_step, parse_budget
+
+    if not is_share_of_step(options.budget):
+        return limit
+    step_bytes = profile.peak_without_checkpointing
+    return parse_budget(options.budget, options.headroom, profile.target.memory_bytes, step_bytes=step_bytes)
 
 
 @contextlib.contextmanager
@@ -189,9 +215,17 @@ def headroom_on_top(limit: Budget) -> Iterator[None]:
 
 @contextlib.contextmanager
 def levers_where_infeasible(
-    source: Source, profile: Profile, limit: Budget, line: LiveLine, *, wanted: bool
+    source: Source,
+    profile: Profile,
+    limit: Budget,
+    line: LiveLine,
+    *,
+    wanted: bool,
+    losses_are_cut: Callable[[], bool] = lambda: False,
 ) -> Iterator[None]:
     """A refusal also says which lever would make room: what is found by recording the step again with each.
+
+    losses_are_cut  whether plans had losses in slices, as far as there are any
 
     That takes a while, so a terminal shows the refusal meanwhile; Ctrl-C ends the search, and the refusal stands.
     """
@@ -208,7 +242,14 @@ def levers_where_infeasible(
 
         whole = profile.whole or profile.graph
         try:
-            levers = advise(workload_of(source.spec), source.place, source.loop, whole, least_peak_of)
+            levers = advise(
+                workload_of(source.spec),
+                source.place,
+                source.loop,
+                whole,
+                least_peak_of,
+                losses_are_cut=losses_are_cut(),
+            )
         except KeyboardInterrupt:
             raise error from None
         message = f"{error} {_levers_text(levers, limit.limit_bytes)}"

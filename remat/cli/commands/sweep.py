@@ -69,7 +69,7 @@ def sweep(
             strategies=search.names,
             step=step,
             execution=how.name,
-            on_point=lambda name, number, count: line.say(f"{name}, point {number} of {count}"),
+            on_point=lambda name, number, count: line.say(f"{name}, point", number, count),
         )
     if out is not None:
         from remat.evaluation.plan import write_atomically

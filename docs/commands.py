@@ -1,0 +1,33 @@
+"""The reference of the command line, written from its options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import typer
+
+from remat.cli.main import app
+
+
+def reference() -> Iterator[str]:
+    """Lines of Markdown: a section for each command, a line for each option."""
+    group: Any = typer.main.get_command(app)
+    context = typer.Context(group, info_name="remat")
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        yield f"\n## remat {name}\n"
+        yield command.help or ""
+        yield ""
+        for parameter in command.params:
+            if not getattr(parameter, "hidden", False) and parameter.name != "help":
+                yield _line(parameter)
+
+
+def _line(parameter: Any) -> str:
+    names = ", ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
+    if parameter.param_type_name == "argument":
+        names = f"`{parameter.metavar or parameter.name}`"
+    shown = getattr(parameter, "show_default", None)
+    default = f" Default: {shown}." if isinstance(shown, str) else ""
+    return f"- {names}: {parameter.help or ''}{default}"

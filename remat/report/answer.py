@@ -1,0 +1,105 @@
+"""Answer: the one sentence that stands above everything, and the few figures beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from remat.evaluation.evaluator import Memory
+from remat.report.material import Material
+from remat.units import gib, ms
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What the page says first: `sentence`, what it rests on, and verdicts in a word each (style, text)."""
+
+    title: str
+    step: str
+    sentence: str
+    rests_on: str
+    verdicts: tuple[tuple[str, str], ...]
+
+
+def answer_of(material: Material) -> Answer:
+    about = material.about
+    return Answer(
+        title=str(about["workload"]),
+        step=_step(about, material.target),
+        sentence=_sentence(material),
+        rests_on=_rests_on(material),
+        verdicts=tuple(_verdicts(material)),
+    )
+
+
+def _step(about: dict[str, Any], target: str) -> str:
+    size = f"batch {about['batch_size']}" + (f" x {about['seq_len']}" if about.get("seq_len") is not None else "")
+    weights = " and ".join(about.get("parameter_dtypes", ())) + " weights"
+    precision = f", {about['autocast']} autocast" if about.get("autocast") else ""
+    over = f", accumulated over {about['accumulation']}" if about.get("accumulation", 1) > 1 else ""
+    return f"{size}{over}, {weights}{precision}, {about.get('optimizer') or 'no optimizer'}, on {target}"
+
+
+def _sentence(material: Material) -> str:
+    plan, name = material.plan, material.about["workload"]
+    if plan is None:
+        profile = material.profile
+        assert profile is not None
+        memory = Memory(profile.graph, profile.costs.workspace_per_op(profile.graph))
+        time = ms(profile.costs.step_time_us(profile.graph))
+        return f"A step of {name} needs {gib(memory.peak_without_checkpointing)} and takes {time} as it is."
+    plain, predicted = plan.without_checkpointing, plan.predicted
+    held = f"{name} trains within {gib(plan.budget_bytes)}"
+    if plain["peak_bytes"] > plan.budget_bytes:
+        held += f" in place of the {gib(plain['peak_bytes'])} that it needs without a plan"
+    return f"{held}, {_price(predicted['overhead'])}."
+
+
+def _price(added: float) -> str:
+    if abs(added) < 5e-5:
+        return "and no step takes longer"
+    return f"and each step takes {100 * abs(added):.1f} % {'longer' if added > 0 else 'less time'}"
+
+
+def _rests_on(material: Material) -> str:
+    """What is predicted, what is estimated, what was measured."""
+    said = []
+    if (plan := material.plan) is not None:
+        judge = "replayed on fake tensors" if plan.predicted.get("judged_by") == "replay" else "computed"
+        said.append(f"The peak is {gib(plan.predicted['peak_bytes'])}, {judge}.")
+        time = f"A step takes {ms(plan.predicted['step_time_us'])}"
+        plain = f"{ms(plan.without_checkpointing['step_time_us'])} without a plan"
+        said.append(f"{time}, {plain}; {_times(material)}.")
+    else:
+        said.append(f"{_times(material).capitalize()}.")
+    if (found := material.validation) is not None:
+        size = f"{found['batch_size']}" + (f" x {found['seq_len']}" if found.get("seq_len") else "")
+        said.append(
+            f"Measured on {found['device']} at batch {size}: peak {gib(found['measured']['peak_bytes'])}, predicted "
+            f"there {gib(found['predicted']['peak_bytes'])}."
+        )
+    return " ".join(said)
+
+
+def _times(material: Material) -> str:
+    if material.costs == "estimated":
+        return f"times are estimated from the data sheet of {material.target}, not measured"
+    return f"times are sums of operators measured on {material.target}"
+
+
+def _verdicts(material: Material) -> list[tuple[str, str]]:
+    plan, found = material.plan, []
+    if plan is not None:
+        if plan.execution in ("inductor", "aot_eager"):
+            found.append(("plain", f"compiled by {plan.execution}, no bound"))
+        elif plan.solver["status"] == "optimal":
+            found.append(("good", "proved optimal"))
+        else:
+            found.append(("plain", f"within {100 * plan.solver['gap']:.1f} % of the best"))
+    found.append(("warn", "times estimated") if material.costs == "estimated" else ("good", "times measured"))
+    if material.validation is None:
+        found.append(("plain", "not validated"))
+    else:
+        passed = material.validation["passed"]
+        found.append(("good", "validation passed") if passed else ("bad", "validation FAILED"))
+    return found

@@ -1,0 +1,250 @@
+"""Step: the bytes alive over the time of a step, by category, with what runs at each moment.
+
+A figure has fewer columns than a step has operators: each column shows the highest moment that begins in it, so no
+peak is lost. Every moment knows its node, and every node the spans of time in which it runs forward, is recomputed and
+runs backward. That is what links the figure with the tree of decisions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from remat.costing.profile import Profile
+from remat.evaluation.evaluator import Memory
+from remat.evaluation.plan import Region
+from remat.planning.timeline import Timeline, timeline
+from remat.report.material import Material
+from remat.report.scale import SIDE, Scale, Tick, area, line, unit_of
+from remat.units import gib, ms
+
+COLUMNS = 900
+ROWS = 16  # of the table
+FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER = range(4)
+PHASES = ("forward", "recomputation", "backward", "optimizer")
+LASTING = (  # categories in the order in which they are stacked: what lasts at the bottom
+    *("parameters", "buffers", "optimizer state", "running average", "gradient buckets", "batch", "numbers"),
+    *("library workspaces", "gathered shards", "gradients", "activations", "recomputed activations"),
+    *("logits and loss", "temporaries of backward", "temporaries of the optimizer", "workspaces"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Category:
+    """One layer of the figure: the edge that it and all below it reach, and its bytes at the peak."""
+
+    name: str
+    slug: str
+    path: str
+    peak_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """A horizontal line: the budget, the peak, a measured peak. `y` in percent."""
+
+    name: str
+    slug: str
+    bytes: int
+    y: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """A stretch of time in percent: where it begins, how long it is."""
+
+    begin: float
+    length: float
+    name: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """The figure, its table, and what the script needs to link it with the rest of the page.
+
+    columns  per column: time in parts of 10,000, phase, node (-1: none), and KiB by category
+    spans    per node: (begin, end, phase), times in parts of 10,000
+    """
+
+    categories: tuple[Category, ...]
+    levels: tuple[Level, ...]
+    x_ticks: tuple[Tick, ...]
+    y_ticks: tuple[Tick, ...]
+    unit: str
+    total_us: float
+    peak_x: float
+    peak_y: float
+    peak_bytes: int
+    phases: tuple[Span, ...]
+    recomputed: tuple[Span, ...]
+    measured: str
+    table: tuple[tuple[str, ...], ...]
+    header: tuple[str, ...]
+    columns: dict[str, Any]
+    spans: list[list[tuple[int, int, int]]]
+    notes: tuple[str, ...]
+    summary: str
+
+
+def step_of(material: Material) -> Step | None:
+    """The figure; None where the step is not at hand."""
+    profile = material.profile
+    if profile is None:
+        return None
+    budget = material.plan.budget_bytes if material.plan is not None else None
+    made = timeline(profile, material.regions, budget, offloads=material.offloads, points=COLUMNS)
+    graph, memory = profile.graph, material.memory
+    ends, node_at, phase_at = _moments(profile, memory, material.regions)
+    total_us = max(float(ends[-1]), 1e-9)
+    x = Scale(0.0, total_us)
+    levels = _levels(material, made)
+    most = 1.06 * max(made.peak_bytes, *(size for _, _, size in levels))
+    y = Scale(0.0, most)
+    begins = [x.part(time) for time in made.time_us.tolist()]
+    names = [name for name in (*LASTING, *made.parts) if name in made.parts and made.parts[name].any()]
+    names = list(dict.fromkeys(names))
+    unit, unit_name = unit_of(made.peak_bytes)
+    at = int(made.alive_bytes.argmax())
+    return Step(
+        categories=tuple(_categories(made, names, begins, y, at))[::-1],
+        levels=tuple(Level(name, slug, size, y.percent(size)) for name, slug, size in levels),
+        x_ticks=x.ticks(1000.0, ""),
+        y_ticks=y.ticks(unit, ""),
+        unit=unit_name,
+        total_us=total_us,
+        peak_x=x.percent(made.peak_us),
+        peak_y=y.percent(made.peak_bytes),
+        peak_bytes=made.peak_bytes,
+        phases=tuple(
+            Span(x.percent(begin), round(x.percent(end) - x.percent(begin), 3), name)
+            for name, (begin, end) in made.phases.items()
+        ),
+        recomputed=tuple(_stretches(phase_at == RECOMPUTE, ends, x)),
+        measured=_measured(material, y),
+        table=tuple(_table(made, names)),
+        header=("begins", *names, "in all"),
+        columns=_columns(made, names, graph.op_node, graph.backward_end, graph.forward_end, total_us),
+        spans=_spans(node_at, phase_at, ends, len(graph.nodes), total_us),
+        notes=tuple(_notes(material)),
+        summary=_summary(made, total_us),
+    )
+
+
+def slug_of(name: str) -> str:
+    """A category as the name of a style."""
+    return "".join(letter if letter.isalnum() else "-" for letter in name)
+
+
+def _moments(profile: Profile, memory: Memory, regions: Sequence[Region]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For every operator that runs: when it ends, its node (-1 in the optimizer), its phase."""
+    graph, curve = profile.graph, memory.curve(regions)
+    took_us = np.where(curve.executed, profile.costs.per_op_us(graph)[curve.op], 0.0)
+    phase = np.where(curve.op < graph.forward_end, FORWARD, BACKWARD)
+    phase[curve.region >= 0] = RECOMPUTE
+    phase[curve.op >= graph.backward_end] = OPTIMIZER
+    node = np.where(phase == OPTIMIZER, -1, graph.op_node[curve.op])
+    return np.cumsum(took_us), node, phase
+
+
+def _levels(material: Material, made: Timeline) -> list[tuple[str, str, int]]:
+    found = [("peak", "peak", made.peak_bytes)]
+    if made.budget_bytes is not None:
+        found.append(("budget", "budget", made.budget_bytes))
+    if (validation := material.validation) is not None and _is_full_size(material):
+        found.append(("measured peak", "measured", int(validation["measured"]["peak_bytes"])))
+    return found
+
+
+def _is_full_size(material: Material) -> bool:
+    """Whether what was measured is the step that was planned, not a smaller one."""
+    validation = material.validation or {}
+    return all(validation.get(name) == material.about.get(name) for name in ("batch_size", "seq_len"))
+
+
+def _categories(made: Timeline, names: Sequence[str], begins: list[int], y: Scale, at: int) -> Iterator[Category]:
+    """Every category with the edge that it reaches, bottom first; each hides all of those below but its own share."""
+    edge = np.zeros(len(begins))
+    for name in names:
+        edge = edge + made.parts[name]
+        tops = [y.part(top) for top in edge.tolist()]
+        yield Category(name, slug_of(name), area(begins, tops), int(made.parts[name][at]))
+
+
+def _stretches(flags: np.ndarray, ends: np.ndarray, x: Scale) -> Iterator[Span]:
+    """Neighbouring moments that `flags` names, as one."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], flags.astype(np.int8), [0]])))
+    for first, end in edges.reshape(-1, 2).tolist():
+        begin = x.percent(float(ends[first - 1])) if first else 0.0
+        yield Span(begin, round(x.percent(float(ends[end - 1])) - begin, 3))
+
+
+def _measured(material: Material, y: Scale) -> str:
+    """The measured moments on the predicted time: two clocks need not agree, shapes can be compared."""
+    measured = (material.timeline or {}).get("measured")
+    if not measured or not measured["time_us"]:
+        return ""
+    time_us = np.array(measured["time_us"], dtype=np.float64)
+    parts = np.round(SIDE * time_us / max(float(time_us[-1]), 1e-9)).astype(int)
+    sizes = np.array(measured["bytes"], dtype=np.int64)
+    columns = sorted(set(parts.tolist()))
+    tops = [y.part(float(sizes[parts == column].max())) for column in columns]
+    return line(columns, tops)
+
+
+def _table(made: Timeline, names: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """The highest moment in each of so many equal stretches of the step."""
+    total, end = made.alive_bytes, float(made.time_us[-1]) or 1.0
+    for number in range(ROWS):
+        inside = (made.time_us >= end * number / ROWS) & (made.time_us <= end * (number + 1) / ROWS)
+        if inside.any():
+            at = int(np.where(inside, total, -1).argmax())
+            sizes = [gib(int(made.parts[name][at])) for name in names]
+            yield (ms(float(made.time_us[at])), *sizes, gib(int(total[at])))
+
+
+def _columns(
+    made: Timeline, names: Sequence[str], op_node: np.ndarray, backward_end: int, forward_end: int, total_us: float
+) -> dict[str, Any]:
+    phase = np.where(made.op < forward_end, FORWARD, BACKWARD)
+    phase[made.recomputing] = RECOMPUTE
+    phase[made.op >= backward_end] = OPTIMIZER
+    node = np.where(phase == OPTIMIZER, -1, op_node[made.op])
+    return {
+        "time": np.round(10_000 * made.time_us / total_us).astype(int).tolist(),
+        "phase": phase.tolist(),
+        "node": node.tolist(),
+        "kib": {name: (made.parts[name] >> 10).tolist() for name in names[::-1]},
+    }
+
+
+def _spans(
+    node: np.ndarray, phase: np.ndarray, ends: np.ndarray, count: int, total_us: float
+) -> list[list[tuple[int, int, int]]]:
+    found: list[list[tuple[int, int, int]]] = [[] for _ in range(count)]
+    borders = np.flatnonzero(np.diff(node) | np.diff(phase)) + 1
+    for first, end in zip([0, *borders.tolist()], [*borders.tolist(), len(node)], strict=True):
+        if node[first] >= 0:
+            begin = float(ends[first - 1]) if first else 0.0
+            places = (round(10_000 * time / total_us) for time in (begin, float(ends[end - 1])))
+            found[int(node[first])].append((*places, int(phase[first])))  # type: ignore[arg-type]
+    return found
+
+
+def _notes(material: Material) -> Iterator[str]:
+    if material.costs == "estimated":
+        yield "Times are estimated from the target's data sheet: widths are estimates, heights are counted bytes."
+    if material.validation is not None and not _is_full_size(material):
+        yield "The validation ran a smaller step than was planned, so its peak is not drawn here."
+    if material.timeline is not None and material.timeline.get("measured"):
+        yield "The measured curve is stretched to the predicted time."
+
+
+def _summary(made: Timeline, total_us: float) -> str:
+    at = int(made.alive_bytes.argmax())
+    largest = sorted(made.parts, key=lambda name: -int(made.parts[name][at]))[:3]
+    what = ", ".join(f"{name} {gib(int(made.parts[name][at]))}" for name in largest)
+    budget = f", budget {gib(made.budget_bytes)}" if made.budget_bytes is not None else ""
+    return f"Peak {gib(made.peak_bytes)} after {ms(made.peak_us)} of {ms(total_us)}{budget}. At the peak: {what}."

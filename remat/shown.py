@@ -1,0 +1,39 @@
+"""Shown: how a value presents itself, as lines in a terminal and as a small static table in a notebook."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+
+Rows = Sequence[Sequence[str]]
+_CELL = "text-align:right;padding:.15em .9em .15em 0;font-variant-numeric:tabular-nums"
+_NAME = "text-align:left;padding:.15em .9em .15em 0"
+
+
+def as_text(title: str, rows: Rows, header: Sequence[str] = (), notes: Sequence[str] = ()) -> str:
+    """`title`, and below it `rows` in columns: the first to the left, the others to the right."""
+    table = [*([header] if header else []), *rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    sides = ["<", *">" * (len(widths) - 1)]
+    lines = [
+        "  " + "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True))
+        for row in table
+    ]
+    return "\n".join([title, *(line.rstrip() for line in lines), *(f"  {note}" for note in notes)])
+
+
+def as_html(title: str, rows: Rows, header: Sequence[str] = (), notes: Sequence[str] = ()) -> str:
+    """The same as HTML: no script, no style sheet, colours of whatever stands around it."""
+    parts = [f"<div><strong>{html.escape(title)}</strong><table>"]
+    if header:
+        parts.append(f"<thead>{_row(header, 'th')}</thead>")
+    parts.append(f"<tbody>{''.join(_row(row, 'td') for row in rows)}</tbody></table>")
+    parts += [f"<div>{html.escape(note)}</div>" for note in notes]
+    return "".join([*parts, "</div>"])
+
+
+def _row(cells: Sequence[str], kind: str) -> str:
+    first, *others = (html.escape(cell) for cell in cells)
+    scope = ' scope="row"' if kind == "td" else ""
+    rest = "".join(f'<{kind} style="{_CELL}">{cell}</{kind}>' for cell in others)
+    return f'<tr><th{scope} style="{_NAME}">{first}</th>{rest}</tr>'

@@ -1,0 +1,57 @@
+"""The documentation runs, builds without a warning, and leads nowhere that is not there."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+TUTORIAL = (DOCS / "tutorial.md").read_text(encoding="utf-8")
+MOST_LINES = 150  # of README
+
+
+def test_the_tutorial_is_a_program_that_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    names: dict[str, object] = {"__name__": "tutorial"}
+    blocks = re.findall(r"^```(\w+)\n(.*?)^```$", TUTORIAL, re.MULTILINE | re.DOTALL)
+    assert {kind for kind, _ in blocks} == {"python"}
+    for _, block in blocks:
+        exec(block, names)
+    said = capsys.readouterr().out
+    assert "Profile of layers on cpu" in said and "MiB" in said and said.rstrip().endswith("passed")
+    assert names["plan"].regions  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+def test_every_link_of_a_page_leads_to_a_file(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8"))
+    local = [link for link in links if "://" not in link]
+    there = [(page.parent / link).exists() or (ROOT / link.lstrip("/")).exists() for link in local]
+    assert [link for link, is_there in zip(local, there, strict=True) if not is_there] == []
+
+
+def test_the_readme_is_short_and_names_every_guide() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(readme.splitlines()) < MOST_LINES
+    pages = [*(DOCS / "guides").glob("*.md"), *(DOCS / "explanation").glob("*.md"), DOCS / "tutorial.md"]
+    assert [page.name for page in pages if f"({page.relative_to(ROOT)})" not in readme] == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(importlib.util.find_spec("sphinx") is None, reason="needs the extra `docs`")
+def test_the_pages_build_without_a_warning(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", str(DOCS), str(tmp_path)]
+    ran = subprocess.run(build, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    reference = (tmp_path / "reference" / "command-line.html").read_text(encoding="utf-8")
+    assert "remat doctor" in reference and "--time-limit" in reference

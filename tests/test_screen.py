@@ -1,0 +1,137 @@
+"""What a person sees fits the terminal that is there, and what a log file gets is seldom and true."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.progress import Progress
+
+from remat.cli.screen import LiveLine, fitted
+from tests.command_line import MODEL, Remat
+
+STEP = ("--model", "model.py:stack", "--target", "h100-80gb")
+WIDTH = 80
+
+
+def test_what_follows_is_set_below_the_last_column() -> None:
+    line = "  loss      4 slices   its logits are never there at once"
+    assert fitted(line, 44) == "  loss      4 slices   its logits are never\n                       there at once"
+    assert fitted("short", 10) == "short"
+
+
+def test_where_the_last_column_begins_late_a_line_hangs_by_two() -> None:
+    assert fitted("  a long name of a thing   then five words more", 30) == (
+        "  a long name of a thing\n    then five words more"
+    )
+
+
+@pytest.mark.parametrize("word", ["x" * 50, "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"])
+def test_no_word_is_broken(word: str) -> None:
+    assert word in fitted(f"one two {word} three", 20)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def line_of(clock: Clock) -> LiveLine:
+    return LiveLine(Progress(disable=True), logs=True, clock=clock)
+
+
+def test_a_log_file_gets_a_line_every_half_minute_with_what_is_left(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = line_of(clock)
+    for number in range(1, 11):
+        line.say("exact, point", number, 10)
+        clock.now += 12
+    assert capsys.readouterr().err == (
+        "36 s: exact, point, 4 of 10, about 84 s left\n"
+        "72 s: exact, point, 7 of 10, about 48 s left\n"
+        "108 s: exact, point, 10 of 10, about 12 s left\n"
+    )
+
+
+def test_what_is_left_of_measuring_is_counted_from_where_it_began(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = line_of(clock)
+    line.say("recording")
+    clock.now = 100.0
+    line.measured(0, 40)
+    clock.now = 130.0
+    line.measured(10, 40)
+    assert capsys.readouterr().err.splitlines()[-1] == "130 s: measuring operators, 10 of 40, about 90 s left"
+
+
+def test_what_is_done_at_once_says_nothing_in_a_log_file(remat: Remat) -> None:
+    ran = remat("plan", *STEP, "--budget", "72MiB")
+    assert re.sub("noise from (Python|C)\n", "", ran.stderr) == ""
+
+
+def on_terminal(*arguments: str, cwd: Path) -> str:
+    """What `remat` writes to a terminal of 80 columns, as it stands there at the end of each line."""
+    primary, secondary = pty.openpty()
+    environment = {**os.environ, "COLUMNS": str(WIDTH), "TERM": "xterm", "XDG_CACHE_HOME": str(cwd / "cache")}
+    command = [sys.executable, "-m", "remat", *arguments]
+    with subprocess.Popen(
+        command, cwd=cwd, env=environment, stdout=secondary, stderr=secondary, stdin=secondary
+    ) as ran:
+        os.close(secondary)
+        said = b""
+        while True:
+            try:
+                said += os.read(primary, 1 << 16)
+            except OSError:  # the other end is closed
+                break
+        ran.wait()
+    os.close(primary)
+    return said.decode()
+
+
+def lines_of(said: str) -> list[str]:
+    """Lines without colours; of what is drawn again and again, each as it was."""
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", said)
+    return [line for part in plain.split("\n") for line in part.split("\r")]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("plan", *STEP, "--budget", "72MiB"),
+        ("plan", *STEP, "--budget", "10MiB", "--no-advice"),
+        ("compare", *STEP, "--budget", "72MiB"),
+        ("sweep", *STEP, "--points", "3"),
+        ("estimate", *STEP),
+        ("timeline", *STEP, "--budget", "72MiB"),
+        ("models",),
+    ],
+    ids=lambda command: " ".join(command[:1] + command[-1:]),
+)
+def test_every_screen_fits_eighty_columns(command: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    said = on_terminal(*command, cwd=tmp_path)
+    assert [line for line in lines_of(said) if len(line) > WIDTH] == []
+
+
+@pytest.mark.exhaustive
+def test_quiet_draws_no_progress_on_a_terminal(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    assert "recording" in on_terminal("plan", *STEP, "--budget", "72MiB", cwd=tmp_path)
+    assert "recording" not in on_terminal("plan", *STEP, "--budget", "72MiB", "--quiet", cwd=tmp_path)
