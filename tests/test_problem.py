@@ -123,7 +123,7 @@ def recorded_problem(name: str) -> Problem:
     """Of a recorded toy; what the caller holds through backward is not to be saved (see the test above)."""
     graph = recorded(TOYS[name]).graph
     caller_held = {int(v) for v in graph.storages.node[graph.storages.death >= graph.forward_end]}
-    space = find_space(graph, depth=1)
+    space = find_space(graph, depth=2)
     not_caller_held = tuple(v for v in space.saveable if v not in caller_held)
     return Problem(graph, toy_costs(graph), dataclasses.replace(space, saveable=not_caller_held), 10**9)
 
@@ -131,18 +131,12 @@ def recorded_problem(name: str) -> Problem:
 @pytest.mark.parametrize("name", TOYS)
 @given(data=st.data())
 @FEW
-def test_no_row_overstates_a_recorded_step(name: str, data: st.DataObject) -> None:
-    problem = recorded_problem(name)
-    assert [row for row in row_by_row(problem, data.draw(plans_of(problem))) if row[1] > row[2]] == []
-
-
-# In the other toys some save outlives its gradient function by an operator.
-@pytest.mark.parametrize("name", ["chain", "diamond", "residual"])
-@given(data=st.data())
-@FEW
 def test_rows_of_recorded_steps_are_exact(name: str, data: st.DataObject) -> None:
     problem = recorded_problem(name)
-    assert_rows_exact(problem, data.draw(plans_of(problem)))
+    rows = list(row_by_row(problem, data.draw(plans_of(problem))))
+    assert [row for row in rows if row[1] > row[2]] == []
+    if name != "reused":  # what a region saves outlives there the region's last gradient function
+        assert [row for row in rows if row[1] != row[2]] == []
 
 
 def test_rows_count_saves_of_later_runs_that_are_let_go_late() -> None:
