@@ -139,11 +139,11 @@ class Walk(UnseenMode):
         with (save := Save()):
             out = func(*args, **kwargs)
         if makes_nothing(func):
-            if save.results or len(self.tracker.storages) > made:
+            if save.tape.results or len(self.tracker.storages) > made:
                 self.failures.append(f"{func} makes a tensor, and its schema denies it")
             return out
         made = len(self.tracker.storages)
-        with Replay(save.results):
+        with Replay(save.tape, again=False):
             again = func(*args, **kwargs)
         self.kept.add(str(func))
         if len(self.tracker.storages) > made or described(again) != described(out):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -57,6 +57,21 @@ def tensors_of(args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
 @functools.cache
 def is_seeded(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags
+
+
+class Traits(NamedTuple):
+    """What a saved node asks about each of its operators, found once."""
+
+    makes_nothing: bool
+    writes: bool
+    returns: bool
+    is_seeded: bool
+
+
+@functools.cache
+def traits_of(func: Any) -> Traits:
+    schema = func._schema
+    return Traits(makes_nothing(func), schema.is_mutable, bool(schema.returns), is_seeded(func))
 
 
 def draws_random_numbers(func: Any, args: Any, kwargs: Any) -> bool:
