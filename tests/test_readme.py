@@ -107,7 +107,25 @@ def test_what_is_not_run_is_in_the_readme() -> None:
     assert set(NOT_RUN) <= set(commands())
 
 
-@pytest.mark.parametrize("command", [command for command in commands() if command not in NOT_RUN])
+SLOW_COMMANDS = {
+    "remat fit --model gpt2 --budget 20GiB --global-batch 256": "a fit; `--max-batch` is another",
+    "remat estimate --model gpt2 --advice": "records every lever; test_estimating.py",
+    "remat plan --model gpt2 --budget 20GiB --target h200 --dtype bf16 --batch-size 32": "the same, elsewhere",
+}
+
+
+def test_the_slow_commands_are_in_the_readme() -> None:
+    assert set(SLOW_COMMANDS) <= set(commands())
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, marks=pytest.mark.exhaustive if command in SLOW_COMMANDS else ())
+        for command in commands()
+        if command not in NOT_RUN
+    ],
+)
 def test_a_command_runs_as_written(command: str, here: Path) -> None:
     if "mine.py" in command:
         write_mine(here)
@@ -304,7 +322,11 @@ HANDLERS: dict[str, Callable[[str, Path], None]] = {  # by what stands in the sn
 }
 
 
-SLOW = {'backend="remat"': "compiles C++, twice"}
+SLOW = {
+    'backend="remat"': "compiles C++, twice",
+    "remat.integrations.transformers": "trains four steps; test_trainers.py makes and trains such a plan",
+    "remat.integrations.lightning": "test_frameworks.py runs the same as an example",
+}
 
 
 @pytest.mark.parametrize(
