@@ -36,7 +36,7 @@ def recorded(loop: TrainingLoop, optimizer: type[torch.optim.Optimizer] | None =
 
 
 @given(toys(), st.data())
-@settings(deadline=None, derandomize=True, max_examples=100)
+@settings(max_examples=100)
 def test_the_parts_add_up_to_what_is_alive_at_every_operator(nodes: list[ToyNode], data: st.DataObject) -> None:
     graph, costs = toy_graph(nodes, fixed_bytes=7)
     regions = data.draw(plans(graph))

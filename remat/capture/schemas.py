@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch import fx
 
 
 def _holds_tensor(returned: Any) -> bool:
@@ -30,6 +31,11 @@ def makes_nothing(func: Any) -> bool:
 def is_view(func: Any) -> bool:
     """Whether all that `func` returns are views of arguments, and it writes nothing."""
     return makes_nothing(func) and any(map(_holds_tensor, func._schema.returns))
+
+
+def calls_view(node: fx.Node) -> bool:
+    """Whether a node of a traced graph calls such an operator."""
+    return isinstance(node.target, torch._ops.OpOverload) and is_view(node.target)
 
 
 @functools.cache
