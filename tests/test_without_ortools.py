@@ -122,10 +122,10 @@ place = sys.argv[1]
 profile = remat.profile(TRANSFORMER, target="cpu")
 profile.save(place + "/profile.json")
 try:
-    remat.plan(profile, budget=1000)
+    remat.plan(TRANSFORMER, budget=1000, target="cpu", exact=True)
 except remat.errors.Infeasible as error:
     least_bytes = error.minimum_budget_bytes
-plan = remat.plan(TRANSFORMER, budget=round(1.02 * least_bytes), target="cpu")
+plan = remat.plan(TRANSFORMER, budget=round(1.02 * least_bytes), target="cpu", exact=True)
 plan.save(place + "/plan.json")
 model = remat.apply(TRANSFORMER.build(), place + "/plan.json")
 model(*TRANSFORMER.batch(4, 8)).backward()
