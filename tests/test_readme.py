@@ -82,6 +82,14 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
+@pytest.fixture(autouse=True)
+def forgotten_accelerators() -> Iterator[None]:
+    """A Trainer and an Accelerator share what they agree on with those of earlier tests."""
+    yield
+    if "accelerate" in sys.modules:
+        sys.modules["accelerate"].state.AcceleratorState._reset_state(True)
+
+
 def run(command: str, budget: str = BUDGET) -> None:
     words = command.replace("20GiB", budget).split()
     assert words[0] == "remat"
@@ -235,7 +243,6 @@ def trainer(snippet: str, here: Path) -> None:
 
 def accelerated(snippet: str, here: Path) -> None:
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
 
     with planned() as plan:
         model = build_model()
@@ -252,7 +259,6 @@ def accelerated(snippet: str, here: Path) -> None:
             names["optimizer"].step()
             names["optimizer"].zero_grad()
         entered(names["model"], plan, steps=2)
-    AcceleratorState._reset_state(True)
 
 
 def lightning(snippet: str, here: Path) -> None:
