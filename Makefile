@@ -35,6 +35,10 @@ test-exhaustive: $(DEV_STAMP) ## run what `make test` leaves out: one claim over
 .PHONY: test-all
 test-all: test test-exhaustive ## run every test
 
+.PHONY: test-nightly
+test-nightly: $(DEV_STAMP) ## property tests with examples that are drawn anew
+	$(PYTEST) --hypothesis-profile nightly $(shell grep -lE '^from hypothesis' tests/test_*.py) $(PYTEST_ARGS)
+
 .PHONY: check
 check: lint types ## everything that reads the code without running it
 

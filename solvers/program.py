@@ -17,6 +17,7 @@ s.t.       sum of x[r] over r that hold segment i = 1                  i = 0..m-
            P[a+1] = P[a] + own bytes x[plain a] + sum bytes s[v] + sum w_u k[u,a] over u with last site a  (5)
            bytes_p + kept_p <= B  for the points p of every run r with x[r] = 1                     (6)
                      kept_p = P[a_r] + sum w_u k[u,.] over open u not alive there + sum extra[v] s[v]
+                              + what plain segments after r keep so long
            forward: bytes_p + all that is kept and no longer local <= B                             (7)
            The step of the optimizer takes the same under every plan: it is looked at first.
            With a link to the host, (5) is P[a+1] >= ... and P[a+1] >= floor[a+1], see `offloading/relief.py`.
@@ -402,6 +403,7 @@ class Program:
         if row.run is not None and row.run not in self.x:
             return
         terms = self._prefix_terms(row, grain) if row.run is not None else self._forward_terms(row, grain)
+        terms += [(self.x[a], size // grain) for a, size in row.plain if a in self.x]
         terms += [(self.s[v], size // grain) for v, size in row.saves if v in self.s]
         most = self.problem.budget_bytes // grain
         if self.peak is not None:
@@ -448,7 +450,7 @@ class Program:
         return self._opened[segment]
 
     def _forward_terms(self, row: Row, grain: int) -> list[tuple[int, int]]:  # (7)
-        terms = [(self.x[a], size // grain) for a, size in row.plain if a in self.x]
+        terms = [(self.x[i], size // grain) for i, size in row.nested if i in self.x]
         for storage, site in row.shared:
             if (storage, site) in self.k:
                 terms.append((self.k[storage, site], self.problem.liveness.shared[storage].size_bytes // grain))

@@ -9,8 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.command_line import MODEL, Ran, Remat
+
+# Every day the same examples are drawn; `--hypothesis-profile nightly` draws others each time.
+settings.register_profile("daily", derandomize=True, deadline=None)
+settings.register_profile("nightly", derandomize=False, deadline=None, print_blob=True)
+settings.load_profile("daily")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -39,6 +45,22 @@ def nothing_old() -> Iterator[None]:
     yield
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_slices(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A plan of a step with a loss looks at it in 2 slices besides, not in 1, 2, 4, 8 and 16: each is a record more.
+
+    Files marked `every_slice` are about the choice among them.
+    """
+    if request.node.get_closest_marker("every_slice") is not None:
+        yield
+        return
+    from remat.planning import variants
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(variants, "SLICES", (2,))
+        yield
 
 
 @pytest.fixture

@@ -93,12 +93,14 @@ def is_kept(shared: SharedStorage, until: int, runs: Sequence[Run], saved: set[i
 
 def value_of(problem: Problem, row: Row, regions: Sequence[Region]) -> int:
     """The left-hand side of `row` at a plan that holds its run."""
-    runs = [problem.runs[i] for i in problem.runs_of(regions)]
+    chosen = problem.runs_of(regions)
+    runs = [problem.runs[i] for i in chosen]
     plain = {run.a for run in runs if run.region is None}
     saved = {v for region in regions for v in region.saved}
     total = row.bytes + sum(size for v, size in row.saves if v in saved)
+    total += sum(size for segment, size in row.plain if segment in plain)
     if row.run is None:
-        total += sum(size for segment, size in row.plain if segment in plain)
+        total += sum(size for i, size in row.nested if i in chosen)
         sites = row.shared
         return total + sum(
             problem.liveness.shared[u].size_bytes

@@ -32,7 +32,7 @@ from tests.oracle import Oracle, plans_of
 
 AMPLE = 10**6
 EXACT = Limits(gap=0.0)
-MANY = settings(max_examples=150, deadline=None, derandomize=True)
+MANY = settings(max_examples=150)
 TOO_MANY = settings(MANY, max_examples=4000)
 
 
@@ -160,7 +160,7 @@ def test_a_table_that_allows_a_plan_says_no_more_than_its_time(
 
 
 @given(problems())
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 def test_more_budget_never_raises_the_bound(problem: Problem) -> None:
     peaks = sorted({*Oracle(problem).peaks})
     bounds = [chain_dp.solve(problem.with_budget(peak), EXACT).bound_us for peak in peaks]

@@ -45,8 +45,8 @@ SOLVERS = {**PROVERS, "chain-dp": chain_dp.solve}  # a bound always, but not alw
 
 EXACT = Limits(gap=0.0, workers=1, time_s=20)
 AMPLE = 10**6
-MANY = settings(max_examples=50, deadline=None, derandomize=True)
-SOME = settings(max_examples=12, deadline=None, derandomize=True)
+MANY = settings(max_examples=50)
+SOME = settings(max_examples=12)
 
 every_solver = pytest.mark.parametrize("solver", SOLVERS)
 every_prover = pytest.mark.parametrize("solver", PROVERS)
@@ -454,7 +454,7 @@ def holds(constraint: Constraint, values: Sequence[int], *, relaxed: bool) -> bo
 
 @pytest.mark.parametrize("least_peak", [False, True])
 @given(problem=problems(), percent=st.integers(0, 100), factor=st.sampled_from([1, 10**8 + 7]))
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 def test_every_plan_within_the_budget_keeps_every_row(
     least_peak: bool, problem: Problem, percent: int, factor: int
 ) -> None:

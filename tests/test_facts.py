@@ -64,19 +64,17 @@ def test_a_matrix_products_output_is_batch_by_rows_by_columns() -> None:
 
 @functools.cache
 def boundary_bytes(width: int, tokens: int, heads: int = 8, seq: int = 1000) -> int:
-    """What one more checkpointed block keeps through the forward, on fakes in bf16."""
+    """What the second of two checkpointed blocks keeps through the forward, on fakes in bf16."""
+    workload = gpt2.workload(
+        "fact", width=width, layers=2, heads=heads, positions=seq, batch_size=tokens // seq, vocab=128
+    )
+    graph = record(fake_step(workload.with_dtype("bf16"), find_planning_device("h200")))
+    first, second = (Region(*block) for block in blocks(graph))
 
-    def kept(layers: int) -> int:
-        workload = gpt2.workload(
-            "fact", width=width, layers=layers, heads=heads, positions=seq, batch_size=tokens // seq, vocab=128
-        )
-        step = fake_step(workload.with_dtype("bf16"), find_planning_device("h200"))
-        graph = record(step)
-        regions = [Region(*block) for block in blocks(graph)]
-        assert len(regions) == layers
-        return int(Memory(graph).curve(regions).alive_bytes[graph.forward_end - 1]) - graph.fixed_total
+    def kept(*regions: Region) -> int:
+        return int(Memory(graph).curve(regions, plain=(0, 0)).alive_bytes[graph.forward_end - 1])
 
-    return kept(2) - kept(1)
+    return kept(first, second) - kept(first)
 
 
 def test_gpt3_2_7b_boundaries_in_16_bit() -> None:
@@ -121,22 +119,23 @@ class MegatronBlock(nn.Module):
 
 @functools.cache
 def interior_bytes(b: int, s: int, h: int, a: int, fused: bool) -> int:
-    """What autograd keeps for one more block, in bf16 with a GPU's kernels."""
+    """What autograd keeps for the second of two blocks, in bf16 with a GPU's kernels."""
+    workload = Workload(
+        "block",
+        lambda: nn.Sequential(MegatronBlock(h, a, fused), MegatronBlock(h, a, fused)),
+        lambda batch, seq: torch.empty(batch, seq, h),  # type: ignore[arg-type]
+        lambda model, x: model(x).float().sum(),
+        batch_size=b,
+        seq_len=s,
+        optimizer=None,
+    )
+    graph = record(fake_step(workload.with_dtype("bf16"), find_planning_device("h200")))
+    _, second = blocks(graph)
 
-    def kept(layers: int) -> int:
-        workload = Workload(
-            "block",
-            lambda: nn.Sequential(*(MegatronBlock(h, a, fused) for _ in range(layers))),
-            lambda batch, seq: torch.empty(batch, seq, h),  # type: ignore[arg-type]
-            lambda model, x: model(x).float().sum(),
-            batch_size=b,
-            seq_len=s,
-            optimizer=None,
-        )
-        graph = record(fake_step(workload.with_dtype("bf16"), find_planning_device("h200")))
-        return int(Memory(graph).curve(()).alive_bytes[graph.forward_end - 1]) - graph.fixed_total
+    def kept(of: tuple[int, int]) -> int:
+        return int(Memory(graph).curve((), plain=of).alive_bytes[graph.forward_end - 1])
 
-    return kept(2) - kept(1)
+    return kept(second) - kept((0, 0))
 
 
 @pytest.mark.parametrize(("b", "s", "h", "a"), [(4, 2048, 4096, 32), (1, 1024, 1024, 16), (2, 512, 2048, 16)])

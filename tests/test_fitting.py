@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from remat.costing.costs import with_library_workspaces
@@ -114,7 +114,6 @@ def test_steps_of_different_models_are_no_family() -> None:
 
 
 @given(st.integers(1, 400), st.integers(1, 400))
-@settings(derandomize=True, deadline=None)
 def test_a_window_holds_every_sample_once(samples: int, size: int) -> None:
     window = Window(samples, min(size, samples))
     assert (window.accumulation - 1) * window.micro_batch + window.last == samples
@@ -149,7 +148,6 @@ def test_divisors_from_the_largest() -> None:
 
 
 @given(st.integers(0, 300), st.integers(1, 200), st.integers(1, 400))
-@settings(derandomize=True, deadline=None)
 def test_the_largest_that_fits_is_found_from_any_guess(edge: int, most: int, guess: int) -> None:
     assert largest(lambda size: size <= edge, most, guess) == min(edge, most)
     assert between(0, edge + 1, lambda size: size <= edge) == edge

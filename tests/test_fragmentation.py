@@ -101,8 +101,15 @@ def test_parameters_are_read_back_from_a_file() -> None:
 # What comes out
 
 
-@pytest.mark.parametrize("settings", [AllocatorSettings(), EXPANDABLE], ids=["default", "expandable"])
-@pytest.mark.parametrize("name", ["gpt2", "resnet50"])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        pytest.param("gpt2", AllocatorSettings(), id="gpt2-default"),
+        pytest.param("resnet50", EXPANDABLE, id="resnet50-expandable"),
+        pytest.param("gpt2", EXPANDABLE, id="gpt2-expandable", marks=pytest.mark.exhaustive),
+        pytest.param("resnet50", AllocatorSettings(), id="resnet50-default", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_requested_is_the_peak_of_the_evaluator(name: str, settings: AllocatorSettings) -> None:
     """Two computations of one number: the curve, and what the simulated allocator counted."""
     profile = profile_of(name)

@@ -360,7 +360,7 @@ def test_second_derivatives_are_refused_by_name() -> None:
 
 
 @given(rows=st.integers(1, 700), width=st.integers(1, 5), split=st.booleans())
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 def test_sums_in_stages_are_the_same_sums(rows: int, width: int, split: bool) -> None:
     shape = (rows, 2, width) if split else (rows, width)
     dims = [0, 1] if split else [0]
@@ -407,8 +407,6 @@ def recorded_here(fake: FakeStep) -> Profile:
 @given(number=st.integers(0, 10**9))
 @settings(
     max_examples=5,
-    deadline=None,
-    derandomize=True,
     phases=(Phase.explicit, Phase.generate),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )

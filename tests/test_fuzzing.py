@@ -49,8 +49,6 @@ def test_what_was_planned_before_in_a_process_changes_nothing() -> None:
 @given(number=st.integers(0, 10**9))
 @settings(
     max_examples=8,
-    deadline=None,
-    derandomize=True,
     phases=(Phase.explicit, Phase.generate),  # a smaller number is no smaller model
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )

@@ -205,6 +205,7 @@ def test_the_decompositions_are_found_again_by_the_cache_of_kernels() -> None:
     assert compile_fx.select_decomp_table is not compiling._decompositions
 
 
+@pytest.mark.exhaustive  # `test_compiling.py` says the same of a transformer
 @pytest.mark.skipif(COMPILER is None, reason="Inductor needs a C++ compiler")
 def test_a_planned_stem_is_right_and_needs_what_its_replay_says() -> None:
     fake, graph = recorded(STEM)

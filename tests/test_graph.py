@@ -55,7 +55,7 @@ def test_a_recorded_graph_survives_json(name: str) -> None:
 
 
 @given(toys(), st.data())
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50)
 def test_a_graph_from_a_file_is_judged_alike(nodes: list[ToyNode], data: st.DataObject) -> None:
     graph, _ = toy_graph(nodes)
     regions = data.draw(plans(graph))

@@ -43,7 +43,7 @@ from tests.oracle import Oracle
 pytestmark = pytest.mark.filterwarnings(DYNAMO_LOOKS_AT_GRAD)
 
 AMPLE = 1 << 62
-MANY = settings(max_examples=40, deadline=None, derandomize=True)
+MANY = settings(max_examples=40)
 
 RECORDED = ("in-place", "transformer", "broken", "frozen", "batch-norm", "toy-transformer-amp", "toy-convnet")
 MODELS = ("gpt2",)
@@ -189,7 +189,7 @@ def test_the_cheapest_that_fits_is_chosen_and_else_the_nearest() -> None:
 
 
 @given(st.integers(1, 250), st.sampled_from((0, 1)))
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=8)
 def test_the_best_of_a_long_family_is_found(count: int, off: int) -> None:
     """Of 250 layers, with a budget that just the first `count` keep as regions."""
     problem, regions = many_layers()

@@ -139,7 +139,7 @@ def peak_of_nanogpt(plan: Plan, micro_steps: int, steps: int = 3) -> int:
     return there + measure_peak(lambda: loop_of_nanogpt(model, optimizer, steps, micro_steps), CPU)
 
 
-@pytest.mark.parametrize("micro_steps", [1, 4])
+@pytest.mark.parametrize("micro_steps", [4, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_nanogpts_loop_keeps_the_budget_where_it_says_that_it_holds_outputs(micro_steps: int) -> None:
     plan = planned("outputs", micro_steps, clip=True)
     assert plan.regions
@@ -148,7 +148,7 @@ def test_nanogpts_loop_keeps_the_budget_where_it_says_that_it_holds_outputs(micr
     assert peak >= 0.999 * plan.predicted["peak_bytes"]
 
 
-@pytest.mark.parametrize("micro_steps", [1, 4])
+@pytest.mark.parametrize("micro_steps", [1, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_where_it_does_not_it_is_told_so_at_its_second_forward(micro_steps: int) -> None:
     plan = planned("loss", micro_steps, clip=True)
     model = apply(built(), plan)
@@ -205,7 +205,7 @@ def assert_replayed(choose: Choose, accumulation: int) -> None:
     assert sum(stack.parts.values()).tolist() == curve.alive_bytes.tolist()  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("accumulation", [4, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_the_loop_without_a_plan_takes_what_is_predicted(accumulation: int) -> None:
     profile, _ = profiled("outputs", accumulation)
     with undisturbed(CPU):
@@ -220,7 +220,7 @@ def test_the_loop_without_a_plan_takes_what_is_predicted(accumulation: int) -> N
     assert updated <= measured <= predicted <= 1.001 * measured
 
 
-@pytest.mark.parametrize("execution", ["eager", "modules"])
+@pytest.mark.parametrize("execution", ["eager", pytest.param("modules", marks=pytest.mark.exhaustive)])
 def test_a_plan_for_it_validates(execution: str) -> None:
     plan = planned("outputs", execution=execution)
     assert plan.regions and plan.about["holds"] == "outputs"

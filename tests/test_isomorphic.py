@@ -46,7 +46,10 @@ def assert_shared_shapes_are_right(graph: Graph, costs: Costs, space: Space, *, 
     assert wrong == []
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("t5", "qwen3-moe") else pytest.param(name, marks=pytest.mark.exhaustive) for name in MODELS],
+)
 def test_runs_of_real_models(name: str) -> None:
     place = find_planning_device("h100-80gb")
     profile = profile_step(fake_step(MODELS[name](), place), place)
@@ -74,14 +77,14 @@ def repeated(pattern: list[ToyNode], times: int) -> list[ToyNode]:
 
 
 @given(toys(most=4), st.integers(3, 6), st.sampled_from((1, 2)))
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=80)
 def test_runs_of_repeated_toys(pattern: list[ToyNode], times: int, depth: int) -> None:
     graph, costs = toy_graph(repeated(pattern, times), fixed_bytes=5)
     assert_shared_shapes_are_right(graph, costs, every_cut(graph, depth=depth))
 
 
 @given(toys(most=7), st.sampled_from((1, 2)))
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 def test_runs_of_toys(nodes: list[ToyNode], depth: int) -> None:
     graph, costs = toy_graph(nodes)
     assert_shared_shapes_are_right(graph, costs, every_cut(graph, depth=depth))

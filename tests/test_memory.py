@@ -37,8 +37,6 @@ from tests.graphs import (
 # A replay takes 30 to 100 ms: few examples of each toy, the same ones every time.
 PLANS = settings(
     max_examples=8,
-    deadline=None,
-    derandomize=True,
     phases=(Phase.explicit, Phase.generate),  # shrinking would replay hundreds of plans
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
@@ -136,7 +134,7 @@ def test_a_recomputation_goes_up_to_an_inner_region_that_has_nothing_to_recomput
 
 
 @given(toys(), st.data())
-@settings(deadline=None, derandomize=True, max_examples=100)
+@settings(max_examples=100)
 def test_every_operator_runs_in_its_order_whatever_the_plan(nodes: list[ToyNode], data: st.DataObject) -> None:
     graph, _ = toy_graph(nodes)
     curve = Memory(graph).curve(data.draw(plans(graph)))

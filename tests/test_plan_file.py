@@ -59,7 +59,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 
 @given(st.data())
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 def test_regions_are_placed_and_found_again(data: st.DataObject) -> None:
     graph = recorded(TOYS[data.draw(st.sampled_from(("residual", "broken", "multi-output")))]).graph
     regions = data.draw(plans(graph))

@@ -6,8 +6,10 @@ import dataclasses
 import functools
 import itertools
 import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,8 +20,9 @@ from remat.costing.planning_device import find_planning_device
 from remat.costing.profile import Profile
 from remat.errors import NoPlanInTime, PlanMismatch, UsageError
 from remat.evaluation.graph import Graph
-from remat.evaluation.plan import Plan
+from remat.evaluation.plan import Plan, RegionRef
 from remat.execution.apply import apply
+from remat.execution.compiled import execution as compiled_execution
 from remat.execution.compiled.fusion import fused
 from remat.execution.compiled.replay import replay_compiled
 from remat.execution.executions import load
@@ -42,6 +45,22 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
 
 LARGER = dataclasses.replace(TRANSFORMER, build=lambda: Transformer(layers=3, width=32), batch_size=32)
 CPU = find_planning_device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def replays_are_remembered() -> Iterator[None]:
+    """A compiled replay takes seconds, and is the same the second time (`test_generated_code.py`)."""
+    found: dict[Any, np.ndarray] = {}
+
+    def remembered(step: FakeStep, regions: Sequence[RegionRef], **options: Any) -> np.ndarray:
+        key = (id(step), tuple(regions), repr(sorted(options.items())))
+        if key not in found:
+            found[key] = replay_compiled(step, regions, **options)
+        return found[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled_execution, "replay_compiled", remembered)
+        yield
 
 
 def profile_of(graph: Graph) -> Profile:

@@ -21,16 +21,11 @@ from tests.oracle import chosen_runs, plans_of, value_of
 
 pytestmark = pytest.mark.filterwarnings(DYNAMO_LOOKS_AT_GRAD)
 
-MANY = settings(max_examples=150, deadline=None, derandomize=True)
+MANY = settings(max_examples=150)
 FEW = settings(
     max_examples=5,
-    deadline=None,
-    derandomize=True,
     phases=(Phase.explicit, Phase.generate),
     suppress_health_check=[HealthCheck.too_slow],
-)
-LINGERS = pytest.mark.xfail(
-    strict=True, reason="a save of a later run that autograd lets go a little late is missing from the rows"
 )
 
 
@@ -75,20 +70,32 @@ def test_rows_of_toy_graphs_are_exact(nodes: list[ToyNode], data: st.DataObject)
     graph, costs = toy_graph(nodes, fixed_bytes=5)
     space = data.draw(spaces(graph))
     not_caller_held = tuple(v for v in space.saveable if v != len(nodes) - 1)
-    problem = Problem(graph, costs, dataclasses.replace(space, saveable=not_caller_held, depth=1), 10**6)
+    problem = Problem(graph, costs, dataclasses.replace(space, saveable=not_caller_held), 10**6)
     assert_rows_exact(problem, data.draw(plans_of(problem)))
 
 
-@given(toys(), st.data())
-@MANY
-def test_no_row_ever_overstates_a_plan(nodes: list[ToyNode], data: st.DataObject) -> None:
-    """Nested plans included, whose inner regions keep their inputs in forward a little longer than rows say."""
-    graph, costs = toy_graph(nodes)
+def rows_never_overstate(nodes: list[ToyNode], data: st.DataObject) -> None:
+    late = [dataclasses.replace(node, lingers=data.draw(st.integers(0, 4))) for node in nodes]
+    graph, costs = toy_graph(late)
     space = data.draw(spaces(graph))
     not_caller_held = tuple(v for v in space.saveable if v != len(nodes) - 1)
     problem = Problem(graph, costs, dataclasses.replace(space, saveable=not_caller_held), 10**6)
     rows = row_by_row(problem, data.draw(plans_of(problem)))
     assert [row for row in rows if row[1] > row[2]] == []
+
+
+@given(toys(), st.data())
+@MANY
+def test_no_row_ever_overstates_a_plan(nodes: list[ToyNode], data: st.DataObject) -> None:
+    """Autograd lets saves go late; rows leave out what later regions keep for so long."""
+    rows_never_overstate(nodes, data)
+
+
+@pytest.mark.exhaustive
+@given(toys(), st.data())
+@settings(MANY, max_examples=4000)
+def test_no_row_overstates_any_of_many_plans(nodes: list[ToyNode], data: st.DataObject) -> None:
+    rows_never_overstate(nodes, data)
 
 
 def test_what_the_caller_holds_is_no_candidate_for_saving() -> None:
@@ -101,9 +108,8 @@ def test_what_the_caller_holds_is_no_candidate_for_saving() -> None:
     assert 2 not in find_space(graph).saveable
 
 
-@pytest.mark.xfail(strict=True, reason="forward rows leave out that inner regions keep their inputs while they run")
 def test_forward_rows_count_the_inputs_of_inner_regions() -> None:
-    """Nodes of 4, 4, 4 and 4 bytes; 2 takes 1, and its region, {2, 3}, keeps 1 while 3 runs."""
+    """Nodes of 4 bytes each; 2 takes 1, and its region, {2, 3}, keeps 1 while 3 runs."""
     nodes = [dataclasses.replace(node, keeps=frozenset({"inputs"})) for node in chain(4, 4, 4, 4, 4)]
     graph, costs = toy_graph(nodes)
     problem = Problem(graph, costs, every_cut(graph, depth=2), 10**6)
@@ -115,7 +121,7 @@ def recorded_problem(name: str) -> Problem:
     """Of a recorded toy; what the caller holds through backward is not to be saved (see the test above)."""
     graph = recorded(TOYS[name]).graph
     caller_held = {int(v) for v in graph.storages.node[graph.storages.death >= graph.forward_end]}
-    space = find_space(graph, depth=1)
+    space = find_space(graph, depth=2)
     not_caller_held = tuple(v for v in space.saveable if v not in caller_held)
     return Problem(graph, toy_costs(graph), dataclasses.replace(space, saveable=not_caller_held), 10**9)
 
@@ -123,21 +129,14 @@ def recorded_problem(name: str) -> Problem:
 @pytest.mark.parametrize("name", TOYS)
 @given(data=st.data())
 @FEW
-def test_no_row_overstates_a_recorded_step(name: str, data: st.DataObject) -> None:
-    problem = recorded_problem(name)
-    assert [row for row in row_by_row(problem, data.draw(plans_of(problem))) if row[1] > row[2]] == []
-
-
-# In the other toys some save outlives its gradient function by an operator.
-@pytest.mark.parametrize("name", ["chain", "diamond", "residual"])
-@given(data=st.data())
-@FEW
 def test_rows_of_recorded_steps_are_exact(name: str, data: st.DataObject) -> None:
     problem = recorded_problem(name)
-    assert_rows_exact(problem, data.draw(plans_of(problem)))
+    rows = list(row_by_row(problem, data.draw(plans_of(problem))))
+    assert [row for row in rows if row[1] > row[2]] == []
+    if name != "reused":  # what a region saves outlives there the region's last gradient function
+        assert [row for row in rows if row[1] != row[2]] == []
 
 
-@LINGERS
 def test_rows_count_saves_of_later_runs_that_are_let_go_late() -> None:
     """The loss's second result, 40 bytes, is still there while the region before it begins its backward."""
     nodes = [*chain(10, 10, 10), ToyNode(4, (2,), frozenset({"extra"}), extra=40, lingers=1)]

@@ -91,6 +91,14 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
+@pytest.fixture(autouse=True)
+def forgotten_accelerators() -> Iterator[None]:
+    """A Trainer and an Accelerator share what they agree on with those of earlier tests."""
+    yield
+    if "accelerate" in sys.modules:
+        sys.modules["accelerate"].state.AcceleratorState._reset_state(True)
+
+
 def run(command: str, budget: str = BUDGET) -> None:
     words = command.replace("20GiB", budget).split()
     assert words[0] == "remat"
@@ -116,7 +124,25 @@ def test_what_is_not_run_stands_on_a_page() -> None:
     assert set(NOT_RUN) <= set(commands())
 
 
-@pytest.mark.parametrize("command", [command for command in commands() if command not in NOT_RUN])
+SLOW_COMMANDS = {
+    "remat fit --model gpt2 --budget 20GiB --global-batch 256": "a fit; `--max-batch` is another",
+    "remat estimate --model gpt2 --advice": "records every lever; test_estimating.py",
+    "remat plan --model gpt2 --budget 20GiB --target h200 --dtype bf16 --batch-size 32": "the same, elsewhere",
+}
+
+
+def test_the_slow_commands_are_in_the_readme() -> None:
+    assert set(SLOW_COMMANDS) <= set(commands())
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, marks=pytest.mark.exhaustive if command in SLOW_COMMANDS else ())
+        for command in commands()
+        if command not in NOT_RUN
+    ],
+)
 def test_a_command_runs_as_written(command: str, here: Path) -> None:
     if "mine.py" in command:
         write_mine(here)
@@ -226,7 +252,6 @@ def trainer(snippet: str, here: Path) -> None:
 
 def accelerated(snippet: str, here: Path) -> None:
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
 
     with planned() as plan:
         model = build_model()
@@ -243,7 +268,6 @@ def accelerated(snippet: str, here: Path) -> None:
             names["optimizer"].step()
             names["optimizer"].zero_grad()
         entered(names["model"], plan, steps=2)
-    AcceleratorState._reset_state(True)
 
 
 def lightning(snippet: str, here: Path) -> None:
@@ -324,7 +348,11 @@ HANDLERS: dict[str, Callable[[str, Path], None]] = {  # by what stands in the sn
 }
 
 
-SLOW = {'backend="remat"': "compiles C++, twice"}
+SLOW = {
+    'backend="remat"': "compiles C++, twice",
+    "remat.integrations.transformers": "trains four steps; test_trainers.py makes and trains such a plan",
+    "remat.integrations.lightning": "test_frameworks.py runs the same as an example",
+}
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,6 @@ pytestmark = pytest.mark.filterwarnings(DYNAMO_LOOKS_AT_GRAD)
 
 FEW_PLANS = settings(
     max_examples=4,
-    deadline=None,
-    derandomize=True,
     phases=(Phase.explicit, Phase.generate),
     suppress_health_check=[HealthCheck.too_slow],
 )

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from remat.errors import RematError
+from remat.execution.eager import rewrite as rewriting
 from remat.execution.eager import saving
 from remat.execution.eager.rewrite import CallRegion, Counts, RewriteOptions, rewrite
 
@@ -329,8 +330,66 @@ def test_what_a_saved_node_writes_is_final(use: Callable[[Tensor], Tensor], back
     """A write that is left out advances versions all the same, and must not be taken for somebody else's."""
     middle = node(use)
     rewritten, counts = saving_it(middle, observe=True)
-    assert outcome(rewritten, backwards) == outcome(graph_around(middle), backwards)
-    assert counts.recomputed_nodes == 3 * backwards
+    for step in (1, 2):
+        assert outcome(rewritten, backwards) == outcome(graph_around(middle), backwards)
+        assert counts.recomputed_nodes == 3 * backwards * step
+
+
+# Nodes that need watching only once
+
+WEIGHT, BIAS = torch.randn(250, 250, generator=torch.Generator().manual_seed(1)), torch.ones(250)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """An entry for every call of a saved node that is watched."""
+    found: list[str] = []
+
+    class Watching(saving.Save):
+        def __init__(self) -> None:
+            super().__init__()
+            found.append("watched")
+
+    monkeypatch.setattr(rewriting, "Save", Watching)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("use", "times"),
+    [
+        pytest.param(lambda x: F.linear(x, WEIGHT), 1, id="linear"),
+        pytest.param(lambda x: F.linear(x.view(2, 2, 250), WEIGHT).flatten(0, 1), 1, id="linear-of-a-sequence"),
+        pytest.param(lambda x: F.linear(x.view(2, 2, 250), WEIGHT, BIAS).flatten(0, 1), 1, id="linear-with-bias"),
+        pytest.param(F.gelu, 1, id="gelu"),
+        pytest.param(lambda x: x + x.sum(), 3, id="two-results"),
+        pytest.param(lambda x: F.layer_norm(x, (250,)), 3, id="statistics"),
+        pytest.param(F.dropout, 3, id="dropout"),
+        pytest.param(lambda x: (x * 2).double().float(), 3, id="casts"),
+        pytest.param(lambda x: torch.mul(x, 2).add_(1), 3, id="write"),
+        pytest.param(lambda x: x.view(4, 250), 3, id="view"),
+    ],
+)
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_a_node_that_keeps_its_value_alone_is_watched_once(
+    use: Callable[[Tensor], Tensor], times: int, backwards: int, watched: list[str]
+) -> None:
+    rewritten, counts = saving_it(node(use), observe=True)
+    for step in (1, 2, 3):
+        assert outcome(rewritten, backwards) == outcome(graph_around(node(use)), backwards)
+        assert counts.recomputed_nodes == 3 * backwards * step
+    assert len(watched) == times
+
+
+def test_another_size_another_mode_and_autocast_are_watched_anew(watched: list[str]) -> None:
+    rewritten, _ = saving_it(node(lambda x: F.linear(x, WEIGHT)))
+    x = torch.ones(4, 250, requires_grad=True)
+    for given, expected in ((x, 1), (x, 1), (x[:2], 2), (x[:2], 2), (x.detach(), 3), (x, 3)):
+        rewritten(given)
+        assert len(watched) == expected
+    with torch.autocast("cpu", torch.bfloat16):
+        for expected in (4, 5):
+            rewritten(x).sum().backward()
+            assert len(watched) == expected
 
 
 # What is refused by name
@@ -365,11 +424,13 @@ def test_changing_a_saved_output_before_backward_is_refused() -> None:
         return held[-1]
 
     x = torch.ones(4, 250, requires_grad=True)
-    y = saving_it(node(plus_one))[0](x)
-    with torch.no_grad():
-        held[0].mul_(3)
-    with pytest.raises(RematError, match=r"aten\.add.*was changed in place before its backward"):
-        y.sum().backward()
+    rewritten, _ = saving_it(node(plus_one))
+    for _ in range(2):  # watched, and from a recipe
+        y = rewritten(x)
+        with torch.no_grad():
+            held[-1].mul_(3)
+        with pytest.raises(RematError, match=r"aten\.add.*was changed in place before its backward"):
+            y.sum().backward()
 
 
 def test_a_node_that_asks_for_other_operators_than_in_forward_is_refused() -> None:

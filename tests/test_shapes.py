@@ -65,7 +65,7 @@ def traces(model: nn.Module) -> int:
 # However many shapes there are
 
 
-@pytest.mark.parametrize("choice", ["half-saved", "nested"])
+@pytest.mark.parametrize("choice", ["half-saved", pytest.param("nested", marks=pytest.mark.exhaustive)])
 def test_thirty_lengths_are_traced_twice_and_train_as_without_a_plan(choice: str) -> None:
     graph = recorded(LONG)[1]
     untouched, model = built(LONG), apply(built(LONG), plan_by_hand(graph, CHOICES[choice](graph)))

@@ -53,13 +53,18 @@ def test_fakes_are_seen() -> None:
     assert not training.fakes_are_on()
 
 
-def test_a_mode_that_is_pushed_sees_until_it_is_popped() -> None:
-    seen = Seen()
-    training.push_mode(seen)
-    try:
+class Lean(training.LeanMode):
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_lean_mode_sees_what_runs_in_it() -> None:
+    with Lean() as seen:
         torch.ones(1).sin()
-    finally:
-        training.pop_mode()
     torch.ones(1).cos()
     assert "aten.sin.default" in seen.names and "aten.cos.default" not in seen.names
 
@@ -450,8 +455,8 @@ def test_inductor_takes_a_mode_and_options() -> None:
 
 GONE: dict[str, tuple[str, Callable[[], Any]]] = {
     "_C._get_dispatch_mode": ("see whether tensors are fake", training.fakes_are_on),
-    "_C._push_on_torch_dispatch_stack": ("see what a saved node returns", lambda: training.push_mode(Seen())),
-    "_C._pop_torch_dispatch_stack": ("see what a saved node returns", training.pop_mode),
+    "_C._push_on_torch_dispatch_stack": ("see what a saved node returns", lambda: Lean().__enter__()),
+    "_C._pop_torch_dispatch_stack": ("see what a saved node returns", lambda: Lean().__exit__()),
     "utils._python_dispatch._disable_current_modes": ("copy buffers unseen", training.without_modes),
     "_C._SetExcludeDispatchKeyGuard": ("see writes to what is kept", training.sharing_versions),
     "utils._python_dispatch.is_traceable_wrapper_subclass": (

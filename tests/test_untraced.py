@@ -92,7 +92,7 @@ def between(memory: Memory) -> int:
     return (memory.peak_without_checkpointing + memory.peak_without_regions) // 2
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("accumulation", [4, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_the_step_without_checkpointing_is_predicted_as_it_runs(accumulation: int) -> None:
     loop = TrainingLoop(accumulation=accumulation)
     profile, _, _ = profiled("cpu", loop)

@@ -114,17 +114,18 @@ print(json.dumps(said))
 
 
 STEPS = """
-import pathlib, torch, remat
-from tests.toys import TRANSFORMER
+import dataclasses, functools, torch, remat
+from tests import toys
+TRANSFORMER = dataclasses.replace(toys.TRANSFORMER, build=functools.partial(toys.Transformer, layers=2))
 torch.set_num_threads(1)
 place = sys.argv[1]
 profile = remat.profile(TRANSFORMER, target="cpu")
 profile.save(place + "/profile.json")
 try:
-    remat.plan(TRANSFORMER, budget=1000, target="cpu")
+    remat.plan(TRANSFORMER, budget=1000, target="cpu", exact=True)
 except remat.errors.Infeasible as error:
     least_bytes = error.minimum_budget_bytes
-plan = remat.plan(TRANSFORMER, budget=round(1.02 * least_bytes), target="cpu")
+plan = remat.plan(TRANSFORMER, budget=round(1.02 * least_bytes), target="cpu", exact=True)
 plan.save(place + "/plan.json")
 model = remat.apply(TRANSFORMER.build(), place + "/plan.json")
 model(*TRANSFORMER.batch(4, 8)).backward()

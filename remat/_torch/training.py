@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,20 +23,32 @@ class UnseenMode(TorchDispatchMode):
         return True
 
 
+class LeanMode(UnseenMode):
+    """A dispatch mode that is entered for a few operators, thousands of times a step, within a checkpoint.
+
+    `TorchDispatchMode` notes for Dynamo, at its borders, that it is there, and has Dynamo leave every call of
+    `__torch_dispatch__` alone. Dynamo does not look into checkpoints anyway, so both are left out.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __init__(self) -> None:
+        pass
+
+    def __enter__(self) -> Self:
+        internal("_C._push_on_torch_dispatch_stack", "see what a saved node returns")(self)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        internal("_C._pop_torch_dispatch_stack", "see what a saved node returns")(None)
+
+
 def fakes_are_on() -> bool:
     """Whether tensors are fake here, so that nothing draws random numbers."""
     mode_of = internal("_C._get_dispatch_mode", "see whether tensors are fake")
     return mode_of(internal("_C._TorchDispatchModeKey.FAKE", "see whether tensors are fake")) is not None
-
-
-def push_mode(mode: TorchDispatchMode) -> None:
-    """Enter a dispatch mode without what `TorchDispatchMode.__enter__` notes for Dynamo, which costs microseconds."""
-    internal("_C._push_on_torch_dispatch_stack", "see what a saved node returns")(mode)
-
-
-def pop_mode() -> None:
-    """Leave the dispatch mode entered last."""
-    internal("_C._pop_torch_dispatch_stack", "see what a saved node returns")(None)
 
 
 def without_modes() -> contextlib.AbstractContextManager[Any]:

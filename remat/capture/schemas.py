@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import fx
 
 
 def _holds_tensor(returned: Any) -> bool:
@@ -30,6 +31,11 @@ def makes_nothing(func: Any) -> bool:
 def is_view(func: Any) -> bool:
     """Whether all that `func` returns are views of arguments, and it writes nothing."""
     return makes_nothing(func) and any(map(_holds_tensor, func._schema.returns))
+
+
+def calls_view(node: fx.Node) -> bool:
+    """Whether a node of a traced graph calls such an operator."""
+    return isinstance(node.target, torch._ops.OpOverload) and is_view(node.target)
 
 
 @functools.cache
@@ -57,6 +63,21 @@ def tensors_of(args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
 @functools.cache
 def is_seeded(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags
+
+
+class Traits(NamedTuple):
+    """What a saved node asks about each of its operators, found once."""
+
+    makes_nothing: bool
+    writes: bool
+    returns: bool
+    is_seeded: bool
+
+
+@functools.cache
+def traits_of(func: Any) -> Traits:
+    schema = func._schema
+    return Traits(makes_nothing(func), schema.is_mutable, bool(schema.returns), is_seeded(func))
 
 
 def draws_random_numbers(func: Any, args: Any, kwargs: Any) -> bool:

@@ -75,12 +75,13 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """bytes + prefix(before) without `alive` + sum of saves <= budget, if the run is chosen.
+    """bytes + prefix(before) without `alive` + sum of saves and plain <= budget, if the run is chosen.
 
-    run     index of the run; None: holds for every plan, and `plain` and `shared` list what is kept instead
+    run     index of the run; None: holds for every plan, and `plain`, `nested` and `shared` list what is kept instead
     op      the operator at which it holds
     alive   storages that `bytes` counts already
-    plain   segment -> bytes kept if it is plain
+    plain   (segment, bytes kept if it is plain); for a run's row of segments after it
+    nested  (run, bytes that an inner region of it keeps while it runs in forward)
     shared  (storage, site), counted if anything keeps it by then
     """
 
@@ -91,6 +92,7 @@ class Row:
     alive: frozenset[int] = frozenset()
     saves: tuple[tuple[int, int], ...] = ()
     plain: tuple[tuple[int, int], ...] = ()
+    nested: tuple[tuple[int, int], ...] = ()
     shared: tuple[tuple[int, int], ...] = ()
 
 

@@ -7,10 +7,11 @@ save inside chosen regions. Memory at one operator under a plan has three parts,
 * what does not depend on other runs: local life, and all that the run itself has alive there (`Row.bytes`);
 * what earlier runs keep for their own backward (`Row.before`): the prefix sum over segments < a of what plain
   segments keep, what regions take, and what they save, every storage counted once (`SharedStorage`);
-* what the run's own saves add or spare there (`Row.saves`).
+* what the run's own saves add or spare there (`Row.saves`);
+* what later plain segments kept and autograd has not let go yet (`Row.plain`).
 
-The rows are exact: evaluated at a plan they give `Memory.curve` at that operator. There are many; a solver starts
-with the few that `first_rows` gives and asks for others where the evaluator finds its plan over budget. Leaving
+Evaluated at a plan the rows give `Memory.curve` at that operator, or less (see `_lingering`). There are many; a solver
+starts with the few that `first_rows` gives and asks for others where the evaluator finds its plan over budget. Leaving
 rows out never overstates a peak, so a bound stays a bound.
 """
 
@@ -323,7 +324,9 @@ class Problem:
         """The exact row of run `index` at `position` of its own curve."""
         recomputing = bool(curve.region[position] >= 0)
         op = self._op_at(self.runs[index], curve, position)
-        return self._row(index, op, recomputing, int(curve.alive_bytes[position]))
+        row = self._row(index, op, recomputing, int(curve.alive_bytes[position]))
+        following = position + int((curve.region[position:] < 0).argmax())
+        return dataclasses.replace(row, plain=self._lingering(row, int(curve.op[following])))
 
     def _op_at(self, run: Run, curve: Curve, position: int) -> int:
         """The operator at `position` of the run's own curve; for a cast from before its region the one before it."""
@@ -359,6 +362,31 @@ class Problem:
         if not recomputing and op > recomputation.release:
             return frozenset()
         return frozenset(u for u in self.memory.inputs(run.region.first, run.region.end) if u in self.liveness.shared)
+
+    def _lingering(self, row: Row, op: int) -> tuple[tuple[int, int], ...]:
+        """(segment, bytes) of what plain segments after the run of `row` keep at backward operator `op` or later.
+
+        A storage that several of them keep is counted with the first. One that `row` counts already, or that the run
+        may save, is left out, for it would be counted twice; so is what later regions keep for so long.
+        """
+        assert row.run is not None
+        run, (packed, _) = self.runs[row.run], self.liveness.reasons
+        counted = set(row.alive)
+        found: dict[int, int] = {}
+        for segment in range(run.b, len(self.space.segments)):
+            kept = [u for u, release in packed[segment].items() if release >= op and u not in counted]
+            kept = [u for u in kept if self.liveness.is_own(u) or self._is_left_to_later(u, run)]
+            counted.update(kept)
+            if kept:
+                found[segment] = int(sum(self.graph.storages.size_bytes[u] for u in kept))
+        return tuple(found.items())
+
+    def _is_left_to_later(self, storage: int, run: Run) -> bool:
+        """Whether nothing before or in `run` can keep `storage` for its backward, and something after it can."""
+        shared = self.liveness.shared.get(storage)
+        if shared is None or shared.site_before(run.a) is not None:
+            return False
+        return shared.saver is None or run.region is None or shared.saver not in run.region
 
     def _save_terms(self, run: Run, op: int, recomputing: bool) -> tuple[tuple[int, int], ...]:
         """What saving each node of `run` adds at this operator: all that is not made again yet."""
@@ -397,6 +425,7 @@ class Problem:
             return int(sum(storages.size_bytes[u] for u in found if storages.death[u] < op))
 
         plain = ((s, gone(found)) for s, found in enumerate(self.liveness.own))
+        nested = ((i, gone(found)) for i, found in self._kept_by_inner(op))
         saves = (
             (v, gone([u for u in found if self.liveness.is_own(u)])) for v, found in self.liveness.saved_by.items()
         )
@@ -406,9 +435,25 @@ class Problem:
             op=op,
             bytes=int(self._local_bytes[op]),
             plain=tuple((s, size) for s, size in plain if size),
+            nested=tuple((i, size) for i, size in nested if size),
             saves=tuple((v, size) for v, size in saves if size),
             shared=tuple(shared),
         )
+
+    def _kept_by_inner(self, op: int) -> Iterator[tuple[int, list[int]]]:
+        """(run, storages made in it that only its inner region which runs at forward operator `op` keeps there)."""
+        node = int(self.graph.op_node[op])
+        for index in self._nested_at(int(self.liveness.segment_of_node[node])) if node >= 0 else ():
+            run = self.runs[index]
+            assert run.region is not None
+            inner = next(part for part in run.region.inner if node in part)
+            taken = (self.liveness.shared.get(u) for u in self.memory.inputs(inner.first, inner.end))
+            yield index, [k.storage for k in taken if k and run.a <= k.segment and k.sites[-1] < run.b]
+
+    def _nested_at(self, segment: int) -> list[int]:
+        """Indices of the runs that hold `segment` in an inner region."""
+        runs = enumerate(self.runs)
+        return [i for i, run in runs if run.a <= segment < run.b and run.region and run.region.inner]
 
     @functools.cached_property
     def optimizer_peak_bytes(self) -> int:

@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from remat._torch.inductor import joint_of, min_cut
 from remat._torch.training import without_modes
-from remat.capture.schemas import is_view
+from remat.capture.schemas import calls_view
 from remat.errors import RematError
 from remat.fusion.kernels import Kernel, Layout, empty
 from remat.fusion.sums import sum_in_stages
@@ -124,14 +124,10 @@ def _outputs(graph_module: fx.GraphModule) -> list[Any]:
     return list(output.args[0])
 
 
-def _is_view(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and is_view(node.target)
-
-
 def _chain(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
     """(what `node` looks at in the end, the views in between and `node`, in order)."""
     views: list[fx.Node] = []
-    while _is_view(node):
+    while calls_view(node):
         views.insert(0, node)
         node = node.args[0]  # type: ignore[assignment]
     return node, views

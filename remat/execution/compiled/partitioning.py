@@ -31,7 +31,7 @@ import torch
 from torch import fx
 
 from remat._torch.inductor import hash_of, hold_back, min_cut, partitioner_class
-from remat.capture.schemas import is_view
+from remat.capture.schemas import calls_view
 from remat.errors import RematError
 from remat.execution.compiled.tags import RECOMPUTED, SAVED
 
@@ -111,9 +111,10 @@ def _operator(node: fx.Node) -> str:
 
 
 def _is_view(node: fx.Node) -> bool:
+    """Whether a node is a view, or one of several that its argument makes."""
     if node.target is operator.getitem:
         return isinstance(node.args[0], fx.Node) and _is_view(node.args[0])
-    return isinstance(node.target, torch._ops.OpOverload) and is_view(node.target)
+    return calls_view(node)
 
 
 def order(backward: fx.GraphModule) -> None:

@@ -35,9 +35,12 @@ from remat.capture.nodes import as_function, bracket_of, called, captured_nodes,
 from remat.errors import RematError
 from remat.evaluation.plan import NodeRef, OffloadRef
 from remat.execution.eager.offloading import CallOffloads, Offloader
-from remat.execution.eager.saving import RanAgain, Replay, Result, Save, note_versions
+from remat.execution.eager.saving import RanAgain, Recipe, Replay, Save, Tape, recipe_of, signature_of
 
 _RUNNING = ("running_mean", "running_var")
+_MOST_RECIPES = 16  # calls of one node, in all sizes that it is given
+
+Recipes = dict[tuple[Any, ...] | None, Recipe]  # of one saved node, by signature
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +106,7 @@ class RegionTape:
         self._drawn_on: torch.device | None = None  # whose generator is as the last random node left it
         self._states: dict[int, Any] = {}
         self._before: dict[torch.device, Any] = {}  # generators as they were when the recomputation began to draw
-        self._saved: dict[int, list[Result]] = {}
+        self._saved: dict[int, Tape] = {}
 
     @property
     def again(self) -> bool:
@@ -147,18 +150,13 @@ class RegionTape:
         while self._before:
             _set_state(*self._before.popitem())
 
-    def saved(self, key: int, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def saved(self, key: int, function: Callable[..., Any], args: Any, kwargs: Any, recipes: Recipes) -> Any:
         """Run saved node `key`, or replay what it gave. (Rule 3)"""
         if not self.replaying:
             if self._outer is not None and not self.again:  # Rule 5
                 self._drawn_on = None
                 return function(*args, **kwargs)
-            with Save() as save:
-                value = function(*args, **kwargs)
-            self._saved[key] = save.results
-            if save.drawn:
-                self._drawn_on = None
-            return value
+            return self._kept(key, function, args, kwargs, recipes)
         keep = keeps_graph()
         if key not in self._saved:
             raise RematError(
@@ -166,10 +164,26 @@ class RegionTape:
                 "first backward, or plan without saved nodes."
             )
         try:
-            return self._replayed(Replay(self._saved[key] if keep else self._saved.pop(key)), function, args, kwargs)
+            tape = self._saved[key] if keep else self._saved.pop(key)
+            return self._replayed(Replay(tape, again=keep), function, args, kwargs)
         finally:  # an early stop is an exception
             if keep:
-                note_versions(self._saved[key])
+                self._saved[key].note_versions()
+
+    def _kept(self, key: int, function: Callable[..., Any], args: Any, kwargs: Any, recipes: Recipes) -> Any:
+        signature = signature_of(args, kwargs)
+        if (recipe := recipes.get(signature)) is not None:
+            value = function(*args, **kwargs)
+            self._saved[key] = recipe.tape(value)
+            return value
+        with Save() as save:
+            value = function(*args, **kwargs)
+        self._saved[key] = save.tape
+        if save.drawn:
+            self._drawn_on = None
+        if signature is not None and len(recipes) < _MOST_RECIPES and (recipe := recipe_of(save, value)) is not None:
+            recipes[signature] = recipe
+        return value
 
     def _replayed(self, replay: Replay, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not self.options.observe:
@@ -308,8 +322,10 @@ def _random(function: Callable[..., Any], key: int) -> Callable[..., Any]:
 
 
 def _saved(function: Callable[..., Any], key: int) -> Callable[..., Any]:
+    recipes: Recipes = {}
+
     def call(tape: RegionTape, *args: Any, **kwargs: Any) -> Any:
-        return tape.saved(key, function, args, kwargs)
+        return tape.saved(key, function, args, kwargs, recipes)
 
     return call
 

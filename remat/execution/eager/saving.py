@@ -20,30 +20,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
 
-from remat._torch.training import UnseenMode, pop_mode, push_mode, sharing_versions
-from remat.capture.schemas import is_seeded, makes_nothing, tensors_of, written
+from remat._torch.training import LeanMode, sharing_versions
+from remat.capture.schemas import makes_nothing, tensors_of, traits_of, written
 from remat.errors import RematError
 
 _CAST = torch.ops.aten._to_copy.default
-
-
-class _LeanMode(UnseenMode):
-    """A dispatch mode entered for one node: what `TorchDispatchMode` notes for Dynamo at its borders is left out."""
-
-    def __init__(self) -> None:
-        pass
-
-    def __enter__(self) -> Self:
-        push_mode(self)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        pop_mode()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,23 +50,39 @@ class _Kept:
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: torch.Tensor):
-        self.tensor = _apart(tensor)
-        self.version = 0
+        self.tensor = tensor
+        self.version = tensor._version
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """What `func` returned, with a `_Kept` or an `_Argument` in the place of every tensor."""
+class Tape:
+    """What a saved node's operators returned, in order.
 
-    func: Any
-    value: Any
+    results  (operator, what it returned with a `_Kept` or an `_Argument` in the place of every tensor)
+    kept     every `_Kept` in them
+    writes   whether an operator wrote to something
+    """
 
+    __slots__ = ("kept", "results", "writes")
 
-def note_versions(results: list[Result]) -> None:
-    """From now on, whoever writes to what is kept changes it. A replay's own writes, left out, advance versions too."""
-    for result in results:
-        for kept in _kept_in(result.value):
+    def __init__(self) -> None:
+        self.results: list[tuple[Any, Any]] = []
+        self.kept: list[_Kept] = []
+        self.writes = False
+
+    def note_versions(self) -> None:
+        """From now on, whoever writes to what is kept changes it. A replay's own writes advance versions too."""
+        for kept in self.kept:
             kept.version = kept.tensor._version
+
+    def require_unchanged(self) -> None:
+        for kept in self.kept:
+            if kept.tensor._version != kept.version:
+                func = next(func for func, value in self.results if any(k is kept for k in _kept_in(value)))
+                raise RematError(
+                    f"the output of {func}, which a region saved, was changed in place before its backward, "
+                    "and recomputing with it would give wrong gradients; do not change it, or plan without "
+                    "saving it."
+                )
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
@@ -94,43 +96,47 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
-class Save(_LeanMode):
+class Save(LeanMode):
     """Keeps what operators return while a saved node runs.
 
-    results  what is kept, in order
-    drawn    whether an operator may have drawn random numbers
+    tape   what is kept
+    drawn  whether an operator may have drawn random numbers
 
     Raises RematError, naming the operator, for what can be neither left out nor run again.
     """
 
     def __init__(self) -> None:
-        self.results: list[Result] = []
+        self.tape = Tape()
         self.drawn = False
         self._made: set[int] = set()  # storages of casts
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        note_versions(self.results)
+        self.tape.note_versions()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **kwargs) if kwargs else func(*args)
+        traits = traits_of(func)
+        if traits.makes_nothing:
+            return out
         if func is _CAST:
             self._made.add(_storage(out))
-        elif not makes_nothing(func):
-            if func._schema.is_mutable:
-                self._require_own(func, args, kwargs)
-            if func._schema.returns:
-                self.results.append(Result(func, _encoded(func, out, args, kwargs)))
-            self.drawn = self.drawn or is_seeded(func)
+            return out
+        if traits.writes:
+            self.tape.writes = True
+            self._require_own(func, args, kwargs)
+        if traits.returns:
+            self.tape.results.append((func, _encoded(func, out, args, kwargs, self.tape.kept)))
+        self.drawn = self.drawn or traits.is_seeded
         return out
 
-    def _kept(self) -> Iterator[_Kept]:
-        for result in self.results:
-            yield from _kept_in(result.value)
+    @property
+    def has_cast(self) -> bool:
+        return bool(self._made)
 
     def _require_own(self, func: Any, args: Any, kwargs: Any) -> None:
         """Refuse a write to what the node did not make: it can be neither left out nor repeated."""
-        own = {_storage(kept.tensor) for kept in self._kept()} | self._made
+        own = {_storage(kept.tensor) for kept in self.tape.kept} | self._made
         if any(_storage(tensor) not in own for tensor in written(func, args, kwargs)):
             raise RematError(
                 f"operator {func} writes to a value that its node did not make, and so the node cannot be saved; "
@@ -144,8 +150,8 @@ class Save(_LeanMode):
             )
 
 
-def _encoded(func: Any, out: Any, args: Any, kwargs: Any) -> Any:
-    """`out` with a `_Kept` or an `_Argument` in the place of every tensor."""
+def _encoded(func: Any, out: Any, args: Any, kwargs: Any, into: list[_Kept]) -> Any:
+    """`out` with a `_Kept`, added to `into`, or an `_Argument` in the place of every tensor."""
     given = list(tensors_of(args, kwargs))
     seen: dict[int, _Kept] = {}
 
@@ -165,10 +171,72 @@ def _encoded(func: Any, out: Any, args: Any, kwargs: Any) -> Any:
                         "node cannot be saved; take it out of the plan's saves."
                     )
                 return _Argument(index, (leaf.size(), leaf.stride(), leaf.storage_offset()))
-        seen[id(leaf)] = kept = _Kept(leaf)
+        seen[id(leaf)] = kept = _Kept(_apart(leaf))
+        into.append(kept)
         return kept
 
-    return tree_map(encoded, out)
+    return encoded(out) if isinstance(out, torch.Tensor) else tree_map(encoded, out)
+
+
+class Recipe:
+    """How to save a node without watching it: it keeps one tensor, which is its value's memory, and it writes nothing.
+
+    That is what a linear layer does, or an activation. Where a signature says that a call is like an earlier one, the
+    same operators run, and what they return lies in the value as it did then. A replay watches all the same, so a node
+    that asks for other operators after all is an error there.
+    """
+
+    __slots__ = ("_layout", "_results")
+
+    def __init__(self, results: list[tuple[Any, Any]], layout: tuple[Any, Any, Any] | None):
+        self._results = results
+        self._layout = layout
+
+    def tape(self, value: torch.Tensor) -> Tape:
+        """What `Save` would have kept of a call that returned `value`."""
+        tape, apart = Tape(), value.detach()
+        kept = _Kept(apart if self._layout is None else apart.as_strided(*self._layout))
+        tape.results = [(func, result or kept) for func, result in self._results]
+        tape.kept.append(kept)
+        return tape
+
+
+def signature_of(args: Any, kwargs: Any) -> tuple[Any, ...] | None:
+    """What decides, with the function, which operators a call runs; None where that is hard to say.
+
+    Autocast is: it remembers casts, or does not.
+    """
+    found: list[Any] = [torch.is_grad_enabled(), *kwargs]
+    for value in (*args, *kwargs.values()):
+        kind = type(value)
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            device = value.device
+            if value.layout is not torch.strided or torch.is_autocast_enabled(device.type):
+                return None
+            found.append((value.shape, value.stride(), value.dtype, device, value.requires_grad))
+        elif kind in _PLAIN:
+            found.append((kind, value))
+        else:
+            return None
+    return tuple(found)
+
+
+_PLAIN = (int, float, bool, str, type(None), torch.dtype)
+
+
+def recipe_of(save: Save, value: Any) -> Recipe | None:
+    """The recipe of a call that `save` has watched and that returned `value`; None where it has to be watched."""
+    tape = save.tape
+    if save.drawn or save.has_cast or tape.writes or len(tape.kept) != 1 or type(value) is not torch.Tensor:
+        return None
+    tensor = tape.kept[0].tensor
+    if tensor.dtype != value.dtype or _storage(tensor) != _storage(value):
+        return None
+    if not all(isinstance(result, (_Kept, _Argument)) for _, result in tape.results):
+        return None
+    layouts = [(t.size(), t.stride(), t.storage_offset()) for t in (tensor, value)]
+    results = [(func, None if isinstance(result, _Kept) else result) for func, result in tape.results]
+    return Recipe(results, None if layouts[0] == layouts[1] else layouts[0])
 
 
 def _kept_in(value: Any) -> Iterator[_Kept]:
@@ -179,7 +247,7 @@ def _kept_in(value: Any) -> Iterator[_Kept]:
             yield from _kept_in(leaf)
 
 
-class RanAgain(_LeanMode):
+class RanAgain(LeanMode):
     """Sees what runs below a `Replay`. `found` if that was more than views, casts and writes to casts."""
 
     def __init__(self) -> None:
@@ -196,59 +264,63 @@ class RanAgain(_LeanMode):
         return out
 
 
-class Replay(_LeanMode):
+class Replay(LeanMode):
     """Gives back what `Save` kept, without running the operators that made it.
+
+    again  whether the tape will be asked once more; otherwise what it keeps is handed out itself
 
     Raises RematError where the node asks for other operators than it did in forward, or a kept tensor has changed.
     """
 
-    def __init__(self, results: list[Result]):
-        self._results = results[::-1]
-        self._final: set[int] = set()  # storages of what is kept
-        for result in results:
-            for kept in _kept_in(result.value):
-                self._final.add(_storage(kept.tensor))
-                if kept.tensor._version != kept.version:
-                    raise RematError(
-                        f"the output of {result.func}, which a region saved, was changed in place before its backward, "
-                        "and recomputing with it would give wrong gradients; do not change it, or plan without "
-                        "saving it."
-                    )
+    def __init__(self, tape: Tape, *, again: bool):
+        tape.require_unchanged()
+        self._again = again
+        # Storages of what is kept; only writes ask for them.
+        self._final = {_storage(kept.tensor) for kept in tape.kept} if tape.writes else set()
+        self._results = tape.results[::-1]  # a result that is handed out is let go
+        if not again:
+            tape.results.clear()
+            tape.kept.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if makes_nothing(func):
+        traits = traits_of(func)
+        if traits.makes_nothing:
             return func(*args, **kwargs) if kwargs else func(*args)
         if func is _CAST:
             out = func(*args, **kwargs) if kwargs else func(*args)
             self._final.discard(_storage(out))  # what had this address before is no more
             return out
-        value = self._next(func) if func._schema.returns else None
-        if func._schema.is_mutable and any(_storage(t) not in self._final for t in written(func, args, kwargs)):
+        value = self._next(func) if traits.returns else None
+        if traits.writes and any(_storage(t) not in self._final for t in written(func, args, kwargs)):
             func(*args, **(kwargs or {}))
-        return _decoded(value, list(tensors_of(args, kwargs)))
+        if type(value) is _Kept:
+            return self._given_back(value)
+        return self._decoded(value, list(tensors_of(args, kwargs)))
 
     def _next(self, func: Any) -> Any:
         """What `func` returned in forward."""
-        found = self._results.pop() if self._results else None
-        if found is None or found.func is not func:
+        found, value = self._results.pop() if self._results else (None, None)
+        if found is not func:
             raise RematError(
-                f"a saved node ran {found.func if found else 'nothing more'} in forward, and asks for {func} when it "
+                f"a saved node ran {found or 'nothing more'} in forward, and asks for {func} when it "
                 "is recomputed; what was saved cannot be given back. Plan without saving that node."
             )
-        return found.value
+        return value
 
+    def _given_back(self, kept: _Kept) -> torch.Tensor:
+        return _apart(kept.tensor) if self._again else kept.tensor
 
-def _decoded(value: Any, given: list[torch.Tensor]) -> Any:
-    """What `_encoded` has encoded, with the tensors of this recomputation."""
-    seen: dict[int, torch.Tensor] = {}
+    def _decoded(self, value: Any, given: list[torch.Tensor]) -> Any:
+        """What `_encoded` has encoded, with the tensors of this recomputation."""
+        seen: dict[int, torch.Tensor] = {}
 
-    def decoded(leaf: Any) -> Any:
-        if isinstance(leaf, _Argument):
-            return leaf.of(given)
-        if not isinstance(leaf, _Kept):
-            return leaf
-        if id(leaf) not in seen:
-            seen[id(leaf)] = _apart(leaf.tensor)
-        return seen[id(leaf)]
+        def decoded(leaf: Any) -> Any:
+            if isinstance(leaf, _Argument):
+                return leaf.of(given)
+            if not isinstance(leaf, _Kept):
+                return leaf
+            if id(leaf) not in seen:
+                seen[id(leaf)] = self._given_back(leaf)
+            return seen[id(leaf)]
 
-    return tree_map(decoded, value)
+        return tree_map(decoded, value)
