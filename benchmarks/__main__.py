@@ -24,6 +24,7 @@ LONG = (
     "proofs",
     "slices",
     "fused",
+    "cards",
 )
 
 

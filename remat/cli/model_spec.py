@@ -39,6 +39,7 @@ from torch import nn
 from remat import models
 from remat.errors import RematError, UsageError, is_out_of_memory
 from remat.integrations.trainer_workload import is_trainer, loop_of, workload_of
+from remat.models.adapters import Lora, with_lora
 from remat.models.common import padded, text_workload, transformers
 from remat.recording.fake_step import describe
 from remat.workload.optimizers import optimizer_named
@@ -64,6 +65,7 @@ class ModelSpec:
     dtype: str | None = None
     optimizer: str | None = None
     padded: bool | None = None
+    lora: str | None = None
 
     def workload(self) -> Workload:
         """The workload asked for. Raises UsageError where there is none, or it does not take an option."""
@@ -88,6 +90,11 @@ class ModelSpec:
                     f"--dtype {self.dtype} was given, and the Trainer says its own precision. Leave it out."
                 )
             workload = workload.with_dtype(cast(DTypePolicy, self.dtype))
+        if self.lora is not None:
+            if path is not None:
+                raise UsageError(f"--lora is for models by name; let the `build` of {workload.name} add the adapters.")
+            lora = Lora.parsed(self.lora)
+            workload = with_lora(workload, lora) if self.dtype is None else with_lora(workload, lora, frozen=None)
         return guarded(workload, path)
 
     def loop(self) -> TrainingLoop:
