@@ -29,6 +29,7 @@ from remat.evaluation.graph import (
     Parameter,
 )
 from remat.fusion.formed import formed
+from remat.recording.known_values import KnownValues
 from remat.recording.optimizer_forms import forms_of
 from remat.recording.tracker import Tracker
 from remat.recording.view_histories import ViewHistories
@@ -118,7 +119,8 @@ class FakeStep:
         self._views = ViewHistories()
         self.eager_context = eager_context
         self.model = fake_model(workload.build, self.mode, device)
-        with self.mode, torch.device(device), (seen := OnesSeen()):
+        self.known = KnownValues()
+        with self.mode, torch.device(device), self.known.of_batch(), (seen := OnesSeen()):
             self.batch = workload.batch(workload.batch_size, workload.seq_len)
         self.execute_call: Any = execute_plainly
         self._forward = self.model.forward
@@ -151,7 +153,7 @@ class FakeStep:
 
     def _settle(self) -> None:
         if not self._settled:
-            with self.mode, grouped_products():
+            with self.mode, self.known.followed(), grouped_products():
                 settle(self)
         self._settled = True
 
@@ -269,7 +271,7 @@ class FakeStep:
         self.held_outputs.let_go()
         self.model.zero_grad(set_to_none=True)
         self.finish = Finish(self.loop, self.model, self._make_optimizer())
-        with self.mode, grouped_products(), Tracker(alignment_bytes) as tracker:
+        with self.mode, self.known.followed(), grouped_products(), Tracker(alignment_bytes) as tracker:
             loss = self.forward()
             forward_end = tracker.op_count
             loss.backward()
@@ -281,7 +283,7 @@ class FakeStep:
 
     def execute(self, tracker: Tracker, after_forward: Callable[[], None], after_backward: Callable[[], None]) -> None:
         """One whole step under `tracker`: forward, backward, optimizer."""
-        with self.mode, grouped_products(), tracker:
+        with self.mode, self.known.followed(), grouped_products(), tracker:
             loss = self.forward()
             after_forward()
             loss.backward()
