@@ -10,6 +10,8 @@ on. Each is planned twice:
   as many nodes must be recomputed as planned, also where the model is evaluated before the plan is applied and between
   two steps (`equal`), and `remat.validate` must pass, its measured peak against the predicted one (`error_percent`).
 
+`architectures:33-55` runs those that stand 33rd to 55th, `architectures:CLIPModel` one.
+
 What cannot be planned stays in the table, with its reason. Workspaces of kernels are measured. Times are measured as
 quickly as may be: nothing here depends on them but the choice among plans.
 """
@@ -23,7 +25,7 @@ import logging
 import re
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -696,7 +698,7 @@ ALL = (
 def main(*names: str) -> None:
     torch.set_num_threads(1)
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
-    chosen = [each for each in ALL if not names or each.model in names]
+    chosen = [each for number, each in enumerate(ALL, 1) if not names or each.model in names or _within(number, names)]
     rows: list[dict[str, Any]] = []
     for each in chosen:
         with warnings.catch_warnings():
@@ -705,6 +707,12 @@ def main(*names: str) -> None:
         print(rows[-1], flush=True)
         path = report.stem("_".join(["architectures", *names]), CPU)
         report.write(path, report.provenance(CPU), rows, COLUMNS)  # so far
+
+
+def _within(number: int, names: Iterable[str]) -> bool:
+    """Whether `33-55` or its like is among `names` and takes in `number`."""
+    spans = (re.fullmatch(r"(\d+)-(\d+)", name) for name in names)
+    return any(int(span[1]) <= number <= int(span[2]) for span in spans if span)
 
 
 def workload_of(each: Architecture) -> Workload:
