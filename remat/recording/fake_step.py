@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from remat.capture.anchors import identity_of, module_path
 from remat.capture.attention_masks import OnesSeen, eager_attention_masks
+from remat.capture.beside_parameters import tensors_beside
 from remat.capture.circumstances import given_to
 from remat.capture.dynamo import GraphCalls, fake_model, without_cache
 from remat.capture.eager_answers import Answers
@@ -296,7 +297,7 @@ class FakeStep:
         """Tell `tracker` what exists before the step; returns its bytes by category."""
         parameters = list(self.model.parameters())
         fixed = {
-            "parameters": tracker.fix(parameters),
+            "parameters": tracker.fix(parameters) + tracker.fix([list(tensors_beside(p)) for p in parameters]),
             "buffers": tracker.fix(list(self.model.buffers())),
             "batch": tracker.fix(self.batch),
             "gradients": tracker.fix([p.grad for p in parameters if p.grad is not None]),

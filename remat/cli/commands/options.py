@@ -122,6 +122,13 @@ class ModelOptions:
             "Unless --dtype says otherwise, the frozen weights are in bf16, the adapters in fp32.",
         ),
     ] = None
+    quantize: Annotated[
+        str | None,
+        _option(
+            metavar="nf4",
+            help="Linear layers but the head in 4 bits, as bitsandbytes quantises them (twice); goes with --lora.",
+        ),
+    ] = None
 
     @property
     def given(self) -> dict[str, Any]:
