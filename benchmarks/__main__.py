@@ -25,6 +25,7 @@ LONG = (
     "slices",
     "fused",
     "offloads",
+    "cards",
 )
 
 

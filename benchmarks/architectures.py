@@ -10,6 +10,8 @@ on. Each is planned twice:
   as many nodes must be recomputed as planned, also where the model is evaluated before the plan is applied and between
   two steps (`equal`), and `remat.validate` must pass, its measured peak against the predicted one (`error_percent`).
 
+`architectures:33-55` runs those that stand 33rd to 55th, `architectures:CLIPModel` one.
+
 What cannot be planned stays in the table, with its reason. Workspaces of kernels are measured. Times are measured as
 quickly as may be: nothing here depends on them but the choice among plans.
 """
@@ -23,7 +25,7 @@ import logging
 import re
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -250,6 +252,106 @@ _SAM: dict[str, Any] = {
     "prompt_encoder_config": {"hidden_size": 32, "image_size": 64, "patch_size": 8, "mask_input_channels": 4},
     "mask_decoder_config": {"hidden_size": 32, "mlp_dim": 64, "num_attention_heads": 2, "iou_head_hidden_dim": 16},
 }
+_DELTA = {
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+}
+
+IMAGE, START, END, VIDEO = 250, 251, 252, 253  # ids of tokens that stand for an image, and for what is around it
+_LANGUAGE = {**_TEXT, **_NARROW, "max_position_embeddings": 2 * LENGTH}
+_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}}
+_TOKENS: dict[str, Any] = {"image_token_id": IMAGE, "video_token_id": VIDEO}
+_QWEN_VISION: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+_QWEN_TOKENS: dict[str, Any] = {**_TOKENS, "vision_start_token_id": START, "vision_end_token_id": END}
+_TOWER: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
+_AUDIO: dict[str, Any] = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 64,
+    "num_mel_bins": 16,
+    "max_source_positions": LENGTH,
+}
+
+
+def shown(samples: int, tokens: int, **others: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Text with `tokens` in front that stand for an image or sound."""
+    ids = torch.randint(3, IMAGE, (samples, LENGTH))
+    ids[:, 0], ids[:, 1 : 1 + tokens], ids[:, 1 + tokens] = START, IMAGE, END
+    return {"input_ids": ids, "labels": ids.clone(), **others}
+
+
+def with_grid(samples: int) -> dict[str, torch.Tensor]:
+    """Images of 16 and of 24 patches, merged four to one: of as many tokens as fit, so each sample has both."""
+    kinds = torch.zeros(samples, LENGTH, dtype=torch.int)
+    kinds[:, 1:5] = kinds[:, 6:12] = 1
+    made = shown(samples, 4, mm_token_type_ids=kinds)
+    made["input_ids"][:, 5], made["input_ids"][:, 6:12] = START, IMAGE
+    grid = torch.tensor([[1, 4, 4], [1, 4, 6]]).repeat(samples, 1)
+    return {**made, "pixel_values": torch.randn(samples * 40, 3 * 2 * 4 * 4), "image_grid_thw": grid}
+
+
+def with_image(tokens: int) -> Callable[[int], dict[str, torch.Tensor]]:
+    return lambda samples: shown(samples, tokens, pixel_values=torch.randn(samples, 3, 16, 16))
+
+
+def with_kinds(tokens: int) -> Callable[[int], dict[str, torch.Tensor]]:
+    def batch(samples: int) -> dict[str, torch.Tensor]:
+        made = with_image(tokens)(samples)
+        return {**made, "token_type_ids": (made["input_ids"] == IMAGE).long()}
+
+    return batch
+
+
+def with_sizes(tokens: int) -> Callable[[int], dict[str, torch.Tensor]]:
+    return lambda samples: {**with_image(tokens)(samples), "image_sizes": torch.tensor([[16, 16]] * samples)}
+
+
+def with_tiles(samples: int) -> dict[str, torch.Tensor]:
+    return shown(samples, 4, pixel_values=torch.randn(samples, 1, 3, 16, 16))
+
+
+def with_sound(samples: int) -> dict[str, torch.Tensor]:
+    mask = torch.ones(samples, 2 * LENGTH, dtype=torch.long)
+    return shown(
+        samples,
+        LENGTH // 2,
+        input_features=torch.randn(samples, 16, 2 * LENGTH),
+        feature_attention_mask=mask,
+        attention_mask=torch.ones(samples, LENGTH, dtype=torch.long),
+    )
+
+
+def spectrogram_of(samples: int) -> dict[str, torch.Tensor]:
+    return {"input_values": torch.randn(samples, 32, 16), "labels": torch.randint(0, 10, (samples,))}
+
+
+def captioned(samples: int) -> dict[str, torch.Tensor]:
+    ids = token_ids(VOCAB, samples, 16)
+    return {"input_ids": ids, "labels": ids.clone(), "pixel_values": torch.randn(samples, 3, 16, 16)}
+
+
+def features(samples: int) -> dict[str, torch.Tensor]:
+    return {"input_features": torch.randn(samples, 2 * LENGTH, 16), "labels": token_ids(VOCAB, samples, 16)}
+
 
 ALL = (
     Architecture(
@@ -370,13 +472,233 @@ ALL = (
     ),
     Architecture("SamModel", "SamConfig", "segmentation", _SAM, points, ("pred_masks", "iou_scores")),
     Architecture("CLIPModel", "CLIPConfig", "text and images", _CLIP, pairs),
+    Architecture(
+        "Qwen2VLForConditionalGeneration",
+        "Qwen2VLConfig",
+        "text and images",
+        {
+            "text_config": {**_LANGUAGE, **_MROPE},
+            "vision_config": {"depth": 2, "embed_dim": 32, "hidden_size": WIDTH, "num_heads": 2, "patch_size": 4}
+            | {"mlp_ratio": 2, "spatial_merge_size": 2, "temporal_patch_size": 2},
+            **_QWEN_TOKENS,
+        },
+        with_grid,
+    ),
+    Architecture(
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen2_5_VLConfig",
+        "text and images",
+        {
+            "text_config": {**_LANGUAGE, **_MROPE},
+            "vision_config": {**_QWEN_VISION, "out_hidden_size": WIDTH, "fullatt_block_indexes": [1]}
+            | {"window_size": 16},
+            **_QWEN_TOKENS,
+        },
+        with_grid,
+    ),
+    Architecture(
+        "Qwen3VLForConditionalGeneration",
+        "Qwen3VLConfig",
+        "text and images",
+        {
+            "text_config": {**_LANGUAGE, **_MROPE},
+            "vision_config": {**_QWEN_VISION, "out_hidden_size": WIDTH, "num_position_embeddings": 16}
+            | {"deepstack_visual_indexes": [0]},
+            **_QWEN_TOKENS,
+        },
+        with_grid,
+    ),
+    Architecture(
+        "LlavaForConditionalGeneration",
+        "LlavaConfig",
+        "text and images",
+        {
+            "text_config": {"model_type": "llama", **_LANGUAGE, **_DROPPED},
+            "vision_config": {"model_type": "clip_vision_model", **_TOWER},
+            "image_token_index": IMAGE,
+        },
+        with_image(16),
+    ),
+    Architecture(
+        "PaliGemmaForConditionalGeneration",
+        "PaliGemmaConfig",
+        "text and images",
+        {
+            "text_config": {"model_type": "gemma", **_LANGUAGE, **_DROPPED},
+            "vision_config": {"model_type": "siglip_vision_model", **_TOWER, "projection_dim": WIDTH},
+            "image_token_index": IMAGE,
+            "projection_dim": WIDTH,
+        },
+        with_kinds(16),
+    ),
+    Architecture(
+        "Gemma3ForConditionalGeneration",
+        "Gemma3Config",
+        "text and images",
+        {
+            "text_config": {**_LANGUAGE, **_DROPPED, "sliding_window": 16},
+            "vision_config": {"model_type": "siglip_vision_model", **_TOWER},
+            "image_token_index": IMAGE,
+            "mm_tokens_per_image": 4,
+        },
+        with_kinds(4),
+    ),
+    Architecture(
+        "Mistral3ForConditionalGeneration",
+        "Mistral3Config",
+        "text and images",
+        {
+            "text_config": {"model_type": "mistral", **_LANGUAGE, **_DROPPED},
+            "vision_config": {"model_type": "pixtral", **_TOWER},
+            "image_token_index": IMAGE,
+            "spatial_merge_size": 2,
+        },
+        with_sizes(4),
+    ),
+    Architecture(
+        "Idefics3ForConditionalGeneration",
+        "Idefics3Config",
+        "text and images",
+        {
+            "text_config": {"model_type": "llama", **_LANGUAGE, **_DROPPED, **_ENDS},
+            "vision_config": _TOWER,
+            "image_token_id": IMAGE,
+            "scale_factor": 2,
+        },
+        with_tiles,
+    ),
+    Architecture(
+        "InternVLForConditionalGeneration",
+        "InternVLConfig",
+        "text and images",
+        {
+            "text_config": {"model_type": "qwen2", **_LANGUAGE, **_DROPPED},
+            "vision_config": {**_TOWER, "image_size": (16, 16), "patch_size": (4, 4)},
+            "image_token_id": IMAGE,
+        },
+        with_image(4),
+    ),
+    Architecture(
+        "BlipForConditionalGeneration",
+        "BlipConfig",
+        "text and images",
+        {
+            "text_config": {**_SIZES, **_ENDS, "vocab_size": VOCAB, "max_position_embeddings": 32}
+            | {"encoder_hidden_size": 32, "sep_token_id": 2},
+            "vision_config": _TOWER,
+        },
+        captioned,
+    ),
+    Architecture(
+        "Qwen2AudioForConditionalGeneration",
+        "Qwen2AudioConfig",
+        "text and sound",
+        {
+            "text_config": {"model_type": "qwen2", **_LANGUAGE, **_DROPPED},
+            "audio_config": {"model_type": "qwen2_audio_encoder", **_AUDIO},
+            "audio_token_index": IMAGE,
+        },
+        with_sound,
+    ),
+    Architecture(
+        "Speech2TextForConditionalGeneration",
+        "Speech2TextConfig",
+        "speech",
+        {
+            **_SEQ2SEQ,
+            "input_feat_per_channel": 16,
+            "conv_channels": 64,
+            "max_source_positions": 2 * LENGTH,
+            "max_target_positions": LENGTH,
+            "num_conv_layers": 2,
+        },
+        features,
+    ),
+    Architecture(
+        "ASTForAudioClassification",
+        "ASTConfig",
+        "speech",
+        {**_SIZES, **_CLASSES, "max_length": 32, "num_mel_bins": 16, "patch_size": 8, "hidden_dropout_prob": 0.1}
+        | {"frequency_stride": 8, "time_stride": 8},
+        spectrogram_of,
+    ),
+    Architecture(
+        "Qwen3NextForCausalLM",
+        "Qwen3NextConfig",
+        "hybrid",
+        {**_TEXT, **_DROPPED, **_NARROW, **_DELTA, "num_experts": 4, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_hidden_layers": 4},
+        text,
+    ),
+    Architecture(
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5TextConfig",
+        "hybrid",
+        {**_TEXT, **_DROPPED, **_NARROW, **_DELTA, "num_hidden_layers": 4},
+        text,
+    ),
+    Architecture(
+        "Glm4MoeForCausalLM",
+        "Glm4MoeConfig",
+        "mixture of experts",
+        {**_TEXT, **_DROPPED, **_NARROW, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        | {"first_k_dense_replace": 1},
+        text,
+    ),
+    Architecture("Glm4MoeLiteForCausalLM", "Glm4MoeLiteConfig", "mixture of experts", _DEEPSEEK, text),
+    Architecture(
+        "GraniteMoeHybridForCausalLM",
+        "GraniteMoeHybridConfig",
+        "hybrid",
+        {**_TEXT, **_ENDS, **_DROPPED, **_SSM, **_EXPERTS, "shared_intermediate_size": 32}
+        | {"layers_block_type": ["mamba", "attention", "mamba"]},
+        text,
+    ),
+    Architecture(
+        "FalconH1ForCausalLM",
+        "FalconH1Config",
+        "hybrid",
+        {**_TEXT, **_ENDS, **_DROPPED, **_NARROW, **_SSM, "mamba_d_ssm": 128},
+        text,
+    ),
+    Architecture(
+        "Lfm2MoeForCausalLM",
+        "Lfm2MoeConfig",
+        "hybrid",
+        {**_TEXT, **_ENDS, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention", "conv"]}
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_dense_layers": 1},
+        text,
+    ),
+    Architecture(
+        "Ernie4_5_MoeForCausalLM",
+        "Ernie4_5_MoeConfig",
+        "mixture of experts",
+        {**_TEXT, **_ENDS, "num_key_value_heads": 2, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32}
+        | {"moe_layer_start_index": 1, "moe_num_shared_experts": 1},
+        text,
+    ),
+    Architecture(
+        "GraniteMoeForCausalLM",
+        "GraniteMoeConfig",
+        "mixture of experts",
+        {**_TEXT, **_ENDS, **_DROPPED, **_EXPERTS},
+        text,
+    ),
+    Architecture(
+        "MiniMaxForCausalLM",
+        "MiniMaxConfig",
+        "hybrid",
+        {**_TEXT, **_ENDS, **_DROPPED, **_NARROW, **_EXPERTS, "block_size": 16}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+        text,
+    ),
 )
 
 
 def main(*names: str) -> None:
     torch.set_num_threads(1)
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
-    chosen = [each for each in ALL if not names or each.model in names]
+    chosen = [each for number, each in enumerate(ALL, 1) if not names or each.model in names or _within(number, names)]
     rows: list[dict[str, Any]] = []
     for each in chosen:
         with warnings.catch_warnings():
@@ -385,6 +707,12 @@ def main(*names: str) -> None:
         print(rows[-1], flush=True)
         path = report.stem("_".join(["architectures", *names]), CPU)
         report.write(path, report.provenance(CPU), rows, COLUMNS)  # so far
+
+
+def _within(number: int, names: Iterable[str]) -> bool:
+    """Whether `33-55` or its like is among `names` and takes in `number`."""
+    spans = (re.fullmatch(r"(\d+)-(\d+)", name) for name in names)
+    return any(int(span[1]) <= number <= int(span[2]) for span in spans if span)
 
 
 def workload_of(each: Architecture) -> Workload:

@@ -63,9 +63,12 @@ def stem(name: str, device: torch.device) -> Path:
 
 def write(path: Path, about: dict[str, Any], rows: list[dict[str, Any]], columns: list[str]) -> None:
     """Write rows as JSON, and as a Markdown table of `columns` for people."""
-    path.with_suffix(".json").write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+    named = {
+        ending: path.with_name(f"{path.name}.{ending}") for ending in ("json", "md")
+    }  # a model's name may have dots
+    named["json"].write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
     lines = [f"- {key}: {value}" for key, value in about.items()]
     lines += ["", "| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
     lines += ["| " + " | ".join(str(row.get(column, "")) for column in columns) + " |" for row in rows]
-    path.with_suffix(".md").write_text("\n".join(lines) + "\n")
-    print(f"wrote {path.with_suffix('.md')} and .json", file=sys.stderr)
+    named["md"].write_text("\n".join(lines) + "\n")
+    print(f"wrote {named['md']} and .json", file=sys.stderr)

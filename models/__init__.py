@@ -3,7 +3,7 @@
 One file is one family: a function that turns sizes into a workload, then a few lines for each named size.
 `REGISTRY` has the published sizes. `TEST_SIZES` has the same architectures at a size whose whole training
 step peaks at 250 to 500 MiB and takes about a second on two CPU cores; activations, not parameters, are most
-of that peak.
+of that peak. `MORE_TEST_SIZES` has those of the language models that are fine-tuned most.
 
     workload = build("gpt2-xl").sized(batch_size=8)
 
@@ -16,7 +16,27 @@ import difflib
 from collections.abc import Callable
 
 from remat.errors import UsageError
-from remat.models import bert, convnext, gpt2, gpt3, llama, qwen3_moe, resnet, swin, t5, vit
+from remat.models import (
+    bert,
+    convnext,
+    gemma3,
+    glm4,
+    gpt2,
+    gpt3,
+    gpt_oss,
+    llama,
+    mistral,
+    nemotron,
+    phi4,
+    qwen3,
+    qwen3_5,
+    qwen3_moe,
+    qwen3_vl,
+    resnet,
+    swin,
+    t5,
+    vit,
+)
 from remat.workload.workload import Workload
 
 TEXT: dict[str, Callable[[], Workload]] = {
@@ -30,6 +50,17 @@ TEXT: dict[str, Callable[[], Workload]] = {
     "bert-large": bert.bert_large,
     "t5-base": t5.t5_base,
     "qwen3-moe": qwen3_moe.qwen3_moe,
+    "qwen3-4b": qwen3.qwen3_4b,
+    "qwen3-8b": qwen3.qwen3_8b,
+    "qwen3-30b-a3b": qwen3.qwen3_30b_a3b,
+    "qwen3.5-9b": qwen3_5.qwen3_5_9b,
+    "gpt-oss-20b": gpt_oss.gpt_oss_20b,
+    "gemma-3-1b": gemma3.gemma_3_1b,
+    "qwen3-vl-4b": qwen3_vl.qwen3_vl_4b,
+    "mistral-7b": mistral.mistral_7b,
+    "nemotron-3-nano": nemotron.nemotron_3_nano,
+    "phi-4": phi4.phi_4,
+    "glm-4.7-flash": glm4.glm_4_7_flash,
 }
 
 IMAGES: dict[str, Callable[..., Workload]] = {
@@ -49,6 +80,20 @@ TEST_SIZES: dict[str, Callable[[], Workload]] = {
     "convnextv2-base": convnext.small,
     "swin-base": swin.small,
     "qwen3-moe": qwen3_moe.small,
+}
+
+# Of the models that people fine-tune; apart, because what runs all of the above takes long enough.
+MORE_TEST_SIZES: dict[str, Callable[[], Workload]] = {
+    "qwen3-4b": qwen3.small,
+    "qwen3-30b-a3b": qwen3.small_moe,
+    "qwen3.5-9b": qwen3_5.small,
+    "gpt-oss-20b": gpt_oss.small,
+    "gemma-3-1b": gemma3.small,
+    "qwen3-vl-4b": qwen3_vl.small,
+    "mistral-7b": mistral.small,
+    "nemotron-3-nano": nemotron.small,
+    "phi-4": phi4.small,
+    "glm-4.7-flash": glm4.small,
 }
 
 

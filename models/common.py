@@ -14,8 +14,9 @@ functions below. The rules that hold for all of them:
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -81,6 +82,47 @@ def text_workload(
         }
 
     return Workload(name, build, batch, loss_of, batch_size, seq_len, autocast=torch.bfloat16)
+
+
+def causal_workload(
+    name: str,
+    family: str,
+    shape: Mapping[str, Any],
+    *,
+    batch_size: int,
+    seq_len: int,
+    config: str | None = None,
+    model: str | None = None,
+) -> Workload:
+    """The causal language model of a `family` of transformers (`Qwen3`: Qwen3Config, Qwen3ForCausalLM) with `shape`.
+
+    `config` and `model` name its classes where they are called otherwise. `shape` is what the published configuration
+    says, in its own words. Raises UsageError where the transformers at hand lack the class.
+    """
+    library = transformers()
+    make_config, make_model = (
+        member(library, each, name) for each in (config or f"{family}Config", model or f"{family}ForCausalLM")
+    )
+    made = make_config(**shape)
+
+    def build() -> nn.Module:
+        return make_model(make_config(**TRAINING_TEXT | copy.deepcopy(dict(shape)))).train()
+
+    return text_workload(
+        name,
+        build,
+        vocab=made.vocab_size,
+        positions=made.max_position_embeddings,
+        batch_size=batch_size,
+        seq_len=seq_len,
+    )
+
+
+def member(library: Any, class_name: str, model: str) -> Any:
+    """The class of transformers that `model` needs, or an error that says which version lacks it."""
+    if (found := getattr(library, class_name, None)) is None:
+        raise UsageError(f"model {model} needs {class_name}, which transformers {library.__version__} does not have.")
+    return found
 
 
 def padded(workload: Workload) -> Workload:

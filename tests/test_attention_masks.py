@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -204,6 +205,26 @@ def test_packed_rows_are_another_step_and_positions_that_count_up_are_not() -> N
     model = apply(built("llama"), plan_of_family("llama"))
     with pytest.raises(PlanMismatch, match="several sequences are packed in a row"):
         model(**batch_of("llama"), position_ids=packed)
+
+
+def test_rows_of_one_sequence_under_a_plan_for_packed_rows_are_right_and_said_not_to_be_bitwise() -> None:
+    counting = torch.arange(LENGTH).expand(SAMPLES, -1)
+
+    def batch(samples: int, length: int | None) -> dict[str, torch.Tensor]:
+        half = torch.arange(LENGTH // 2).expand(samples, -1)
+        return {**batch_of("llama"), "position_ids": torch.cat([half, half], dim=1)}
+
+    workload = Workload("packed", lambda: built("llama"), batch, lambda model, each: model(**each).loss, SAMPLES)
+    graph = recorded(workload)[1]
+    model, plain = apply(built("llama"), plan_by_hand(graph, every_block(graph))), built("llama")
+    given = {**batch_of("llama"), "position_ids": counting}
+    with pytest.warns(UserWarning, match="each row of this batch holds one sequence, and the plan is for packed rows"):
+        loss = model(**given).loss
+    assert loss.item() == pytest.approx(plain(**given).loss.item(), rel=1e-4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        packed = batch(SAMPLES, None)
+        assert torch.equal(model(**packed).loss, plain(**packed).loss)
 
 
 # What planning knows of a mask

@@ -11,6 +11,7 @@ from torch import nn
 
 from remat import models
 from remat.errors import UsageError
+from remat.models.adapters import Lora, with_lora
 from remat.workload.workload import Workload
 
 pytest.importorskip("transformers")
@@ -29,11 +30,26 @@ PUBLISHED = {
     # h = 512: embeddings; 8 layers of attention (q, o: hh; k, v: hh/4), its two head norms of 64, the router,
     # 8 experts of three 512 x 256 matrices and two norms; a last norm
     "qwen3-moe": 151936 * 512 + 8 * (5 * 512**2 // 2 + 2 * 64 + 8 * 512 + 8 * 3 * 512 * 256 + 2 * 512) + 512,
+    # As counted on the hub, from the files of their weights
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "gpt-oss-20b": 20_914_757_184,
+    "gemma-3-1b": 999_885_952,
+    "qwen3-vl-4b": 4_437_815_808,
+    "mistral-7b": 7_248_023_552,
+    "nemotron-3-nano": 31_577_937_344,
+    "phi-4": 14_659_507_200,
+    # Without the vision tower, and the layer that predicts further tokens
+    "qwen3.5-9b": 8_953_803_264,
+    "glm-4.7-flash": 29_943_390_976,
     "vit-l16": 304_326_632,
     "resnet50": 25_557_032,
     "convnextv2-base": 88_717_800,
     "swin-base": 87_768_224,
 }
+
+SMALL = models.TEST_SIZES | models.MORE_TEST_SIZES
 
 
 def parameters(model: nn.Module) -> int:
@@ -59,15 +75,15 @@ def test_the_default_batch_fits_the_default_shape(name: str) -> None:
     with torch.device("meta"):
         batch = workload.batch(workload.batch_size, workload.seq_len)
     inputs = batch.pop("input_ids" if workload.seq_len else "pixel_values")
-    assert list(batch) == ["labels"]
+    assert list(batch) == ["labels"] or name == "qwen3-vl-4b"
     assert inputs.device.type == "meta"
     assert inputs.shape[0] == batch["labels"].shape[0] == workload.batch_size
     assert workload.seq_len is None or inputs.shape[1] == workload.seq_len
 
 
-@pytest.mark.parametrize("name", models.TEST_SIZES)
+@pytest.mark.parametrize("name", SMALL)
 def test_a_test_size_trains_a_step(name: str) -> None:
-    workload = models.TEST_SIZES[name]()
+    workload = SMALL[name]()
     torch.manual_seed(0)
     model = workload.build()
     assert workload.optimizer is not None
@@ -80,10 +96,10 @@ def test_a_test_size_trains_a_step(name: str) -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("name", models.TEST_SIZES)
+@pytest.mark.parametrize("name", SMALL)
 def test_a_test_size_is_mostly_activations(name: str) -> None:
     # Weights, gradients and two moments in fp32 take at most a sixth of the 250 MiB that a step peaks at.
-    assert 16 * parameters(on_meta(models.TEST_SIZES[name]())) < 42 * 2**20
+    assert 16 * parameters(on_meta(SMALL[name]())) < 42 * 2**20
 
 
 def test_random_regularisation_is_on_as_in_the_original_training() -> None:
@@ -184,3 +200,52 @@ def test_a_missing_library_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPa
 def test_importing_the_package_does_not_import_the_library() -> None:
     code = "import sys, remat.models; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# Images and text
+
+
+def test_an_image_takes_a_quarter_of_the_tokens_in_front_of_the_text() -> None:
+    batch = models.build("qwen3-vl-4b").batch(2, 4096)
+    grid, ids = batch["image_grid_thw"], batch["input_ids"]
+    assert grid.tolist() == [[1, 64, 64], [1, 64, 64]]  # 64 x 64 patches, merged four to one: 1,024 tokens
+    assert batch["pixel_values"].shape == (2 * 64 * 64, 3 * 2 * 16 * 16)
+    assert (ids == 151655).sum(1).tolist() == [1024, 1024] and (batch["labels"] == -100).sum() == 2 * 1025
+    assert torch.equal(ids == 151655, batch["mm_token_type_ids"] == 1)
+
+
+# Adapters
+
+
+@pytest.mark.parametrize("name", models.TEXT)
+def test_adapters_go_on_every_text_model_and_are_all_that_trains(name: str) -> None:
+    model = on_meta(with_lora(models.build(name), Lora(16)))
+    adapters = {n for n, p in model.named_parameters() if "lora_" in n}
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == adapters and adapters
+    assert not [n for n in adapters if "experts" in n or "lm_head" in n or "conv1d" in n]
+    assert {(p.dtype, "lora_" in n) for n, p in model.named_parameters()} == {
+        (torch.bfloat16, False),
+        (torch.float32, True),
+    }
+
+
+def test_adapters_have_the_size_of_their_rank() -> None:
+    # A layer of Llama-3.2-1B: q and o 2048 x 2048, k and v 2048 x 512, gate and up 2048 x 8192, down back
+    sides = 2 * (2048 + 2048) + 2 * (2048 + 512) + 3 * (2048 + 8192)
+    model = on_meta(with_lora(models.build("llama-1b"), Lora(16)))
+    assert parameters(model) - PUBLISHED["llama-1b"] == 16 * 16 * sides  # 16 layers, rank 16
+
+
+def test_adapters_keep_the_dtype_that_is_asked_for() -> None:
+    workload = with_lora(models.build("llama-1b").with_dtype("bf16"), Lora(8), frozen=None)
+    assert {p.dtype for p in on_meta(workload).parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("text", ["16", "r=0", "r=x", "alpha=2", "r=8,dropout=1", "r=8;dropout=0"])
+def test_adapters_that_are_not_understood_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=r"not understood; say r=16, or r=16,dropout=0\.05"):
+        Lora.parsed(text)
+
+
+def test_adapters_are_said_as_rank_and_dropout() -> None:
+    assert (Lora.parsed("r=16"), Lora.parsed("r=8,dropout=0.05")) == (Lora(16), Lora(8, 0.05))

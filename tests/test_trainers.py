@@ -205,6 +205,13 @@ def test_what_cannot_be_planned_is_refused(tmp_path: Path, change: dict[str, Any
         workload_of(made)
 
 
+def test_a_trainer_that_generates_what_it_trains_on_is_refused_by_name(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    made.__class__ = type("Generating", (type(made),), {"_prepare_inputs": lambda self, inputs: inputs})
+    with pytest.raises(UsageError, match=r"Generating makes the batches that it trains on in every step.*a Workload"):
+        workload_of(made)
+
+
 def test_an_optimizer_made_of_the_model_is_refused_by_name(tmp_path: Path) -> None:
     made = trainer(tmp_path)
     made.optimizer_cls_and_kwargs = (torch.optim.SGD, {"params": []})
@@ -317,6 +324,7 @@ def trl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Make:
         warnings.simplefilter("ignore")
         library = pytest.importorskip("trl")
         pytest.importorskip("trl.trainer.dpo_trainer")
+        pytest.importorskip("trl.trainer.kto_trainer")
         pytest.importorskip("trl.trainer.reward_trainer")
     datasets = pytest.importorskip("datasets")
     tokenizers = pytest.importorskip("tokenizers")
@@ -375,7 +383,14 @@ def preferences(prompt: bool) -> list[dict[str, str]]:
     return [{"chosen": f"{p} {c}", "rejected": f"{p} {r}"} for p, c, r in texts]
 
 
-@pytest.mark.parametrize("name", ["DPO", "Reward"])
+def judged() -> list[dict[str, Any]]:
+    return [
+        {"prompt": row["prompt"], "completion": row["chosen"], "label": i % 2 == 0}
+        for i, row in enumerate(preferences(prompt=True))
+    ]
+
+
+@pytest.mark.parametrize("name", ["DPO", "Reward", "KTO"])
 def test_trainers_of_preferences_train_alike(
     name: str, trl: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,8 +403,9 @@ def test_trainers_of_preferences_train_alike(
             model = transformers.LlamaForSequenceClassification(
                 type(model.config)(**{**model.config.to_dict(), "num_labels": 1})
             )
-        adapters = lora("CAUSAL_LM") if name == "DPO" else None
-        return trl(name, *callbacks, data=preferences(name == "DPO"), model=model, bf16=True, peft_config=adapters)
+        adapters = None if name == "Reward" else lora("CAUSAL_LM")
+        data = judged() if name == "KTO" else preferences(name == "DPO")
+        return trl(name, *callbacks, data=data, model=model, bf16=True, peft_config=adapters)
 
     expected = losses_of(make())
     assert losses_of(made := make(callback := RematCallback(budget="1MiB", cache=tmp_path))) == expected

@@ -46,9 +46,18 @@ def attention_backward(name: str, b: int, h: int, kv: int, s: int, d: int, dtype
     return OpKind(op, [[q, q, k, k, q, tensor(b, h, s, dtype="float32")], {}], 0, 0, dtype)
 
 
+def four_bits(rows: int, inputs: int, outputs: int) -> OpKind:
+    """A product with a weight of 4 bits, quantised twice, in blocks of 64."""
+    packed, scales = tensor(inputs * outputs // 2, 1, dtype="uint8"), tensor(inputs * outputs // 64, dtype="float32")
+    given = [tensor(1, rows, inputs), packed, [outputs, inputs], scales, 64, "nf4"]
+    return OpKind("bitsandbytes.gemm_4bit.default", [given, {}], 0, 0, "bfloat16")
+
+
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
+        # the weight in bf16, 4096 x 4096 x 2 = 32 MiB; its 262,144 scales in fp32, twice 1 MiB
+        pytest.param(four_bits(2048, 4096, 4096), 34 * MIB, id="four-bits"),
         # GPT-2: dq_accum 16 x 1024 x 12 x 64 fp32 = 48 MiB, softmax_d 16 x 12 x 1024 fp32 = 0.75 MiB
         pytest.param(attention_backward("flash", 16, 12, 12, 1024, 64), 48 * MIB + 768 * KIB, id="flash-gpt2"),
         # llama-1b: dq_accum 4 x 2048 x 32 x 64 fp32 = 64, softmax_d 1, dk and dv of 32 heads in bf16 2 x 32 MiB

@@ -138,6 +138,15 @@ def following(instead: Callable[[Translator, Any], Callable[..., Any] | None]) -
         yield
 
 
+def not_begun_at(function: Any) -> Any:
+    """`function`, at whose call no trace begins; one that has begun follows into it."""
+    purpose = "read values while planning"
+    treat = internal("_C._dynamo.eval_frame.set_code_exec_strategy", purpose)
+    skip, trace = (internal(f"_C._dynamo.eval_frame._FrameAction.{name}", purpose) for name in ("SKIP", "DEFAULT"))
+    treat(function.__code__, internal("_C._dynamo.eval_frame._FrameExecStrategy", purpose)(skip, trace))
+    return function
+
+
 def try_again(error: BaseException | None) -> None:
     """Let Dynamo trace what it gave up because `error` came out of it; other traces, whoever made them, stay.
 

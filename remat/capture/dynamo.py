@@ -34,6 +34,7 @@ from remat.capture.attention_masks import (
     given_masks,
     masks_of,
 )
+from remat.capture.beside_parameters import carry_over
 from remat.capture.dynamic_shapes import has_sizes, move_sizes_first
 from remat.capture.eager_answers import Answers, Capture, answering
 from remat.capture.grouped_products import grouped_products
@@ -375,5 +376,6 @@ def _fake_like(tensor: torch.Tensor, mode: Any, device: torch.device) -> torch.T
     with mode:
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        carry_over(tensor, fake, lambda beside: _fake_like(beside, mode, device))
     return fake

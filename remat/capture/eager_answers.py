@@ -29,7 +29,7 @@ import dataclasses
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -157,8 +157,23 @@ def _answering() -> Iterator[None]:
 answering = Shared(_answering)  # lets Dynamo put the questions of our captures to them, and follow what they follow
 
 
+def traced_as(other: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A function that takes the place of `other`, which is what our captures find where they meet it."""
+
+    def plainly(*args: Any, **kwargs: Any) -> Any:
+        return other(*args, **kwargs)
+
+    def mark(function: Any) -> Callable[..., Any]:
+        function._traced_as = plainly
+        return cast(Callable[..., Any], function)
+
+    return mark
+
+
 def _instead(tx: Any, function: Callable[..., Any]) -> Callable[..., Any] | None:
     capture = _capture_of(tx)
+    if capture is not None and (plain := getattr(function, "_traced_as", None)) is not None:
+        return cast(Callable[..., Any], plain)
     return None if capture is None else capture.instead(tx.f_globals.get("__name__", ""), function)
 
 

@@ -39,7 +39,9 @@ from torch import nn
 from remat import models
 from remat.errors import RematError, UsageError, is_out_of_memory
 from remat.integrations.trainer_workload import is_trainer, loop_of, workload_of
+from remat.models.adapters import Lora, with_lora
 from remat.models.common import padded, text_workload, transformers
+from remat.models.quantized import quantized
 from remat.recording.fake_step import describe
 from remat.workload.optimizers import optimizer_named
 from remat.workload.training_loop import TrainingLoop
@@ -64,6 +66,8 @@ class ModelSpec:
     dtype: str | None = None
     optimizer: str | None = None
     padded: bool | None = None
+    lora: str | None = None
+    quantize: str | None = None
 
     def workload(self) -> Workload:
         """The workload asked for. Raises UsageError where there is none, or it does not take an option."""
@@ -88,7 +92,26 @@ class ModelSpec:
                     f"--dtype {self.dtype} was given, and the Trainer says its own precision. Leave it out."
                 )
             workload = workload.with_dtype(cast(DTypePolicy, self.dtype))
+        if self.lora is not None or self.quantize is not None:
+            workload = self._adapted(workload, path)
         return guarded(workload, path)
+
+    def _adapted(self, workload: Workload, path: Path | None) -> Workload:
+        """`workload` with 4-bit weights and adapters, as asked for."""
+        if path is not None:
+            raise UsageError(
+                f"--lora and --quantize are for models by name; let the `build` of {workload.name} do the same."
+            )
+        if self.quantize is not None:
+            if self.lora is None or self.dtype is not None:
+                raise UsageError(
+                    "--quantize freezes the model's weights in 4 bits, all others in bf16: it goes with --lora, and "
+                    "without --dtype."
+                )
+            workload = quantized(workload, self.quantize)
+        assert self.lora is not None
+        own = self.dtype is not None or self.quantize is not None
+        return with_lora(workload, Lora.parsed(self.lora), **({"frozen": None} if own else {}))
 
     def loop(self) -> TrainingLoop:
         """What the Trainer does around its step, where the model is a Trainer's; else the plain loop."""

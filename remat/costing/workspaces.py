@@ -138,11 +138,23 @@ def _is_fused(segments: int, partial: int, width: int, target: Target) -> bool:
     return blocks < 4 * target.processors and partial > 4 * blocks
 
 
+def product_with_4_bits(kind: OpKind, target: Target) -> int:
+    """The weight in the dtype of what it is multiplied with, and its scales in fp32, twice where they are quantised.
+
+    `_dequant_linear_fallback` in bitsandbytes/backends/cuda/ops.py, 0.50, which runs from 1,537 rows on. For fewer a
+    kernel of its own may run, which needs none of it.
+    """
+    (given, packed), block = (_tensor(kind, position) for position in range(2)), kind.signature[0][4]
+    weights = 2 * packed.numel
+    return weights * given.item_bytes + 2 * (weights // block) * _FLOAT_BYTES
+
+
 FORMULAS: dict[str, Callable[[OpKind, Target], int]] = {
     "aten._scaled_dot_product_flash_attention_backward.default": flash_attention_backward,
     "aten._scaled_dot_product_cudnn_attention_backward.default": cudnn_attention_backward,
     "aten._scaled_dot_product_efficient_attention_backward.default": efficient_attention_backward,
     "aten.embedding_dense_backward.default": embedding_backward,
+    "bitsandbytes.gemm_4bit.default": product_with_4_bits,
 }
 
 MEASURED_ONLY = ("convolution", "cudnn_convolution", "miopen_convolution", "_cudnn_rnn", "_thnn_fused", "mkldnn_rnn")

@@ -66,6 +66,13 @@ _COMPILES_ITSELF = (
 )
 
 
+UNPACKED = (
+    "each row of this batch holds one sequence, and the plan is for packed rows: attention takes an explicit mask, "
+    "where without the plan it would take none. That is right, and needs no more than planned, but rounds otherwise: "
+    "losses are not bitwise those without the plan. To have them so, leave such batches out."
+)
+
+
 class PlannedForward:
     """The forward of a model that has a plan.
 
@@ -270,6 +277,8 @@ class PlannedForward:
             self._warn_of_traces()
             if self._more:
                 self._not_as_planned("more", self._more)
+        if "position_ids" in graphs.elements and graphs.masks.packed and not (graphs.seen.packed or graphs.seen.padded):
+            self._warn("unpacked", UNPACKED, 6)
         self._note_outputs(result, args, kwargs)
         return result
 

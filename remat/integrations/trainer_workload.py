@@ -9,7 +9,7 @@ that its own collator makes of rows of its own data set.
 Rule 1  The model is copied, on the meta device while planning, so that the Trainer's own is never touched. What a
         library put around a forward comes along (`_rebound`); accelerate's autocast does not, a plan goes beneath it.
 Rule 2  The batch is the largest that is in sight: the longest rows of those looked at, as many as a device gets. Under
-        fakes it has its shapes, and masks that are known to be of ones; on a device, its data.
+        fakes it has its shapes and its integers, and masks that are known to be of ones; on a device, its data.
 Rule 3  Accelerate runs the model's forward under autocast, and nothing else of the step, and hands out fp32.
 Rule 4  Trainers read numbers off tensors for their logs, and pick elements by a mask. Outside of the model's forward
         the number is one while planning, and the mask picks all; inside, both are errors as ever.
@@ -91,6 +91,12 @@ def _refuse(trainer: Any) -> None:
             "this Trainer keeps a reference model beside its own (ref_model), which a plan does not count: train "
             "adapters (peft_config=), whose reference is the same model without them."
         )
+    if _makes_batches(trainer):
+        raise UsageError(
+            f"{type(trainer).__name__} makes the batches that it trains on in every step, by generating text, and no "
+            "plan can know their sizes from its data: plan with a Workload whose batch is a prompt and a completion of "
+            "the longest lengths, and give that plan to RematCallback."
+        )
     if getattr(trainer.args, "activation_offloading", False):
         raise UsageError("activation_offloading is on, which moves what a plan would count: turn it off.")
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
@@ -103,6 +109,12 @@ def _refuse(trainer: Any) -> None:
             "on CUDA the head that TRL puts on this model selects tokens by their labels: a shape that depends on "
             "data, which no plan can be made for yet. Train with transformers' own Trainer: its loss may run in slices."
         )
+
+
+def _makes_batches(trainer: Any) -> bool:
+    """Whether what the Trainer's loss gets is not what its collator makes (TRL's GRPO, RLOO, distillation)."""
+    own = getattr(type(trainer), "_prepare_inputs", None)
+    return own is not None and not str(own.__module__).startswith("transformers.")
 
 
 def _has_fused_head(module: nn.Module) -> bool:
@@ -276,9 +288,16 @@ def _here(name: str, value: Any) -> Any:
             return tensor.clone().to(torch.get_default_device())
         if name.endswith("attention_mask") and _is_ones(tensor):
             return torch.ones(tensor.shape, dtype=tensor.dtype)
+        if not tensor.is_floating_point():  # which may decide shapes (`recording/known_values.py`)
+            return torch.tensor(_numbers(tensor), dtype=tensor.dtype)
         return torch.empty(tensor.shape, dtype=tensor.dtype)
 
     return tree_map_only(torch.Tensor, made, value)
+
+
+def _numbers(tensor: torch.Tensor) -> Any:
+    with _real():
+        return tensor.tolist()
 
 
 def _is_ones(tensor: torch.Tensor) -> bool:

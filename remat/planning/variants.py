@@ -99,13 +99,17 @@ class Variants:
             if not self._rounds_alike(slices):
                 continue
             try:
-                yield self._variant(self._cut(slices))
+                yield self.in_slices(slices)
             except RematError:  # the step, or a later graph, reads the logits
                 return
 
     def fused(self) -> Variant:
         """The variant with losses whole."""
         return self._variant(Form(fused=True))
+
+    def in_slices(self, slices: int) -> Variant:
+        """The variant with every loss that is large enough in so many slices."""
+        return self._variant(self._cut(slices))
 
     def like_liger(self) -> Variant:
         """The variant with as many slices as Liger-Kernel's fused linear cross-entropy takes.

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from remat.capture.anchors import identity_of, module_path
 from remat.capture.attention_masks import OnesSeen, eager_attention_masks
+from remat.capture.beside_parameters import tensors_beside
 from remat.capture.circumstances import given_to
 from remat.capture.dynamo import GraphCalls, fake_model, without_cache
 from remat.capture.eager_answers import Answers
@@ -29,6 +30,7 @@ from remat.evaluation.graph import (
     Parameter,
 )
 from remat.fusion.formed import formed
+from remat.recording.known_values import KnownValues
 from remat.recording.optimizer_forms import forms_of
 from remat.recording.tracker import Tracker
 from remat.recording.view_histories import ViewHistories
@@ -118,7 +120,8 @@ class FakeStep:
         self._views = ViewHistories()
         self.eager_context = eager_context
         self.model = fake_model(workload.build, self.mode, device)
-        with self.mode, torch.device(device), (seen := OnesSeen()):
+        self.known = KnownValues()
+        with self.mode, torch.device(device), self.known.of_batch(), (seen := OnesSeen()):
             self.batch = workload.batch(workload.batch_size, workload.seq_len)
         self.execute_call: Any = execute_plainly
         self._forward = self.model.forward
@@ -151,7 +154,7 @@ class FakeStep:
 
     def _settle(self) -> None:
         if not self._settled:
-            with self.mode, grouped_products():
+            with self.mode, self.known.followed(), grouped_products():
                 settle(self)
         self._settled = True
 
@@ -269,7 +272,7 @@ class FakeStep:
         self.held_outputs.let_go()
         self.model.zero_grad(set_to_none=True)
         self.finish = Finish(self.loop, self.model, self._make_optimizer())
-        with self.mode, grouped_products(), Tracker(alignment_bytes) as tracker:
+        with self.mode, self.known.followed(), grouped_products(), Tracker(alignment_bytes) as tracker:
             loss = self.forward()
             forward_end = tracker.op_count
             loss.backward()
@@ -281,7 +284,7 @@ class FakeStep:
 
     def execute(self, tracker: Tracker, after_forward: Callable[[], None], after_backward: Callable[[], None]) -> None:
         """One whole step under `tracker`: forward, backward, optimizer."""
-        with self.mode, grouped_products(), tracker:
+        with self.mode, self.known.followed(), grouped_products(), tracker:
             loss = self.forward()
             after_forward()
             loss.backward()
@@ -294,7 +297,7 @@ class FakeStep:
         """Tell `tracker` what exists before the step; returns its bytes by category."""
         parameters = list(self.model.parameters())
         fixed = {
-            "parameters": tracker.fix(parameters),
+            "parameters": tracker.fix(parameters) + tracker.fix([list(tensors_beside(p)) for p in parameters]),
             "buffers": tracker.fix(list(self.model.buffers())),
             "batch": tracker.fix(self.batch),
             "gradients": tracker.fix([p.grad for p in parameters if p.grad is not None]),

@@ -47,6 +47,7 @@ from remat.evaluation.graph import (
 )
 from remat.evaluation.identity import NodeId
 from remat.recording.fake_step import WRAPPED_NUMBER_BYTES, FakeStep, describe, execute_plainly
+from remat.recording.known_values import KnownValues
 from remat.recording.tracker import FIXED, Tracker
 from remat.workload.workload import trainable
 
@@ -59,7 +60,7 @@ def record(step: FakeStep, *, alignment_bytes: int = 1, whole: Graph | None = No
     """
     if whole is None or step.loop.holds_outputs:
         first_step_rise, first = step.warm_up(alignment_bytes)
-    recorder = _Recorder(alignment_bytes, step.model.buffers())
+    recorder = _Recorder(alignment_bytes, step.model.buffers(), step.known)
     fixed = step.fix_state(recorder)
     made = ("gradients", OPTIMIZER_STATE, "running average")  # by the first step itself
     before = sum(size for name, size in fixed.items() if name not in made)
@@ -126,8 +127,9 @@ def _about(step: FakeStep) -> dict[str, Any]:
 class _Recorder(Tracker):
     """Attributes operators and saves to nodes while a step runs."""
 
-    def __init__(self, alignment_bytes: int, buffers: Iterable[torch.Tensor]):
+    def __init__(self, alignment_bytes: int, buffers: Iterable[torch.Tensor], known: KnownValues):
         super().__init__(alignment_bytes)
+        self._known = known
         self._buffers = {id(buffer.untyped_storage()) for buffer in buffers}
         self._nodes: list[dict[str, Any]] = []
         self.index: dict[tuple[int, str], int] = {}  # (call, name in its graph) -> node
@@ -353,6 +355,7 @@ class _Recorder(Tracker):
         self.paused = True
         with torch.no_grad():
             copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        self._known.hold_for(copy, tensor)
         self.paused = False
         storage = copy.untyped_storage()
         self._ids[id(storage)] = FIXED

@@ -118,6 +118,21 @@ class ModelOptions:
             "Batches that happen to have none train with such a plan too.",
         ),
     ] = None
+    lora: Annotated[
+        str | None,
+        _option(
+            metavar="r=RANK",
+            help="Train LoRA adapters of this rank on all linear layers but the head (r=16, or r=16,dropout=0.05). "
+            "Unless --dtype says otherwise, the frozen weights are in bf16, the adapters in fp32.",
+        ),
+    ] = None
+    quantize: Annotated[
+        str | None,
+        _option(
+            metavar="nf4",
+            help="Linear layers but the head in 4 bits, as bitsandbytes quantises them (twice); goes with --lora.",
+        ),
+    ] = None
 
     @property
     def given(self) -> dict[str, Any]:

@@ -1,0 +1,194 @@
+"""Known values: integers of a batch keep their values while everything else of it is a shape.
+
+Models of images, sound and packed text compute shapes out of what a batch holds: how many patches an image has
+(`grid_thw`), where a sequence ends (`cu_seqlens`), which tokens stand for an image. A fake tensor cannot answer. So
+what a batch is made of without floats has a twin with data, on the host, and what is computed out of known values
+alone is computed for the twins too. Where a shape or a number is asked for, the twin answers.
+
+Rule 1  In the making of a batch random integers are known too: drawn from a generator of their own. In a step they are
+        not, nor is anything that depends on a weight, a buffer or a random number.
+Rule 2  Twins are views of each other where the fakes are. What is written into with unknown values is unknown.
+Rule 3  Only small results are known (`MOST_INTEGERS`, `MOST_FLOATS`): what decides a shape is not large.
+
+`torch.tensor` reads numbers off the tensors in a list beneath all dispatch; meanwhile it is handed their values.
+
+A FakeTensor has a `constant` of its own, which holds one number and is lost on the way to a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from remat._torch.door import Shared
+from remat._torch.dynamo import not_begun_at
+from remat._torch.recording import untraced
+from remat._torch.training import UnseenMode, without_modes
+from remat.capture.eager_answers import traced_as
+
+MOST_INTEGERS = 1 << 20
+MOST_FLOATS = 1 << 16
+_RANDOM = {torch.ops.aten.randint.default, torch.ops.aten.randint.low, torch.ops.aten.randperm.default}
+_WITHOUT_VALUES = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
+_HOST = {"device": torch.device("cpu"), "pin_memory": False}
+
+
+_View = tuple[torch.dtype, Any, tuple[int, ...], tuple[int, ...]]
+
+
+class KnownValues(UnseenMode):
+    """Follows known values through what runs under it; it belongs above a FakeTensorMode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # By storage, for a tensor that autograd saved is another object when it comes back
+        self._twins: weakref.WeakKeyDictionary[torch.UntypedStorage, dict[_View, torch.Tensor]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._stale: dict[int, torch.UntypedStorage] = {}  # storages of twins; kept, so that an address stays its own
+        self._generator: torch.Generator | None = None
+
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[None]:
+        """What is known is followed through what runs within."""
+        with self, _lists_of_tensors():
+            yield
+
+    @contextlib.contextmanager
+    def of_batch(self) -> Iterator[None]:
+        """What a batch is made under. (Rule 1)"""
+        self._generator = torch.Generator().manual_seed(0)
+        try:
+            with self.followed():
+                yield
+        finally:
+            self._generator = None
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The values of a fake tensor, on the host; None where they are not known."""
+        twin = self._twin_of(tensor)
+        return None if twin is None or twin.untyped_storage().data_ptr() in self._stale else twin
+
+    def hold_for(self, copy: torch.Tensor, tensor: torch.Tensor) -> None:
+        """`copy` stands for `tensor` from now on."""
+        if (value := self.of(tensor)) is not None:
+            self._note(copy, value)
+
+    @untraced
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        known, values = self._computed(func, args, kwargs)
+        if not known and func is torch.ops.aten.index.Tensor:
+            args = (args[0], [each for index in args[1] for each in self._picked(index)], *args[2:])
+        try:
+            out = func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            if not known:
+                raise
+            device = next((t.device for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)), None)
+            out = tree_map(lambda value: self._fake_of(value, device), values)
+        if known:
+            self._note(out, values)
+        elif func._schema.is_mutable:
+            self._forget(func, args, kwargs)
+        return out
+
+    def _computed(self, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+        """Whether what `func` is given is known, and what it makes of that."""
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if not all(self._value_of(leaf) is not None for leaf in leaves):
+            return False, None
+        name = func._schema.name.removeprefix("aten::")
+        drawn = torch.Tag.nondeterministic_seeded in func.tags
+        if name in _WITHOUT_VALUES or (drawn and (self._generator is None or func not in _RANDOM)):
+            return False, None
+        if not leaves and not _is_small_factory(args, kwargs):
+            return False, None
+        args, kwargs = tree_map(self._real_of, (args, kwargs))
+        kwargs |= {key: value for key, value in _HOST.items() if key in kwargs}
+        if drawn:
+            kwargs["generator"] = self._generator
+            func = func._overloadpacket
+        with without_modes(), torch.no_grad():
+            return True, func(*args, **kwargs)
+
+    def _value_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        if isinstance(tensor, FakeTensor):
+            return self.of(tensor)
+        return tensor if tensor.device.type == "cpu" and _is_small(tensor) else None  # a constant in the code
+
+    def _real_of(self, leaf: Any) -> Any:
+        return self._value_of(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+    def _picked(self, index: torch.Tensor | None) -> list[torch.Tensor | None]:
+        """`index`; in place of a known mask, the indices of what it picks."""
+        value = None if index is None or index.dtype not in (torch.bool, torch.uint8) else self._value_of(index)
+        if index is None or value is None:
+            return [index]
+        with without_modes():
+            found = value.nonzero().unbind(1)
+        return [self._fake_of(each, index.device) for each in found]
+
+    def _fake_of(self, value: Any, device: torch.device | None) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        fake = torch.empty(value.shape, dtype=value.dtype, device=device)
+        self._note(fake, value)
+        return fake
+
+    def _note(self, out: Any, values: Any) -> None:
+        for fake, value in zip(tree_leaves(out), tree_leaves(values), strict=True):
+            if isinstance(fake, FakeTensor) and isinstance(value, torch.Tensor) and _is_small(value):
+                self._twins.setdefault(fake.untyped_storage(), {})[_view_of(fake)] = value
+
+    def _twin_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        return self._twins.get(tensor.untyped_storage(), {}).get(_view_of(tensor))
+
+    def _forget(self, func: Any, args: Any, kwargs: Any) -> None:  # Rule 2
+        given = [*zip(func._schema.arguments, args, strict=False)]
+        given += [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
+        for argument, value in given:
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            for tensor in tree_leaves(value):
+                if isinstance(tensor, torch.Tensor) and (twin := self._twin_of(tensor)) is not None:
+                    storage = twin.untyped_storage()
+                    self._stale[storage.data_ptr()] = storage
+
+
+_tensor = torch.tensor
+
+
+@traced_as(_tensor)
+@not_begun_at
+def _tensor_of_values(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    if isinstance(data, (list, tuple)):
+        data = tree_map_only(FakeTensor, lambda fake: fake.item() if fake.numel() == 1 else fake.tolist(), data)
+    return _tensor(data, *args, **kwargs)
+
+
+_lists_of_tensors = Shared(lambda: mock.patch.object(torch, "tensor", _tensor_of_values))
+
+
+def _view_of(tensor: torch.Tensor) -> _View:
+    return tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    return tensor.numel() <= (MOST_FLOATS if tensor.is_floating_point() else MOST_INTEGERS)
+
+
+def _is_small_factory(args: Any, kwargs: Any) -> bool:
+    """Whether what an operator without tensors makes is known to be small: by its sizes, or the end of its range."""
+    size = 1
+    for leaf in tree_leaves(args):
+        if isinstance(leaf, (int, float)) and not isinstance(leaf, bool):
+            size *= max(1, int(abs(leaf))) if abs(leaf) < float("inf") else MOST_INTEGERS + 1
+    return size <= MOST_INTEGERS

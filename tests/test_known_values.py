@@ -1,0 +1,184 @@
+"""Integers of a batch keep their values while planning: what decides shapes is answered, and nothing else is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+
+from remat.capture.eager_answers import traced_as
+from remat.errors import CaptureError
+from remat.execution.apply import apply, counts_of
+from remat.recording.known_values import KnownValues
+from remat.validation.validating import validate
+from remat.workload.workload import Workload
+from tests.toys import CPU, every_block, plan_by_hand, recorded
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
+
+
+@pytest.fixture
+def known() -> Iterator[KnownValues]:
+    found = KnownValues()
+    with FakeTensorMode(), found.followed():
+        yield found
+
+
+def ends() -> torch.Tensor:
+    """Where sequences end, of a batch of images of 2 x 3 and 4 x 1 patches."""
+    grid = torch.tensor([[2, 3], [4, 1]])
+    return F.pad(grid.prod(-1).cumsum(0), (1, 0))
+
+
+@pytest.mark.parametrize(
+    ("ask", "answer"),
+    [
+        pytest.param(lambda e: e.tolist(), [0, 6, 10], id="numbers"),
+        pytest.param(lambda e: int(e[1]), 6, id="a-number"),
+        pytest.param(lambda e: bool((e.diff() > 0).all()), True, id="a-branch"),
+        pytest.param(lambda e: torch.arange(2).repeat_interleave(e.diff()).shape, (10,), id="repeated"),
+        pytest.param(lambda e: (e == 6).nonzero().shape, (1, 1), id="found"),
+        pytest.param(lambda e: torch.empty(3, 5)[e > 0].shape, (2, 5), id="picked-from-what-is-unknown"),
+        pytest.param(lambda e: torch.tensor([e[1], e[2]]).tolist(), [6, 10], id="made-of-a-list"),
+        pytest.param(lambda e: (e / 2).round().long().tolist(), [0, 3, 5], id="by-way-of-floats"),
+        pytest.param(lambda e: e.to("meta").tolist(), [0, 6, 10], id="on-another-device"),
+    ],
+)
+def test_what_is_computed_out_of_known_values_is_known(
+    known: KnownValues, ask: Callable[[torch.Tensor], Any], answer: Any
+) -> None:
+    assert ask(ends()) == answer
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        pytest.param(lambda: torch.randint(5, (3,)).sum().item(), DataDependentOutputException, id="random"),
+        pytest.param(lambda: (torch.empty(3) > 0).nonzero(), DynamicOutputShapeException, id="uninitialised"),
+        pytest.param(lambda: (ends() + torch.empty(3).long()).nonzero(), DynamicOutputShapeException, id="mixed"),
+        pytest.param(lambda: ends().add_(torch.empty(3).long()).nonzero(), DynamicOutputShapeException, id="written"),
+    ],
+)
+def test_nothing_else_is_known(known: KnownValues, make: Callable[[], Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        make()
+
+
+def test_writing_something_unknown_into_a_view_makes_its_base_unknown(known: KnownValues) -> None:
+    base, other = ends(), ends()
+    base[1:].copy_(torch.empty(2).long())
+    assert known.of(base) is None and known.of(other) is not None
+    other[1:] = 7
+    assert other.tolist() == [0, 7, 7]
+
+
+def test_random_integers_of_a_batch_are_known_and_what_a_generator_gives_elsewhere_stays() -> None:
+    state = torch.get_rng_state()
+    found = KnownValues()
+    with FakeTensorMode(), found.of_batch():
+        ids = torch.randint(1, 9, (4, 8))
+        ids[:, 2:4] = 50
+        assert (ids == 50).sum() == 8 and ids[ids != 50].shape == (24,)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_stand_in_for_a_function_is_followed_as_the_function() -> None:
+    @traced_as(torch.sin)
+    def other(x: torch.Tensor) -> torch.Tensor:
+        return torch.cos(x)
+
+    def fingerprints(function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        class Model(nn.Linear):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return function(super().forward(x))
+
+        def batch(samples: int, length: int | None) -> torch.Tensor:
+            return torch.randn(samples, 4)
+
+        return recorded(Workload("", lambda: Model(4, 4), batch, lambda model, x: model(x).sum(), 2))[1].fingerprints
+
+    assert fingerprints(other) == fingerprints(torch.sin) != fingerprints(torch.cos)
+
+
+# A model of images of different sizes
+
+IMAGE, VOCAB, WIDTH = 15, 16, 8
+
+
+class Images(nn.Module):
+    """Patches of images attend within each image; what comes out takes the places of tokens that stand for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch, self.qkv = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)])
+
+    def forward(self, ids: torch.Tensor, pixels: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.patch(pixels)).chunk(3, -1)
+        lengths = grid.prod(-1).tolist()
+        parts = [torch.split(each, lengths) for each in (q, k, v)]
+        seen = torch.cat(
+            [F.scaled_dot_product_attention(*(p[None] for p in part))[0] for part in zip(*parts, strict=True)]
+        )
+        x = self.embed(ids)
+        x = x.masked_scatter((ids == IMAGE).unsqueeze(-1), seen)
+        x[ids == IMAGE, :] = x[ids == IMAGE, :] * 2
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def images(samples: int, length: int | None) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, IMAGE, (samples, 12))
+    ids[:, 2:8] = IMAGE
+    grid = torch.tensor([[2, 3], [1, 6]])[torch.arange(samples) % 2]
+    return {"ids": ids, "pixels": torch.randn(samples * 6, 3), "grid": grid}
+
+
+def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    value: torch.Tensor = model(**batch).square().mean()
+    return value
+
+
+WORKLOAD = Workload("images", Images, images, loss, 4)
+
+
+def test_a_model_whose_shapes_depend_on_its_batch_trains_alike_under_a_plan() -> None:
+    graph = recorded(WORKLOAD)[1]
+    assert len(graph.fingerprints) > 1
+    plan = plan_by_hand(graph, every_block(graph))
+    torch.manual_seed(0)
+    expected, model = Images(), Images()
+    model.load_state_dict(expected.state_dict())
+    apply(model, plan)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        batch = images(4, None)
+        for each in (expected, model):
+            each.zero_grad()
+            loss(each, batch).backward()
+        for p, q in zip(expected.parameters(), model.parameters(), strict=True):
+            assert p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad)
+    assert counts_of(model).regions == 2 * len(plan.regions) > 0
+
+
+def test_the_plan_of_such_a_model_validates() -> None:
+    graph = recorded(WORKLOAD)[1]
+    assert validate(WORKLOAD, plan_by_hand(graph, every_block(graph)), device=CPU).passed
+
+
+def test_a_size_that_depends_on_a_weight_is_refused() -> None:
+    class Routed(Images):
+        def forward(self, ids: torch.Tensor, pixels: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+            x = super().forward(ids, pixels, grid)
+            return x[x.sum(-1) > 0]
+
+    workload = Workload("routed", Routed, images, loss, 4)
+    with pytest.raises(CaptureError, match=r"fails on fake tensors: DynamicOutputShapeException"):
+        recorded(workload)
