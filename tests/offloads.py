@@ -35,7 +35,9 @@ def random_offloads(draw: random.Random, timeline: Timeline, share: float = 0.5)
 
 
 class LateCopies(InstantCopies):
-    """Nothing is copied until somebody waits for it; what is let go of, and what is new, is poison.
+    """Nothing arrives until somebody waits for it; what is let go of, and what is new, is poison.
+
+    What was there when a copy began must be there when it ends: on a device it may be read at any time between.
 
     fault  what the executor that asks for these copies is made to forget
     """
@@ -44,7 +46,15 @@ class LateCopies(InstantCopies):
         self._fault = fault
 
     def out(self, flat: Tensor, host: Any, offset: int) -> Callable[[], None]:
-        return self._late("lets go before the copy out", lambda: super(LateCopies, self).out(flat, host, offset))
+        with unseen():
+            begun = flat.view(torch.uint8).clone()
+
+        def copy() -> None:
+            with unseen():
+                assert torch.equal(begun, flat.view(torch.uint8)), "written to while it was being copied"
+            super(LateCopies, self).out(flat, host, offset)
+
+        return self._late("lets go before the copy out", copy)
 
     def room_for(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return poisoned(super().room_for(elements, dtype, device))

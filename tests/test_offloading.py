@@ -13,6 +13,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import remat
@@ -48,7 +50,9 @@ from remat.solvers.least_peak import least_peak
 from remat.validation.validating import validate
 from remat.workload.target import TARGETS
 from tests.fuzzing import verdicts
+from tests.graphs import spaces, toy_graph, toys
 from tests.offloads import FAULTS, Fault, LateCopies, random_offloads
+from tests.oracle import every_plan
 from tests.toys import CHOICES, TRANSFORMER, WORKLOADS, plan_by_hand, recorded, tokens
 from tests.toys import every_block as every_block_of
 
@@ -278,7 +282,7 @@ def test_nothing_waits_for_what_is_scheduled(choice: str, share: float) -> None:
 def test_what_people_stash_by_hand_waits_where_the_link_is_slow() -> None:
     _, graph = toy()
     timeline = Timeline(Memory(graph), (), priced(graph))
-    offloads = stashed_offloads(timeline)
+    offloads = stashed_offloads(timeline, Link(1.0, AMPLE))
     slow, fast = (stall_us(timeline, offloads, link_that_carries(graph, share)) for share in (0.2, 50.0))
     assert slow > timeline.forward_us and fast < 0.1 * slow
 
@@ -327,6 +331,49 @@ def test_no_plan_with_offloads_beats_the_bound(share: float, solver: str) -> Non
             if problem.curve(regions).peak_bytes <= problem.budget_bytes:
                 assert found.status != "infeasible"
                 assert problem.objective_ns(regions) / 1000 >= found.bound_us - 1e-6
+
+
+@st.composite
+def linked_problems(draw: st.DrawFn) -> Problem:
+    graph, costs = toy_graph(draw(toys()))
+    link = Link(draw(st.sampled_from((0.5, 2.0, 8.0, 1e6))), draw(st.sampled_from((4, 9, AMPLE))), latency_us=0.0)
+    return Problem(graph, costs, draw(spaces(graph)), AMPLE, link)
+
+
+def assert_no_plan_beats(solver: str, problem: Problem, percent: int) -> None:
+    """Of all plans of a small space, every one with what the link carries."""
+    unlimited = problem.with_budget(0)
+    plans = list(every_plan(problem))
+    peaks = [unlimited.curve(regions).peak_bytes for regions in plans]
+    at = problem.with_budget(sorted(peaks)[percent * (len(peaks) - 1) // 100])
+    found = load(solver)(at, Limits(gap=0.0, workers=1, time_s=10))
+    fitting = [at.objective_ns(plan) for plan in plans if at.curve(plan).peak_bytes <= at.budget_bytes]
+    assert found.status != "infeasible"
+    assert found.bound_us <= min(fitting) / 1000 + 1e-6
+    if found.fits:
+        assert at.curve(found.regions).peak_bytes <= at.budget_bytes
+        assert at.objective_ns(found.regions) >= min(fitting)
+    least = least_peak(at, Limits(time_s=10))
+    assert least.bound_bytes <= min(peaks) <= least.peak_bytes
+
+
+SOLVERS = pytest.mark.parametrize("solver", ["chain-dp", "cp-sat", "milp", "exact"])
+
+
+@SOLVERS
+@given(problem=linked_problems(), percent=st.integers(0, 100))
+@settings(max_examples=25, deadline=None)
+def test_no_plan_of_a_space_that_can_be_searched_beats_the_bound(solver: str, problem: Problem, percent: int) -> None:
+    """Skip connections, late readers, links that are slow and hosts that are full."""
+    assert_no_plan_beats(solver, problem, percent)
+
+
+@pytest.mark.exhaustive
+@SOLVERS
+@given(problem=linked_problems(), percent=st.integers(0, 100))
+@settings(max_examples=1500, deadline=None)
+def test_no_plan_of_many_spaces_beats_the_bound(solver: str, problem: Problem, percent: int) -> None:
+    assert_no_plan_beats(solver, problem, percent)
 
 
 def test_offloads_never_cost_and_the_bound_of_all_plans_is_lower() -> None:
@@ -429,7 +476,7 @@ def test_a_cpu_has_no_link_and_what_is_no_offload_is_refused() -> None:
     with pytest.raises(UsageError, match="host budget"):
         link_of(elsewhere, None, "3GiB")
     assert link_of(elsewhere, "none") is None
-    assert link_of(elsewhere, "activations") == Link(50e3, TARGETS["h100-80gb"].memory_bytes)
+    assert link_of(elsewhere, "activations") == Link(50e3, 64 << 30)
     assert link_of(elsewhere, "activations", "3GiB") == Link(50e3, 3 << 30)
 
 

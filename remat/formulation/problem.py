@@ -113,8 +113,11 @@ class Problem:
         if self._relief is None:
             return [0] * (len(self.space.segments) + 1)
         nodes = self.graph.nodes
-        firsts = [nodes[segment.first].first for segment in self.space.segments]
-        return [*map(self._relief.floor_bytes, firsts), self._relief.most_bytes]
+        ops = [*(nodes[segment.first].first for segment in self.space.segments), self.graph.forward_end]
+        floors = np.array([self._relief.floor_bytes(op) for op in ops], dtype=np.int64)
+        for shared in self.liveness.shared.values():  # it may leave from its making on, and is counted later
+            floors[shared.segment + 1 : shared.sites[-1] + 1] -= shared.size_bytes
+        return np.maximum(floors, 0).tolist()
 
     def _relaxed(self, curve: Curve) -> Curve:
         """`curve`, less what may be off the device."""

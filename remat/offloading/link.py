@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,4 +25,4 @@ class Link:
 
     def moved_within(self, time_us: float) -> int:
         """Most bytes that are off the device after so long."""
-        return min(int(self.bytes_per_us * max(time_us, 0.0)), self.host_bytes)
+        return min(math.ceil(self.bytes_per_us * max(time_us, 0.0)), self.host_bytes)

@@ -12,6 +12,7 @@ Rule 3  What is made early goes first: it is asked for late, so it lowers the mo
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -97,13 +98,15 @@ def _back(timeline: Timeline, out: list[tuple[Candidate, int]], link: Link) -> l
 # What is done by hand elsewhere, to compare with
 
 
-def stashed_offloads(timeline: Timeline, storages: Collection[int] | None = None) -> tuple[Offload, ...]:
-    """All candidates, or those in `storages`, as executors without a plan bring them to the host.
+def stashed_offloads(timeline: Timeline, link: Link, storages: Collection[int] | None = None) -> tuple[Offload, ...]:
+    """All candidates that the host holds, or those in `storages`, as executors without a plan bring them there.
 
     A copy is waited for when `STASH` later ones were begun (`max_fwd_stash_size` of TRL's `OffloadActivations`), and
     each comes back an event before it is asked for.
     """
-    moved = [each for each in timeline.candidates if storages is None or each.storage in storages]
+    wanted = [each for each in timeline.candidates if storages is None or each.storage in storages]
+    on_host = itertools.accumulate(each.size_bytes for each in wanted)
+    moved = [each for each, size in zip(wanted, on_host, strict=True) if size <= link.host_bytes]
     borders = [op for op, _ in timeline.borders]
     events = [position for position, _ in timeline.events]
     found = []

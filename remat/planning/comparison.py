@@ -234,8 +234,11 @@ def compare(
             break
     if link is not None and not interrupted:
         solutions |= _by_hand(problem, link)
-        if "exact" in solutions:
-            solutions[KEPT] = solution_of(problem, how, "exact", judge, limits)
+        with contextlib.suppress(KeyboardInterrupt):
+            if "exact" in solutions:
+                if on_strategy is not None:
+                    on_strategy(KEPT, len(names), len(names))
+                solutions[KEPT] = solution_of(problem, how, "exact", judge, limits)
     rows, bound_us = rows_of(problem, solutions, profile, how, judge), best_bound(solutions)
     if fuse:
         require_fusible(how, step, exact=exact)
@@ -243,7 +246,7 @@ def compare(
         variants = variants or Variants(how, step, profile, fuse=fuse)
         rows, bound_us = _with_forms(rows, bound_us, variants, how, budget.limit_bytes, limits, link)
     if not any(row.fits for row in rows) and any(row.status == "infeasible" for row in rows):
-        raise infeasible(problem, limits)
+        raise infeasible(linked, limits)
     untouched = how.without_plan(problem, None if judge is None else lambda: judge.peak(problem, ()))
     heading = Heading.fields_of(profile, problem, how)
     heading["without_checkpointing"] = {**heading["without_checkpointing"], "peak_bytes": untouched}
@@ -313,7 +316,7 @@ def _by_hand(problem: Problem, link: Link) -> dict[str, Solution]:
     for name, regions in ((OFFLOAD_ALL, ()), (OFFLOAD_INPUTS, every_block.regions(problem))):
         timeline = Timeline(problem.memory, regions, problem.liveness.op_time_ns / NS)
         inputs = {u for region in regions for u in problem.memory.inputs(region.first, region.end)}
-        offloads = stashed_offloads(timeline, inputs if regions else None)
+        offloads = stashed_offloads(timeline, link, inputs if regions else None)
         fits = problem.memory.offloading(offloads).curve(regions).peak_bytes <= problem.budget_bytes
         stalled = stall_us(timeline, offloads, link)
         objective_us = problem.objective_ns(regions) / NS + stalled
@@ -428,7 +431,7 @@ def _row(
     step_us, again_us = predicted.get("step_time_us"), predicted.get("recompute_time_us")
     samples_per_s = None
     if step_us is not None and again_us is not None:
-        samples_per_s = _samples_per_s(profile, problem.graph, again_us)
+        samples_per_s = _samples_per_s(profile, problem.graph, again_us + predicted.get("stall_us", 0.0))
     return Row(
         strategy=name,
         status=solution.status,
@@ -441,7 +444,7 @@ def _row(
         tokens_per_s=samples_per_s * about["seq_len"] if samples_per_s and about["seq_len"] else None,
         bound_us=solution.bound_us if exact and how.bound_carries else None,
         gap=solution.gap if exact and fits and how.bound_carries else None,
-        above_bound=_above(again_us, best_bound_us) if fits else None,
+        above_bound=_above(solution.objective_us, best_bound_us) if fits else None,
         wall_s=round(solution.wall_s, 3),
         plan=plan,
     )

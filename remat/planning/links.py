@@ -19,8 +19,10 @@ def link_of(found: PlanningDevice, offload: str | None, host_budget: str | int |
     """The link of a device, with `host_budget` at its end; None where nothing is to be offloaded.
 
     Without a budget that is half of what the host has free; for a target elsewhere, whose host nobody knows, as much as
-    the device has. Raises UsageError where there is no link, because a CPU's memory is the host's; for an `offload`
-    that is none of `OFFLOADS`; and for a host budget with nothing to offload.
+    the device has; of either the next lower power of two, which is what PyTorch pins.
+
+    Raises UsageError where there is no link, because a CPU's memory is the host's; for an `offload` that is none of
+    `OFFLOADS`; and for a host budget with nothing to offload.
     """
     if offload not in (None, *OFFLOADS):
         raise UsageError(f"offload is {' or '.join(map(repr, OFFLOADS))}, not {offload!r}.")
@@ -39,7 +41,8 @@ def _host_bytes(found: PlanningDevice, host_budget: str | int | None) -> int:
         return parse_bytes(host_budget, what="host budget", whole_bytes=free_host_bytes())
     if host_budget is not None:
         return host_budget
-    return found.target.memory_bytes if found.device is None else int(HOST_SHARE * free_host_bytes())
+    most = found.target.memory_bytes if found.device is None else int(HOST_SHARE * free_host_bytes())
+    return 1 << (most.bit_length() - 1)  # PyTorch rounds pinned memory up to a power of two
 
 
 def require_offloads(execution: Execution, step: FakeStep | None) -> None:

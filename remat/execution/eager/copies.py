@@ -37,6 +37,9 @@ class Copies(Protocol):
     def wait(self, copy: Copy) -> None:
         """Let compute go on when `copy` has ended."""
 
+    def abandon(self, copy: Copy) -> None:
+        """Nobody will read what `copy` brings back; its memory is about to go back to the device."""
+
     def let_go(self, flat: Tensor) -> None:
         """Told before the memory of `flat` goes back to the device."""
 
@@ -65,6 +68,9 @@ class InstantCopies:
     def wait(self, copy: Copy) -> None:
         pass
 
+    def abandon(self, copy: Copy) -> None:
+        self.wait(copy)
+
     def let_go(self, flat: Tensor) -> None:
         pass
 
@@ -82,10 +88,11 @@ class StreamCopies:
 
     def host(self, size_bytes: int) -> Host:
         with unseen():
-            return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def out(self, flat: Tensor, host: Host, offset: int) -> Copy:
         with unseen():
+            self._out.wait_stream(self._back)  # which may still read what an older forward had in this place
             return self._copy(self._out, host[offset : offset + flat.nbytes], flat.view(torch.uint8))
 
     def room_for(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -97,14 +104,20 @@ class StreamCopies:
             self._back.wait_stream(self._out)  # what comes back has gone out
             return self._copy(self._back, flat.view(torch.uint8), host[offset : offset + flat.nbytes])
 
-    def _copy(self, stream: torch.cuda.Stream, to: Tensor, source: Tensor) -> torch.cuda.Event:
-        stream.wait_stream(torch.cuda.current_stream(self._device))
+    def _copy(self, stream: torch.cuda.Stream, to: Tensor, source: Tensor) -> Copy:
+        compute = torch.cuda.current_stream(self._device)  # whose memory it is
+        stream.wait_stream(compute)
         with torch.cuda.stream(stream):
             to.copy_(source, non_blocking=True)
-            return stream.record_event()
+            return stream.record_event(), compute
 
     def wait(self, copy: Copy) -> None:
-        torch.cuda.current_stream(self._device).wait_event(copy)
+        ended, _ = copy
+        torch.cuda.current_stream(self._device).wait_event(ended)
+
+    def abandon(self, copy: Copy) -> None:
+        ended, compute = copy
+        compute.wait_event(ended)
 
     def let_go(self, flat: Tensor) -> None:
         pass

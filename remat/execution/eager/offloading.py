@@ -2,12 +2,14 @@
 
 Rule 1  Autograd keeps a `_Packed` in place of every tensor that it saves outside regions, and of what regions take.
         Those of one storage share a `_Parcel`: it is moved once, whoever asks for it.
-Rule 2  A copy out begins when the storage is complete and is known to be one of the plan's. At its release compute
-        waits for that copy, and the device's memory is let go.
+Rule 2  A copy out begins when the node, or the region, that makes the storage has ended: a node may still write to what
+        it has saved. At its release compute waits for that copy, and the device's memory is let go.
 Rule 3  Memory is allocated, and the copy back begun, at the planned fetch, or at the first request if that comes
         earlier. Compute waits for it at the first request.
 Rule 4  A parcel lives as long as autograd keeps a save of it, as the storage would.
 Rule 5  Every forward has host memory of its own, which the next one takes over when nothing of it is left.
+Rule 6  Hooks switch off autograd's own check that nobody has changed what it saved; it is made here, as long as the
+        tensor is on the device.
 
 Nothing here depends on how fast copies are: memory is what it was planned to be, bit for bit and byte for byte.
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -99,7 +102,8 @@ class _Parcel:
         """Begin the copy out. (Rule 2)"""
         with torch.no_grad():
             elements = tensor.untyped_storage().nbytes() // tensor.element_size()
-            self.flat = tensor.detach().as_strided((elements,), (1,), 0)
+            plain = tensor.conj() if tensor.is_conj() else tensor
+            self.flat = plain.detach().as_strided((elements,), (1,), 0)
         self._made, self._place = (elements, tensor.dtype, tensor.device), place
         self._sent = self._forward.copies_on(tensor.device).out(self.flat, *place)
 
@@ -107,14 +111,14 @@ class _Parcel:
         """Wait for the copy, and let go of the device's memory. (Rule 2)"""
         assert self.flat is not None
         copies = self._forward.copies_on(self.flat.device)
+        for reference in self.packed:
+            if (packed := reference()) is not None:
+                packed.leave()
         copies.wait(self._sent)
         self._sent = None
         copies.let_go(self.flat)
         self._forward.counts.note_out(self.flat.nbytes)
         self.flat = None
-        for reference in self.packed:
-            if (packed := reference()) is not None:
-                packed.leave()
 
     def fetch(self) -> None:
         """Allocate, and begin the copy back, unless it is there. (Rule 3)"""
@@ -130,42 +134,53 @@ class _Parcel:
         """A tensor in it, which compute may read. (Rule 3)"""
         self.fetch()
         assert self.flat is not None
-        self._settle()
+        if self._returning is not None:
+            self._forward.copies_on(self.flat.device).wait(*self._returning)
         flat = self.flat if self.flat.dtype == dtype else self.flat.view(dtype)
         return flat.as_strided(*layout)
 
-    def _settle(self) -> None:
-        if self._returning is not None:
-            assert self.flat is not None
-            self._forward.copies_on(self.flat.device).wait(*self._returning)
-            self._returning = None
-
     def __del__(self) -> None:
-        self._settle()  # its memory is used again as soon as it is let go
+        if self._returning is not None and self.flat is not None:  # its memory is used again as soon as it is let go
+            self._forward.copies_on(self.flat.device).abandon(*self._returning)
 
 
 class _Packed:
     """What autograd keeps in place of a tensor."""
 
-    __slots__ = ("__weakref__", "_layout", "_parcel", "event", "forward", "tensor")
+    __slots__ = ("__weakref__", "_is_conj", "_layout", "_parcel", "_version", "event", "forward", "tensor")
 
     def __init__(self, tensor: Tensor, parcel: _Parcel, forward: _Forward, event: NodeRef | None):
         self.tensor: Tensor | None = tensor
         self.forward, self.event = forward, event
         self._parcel = parcel
+        self._version = 0 if tensor.is_inference() else tensor._version
         self._layout: tuple[torch.dtype, tuple[Any, Any, Any]] | None = None
+        self._is_conj = tensor.is_conj()
 
     def leave(self) -> None:
         """From now on the parcel has the data."""
-        assert self.tensor is not None
-        layout = self.tensor.size(), self.tensor.stride(), self.tensor.storage_offset()
-        self._layout, self.tensor = (self.tensor.dtype, layout), None
+        tensor = self._unchanged()
+        layout = tensor.size(), tensor.stride(), tensor.storage_offset()
+        self._layout, self.tensor = (tensor.dtype, layout), None
 
     def value(self) -> Tensor:
         if self.tensor is not None:
-            return self.tensor
+            return self._unchanged()
         assert self._layout is not None
-        return self._parcel.tensor(*self._layout)
+        found = self._parcel.tensor(*self._layout)
+        return found.conj() if self._is_conj else found
+
+    def _unchanged(self) -> Tensor:
+        """The tensor; raises RuntimeError, as autograd does, where somebody has written to it. (Rule 6)"""
+        tensor = self.tensor
+        assert tensor is not None
+        if not tensor.is_inference() and tensor._version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{tensor.dtype}, {list(tensor.shape)}] is at version {tensor._version}; expected version "
+                f"{self._version} instead."
+            )
+        return tensor
 
 
 class _Forward:
@@ -180,6 +195,7 @@ class _Forward:
         self._event: NodeRef | None = None  # what the saves of the running node are
         self._saves: dict[int, OffloadRef] = {}
         self._count = 0
+        self._due: list[tuple[OffloadRef, Tensor]] = []  # what the running node has saved and is to be sent
 
     @property
     def counts(self) -> OffloadCounts:
@@ -192,13 +208,14 @@ class _Forward:
 
     def pack(self, tensor: Tensor) -> Any:
         count, self._count = self._count, self._count + 1
-        if is_wrapper(tensor) or tensor.layout is not torch.strided:
-            return tensor
-        parcel = self._parcel_of(tensor)
-        packed = _Packed(tensor, parcel, self, self._event)
+        kept = tensor.detach()  # an output that its own gradient function keeps would hold that function
+        if is_wrapper(tensor) or tensor.layout is not torch.strided or tensor.is_neg():
+            return kept
+        parcel = self._parcel_of(kept)
+        packed = _Packed(kept, parcel, self, self._event)
         parcel.packed.append(weakref.ref(packed))
-        if (planned := self._saves.get(count)) is not None:
-            self.send(planned, tensor)
+        if (planned := self._saves.get(count)) is not None and not isinstance(tensor, torch.nn.Parameter):
+            self._due.append((planned, kept))
         return packed
 
     @staticmethod
@@ -224,8 +241,11 @@ class _Forward:
         self._saves, self._event, self._count = saves, event, 0
         try:
             yield
+            for planned, tensor in self._due:
+                self.send(planned, tensor)
         finally:
             self._saves, self._event = {}, None
+            self._due.clear()
 
     def send(self, planned: OffloadRef, tensor: Tensor) -> None:
         """The storage of `tensor` is complete: it is the one that `planned` names."""
@@ -256,6 +276,11 @@ class _Forward:
             if parcel.flat is not None:
                 self._parcels.pop(parcel.flat.untyped_storage()._cdata, None)  # another may get its address
                 parcel.release()
+
+    def give_up(self) -> None:
+        """Let go of what this forward was about to move: it has failed."""
+        self._out.clear()
+        self._to_fetch.clear()
 
     def fetch(self, event: NodeRef) -> None:
         """Begin to bring back what is planned for `event`, in the order in which it will be asked for."""
@@ -299,5 +324,10 @@ class Offloader:
             self.forward = _Forward(self)
         self._last_call = call
         forward = self.forward
-        with torch.autograd.graph.saved_tensors_hooks(forward.pack, forward.unpack):
-            return function(*args)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(forward.pack, forward.unpack):
+                return function(*args)
+        except BaseException:
+            forward.give_up()
+            self._last_call = sys.maxsize  # the next call begins a forward
+            raise
