@@ -52,6 +52,7 @@ KEYS = {
     "max_gradient_error",
     "within_budget",
     "recomputed_nodes",
+    "offloads",
     "kernels_equal",
     "kernel_differences",
     "device",

@@ -123,7 +123,7 @@ class Problem:
         """`curve`, less what may be off the device."""
         if self._relief is None:
             return curve
-        alive = curve.alive_bytes - self._relief.at(curve.op, curve.region)
+        alive = curve.alive_bytes - self._relief.at(curve.op)
         return dataclasses.replace(curve, alive_bytes=alive)
 
     # Segments

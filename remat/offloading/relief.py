@@ -1,8 +1,7 @@
 """What a link takes off the device at most, whatever the plan: how far rows may be relaxed, for a bound to stay one.
 
-Bytes leave in forward only, no faster than the link carries them, and not before they are made. So at an operator of
-forward at most bandwidth x time since the step began are off the device; from the end of forward to the end of backward
-at most C, what the link carries in all of it; while the optimizer steps, none.
+Bytes leave in forward only, no faster than the link carries them, and not before they are made. So until backward ends
+at most C are off the device, what the link carries in all of forward; while the optimizer steps, none.
 
 A link that had nothing to do does not make up for it. What segments before cut a keep, less what has left by then, is a
 queue, D[a+1] = max(D[a] + kept - bandwidth x time, 0). With S[a] = D[a] + bandwidth x time until a that is
@@ -30,14 +29,11 @@ class Relief:
         self._carried = np.array([link.moved_within(time_us) for time_us in elapsed], dtype=np.int64)
         self.most_bytes = int(self._carried[-1])  # C
         self._is_host_full = link.host_bytes <= self.most_bytes
-        by_op = np.zeros(graph.op_count, dtype=np.int64)
-        by_op[: graph.forward_end] = self._carried[:-1]
-        by_op[graph.forward_end : graph.backward_end] = self.most_bytes
-        self._by_op = by_op
+        self._backward_end = graph.backward_end
 
-    def at(self, op: np.ndarray, region: np.ndarray) -> np.ndarray:
-        """Bytes off the device at positions of a timeline, columns as in `evaluator.Curve`."""
-        return np.where(region >= 0, self.most_bytes, self._by_op[op])
+    def at(self, op: np.ndarray) -> np.ndarray:
+        """Bytes off the device at most while operators run."""
+        return np.where(op < self._backward_end, self.most_bytes, 0)
 
     def floor_bytes(self, op: int) -> int:
         """What the link could have taken when operator `op` of forward begins."""

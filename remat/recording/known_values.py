@@ -122,7 +122,8 @@ class KnownValues(UnseenMode):
     def _value_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         if isinstance(tensor, FakeTensor):
             return self.of(tensor)
-        return tensor if tensor.device.type == "cpu" and _is_small(tensor) else None  # a constant in the code
+        is_constant = type(tensor) is torch.Tensor and tensor.device.type == "cpu"  # in the code; no compiler's wrapper
+        return tensor if is_constant and _is_small(tensor) else None
 
     def _real_of(self, leaf: Any) -> Any:
         return self._value_of(leaf) if isinstance(leaf, torch.Tensor) else leaf
