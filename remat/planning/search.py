@@ -109,6 +109,10 @@ def search(
             return found
         peak = judge.peak(problem, found.regions, found.offloads)
         evaluated = problem.memory.offloading(found.offloads).curve(found.regions).peak_bytes
+        if (
+            found.offloads
+        ):  # what is fetched where a saved node is handed out comes between operators, unseen by a replay
+            peak = max(peak, evaluated)
         tries.append(Try(asked, evaluated, peak))
         replayed.append(dataclasses.replace(found, replayed_bytes=peak))
         following = execution.next_budget(problem, tries, least_bytes)
