@@ -109,9 +109,8 @@ def search(
             return found
         peak = judge.peak(problem, found.regions, found.offloads)
         evaluated = problem.memory.offloading(found.offloads).curve(found.regions).peak_bytes
-        if (
-            found.offloads
-        ):  # what is fetched where a saved node is handed out comes between operators, unseen by a replay
+        # What is fetched between two operators, while saved nodes are handed out, no replay sees.
+        if found.offloads:
             peak = max(peak, evaluated)
         tries.append(Try(asked, evaluated, peak))
         replayed.append(dataclasses.replace(found, replayed_bytes=peak))
