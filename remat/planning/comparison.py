@@ -429,9 +429,10 @@ def _row(
         plan = assemble(problem, proved, profile, how, asked)
     predicted: Prediction = plan.predicted if plan is not None else {}
     step_us, again_us = predicted.get("step_time_us"), predicted.get("recompute_time_us")
+    added_us = None if again_us is None else again_us + predicted.get("stall_us", 0.0)
     samples_per_s = None
-    if step_us is not None and again_us is not None:
-        samples_per_s = _samples_per_s(profile, problem.graph, again_us + predicted.get("stall_us", 0.0))
+    if step_us is not None and added_us is not None:
+        samples_per_s = _samples_per_s(profile, problem.graph, added_us)
     return Row(
         strategy=name,
         status=solution.status,
@@ -444,7 +445,7 @@ def _row(
         tokens_per_s=samples_per_s * about["seq_len"] if samples_per_s and about["seq_len"] else None,
         bound_us=solution.bound_us if exact and how.bound_carries else None,
         gap=solution.gap if exact and fits and how.bound_carries else None,
-        above_bound=_above(solution.objective_us, best_bound_us) if fits else None,
+        above_bound=_above(added_us, best_bound_us) if fits else None,
         wall_s=round(solution.wall_s, 3),
         plan=plan,
     )
