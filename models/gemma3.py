@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from remat.models.common import causal_workload
+from remat.models.common import SMALL, causal_workload
 from remat.workload.workload import Workload
 
 _SHAPE: dict[str, Any] = {
@@ -33,16 +33,5 @@ def gemma_3_1b() -> Workload:
 
 
 def small() -> Workload:
-    shape = {
-        **_SHAPE,
-        "vocab_size": 1024,
-        "hidden_size": 192,
-        "intermediate_size": 512,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "sliding_window": 64,
-        "max_position_embeddings": 256,
-    }
+    shape = {**_SHAPE, **SMALL, "intermediate_size": 512, "head_dim": 32, "sliding_window": 64}
     return _workload("gemma-3-test", shape, batch_size=8, seq_len=256)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from remat.models.common import causal_workload
+from remat.models.common import SMALL, causal_workload
 from remat.workload.workload import Workload
 
 _SHAPE: dict[str, Any] = {
@@ -30,15 +30,5 @@ def phi_4() -> Workload:
 
 
 def small() -> Workload:
-    shape = {
-        **_SHAPE,
-        "vocab_size": 1024,
-        "hidden_size": 192,
-        "intermediate_size": 480,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "original_max_position_embeddings": 256,
-    }
+    shape = {**_SHAPE, **SMALL, "intermediate_size": 480, "original_max_position_embeddings": 256}
     return causal_workload("phi-4-test", "Phi3", shape, batch_size=12, seq_len=256)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from remat.models import common
 from remat.models.common import causal_workload
 from remat.workload.workload import Workload
 
@@ -19,16 +20,7 @@ _SHAPE: dict[str, Any] = {
     "max_position_embeddings": 40960,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
 }
-SMALL: dict[str, Any] = {
-    "vocab_size": 1024,
-    "hidden_size": 192,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "intermediate_size": 512,
-    "max_position_embeddings": 256,
-}
+SMALL: dict[str, Any] = {**common.SMALL, "head_dim": 32, "intermediate_size": 512}
 
 
 def qwen3_4b() -> Workload:

@@ -4,10 +4,31 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
+from typing import ClassVar
 
 Rows = Sequence[Sequence[str]]
 _CELL = "text-align:right;padding:.15em .9em .15em 0;font-variant-numeric:tabular-nums"
 _NAME = "text-align:left;padding:.15em .9em .15em 0"
+
+
+class Shown:
+    """A value that shows itself as one table, its columns headed or not."""
+
+    _header: ClassVar[Sequence[str]] = ()
+
+    @property
+    def _title(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def _shown(self) -> Rows:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return as_text(self._title, self._shown, self._header)
+
+    def _repr_html_(self) -> str:
+        return as_html(self._title, self._shown, self._header)
 
 
 def as_text(title: str, rows: Rows, header: Sequence[str] = (), notes: Sequence[str] = ()) -> str:

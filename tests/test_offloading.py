@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import gc
 import json
 import random
 import warnings
+import weakref
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -26,7 +29,8 @@ from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import Graph
 from remat.evaluation.plan import Plan, to_refs
 from remat.execution.apply import apply, planned_forward
-from remat.execution.eager.copies import Copies
+from remat.execution.eager.copies import Copies, InstantCopies
+from remat.execution.eager.offloading import _Packed
 from remat.execution.eager.replay import replay
 from remat.execution.executions import load as execution
 from remat.formulation import check
@@ -49,12 +53,14 @@ from remat.solvers import HEURISTICS, load
 from remat.solvers.least_peak import least_peak
 from remat.validation.validating import validate
 from remat.workload.target import TARGETS
+from remat.workload.workload import Workload
 from tests.fuzzing import verdicts
 from tests.graphs import spaces, toy_graph, toys
 from tests.offloads import FAULTS, Fault, LateCopies, random_offloads
 from tests.oracle import every_plan
 from tests.toys import CHOICES, TRANSFORMER, WORKLOADS, plan_by_hand, recorded, tokens
 from tests.toys import every_block as every_block_of
+from tests.toys import step as step_of
 
 AMPLE = 1 << 50
 
@@ -222,6 +228,135 @@ def test_an_executor_that_forgets_to_wait_is_caught(fault: Fault) -> None:
     plain, planned, _ = offloading_all(LateCopies(fault))
     step = STEPS["one forward"]
     assert any(not torch.equal(a, b) for a, b in zip(trained(plain, step), trained(planned, step), strict=True))
+
+
+class Conjugated(nn.Module):
+    """Products of conjugated matrices, whose conjugation is only noted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.real, self.imaginary = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        z = torch.complex(self.real(x), self.imaginary(x))
+        u = z * torch.sigmoid(z.abs())
+        return ((u.mH @ (u.conj() * u)).abs() ** 2).sum() + F.mse_loss(u.real, y)
+
+
+class Cells(nn.Module):
+    """A cell that writes to its gates after it has saved them."""
+
+    def __init__(self, cell: type[nn.Module]) -> None:
+        super().__init__()
+        self.enter, self.cell, self.leave = nn.Linear(8, 8), cell(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        state = self.cell(self.enter(x))
+        hidden = state[0] if isinstance(state, tuple) else state
+        state = self.cell(self.enter(hidden), state)
+        return F.mse_loss(self.leave(state[0] if isinstance(state, tuple) else state), y)
+
+
+class Squashed(nn.Module):
+    """Its softmax and its rectifier save what they give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(self.layers(x).softmax(-1), y)
+
+
+def pairs(samples: int, length: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(samples, 8), torch.randn(samples, 8)
+
+
+def offloading(build: Callable[[], nn.Module], copies: Copies | None) -> tuple[nn.Module, nn.Module]:
+    """(a model without a plan, its copy under one that recomputes nothing and offloads all that may be)"""
+    _, graph = recorded(Workload("tricky", build, pairs, step_of, batch_size=4))
+    memory = Memory(graph)
+    offloads = random_offloads(random.Random(0), Timeline(memory, (), priced(graph)), 1.0)
+    made = dataclasses.replace(plan_by_hand(graph, ()), offloads=to_offload_refs(memory, (), offloads))
+    assert made.offloads
+    torch.manual_seed(0)
+    plain = build().train()
+    planned = apply(copy.deepcopy(plain), made)
+    planned_forward(planned).copies = copies
+    planned_forward(planned).watch(observe=False)
+    return plain, planned
+
+
+TRICKY: dict[str, Callable[[], nn.Module]] = {
+    "conjugated": Conjugated,
+    "LSTM cell": functools.partial(Cells, nn.LSTMCell),
+    "GRU cell": functools.partial(Cells, nn.GRUCell),
+    "squashed": Squashed,
+}
+
+
+@pytest.mark.parametrize("copies", [None, LateCopies()], ids=["at once", "late"])
+@pytest.mark.parametrize("name", TRICKY)
+def test_what_a_node_does_to_what_it_saved_arrives_too(name: str, copies: Copies | None) -> None:
+    """Conjugation that is only noted; writes after the save: a copy must begin neither too early nor lose a bit."""
+    plain, planned = offloading(TRICKY[name], copies)
+    torch.manual_seed(1)
+    batch = pairs(4, None)
+    for left, right in zip(*(trained(m, lambda m: m(*batch).backward()) for m in (plain, planned)), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_who_writes_to_what_is_saved_is_told_as_without_a_plan() -> None:
+    """torch leaves its own check out where saved tensors are packed."""
+    for model in offloading(Squashed, None):
+        loss = model(*pairs(4, None))
+        with torch.no_grad():
+            next(p for p in model.parameters() if p.shape == (64, 64)).add_(1.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+class Remembering(InstantCopies):
+    """Knows of every storage that went to the host, as long as it is there."""
+
+    def __init__(self) -> None:
+        self.seen: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def out(self, flat: torch.Tensor, host: torch.Tensor, offset: int) -> None:
+        self.seen.append(weakref.ref(flat.untyped_storage()))
+        super().out(flat, host, offset)
+
+    @property
+    def alive(self) -> int:
+        gc.collect()
+        return sum(reference() is not None for reference in self.seen)
+
+
+def packed_alive() -> int:
+    gc.collect()
+    return sum(isinstance(each, _Packed) for each in gc.get_objects())
+
+
+def test_nothing_stays_of_a_forward_whose_loss_is_dropped() -> None:
+    """An output that its own gradient function saves must not hold that function."""
+    _, planned = offloading(Squashed, None)
+    before = packed_alive()
+    for _ in range(3):
+        planned(*pairs(4, None))
+    assert packed_alive() == before
+
+
+def test_a_forward_that_fails_lets_go_of_what_it_was_moving() -> None:
+    class Full(Remembering):
+        def wait(self, copy: object) -> None:
+            if len(self.seen) < 3:
+                return
+            raise MemoryError
+
+    _, planned = offloading(Squashed, copies := Full())
+    with pytest.raises(MemoryError):
+        planned(*pairs(4, None))
+    assert len(copies.seen) >= 3 and copies.alive == 0
 
 
 def test_a_copy_of_a_planned_model_offloads_too() -> None:

@@ -7,12 +7,12 @@ import json
 import os
 from pathlib import Path
 
-from remat import shown
 from remat.costing.costs import Costs
 from remat.errors import UsageError
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import Graph
 from remat.evaluation.plan import read_json, write_atomically
+from remat.shown import Shown
 from remat.units import gib, ms
 from remat.workload.target import Target
 
@@ -21,7 +21,7 @@ VERSION = 2  # 2: what the loop holds, which an older remat would not count
 
 
 @dataclasses.dataclass(frozen=True)
-class Profile:
+class Profile(Shown):
     """What one step runs, allocates and keeps, and what it costs on `target`.
 
     whole  the graph as recorded, where `graph` is one rank's share of it; not part of the file
@@ -32,18 +32,12 @@ class Profile:
     target: Target
     whole: Graph | None = None
 
-    def __str__(self) -> str:
-        return shown.as_text(self._title, self._rows)
-
-    def _repr_html_(self) -> str:
-        return shown.as_html(self._title, self._rows)
-
     @property
     def _title(self) -> str:
         return f"Profile of {self.graph.about.get('workload')} on {self.target.name}, costs {self.costs.source}"
 
     @property
-    def _rows(self) -> list[tuple[str, str]]:
+    def _shown(self) -> list[tuple[str, str]]:
         graph = self.graph
         return [
             ("peak without checkpointing", gib(self.peak_without_checkpointing)),

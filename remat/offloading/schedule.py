@@ -22,9 +22,9 @@ from remat.evaluation.plan import Offload, Region
 from remat.offloading.link import Link
 from remat.offloading.timeline import Candidate, Timeline
 
-STASH = 5
-SENT, RELEASED, FETCHED, ASKED = range(4)
-SMALL = 4000  # a storage below a 4000th of all that is kept is not worth a copy
+LEAST_SHARE = 1 / 4000  # of all that is kept: a smaller storage is not worth a copy
+STASH = 5  # copies under way, by hand
+SENT, RELEASED, FETCHED, ASKED = range(4)  # in the order in which they happen at one position
 
 
 def all_offloads(memory: Memory, regions: Sequence[Region], op_time_us: np.ndarray, link: Link) -> tuple[Offload, ...]:
@@ -54,14 +54,13 @@ def fewest_offloads(
 
 
 def _worth(timeline: Timeline) -> list[Candidate]:
-    least = max(int(timeline.kept_bytes) // SMALL, 1)
+    least = max(int(LEAST_SHARE * timeline.kept_bytes), 1)
     return [each for each in timeline.candidates if each.size_bytes >= least]
 
 
 def schedule(timeline: Timeline, candidates: Sequence[Candidate], link: Link) -> tuple[Offload, ...]:
     """Offloads of those of `candidates` (in order of time) that get to the host and back without a wait."""
-    out = list(_out(timeline, candidates, link))
-    return tuple(sorted(_back(timeline, out, link)))
+    return tuple(sorted(_back(timeline, _out(timeline, candidates, link), link)))
 
 
 def _out(timeline: Timeline, candidates: Sequence[Candidate], link: Link) -> list[tuple[Candidate, int]]:

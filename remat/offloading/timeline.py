@@ -75,11 +75,8 @@ class Timeline:
     def forward_us(self) -> float:
         return float(self.starts_us[self.graph.forward_end])
 
-    def _region_of(self, node: int) -> Region | None:
-        return self._owner.get(node)
-
     @functools.cached_property
-    def _owner(self) -> dict[int, Region]:
+    def _region_of(self) -> dict[int, Region]:
         return {node: region for region in self.regions for node in range(region.first, region.end)}
 
     @functools.cached_property
@@ -87,7 +84,7 @@ class Timeline:
         """(operators run by then, node), of every border; of several at one place the first."""
         found: dict[int, int] = {}
         for i, node in enumerate(self.graph.nodes):
-            region = self._region_of(i)
+            region = self._region_of.get(i)
             if node.call != OUTSIDE and (region is None or i == region.end - 1):
                 found.setdefault(int(self.memory.node_end[i]), i)
         return sorted(found.items())
@@ -101,7 +98,7 @@ class Timeline:
         table = self.graph.saved_tensors
         earliest: dict[int, int] = {}
         for node, asked in zip(table.node.tolist(), table.unpack.tolist(), strict=True):
-            if asked >= 0 and self._region_of(node) is None and self.graph.nodes[node].call != OUTSIDE:
+            if asked >= 0 and node not in self._region_of and self.graph.nodes[node].call != OUTSIDE:
                 earliest[node] = min(earliest.get(node, asked), asked)
         for node, asked in earliest.items():
             if asked not in taken:
@@ -131,10 +128,9 @@ class Timeline:
         count = len(storages.birth)
         asked = self._requests < np.iinfo(np.int64).max
         kept = asked & (storages.node >= 0) & (storages.death < graph.forward_end)
-        barred = self._index.changed | {
-            u for region in self.regions for u in self.memory.saved_storages(region).tolist()
-        }
-        kept[list(barred)] = False
+        kept[list(self._index.changed)] = False
+        for region in self.regions:
+            kept[self.memory.saved_storages(region)] = False
         kept[self._index.calls[np.maximum(storages.node, 0)] == OUTSIDE] = False
         return np.arange(count)[kept]
 
@@ -162,7 +158,7 @@ class Timeline:
         """(node, None, operators run when it is there): the first node outside regions' reach whose value it is."""
         ends: list[tuple[int, int]] = []
         for i in self._index.valued.get(storage, ()):
-            region = self._region_of(i)
+            region = self._region_of.get(i)
             if region is None:
                 ends.append((int(self.memory.node_end[i]), i))
             elif self._index.last_user.get(i, i) >= region.end:
@@ -177,7 +173,7 @@ class Timeline:
         table = self.graph.saved_tensors
         for row in self._index.rows_of.get(storage, ()):
             node = int(table.node[row])
-            if self._region_of(node) is None and self.graph.nodes[node].call != OUTSIDE:
+            if node not in self._region_of and self.graph.nodes[node].call != OUTSIDE:
                 first = int(np.searchsorted(table.node, node))
                 return node, row - first, int(self.memory.node_end[node])
         return None

@@ -13,9 +13,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-from remat import shown
 from remat.costing.profile import Profile
 from remat.errors import Infeasible, NoPlanInTime
 from remat.evaluation.form import CAPTURED, form_of
@@ -37,6 +36,7 @@ from remat.planning.links import require_offloads
 from remat.planning.search import Judge, search
 from remat.planning.variants import PATIENCE_S, Variant, Variants, at_most, begun_from, fastest, priced, require_fusible
 from remat.recording.fake_step import FakeStep
+from remat.shown import Shown
 from remat.solvers import EXACT, HEURISTICS, WITHOUT, every_block, load
 from remat.solvers.least_peak import least_peak
 from remat.units import gib, ms
@@ -103,7 +103,7 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Heading:
+class Heading(Shown):
     """What stands above a table of plans: the step, the target, where its costs are from, and the step as it is."""
 
     about: dict[str, Any]
@@ -142,6 +142,8 @@ class Comparison(Heading):
     interrupted  somebody pressed Ctrl-C: strategies or measurements are missing
     """
 
+    _header: ClassVar[tuple[str, ...]] = COLUMNS
+
     budget_bytes: int
     rows: tuple[Row, ...]
     bound_us: float
@@ -152,12 +154,6 @@ class Comparison(Heading):
     @property
     def best(self) -> Row | None:
         return self.rows[0] if self.rows and self.rows[0].fits else None
-
-    def __str__(self) -> str:
-        return shown.as_text(self._title, self._shown, COLUMNS)
-
-    def _repr_html_(self) -> str:
-        return shown.as_html(self._title, self._shown, COLUMNS)
 
     @property
     def _title(self) -> str:

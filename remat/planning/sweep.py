@@ -18,11 +18,10 @@ import bisect
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from remat import shown
 from remat.costing.profile import Profile
 from remat.errors import RematError
 from remat.evaluation.plan import Region
@@ -70,15 +69,11 @@ class Sweep(Heading):
     interrupted  somebody pressed Ctrl-C: budgets or strategies are missing
     """
 
+    _header: ClassVar[tuple[str, ...]] = COLUMNS
+
     points: tuple[Point, ...]
     others: tuple[Point, ...]
     interrupted: bool = False
-
-    def __str__(self) -> str:
-        return shown.as_text(self._title, self._shown, COLUMNS)
-
-    def _repr_html_(self) -> str:
-        return shown.as_html(self._title, self._shown, COLUMNS)
 
     @property
     def _title(self) -> str:

@@ -343,7 +343,7 @@ class OffloadOptions:
         str | None,
         _option(
             panel=SEARCH,
-            show_default="half of what is free; of a target elsewhere, as much as it has itself",
+            show_default="half of what is free; for a target elsewhere what it has; down to a power of two",
             help="What may lie on the host: bytes with a unit, or a percentage of what is free.",
         ),
     ] = None

@@ -5,7 +5,7 @@ Rule 1  Autograd keeps a `_Packed` in place of every tensor that it saves outsid
 Rule 2  A copy out begins when the node, or the region, that makes the storage has ended: a node may still write to what
         it has saved. At its release compute waits for that copy, and the device's memory is let go.
 Rule 3  Memory is allocated, and the copy back begun, at the planned fetch, or at the first request if that comes
-        earlier. Compute waits for it at the first request.
+        earlier. Compute waits for it at every request: it may be another stream that asks.
 Rule 4  A parcel lives as long as autograd keeps a save of it, as the storage would.
 Rule 5  Every forward has host memory of its own, which the next one takes over when nothing of it is left.
 Rule 6  Hooks switch off autograd's own check that nobody has changed what it saved; it is made here, as long as the
