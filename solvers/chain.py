@@ -339,7 +339,7 @@ class Chain:
 
     def _plain_transition(self, index: int, run: Run) -> Transition:
         problem, at, end = self.problem, self.state_storages[run.a], self.state_storages[run.b]
-        (row,) = problem.first_rows(index) or [Row(index, 0, 0)]
+        (row,) = problem.first_rows(index) or [Row(index, 0, problem.fixed_bytes)]
         keeps = (
             problem.liveness.own_bytes[run.a] - self._uncounted(problem.liveness.own[run.a]) + self._pinned_bytes(run)
         )
@@ -368,26 +368,25 @@ class Chain:
         earlier = [shared for shared in taken if shared is not at and self._is_counted_before(shared, run.a)]
         before = sum(shared.size_bytes for shared in earlier)
         local, saves = problem.local_bytes_at(run), not run.region.inner
-        most = problem.budget_bytes - local
-        counts = False
+        least, counts = problem.fixed_bytes, False
         if (high := shape.firm if saves else shape.highest) is not None:
             counts = high.recomputing or high.op <= shape.kept_until
-            most -= high.bytes - (high.spare_bytes if saves else 0) - (before if counts else 0)
+            least = local + high.bytes - (high.spare_bytes if saves else 0) - (before if counts else 0)
         if saves:
             inputs = sum(
                 shared.size_bytes for shared in taken if shared is at or self._is_counted_before(shared, run.b)
             )
-            after = problem.budget_bytes
+            begun = problem.fixed_bytes
             if (start := shape.start) is not None:
-                after += start.spare_bytes + start.made_bytes + inputs - local - start.bytes
-            self.most_after[run.b] = max(self.most_after[run.b], after)
+                begun = local + start.bytes - start.spare_bytes - start.made_bytes - inputs
+            self.most_after[run.b] = max(self.most_after[run.b], problem.budget_bytes - begun)
         return Transition(
             index,
             run.a,
             run.b,
             shape.time_ns,
             sum(map(self._counted, late)) + self._pinned_bytes(run),
-            most,
+            problem.budget_bytes - least,
             wants=at in taken,
             counts=counts and at in taken,
             saves=saves,

@@ -103,9 +103,14 @@ class Problem:
         return fewest_offloads(self.memory, regions, self.liveness.op_time_ns / NS, self.link, self.budget_bytes)
 
     @property
+    def _relief_bytes(self) -> int:
+        """What is off the device at most at a point of forward or backward."""
+        return 0 if self._relief is None else self._relief.most_bytes
+
+    @property
     def fixed_bytes(self) -> int:
         """Less than these no point of forward or backward has alive, kept bytes aside."""
-        return self.graph.fixed_total - (self._relief.most_bytes if self._relief is not None else 0)
+        return self.graph.fixed_total - self._relief_bytes
 
     @functools.cached_property
     def floor_bytes(self) -> list[int]:
@@ -254,14 +259,17 @@ class Problem:
         return self.backward_of[run.b - 1][0]
 
     def local_bytes_at(self, run: Run) -> int:
-        """Bytes that the step itself has alive at the run's first backward operator."""
+        """Bytes that the step itself has alive at the run's first backward operator, less what may be off the device.
+
+        Of a run that has none it is the operator after its place, which may be the optimizer's: as an anchor it will do.
+        """
         first = min(self.backward_of[run.b - 1][0], self.graph.op_count - 1)
-        return int(self._local_bytes[first])
+        return int(self._local_bytes[first]) - self._relief_bytes
 
     @functools.cached_property
     def _local_bytes(self) -> np.ndarray:
-        """Bytes alive at every operator if nothing were kept for backward."""
-        return self._relaxed(self.memory.curve((), plain=(0, 0))).alive_bytes
+        """Bytes alive at every operator if nothing were kept for backward and nothing were off the device."""
+        return self.memory.curve((), plain=(0, 0)).alive_bytes
 
     def runs_of(self, regions: Sequence[Region]) -> set[int]:
         """Indices of the runs that a plan of this space consists of; KeyError for a plan of another space."""
@@ -416,7 +424,7 @@ class Problem:
     @functools.cached_property
     def forward_rows(self) -> tuple[Row, ...]:
         """Rows of forward operators that no later one dominates: what is kept only grows."""
-        local = self._local_bytes[: self.graph.forward_end]
+        local = self._local_bytes[: self.graph.forward_end] - self._relief_bytes
         later = np.concatenate([np.maximum.accumulate(local[::-1])[::-1][1:], [-1]])
         return tuple(self.forward_row(int(op)) for op in np.flatnonzero(local > later))
 
@@ -436,7 +444,7 @@ class Problem:
         return Row(
             run=None,
             op=op,
-            bytes=int(self._local_bytes[op]),
+            bytes=int(self._local_bytes[op]) - self._relief_bytes,
             plain=tuple((s, size) for s, size in plain if size),
             nested=tuple((i, size) for i, size in nested if size),
             saves=tuple((v, size) for v, size in saves if size),
