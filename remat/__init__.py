@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from remat.execution.apply import apply as apply
     from remat.execution.apply import remove as remove
     from remat.formulation.solution import Limits as Limits
+    from remat.host.optimizer_state import offload_optimizer as offload_optimizer
     from remat.integrations.trainer_workload import loop_of as loop_of
     from remat.integrations.trainer_workload import workload_of as workload_of
     from remat.planning.planner import plan as plan
@@ -51,6 +52,7 @@ _HOMES = {
     "Workload": "remat.workload.workload",
     "apply": "remat.execution.apply",
     "loop_of": "remat.integrations.trainer_workload",
+    "offload_optimizer": "remat.host.optimizer_state",
     "plan": "remat.planning.planner",
     "profile": "remat.planning.profiling",
     "remove": "remat.execution.apply",

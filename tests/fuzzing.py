@@ -36,8 +36,8 @@ from remat.evaluation.form import CAPTURED, Form
 from remat.evaluation.graph import Graph, OpKind
 from remat.evaluation.plan import Offload, Region, to_refs
 from remat.execution.apply import apply, planned_forward
-from remat.execution.eager.copies import Copies
 from remat.execution.eager.replay import replay
+from remat.host.copies import Copies
 from remat.offloading.refs import to_offload_refs
 from remat.offloading.timeline import Timeline
 from remat.recording.fake_step import FakeStep, autocast_context

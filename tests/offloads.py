@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from remat.evaluation.plan import Offload
-from remat.execution.eager.copies import InstantCopies, unseen
+from remat.host.copies import InstantCopies, unseen
 from remat.offloading.timeline import Timeline
 
 Fault = Literal["lets go before the copy out", "uses before the copy back", "brings back before it is out"]

@@ -25,12 +25,13 @@ FOLDERS = {"remat": ROOT / "remat", "remat.solvers": ROOT / "solvers", "remat.mo
 # Which rooms a room may know, in the pipeline's order: each knows earlier ones only.
 ROOMS = {
     "workload": (),
+    "host": (),
     "models": ("workload",),
     "evaluation": ("workload",),
     "capture": ("evaluation",),
     "chunking": ("capture",),
     "fusion": ("capture", "chunking", "evaluation"),
-    "recording": ("capture", "chunking", "evaluation", "fusion", "workload"),
+    "recording": ("capture", "chunking", "evaluation", "fusion", "host", "workload"),
     "cuda_kernels": ("capture", "chunking", "fusion", "workload"),
     "costing": ("evaluation", "recording", "workload"),
     "offloading": ("evaluation",),
@@ -38,18 +39,18 @@ ROOMS = {
     "solvers": ("evaluation", "formulation"),
     "reservation": ("evaluation", "workload"),
     "execution": (
-        *("capture", "chunking", "costing", "evaluation", "formulation", "fusion", "offloading"),
+        *("capture", "chunking", "costing", "evaluation", "formulation", "fusion", "host", "offloading"),
         *("recording", "workload"),
     ),
     "planning": (
-        *("chunking", "costing", "cuda_kernels", "evaluation", "execution", "formulation", "offloading"),
+        *("chunking", "costing", "cuda_kernels", "evaluation", "execution", "formulation", "host", "offloading"),
         *("recording", "reservation", "solvers", "workload"),
     ),
     "validation": (
         *("capture", "chunking", "costing", "evaluation", "execution", "fusion", "offloading"),
         *("planning", "recording", "reservation", "solvers", "workload"),
     ),
-    "integrations": ("capture", "costing", "evaluation", "execution", "planning", "validation", "workload"),
+    "integrations": ("capture", "costing", "evaluation", "execution", "host", "planning", "validation", "workload"),
     "diagnosis": ("costing", "evaluation", "reservation"),
     "report": ("costing", "evaluation", "formulation", "planning"),
     "cli": (

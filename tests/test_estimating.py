@@ -19,7 +19,7 @@ from remat.costing.profile import Profile
 from remat.evaluation import breakdown
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import Graph
-from remat.planning.advice import CHUNKS, advise, with_chunked_loss, with_fused_attention, with_state_on_host
+from remat.planning.advice import CHUNKS, advise, with_chunked_loss, with_fused_attention
 from remat.planning.estimate import estimate
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.timeline import POINTS, Timeline, save_snapshot, timeline
@@ -215,12 +215,3 @@ def test_fused_attention_frees_the_scores_where_they_are_written_down() -> None:
     assert after_forward(graph) - after_forward(with_fused_attention(graph)) >= scores_bytes
     fused = profiled().graph
     assert after_forward(with_fused_attention(fused)) == after_forward(fused)
-
-
-def test_state_on_the_host_is_back_for_the_optimizer() -> None:
-    graph = profiled().graph
-    state = graph.fixed_bytes["optimizer state"]
-    before, after = (Memory(g).curve(()).alive_bytes for g in (graph, with_state_on_host(graph)))
-    assert state > 0
-    assert set(before[: graph.backward_end] - after[: graph.backward_end]) == {state}
-    assert np.array_equal(before[graph.backward_end :], after[graph.backward_end :])

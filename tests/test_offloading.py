@@ -30,7 +30,6 @@ from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import Graph
 from remat.evaluation.plan import Plan, to_refs
 from remat.execution.apply import apply, planned_forward
-from remat.execution.eager.copies import Copies, InstantCopies
 from remat.execution.eager.offloading import _Packed
 from remat.execution.eager.replay import replay
 from remat.execution.executions import load as execution
@@ -38,6 +37,7 @@ from remat.formulation import check
 from remat.formulation.problem import Problem
 from remat.formulation.search_space import find_space
 from remat.formulation.solution import Limits
+from remat.host.copies import Copies, InstantCopies
 from remat.models import TEST_SIZES
 from remat.offloading.link import Link
 from remat.offloading.refs import from_offload_refs, to_offload_refs

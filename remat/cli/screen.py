@@ -188,12 +188,16 @@ def _form(plan: Plan) -> list[tuple[str, ...]]:
 
 def _offloads(plan: Plan) -> list[tuple[str, ...]]:
     """What lies on the host meanwhile, and what that costs."""
+    rows: list[tuple[str, ...]] = []
+    if state := plan.predicted.get("state_host_bytes"):
+        waits = f"each optimizer step waits {ms(plan.predicted['state_wait_us'])} for it"
+        rows.append(("optimizer", gib(state), _labelled(f"of state on the host between its steps; {waits}", plan)))
     if not plan.offloads:
-        return []
+        return rows
     stall = plan.predicted.get("stall_us", 0.0)
     waits = f"the step waits {ms(stall)} for them" if stall else "their copies hide behind the computation"
     what = f"{gib(plan.host_bytes)} on the host between forward and backward; {waits}"
-    return [("offloaded", _count(len(plan.offloads), "storage"), _labelled(what, plan))]
+    return [*rows, ("offloaded", _count(len(plan.offloads), "storage"), _labelled(what, plan))]
 
 
 def _evaluator_row(plan: Plan) -> list[tuple[str, ...]]:

@@ -41,7 +41,7 @@ from remat.costing.device_allocator import measure_peak, synchronize
 from remat.costing.host_memory import available_bytes, physical_memory
 from remat.costing.timing_cache import Cache, KindCost, NotMeasurable, default_cache, device_name
 from remat.errors import UsageError
-from remat.evaluation.graph import OpKind
+from remat.evaluation.graph import FROM_HOST, OpKind
 from remat.recording.tracker import Tracker
 from remat.units import gib
 from remat.workload.target import PCIE_4, Target, target_of
@@ -142,10 +142,10 @@ def _ready(device: torch.device) -> Iterator[None]:
 
 def time_operator(kind: OpKind, device: torch.device, repeats: int = 15, seconds_per_kind: float = 0.15) -> KindCost:
     """Time and workspace of one kind; raises `NotMeasurable`."""
-    function = _overload(kind.name)
+    function = None if kind.name == FROM_HOST else _overload(kind.name)
     _check_memory(kind, device)
     try:
-        call = _Call(function, kind, device)
+        call = _HostCopy(kind, device) if function is None else _Call(function, kind, device)
         call()  # Rule 2: libraries and caches get ready
         synchronize(device)
         workspace = _workspace_bytes(call, device)
@@ -212,6 +212,27 @@ class _Call:
 
     def __call__(self) -> None:
         self.function(*self.args, **self.kwargs)
+
+
+class _HostCopy:
+    """A copy from the host, of pinned memory where there is such, that the device waits for."""
+
+    in_place = False
+
+    def __init__(self, kind: OpKind, device: torch.device):
+        self._host = torch.zeros(kind.moved_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._to = torch.empty(kind.moved_bytes, dtype=torch.uint8, device=device)
+        self.args: list[Any] = [self._to]
+        self.kwargs: dict[str, Any] = {}
+
+    def renew(self) -> None:
+        pass
+
+    def result(self) -> Any:
+        return self._to.copy_(self._host, non_blocking=True)
+
+    def __call__(self) -> None:
+        self.result()
 
 
 def _overload(name: str) -> Any:
@@ -320,7 +341,7 @@ def _spread_groups(args: list[Any]) -> None:
 # ---- workspace -------------------------------------------------------------------------------------------
 
 
-def _workspace_bytes(call: _Call, device: torch.device) -> int:
+def _workspace_bytes(call: _Call | _HostCopy, device: torch.device) -> int:
     """Peak of what the kernel allocates, beyond the outputs that it makes. (Rule 2)"""
     results: list[Any] = []
     peak = measure_peak(lambda: results.append(call.result()), device, requested=True)
@@ -340,7 +361,7 @@ def _allocated(device: torch.device) -> int:
 # ---- time ------------------------------------------------------------------------------------------------
 
 
-def _samples_us(call: _Call, device: torch.device, repeats: int, seconds: float) -> list[float]:
+def _samples_us(call: _Call | _HostCopy, device: torch.device, repeats: int, seconds: float) -> list[float]:
     """Times of one call, each the mean of a batch. (Rule 1)"""
     sample = _sample_cuda_us if device.type == "cuda" else _sample_cpu_us
     once = sample(call, 1)
@@ -357,14 +378,14 @@ def _samples_us(call: _Call, device: torch.device, repeats: int, seconds: float)
     return times
 
 
-def _sample_cpu_us(call: _Call, batch: int) -> float:
+def _sample_cpu_us(call: _Call | _HostCopy, batch: int) -> float:
     begin = time.perf_counter()
     for _ in range(batch):
         call()
     return (time.perf_counter() - begin) * 1e6 / batch
 
 
-def _sample_cuda_us(call: _Call, batch: int) -> float:
+def _sample_cuda_us(call: _Call | _HostCopy, batch: int) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(batch):

@@ -27,7 +27,7 @@ import dataclasses
 import math
 from typing import Any
 
-from remat.evaluation.graph import OpKind
+from remat.evaluation.graph import FROM_HOST, OpKind
 from remat.workload.target import Target
 
 
@@ -89,6 +89,8 @@ _REDUCED, _PERMUTED = 0.8, 0.65  # of what pointwise kernels reach: assumed
 
 def kernel_us(kind: OpKind, target: Target) -> float:
     """Time of one call of `kind`, in microseconds."""
+    if kind.name == FROM_HOST and target.host_bytes_per_us:
+        return target.launch_us + kind.moved_bytes / target.host_bytes_per_us
     if not target.capability or target.efficiency == 1.0:
         arithmetic, traffic = kind.flops / _rate(kind.dtype, target), kind.moved_bytes / target.bytes_per_us
         return max(max(arithmetic, traffic) / target.efficiency, target.launch_us)

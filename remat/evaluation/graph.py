@@ -33,6 +33,7 @@ from remat.evaluation.identity import Identity, NodeId, canonical
 from remat.units import gib
 
 OPTIMIZER_STATE = "optimizer state"  # in `Graph.fixed_bytes`: what the first step lacks
+FROM_HOST = "remat.from_host.default"  # an operator: bytes of optimizer state that come from the host
 LIBRARY_WORKSPACES = "library workspaces"  # in `Graph.fixed_bytes`: what cuBLAS keeps, see `workspaces.py`
 WRAPPED_NUMBERS = "numbers"  # in `Graph.fixed_bytes`: Python numbers that autograd keeps as tensors on the CPU
 OUTSIDE = -1  # Node.call of what the step computes outside the captured graphs

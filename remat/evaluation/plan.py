@@ -5,8 +5,8 @@ the name and the module path beside it for a person to read. What stands at that
 (`Plan.identities`), so that `apply` finds it again in a graph that is spelled in another way (`placing.py`).
 
 File version 1 has no identities; such a plan applies to a graph of the same names and wiring. Versions 1 and 2 say in
-two fields how a plan executes (`regions_are`, and `compiler` in `about`), version 3 in one. Version 4 has offloads; a
-plan without any is written as version 3.
+two fields how a plan executes (`regions_are`, and `compiler` in `about`), version 3 in one. Version 4 has offloads, or
+counts on the optimizer's state being on the host; a plan with neither is written as version 3.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from remat.units import gib, ms
 
 FORMAT = "remat-plan"
 VERSION = 4
-WITHOUT_OFFLOADS = 3  # the version of a plan that has none
+WITHOUT_OFFLOADS = 3  # the version of a plan that has nothing on the host
 
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 
@@ -142,7 +142,9 @@ class Prediction(TypedDict, total=False):
     allocator             under the settings assumed, and with or without expandable segments
     form_time_us          what another form of the step adds, in `overhead` too: slices add, fused groups take away
     stall_us              what the step waits for copies, in `overhead` too
-    offloaded_bytes       that go to the host and come back
+    offloaded_bytes       of activations, that go to the host and come back
+    state_host_bytes      of the optimizer's state, that is on the host between its steps
+    state_wait_us         what an optimizer step waits for it; in `step_time_us` with and without a plan
     whole_loss_overhead   of the plan for the step as captured, where one fits
     """
 
@@ -160,6 +162,8 @@ class Prediction(TypedDict, total=False):
     form_time_us: float
     stall_us: float
     offloaded_bytes: int
+    state_host_bytes: int
+    state_wait_us: float
     whole_loss_overhead: float
 
 
@@ -243,7 +247,7 @@ class Plan:
         data = dataclasses.asdict(dataclasses.replace(self, identities=()))
         if not self.offloads:
             del data["offloads"]
-        version = VERSION if self.offloads else WITHOUT_OFFLOADS
+        version = VERSION if self.offloads or self.about.get("offload_optimizer") else WITHOUT_OFFLOADS
         head = {"format": FORMAT, "version": version, "remat": remat.__version__}
         return {**head, **data, "identities": _identities_to_json(self.identities)}
 

@@ -43,13 +43,14 @@ from remat.evaluation.form import CAPTURED, form_of
 from remat.evaluation.identity import Fit
 from remat.evaluation.plan import Plan
 from remat.execution.compiled.compiling import COMPILERS, Backend, CompiledCalls, name_of, require_kept, require_whole
-from remat.execution.eager.copies import Copies
 from remat.execution.eager.rewrite import Counts
 from remat.execution.eager.rewritten_calls import RewrittenCalls
 from remat.execution.placing import Placer
 from remat.fusion.formed import formed
 from remat.fusion.fuse import fused_groups
 from remat.fusion.fused_group import GroupWatch
+from remat.host.copies import Copies
+from remat.host.optimizer_state import is_offloaded
 from remat.units import gib
 from remat.workload.held_outputs import LastOutputs
 from remat.workload.training_loop import TrainingLoop
@@ -102,6 +103,7 @@ class PlannedForward:
         self.calls = self._rewritten(observe=self.observe)
         self._fitting: dict[int, fx.GraphModule] = {}  # kept, so that an id stays its own
         self._warned: set[str] = set()
+        self._is_first_forward = True
         self._last_outputs = LastOutputs()
         self._mismatch: PlanMismatch | None = None
         self._more: str = ""  # what a graph that fits takes beyond what was planned
@@ -465,6 +467,7 @@ class PlannedForward:
         loop = TrainingLoop.of(self.plan.about)
         self._compare_gradients(loop)
         self._compare_held(loop.holds_outputs)
+        self._compare_optimizer(loop.offload_optimizer)
 
     def _compare_gradients(self, loop: TrainingLoop) -> None:
         if loop.accumulates or loop.ddp or loop.shard is not None or "gradients" in self._warned:
@@ -482,6 +485,20 @@ class PlannedForward:
                 "(optimizer.zero_grad(set_to_none=True)), or plan for the loop (`accumulation=`).",
                 frames=8,
             )
+
+    def _compare_optimizer(self, planned: bool) -> None:
+        """Whether the optimizer's state is where the plan counts on it; asked from the second forward on."""
+        first, self._is_first_forward = self._is_first_forward, False
+        parameter = next(iter(trainable(self.model)), None)
+        if not planned or first or parameter is None or "optimizer" in self._warned or is_offloaded(parameter):
+            return
+        self._not_as_planned(
+            "optimizer",
+            "the plan counts on the optimizer's state being on the host between steps, and it is on the device: the "
+            f"peak may exceed the planned {gib(self.plan.predicted['peak_bytes'])} by all of it. Say "
+            "`remat.offload_optimizer(optimizer)` once, when the optimizer is made.",
+            frames=8,
+        )
 
     def _compare_held(self, declared: bool) -> None:
         sizes = self._last_outputs.alive(self.model, but_last=declared)

@@ -261,7 +261,7 @@ class Problem:
     def local_bytes_at(self, run: Run) -> int:
         """Bytes that the step itself has alive at the run's first backward operator, less what may be off the device.
 
-        Of a run that has none it is the operator after its place, which may be the optimizer's: as an anchor it will do.
+        Of a run that has none it is the operator after its place, be it the optimizer's: as an anchor it will do.
         """
         first = min(self.backward_of[run.b - 1][0], self.graph.op_count - 1)
         return int(self._local_bytes[first]) - self._relief_bytes

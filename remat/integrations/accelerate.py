@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from torch import nn
 
@@ -20,7 +21,13 @@ from remat.errors import UsageError
 from remat.evaluation.plan import Plan
 from remat.execution.apply import apply
 from remat.execution.planned_forward import OnLarger
-from remat.integrations.settings import outputs_in_fp32, plan_from, require_autocast, warn_of_accumulation
+from remat.integrations.settings import (
+    offload_as_planned,
+    outputs_in_fp32,
+    plan_from,
+    require_autocast,
+    warn_of_accumulation,
+)
 
 __all__ = ["outputs_in_fp32", "prepare"]
 
@@ -47,4 +54,7 @@ def prepare(
     require_autocast(found, AUTOCAST[precision], f"Accelerator(mixed_precision={precision!r})")
     warn_of_accumulation(found, accelerator.gradient_accumulation_steps, "the Accelerator")
     apply(model, found, on_larger=on_larger)
+    for each in others:
+        if isinstance(each, torch.optim.Optimizer):
+            offload_as_planned(found, each)
     return accelerator.prepare(model, *others)

@@ -24,7 +24,7 @@ from remat.errors import UsageError
 from remat.evaluation.plan import Plan
 from remat.execution.apply import apply
 from remat.execution.planned_forward import OnLarger
-from remat.integrations.settings import plan_from, require_autocast, warn_of_accumulation
+from remat.integrations.settings import offload_as_planned, plan_from, require_autocast, warn_of_accumulation
 
 NAMES = ("lightning.pytorch", "pytorch_lightning")
 AUTOCAST = {"bf16-mixed": "bfloat16", "16-mixed": "float16"}
@@ -71,6 +71,10 @@ class RematCallback(Callback):
     def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:
         if self._planned is None or self._planned is not self._find(pl_module):
             self._apply(pl_module)
+
+    def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
+        for optimizer in trainer.optimizers:
+            offload_as_planned(self.plan, optimizer)
 
     def _apply(self, pl_module: nn.Module) -> None:
         found = self._find(pl_module)

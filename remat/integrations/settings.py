@@ -15,7 +15,9 @@ from torch.utils._pytree import tree_map
 
 from remat.errors import PlanMismatch
 from remat.evaluation.plan import Plan
+from remat.host.optimizer_state import can_be_offloaded, offload_optimizer
 from remat.units import gib
+from remat.workload.training_loop import TrainingLoop
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -44,6 +46,15 @@ def warn_of_accumulation(plan: Plan, micro_batches: int, setting: str) -> None:
             f"peak may exceed the planned one by the gradients{size}. Plan with `accumulation={micro_batches}`.",
             stacklevel=4,
         )
+
+
+def offload_as_planned(plan: Plan, optimizer: Any) -> None:
+    """Bring the state of `optimizer`, or of the one that it wraps, to the host where the plan counts on it."""
+    if not TrainingLoop.of(plan.about).offload_optimizer:
+        return
+    while not can_be_offloaded(optimizer) and (inner := getattr(optimizer, "optimizer", None)) is not None:
+        optimizer = inner
+    offload_optimizer(optimizer)
 
 
 def outputs_in_fp32(outputs: Any) -> Any:

@@ -32,7 +32,13 @@ from remat.errors import UsageError
 from remat.evaluation.plan import Plan
 from remat.execution.apply import apply, has_plan
 from remat.execution.planned_forward import OnLarger
-from remat.integrations.settings import outputs_in_fp32, plan_from, require_autocast, warn_of_accumulation
+from remat.integrations.settings import (
+    offload_as_planned,
+    outputs_in_fp32,
+    plan_from,
+    require_autocast,
+    warn_of_accumulation,
+)
 from remat.integrations.trainer_workload import is_trainer, loop_of, put_forward, workload_of
 
 __all__ = ["RematCallback", "loop_of", "step", "workload_of"]
@@ -101,6 +107,8 @@ class RematCallback(TrainerCallback):
     ) -> None:
         model = kwargs["model"]
         if has_plan(model):
+            if self.plan is not None:
+                offload_as_planned(self.plan, kwargs.get("optimizer"))
             return
         trainer = self._trainer()
         plan = self.plan
@@ -112,6 +120,7 @@ class RematCallback(TrainerCallback):
         with beneath_autocast(model, trainer.accelerator):
             apply(model, plan, on_larger=self.on_larger)
         self.plan = plan
+        offload_as_planned(plan, kwargs.get("optimizer"))
 
     def _trainer(self) -> Any:
         """The Trainer that calls: callbacks are given its parts, never itself."""

@@ -1,10 +1,9 @@
 """Advice: which lever frees how much of a step's peak, each found by recording the step again with it.
 
 A lever is something that a person can change without another model: a smaller micro-batch, another optimizer or
-another form of it, bf16 weights, states shared over ranks. Three more are computed on the recorded graph, because the
-model or its training would have to change: a loss in chunks (the logits shrink by the number of chunks), fused
-attention (the scores are never written down), and the optimizer's state in the host's memory while it is not used;
-those are labelled as such.
+another form of it, bf16 weights, states shared over ranks, the optimizer's state on the host. Two more are computed on
+the recorded graph, because the model would have to change: a loss in chunks (the logits shrink by the number of
+chunks), and fused attention (the scores are never written down); those are labelled as such.
 
 What counts is the *judge*: a function from a graph to a peak. Asked about a step as it is, it is the peak without
 checkpointing; asked because nothing fits, the least peak of all plans.
@@ -23,17 +22,18 @@ import torch
 from remat.costing.costs import Costs, roofline_costs, with_library_workspaces
 from remat.costing.planning_device import PlanningDevice
 from remat.evaluation.breakdown import HEAD, codes_of_storages
-from remat.evaluation.graph import OPTIMIZER_STATE, Graph
-from remat.evaluation.sharding import Added, shard, with_added
+from remat.evaluation.graph import Graph
+from remat.evaluation.sharding import shard
 from remat.formulation.problem import Problem
 from remat.formulation.search_space import find_space
 from remat.formulation.solution import Limits
+from remat.host.optimizer_state import can_be_offloaded
+from remat.planning.links import state_wait_us
 from remat.planning.profiling import fake_step
 from remat.recording.recorder import record
 from remat.solvers.least_peak import least_peak
 from remat.units import ms
 from remat.workload.optimizers import optimizer_named
-from remat.workload.target import Target
 from remat.workload.training_loop import SHARDS, TrainingLoop
 from remat.workload.workload import Workload
 
@@ -106,16 +106,19 @@ def _changed(
     if not losses_are_cut:
         yield f"a loss in {CHUNKS} chunks (computed)", shard(with_chunked_loss(whole, CHUNKS), loop)
     yield "fused attention (computed)", shard(with_fused_attention(whole), loop)
-    if place.target.device != "cpu":
-        yield _state_on_host(shard(whole, loop), place.target, loop), shard(with_state_on_host(whole), loop)
+    if place.target.host_bytes_per_us and loop.shard is None and not loop.offload_optimizer:
+        yield from _state_on_host(workload, place, loop)
 
 
-def _state_on_host(graph: Graph, target: Target, loop: TrainingLoop) -> str:
-    """What swapping the optimizer's state out and in costs each optimizer step, with and without hiding it."""
-    swapped_bytes = 2 * graph.fixed_bytes.get(OPTIMIZER_STATE, 0)
-    meanwhile_us = roofline_costs(graph, target).update_time_us(graph, loop.accumulation)
-    least, most = (ms(target.exposed_swap_us(swapped_bytes, behind_us)) for behind_us in (meanwhile_us, 0.0))
-    return f"optimizer state on the host until it is used (computed; waits {least} to {most} a step)"
+def _state_on_host(workload: Workload, place: PlanningDevice, loop: TrainingLoop) -> Iterator[tuple[str, Graph]]:
+    """The optimizer's state on the host between its steps, where it is one whose state can be there."""
+    step = fake_step(workload, place, loop=loop)
+    if step.optimizer is None or not can_be_offloaded(step.optimizer):
+        return
+    step.loop = dataclasses.replace(loop, offload_optimizer=True)
+    graph = with_library_workspaces(record(step, alignment_bytes=place.target.alignment_bytes), place.target)
+    waits = ms(state_wait_us(graph, roofline_costs(graph, place.target)))
+    yield f"optimizer state on the host (--offload optimizer; each optimizer step waits {waits})", graph
 
 
 def _workloads(workload: Workload, whole: Graph) -> Iterator[tuple[str, Workload]]:
@@ -166,13 +169,6 @@ def with_fused_attention(graph: Graph) -> Graph:
             small |= again & (storages.size_bytes == own)
     small[list(graph.parameter_gradients)] = False
     return _resized(graph, small, 0)
-
-
-def with_state_on_host(graph: Graph) -> Graph:
-    """`graph` with the optimizer's state on the device only while the optimizer runs."""
-    fixed = dict(graph.fixed_bytes)
-    state = Added(fixed.pop(OPTIMIZER_STATE, 0), graph.backward_end, graph.op_count - 1, -1, "other")
-    return with_added(dataclasses.replace(graph, fixed_bytes=fixed), [state])
 
 
 def _softmaxes(graph: Graph) -> list[int]:

@@ -12,6 +12,7 @@ from remat.evaluation.plan import Plan, Prediction, to_refs
 from remat.formulation.problem import Problem
 from remat.formulation.solution import Limits, Solution
 from remat.offloading.refs import to_offload_refs
+from remat.planning.links import state_on_host, state_wait_us
 from remat.solvers.least_peak import LeastPeak, least_peak
 from remat.units import gib
 
@@ -78,6 +79,9 @@ def assemble(problem: Problem, solution: Solution, profile: Profile, execution: 
         predicted["stall_us"] = solution.stall_us
     if solution.offloads:
         predicted["offloaded_bytes"] = sum(int(graph.storages.size_bytes[each.storage]) for each in solution.offloads)
+    if state := state_on_host(graph):
+        predicted["state_host_bytes"] = state
+        predicted["state_wait_us"] = state_wait_us(graph, profile.costs)
     if predicted["peak_bytes"] != curve.peak_bytes:
         predicted["evaluator_peak_bytes"] = curve.peak_bytes
     untouched = execution.without_plan(problem, None if judge is None else lambda: judge.peak(problem, ()))

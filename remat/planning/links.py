@@ -1,48 +1,98 @@
-"""The link that a plan's offloads go over: how fast, and how much may lie at its other end."""
+"""What a plan may have on the host: over which link it goes, and how much room there is."""
 
 from __future__ import annotations
 
+import dataclasses
+
+import numpy as np
+
+from remat.costing.costs import Costs
 from remat.costing.host_memory import free_host_bytes
 from remat.costing.planning_device import PlanningDevice
 from remat.errors import UsageError
+from remat.evaluation.graph import FROM_HOST, Graph
 from remat.execution.base import Execution
+from remat.host.optimizer_state import SMALL_BYTES
 from remat.offloading.link import Link
 from remat.recording.fake_step import FakeStep
-from remat.units import parse_bytes
+from remat.units import gib, parse_bytes
+from remat.workload.training_loop import TrainingLoop
 
-NONE, ACTIVATIONS = "none", "activations"
-OFFLOADS = (ACTIVATIONS, NONE)
+NONE, ACTIVATIONS, OPTIMIZER = "none", "activations", "optimizer"
+OFFLOADS = (ACTIVATIONS, OPTIMIZER, NONE)
 HOST_SHARE = 0.5  # of the host's memory that is free
 
 
-def link_of(found: PlanningDevice, offload: str | None, host_budget: str | int | None = None) -> Link | None:
-    """The link of a device, with `host_budget` at its end; None where nothing is to be offloaded.
+def offloads_named(offload: str | None) -> frozenset[str]:
+    """What `offload` names, with commas between. Raises UsageError for what is none of `OFFLOADS`."""
+    names = frozenset(name.strip() for name in (offload or NONE).split(","))
+    if not names <= set(OFFLOADS) or (NONE in names and len(names) > 1):
+        raise UsageError(f"offload is {', '.join(OFFLOADS[:-1])}, both with a comma, or {NONE}; not {offload!r}.")
+    return names - {NONE}
 
-    Without a budget that is half of what the host has free; for a target elsewhere, whose host nobody knows, as much as
-    the device has; of either the next lower power of two, which is what PyTorch pins.
+
+def loop_with(loop: TrainingLoop | None, offload: str | None) -> TrainingLoop | None:
+    """`loop`, with the optimizer's state on the host where `offload` says so."""
+    if OPTIMIZER not in offloads_named(offload):
+        return loop
+    return dataclasses.replace(loop or TrainingLoop(), offload_optimizer=True)
+
+
+def link_of(found: PlanningDevice, offload: str | None, host_budget: str | int | None = None) -> Link | None:
+    """The link of a device, with `host_budget` at its end; None where no activations are to be offloaded.
 
     Raises UsageError where there is no link, because a CPU's memory is the host's; for an `offload` that is none of
     `OFFLOADS`; and for a host budget with nothing to offload.
     """
-    if offload not in (None, *OFFLOADS):
-        raise UsageError(f"offload is {' or '.join(map(repr, OFFLOADS))}, not {offload!r}.")
-    if offload in (None, NONE):
-        if host_budget is not None:
-            raise UsageError('a host budget is for what is offloaded: say `offload="activations"` too.')
-        return None
-    target = found.target
-    if target.host_bytes_per_us <= 0:
+    names, target = offloads_named(offload), found.target
+    if not names and host_budget is not None:
+        raise UsageError('a host budget is for what is offloaded: say `offload="activations"` too.')
+    if names and target.host_bytes_per_us <= 0:
         raise UsageError(f"{target.name} has no memory beside the host's to offload from; leave `offload` out.")
-    return Link(target.host_bytes_per_us, _host_bytes(found, host_budget))
+    if ACTIVATIONS not in names:
+        return None
+    return Link(target.host_bytes_per_us, host_bytes_of(found, host_budget))
 
 
-def _host_bytes(found: PlanningDevice, host_budget: str | int | None) -> int:
+def host_bytes_of(found: PlanningDevice, host_budget: str | int | None) -> int:
+    """What may lie on the host.
+
+    Without a budget that is half of what the host has free; for a target elsewhere, whose host nobody knows, as much as
+    the device has; of either the next lower power of two, which is what PyTorch pins. Raises UsageError for what is no
+    number of bytes.
+    """
     if isinstance(host_budget, str):
         return parse_bytes(host_budget, what="host budget", whole_bytes=free_host_bytes())
     if host_budget is not None:
         return host_budget
     most = found.target.memory_bytes if found.device is None else int(HOST_SHARE * free_host_bytes())
     return 1 << (most.bit_length() - 1)  # PyTorch rounds pinned memory up to a power of two
+
+
+def beside_state(link: Link | None, graph: Graph, host_bytes: int) -> Link | None:
+    """`link`, with the room that the optimizer's state leaves on the host. Raises UsageError where it leaves none."""
+    if not (state := state_on_host(graph)):
+        return link
+    if state > host_bytes:
+        raise UsageError(
+            f"the optimizer's state takes {gib(state)} of the host's memory, pinned, and the host budget is "
+            f"{gib(host_bytes)}; give more with `host_budget` (--host-budget), or leave it on the device."
+        )
+    return None if link is None else dataclasses.replace(link, host_bytes=host_bytes - state)
+
+
+def state_on_host(graph: Graph) -> int:
+    """What the optimizer's state takes of the host's memory, in pinned pieces of a power of two each."""
+    if not TrainingLoop.of(graph.about).offload_optimizer:
+        return 0
+    sizes = (size for parameter in graph.parameters for size in parameter.state_tensors if size >= SMALL_BYTES)
+    return sum(1 << (size - 1).bit_length() for size in sizes)
+
+
+def state_wait_us(graph: Graph, costs: Costs) -> float:
+    """What an optimizer step waits for its state."""
+    comes = np.array([kind.name == FROM_HOST for kind in graph.kinds], dtype=bool)[graph.op_kind]
+    return float(costs.per_op_us(graph)[comes].sum())
 
 
 def require_offloads(execution: Execution, step: FakeStep | None) -> None:

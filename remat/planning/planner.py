@@ -23,7 +23,7 @@ from remat.offloading.link import Link
 from remat.planning.assemble import assemble
 from remat.planning.budget import Budget, is_share_of_step, parse_budget, usable_bytes
 from remat.planning.card import reserving_at_most, with_footprints
-from remat.planning.links import link_of, require_offloads
+from remat.planning.links import beside_state, host_bytes_of, link_of, loop_with, require_offloads
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.search import Judge, OnReplay, solve_within
 from remat.planning.variants import Variant, Variants, at_most, begun_from, fastest, require_fusible
@@ -70,7 +70,9 @@ def plan(
     fuse              compile groups of pointwise and reducing nodes by themselves, and plan on what results: less
                       memory and less time, numbers that round elsewhere (`fusion/`)
     offload           "activations": what is kept from forward to backward may lie on the host meanwhile, as far as its
-                      copies hide behind the computation (`offloading/`); no number changes
+                      copies hide behind the computation (`offloading/`). "optimizer": the optimizer's state lies there
+                      between its steps, which wait for it, as with `TrainingLoop(offload_optimizer=True)`; the
+                      training script says `remat.offload_optimizer(optimizer)`. Or both, with a comma. Numbers stay
     host_budget       what may lie there, in bytes or as "64GiB"; by default half of what this host has free, or, for a
                       target elsewhere, as much as the device has
     on_progress       called with (done, total) while costs are measured
@@ -86,6 +88,7 @@ def plan(
         workload = workload.sized(batch_size)
     # A share of the step is read before the step is recorded too, so that what is refused is refused at once.
     limit = parse_budget(budget, headroom, found.target.memory_bytes, simulated, step_bytes=found.target.memory_bytes)
+    link, loop = link_of(found, offload, host_budget), loop_with(loop, offload)
     how.require(found, loop)
     step = fake_step(workload, found, loop=loop, compiled=how.compiler is not None)
     profile = profile_step(step, found, on_progress=on_progress)
@@ -102,7 +105,7 @@ def plan(
         allocator=allocator,
         exact=exact,
         fuse=fuse,
-        link=link_of(found, offload, host_budget),
+        link=beside_state(link, profile.graph, host_bytes_of(found, host_budget)),
     )
 
 

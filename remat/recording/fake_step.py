@@ -30,8 +30,10 @@ from remat.evaluation.graph import (
     Parameter,
 )
 from remat.fusion.formed import formed
+from remat.host.optimizer_state import OffloadedState
 from remat.recording.known_values import KnownValues
 from remat.recording.optimizer_forms import forms_of
+from remat.recording.tracked_copies import TrackedStateCopies
 from remat.recording.tracker import Tracker
 from remat.recording.view_histories import ViewHistories
 from remat.workload.held_outputs import HeldOutputs
@@ -46,12 +48,21 @@ EMA_DECAY = 0.999  # likewise
 class Finish:
     """What a training step does after backward: clipping, the optimizer, the running average, letting gradients go.
 
-    averages  the running average's tensors, parameters first; none before the first step
+    averages   the running average's tensors, parameters first; none before the first step
+    offloaded  the optimizer's state, where the loop has it on the host
     """
 
     def __init__(self, loop: TrainingLoop, model: nn.Module, optimizer: torch.optim.Optimizer | None):
         self.loop, self.model, self.optimizer = loop, model, optimizer
         self.averages: list[torch.Tensor] = []
+        self.offloaded = OffloadedState(optimizer) if optimizer is not None and loop.offload_optimizer else None
+
+    @property
+    def state(self) -> list[Any]:
+        """What the optimizer has on the device."""
+        if self.offloaded is not None:
+            return self.offloaded.on_device()
+        return [] if self.optimizer is None else list(self.optimizer.state.values())
 
     def __call__(self) -> None:
         if self.loop.clip_grad_norm:
@@ -129,6 +140,7 @@ class FakeStep:
         self._settled = compiled
         self.capture_anew(None if compiled else Answers())
         self._kernels_of = kernels_of or device.type
+        self.finish = Finish(self.loop, self.model, None)
         self.finish = Finish(self.loop, self.model, self._make_optimizer())
         self.held_outputs = HeldOutputs()
 
@@ -167,6 +179,8 @@ class FakeStep:
     @contextlib.contextmanager
     def _after_backward(self, tracker: Tracker) -> Iterator[None]:
         """What optimizers are made and stepped under: their questions are answered, their form is the device's."""
+        if self.finish.offloaded is not None:
+            self.finish.offloaded.copies = TrackedStateCopies(tracker)
         with tracker.answering(), forms_of(self._kernels_of, self.device.type):
             yield
 
@@ -301,7 +315,7 @@ class FakeStep:
             "buffers": tracker.fix(list(self.model.buffers())),
             "batch": tracker.fix(self.batch),
             "gradients": tracker.fix([p.grad for p in parameters if p.grad is not None]),
-            OPTIMIZER_STATE: tracker.fix(dict(self.optimizer.state)) if self.optimizer else 0,
+            OPTIMIZER_STATE: tracker.fix(self.finish.state),
             "running average": tracker.fix(self.finish.averages),
             "gradient buckets": sum(map(tracker.bytes_of, trainable(self.model))) if self.loop.ddp else 0,
         }

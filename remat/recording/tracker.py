@@ -24,7 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from remat._torch.recording import memory_format_of, untraced, unwrapped
 from remat._torch.training import UnseenMode
-from remat.evaluation.graph import OpKind
+from remat.evaluation.graph import FROM_HOST, OpKind
 from remat.recording.in_place import InPlace
 from remat.recording.traffic import moved_bytes, workspace_bytes
 
@@ -173,6 +173,27 @@ class Tracker(UnseenMode):
             self.paused = False
         self._follow(tensor, self.op_count, cast=False)
         return tensor
+
+    def elsewhere(self, size_bytes: int) -> torch.Tensor:
+        """Memory that is not the device's: it is not counted."""
+        self.paused = True
+        try:
+            tensor = torch.empty(size_bytes, dtype=torch.uint8)
+        finally:
+            self.paused = False
+        self.fix(tensor)
+        return tensor
+
+    def note_copy(self, size_bytes: int) -> None:
+        """So many bytes come from the host, and the step waits for them: an operator that torch does not dispatch."""
+        flat = {"tensor": [[size_bytes], [1], "uint8"]}
+        kind = OpKind(FROM_HOST, [[flat, flat], {}], flops=0, moved_bytes=size_bytes, dtype="uint8")
+        key = f"{FROM_HOST} {size_bytes}"
+        self.kinds.setdefault(key, kind)
+        op = self.op_count
+        self.op_kinds.append(self._kind_index.setdefault(key, len(self._kind_index)))
+        self._taken_over = None
+        self.dispatched(op, None, (), {}, None)
 
     def _overwritten(self, op: int, func: Any, args: Any, out: Any) -> TrackedStorage | None:
         """The storage of the first argument, if training would write the result over it; see `in_place.py`."""

@@ -94,7 +94,7 @@ class Training:
                 tensor.copy_(self._state[name])
         release_memory(self.device)
         if self.workload.optimizer is not None:
-            self.finish.optimizer = self.workload.optimizer(trainable(self.model))
+            self.finish = Finish(self.loop, self.model, self.workload.optimizer(trainable(self.model)))
         seed_all(self._seed_of_steps)
 
     def forward_and_backward(self) -> torch.Tensor:
@@ -137,7 +137,7 @@ class Training:
             [(p, p.grad) for p in self.model.parameters()],
             list(self.model.buffers()),
             self.batch,
-            dict(self.finish.optimizer.state) if self.finish.optimizer else None,
+            self.finish.state,
             self.finish.averages,
         )
         tensors = [leaf for leaf in tree_leaves(kept) if isinstance(leaf, torch.Tensor)]

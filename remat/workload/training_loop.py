@@ -26,6 +26,7 @@ class TrainingLoop:
     ranks           devices that share the data, each with a micro-batch of its own
     shard           what ranks share of the states (Rajbhandari et al. 2020): zero1 the optimizer's, zero2 gradients
                     too, zero3 parameters too (FSDP); None: every rank has all
+    offload_optimizer  the optimizer's state is on the host between its steps (`host/optimizer_state.py`)
     holds           what the loop keeps of a step until the next one's forward returns: no more than the loss, a scalar,
                     or all outputs of the model, as `logits, loss = model(x, y)` in a loop does
 
@@ -38,6 +39,7 @@ class TrainingLoop:
     ddp: bool = False
     ranks: int = 1
     shard: Shard | None = None
+    offload_optimizer: bool = False
     holds: Holds = "loss"
 
     def __post_init__(self) -> None:
@@ -50,6 +52,8 @@ class TrainingLoop:
             raise UsageError(f"shard {self.shard!r} is not known; choose one of {', '.join(SHARDS)}.")
         if self.shard is not None and self.ranks == 1:
             raise UsageError(f'`shard="{self.shard}"` over one rank shares nothing; say how many with `ranks=`.')
+        if self.shard is not None and self.offload_optimizer:
+            raise UsageError("`offload_optimizer=` and `shard=` exclude each other: ranks share the state already.")
         if self.shard is not None and self.ddp:
             raise UsageError(f'`ddp=` and `shard="{self.shard}"` exclude each other: shards have no gradient buckets.')
 

@@ -17,8 +17,8 @@ from remat.cli.commands.options import (
     Exact,
     ExecutionOptions,
     Fuse,
+    HostOptions,
     Json,
-    OffloadOptions,
     SourceOptions,
 )
 from remat.cli.commands.source import Source, budget_for, budget_of_step, headroom_on_top, opened, workload_of
@@ -44,7 +44,7 @@ def compare(
     source: SourceOptions,
     search: EachSearchOptions,
     how: ExecutionOptions,
-    offload: OffloadOptions,
+    host: HostOptions,
     measure: Annotated[
         bool,
         typer.Option(
@@ -71,11 +71,12 @@ def compare(
         from remat.execution.executions import load
         from remat.planning.comparison import compare
 
-        found = opened(source, line, load(how.name))
+        found = opened(source, line, load(how.name), activations=True)
         limit = budget_for(budget, found.target)
         workload = _to_measure(found, source) if measure else None
-        link = offload.link(found)
+        link = host.link(source.offload, found)
         profile, step = found.record()
+        link = host.beside_state(link, profile, found)
         limit = budget_of_step(budget, limit, profile)
         with headroom_on_top(limit):
             comparison = compare(

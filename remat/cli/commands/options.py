@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from remat.cli.commands.source import Source
     from remat.cli.model_spec import ModelSpec
     from remat.cli.screen import LiveLine
+    from remat.costing.planning_device import PlanningDevice
+    from remat.costing.profile import Profile
     from remat.formulation.solution import Limits
     from remat.offloading.link import Link
     from remat.workload.training_loop import TrainingLoop
@@ -196,10 +198,26 @@ class StepOptions(ModelOptions):
         ),
     ] = None
 
+    offload: Annotated[
+        str | None,
+        _option(
+            panel=LOOP,
+            show_default="none",
+            help="What may lie on the host. optimizer: the optimizer's state, between its steps, which wait for it. "
+            "activations (plan and compare): what is kept from forward to backward, as far as its copies hide behind "
+            "the computation. Or both, with a comma. No number changes.",
+        ),
+    ] = None
+
     def loop(self, own: TrainingLoop) -> TrainingLoop:
         """What training does around the step, `own` where no option says; UsageError where it contradicts itself."""
+        from remat.planning.links import loop_with
+
         names = (field.name for field in dataclasses.fields(own))
-        return dataclasses.replace(own, **{name: value for name in names if (value := getattr(self, name)) is not None})
+        said = {name: value for name in names if (value := getattr(self, name, None)) is not None}
+        found = loop_with(dataclasses.replace(own, **said), self.offload)
+        assert found is not None
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,18 +345,9 @@ class ExecutionOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class OffloadOptions:
-    """What may lie on the host."""
+class HostOptions:
+    """How much may lie on the host."""
 
-    offload: Annotated[
-        str | None,
-        _option(
-            panel=SEARCH,
-            show_default="none",
-            help="activations: what is kept from forward to backward may lie on the host meanwhile, as far as its "
-            "copies hide behind the computation. No number changes.",
-        ),
-    ] = None
     host_budget: Annotated[
         str | None,
         _option(
@@ -348,17 +357,28 @@ class OffloadOptions:
         ),
     ] = None
 
-    def link(self, found: Source) -> Link | None:
-        """The link that offloads go over; raises UsageError."""
-        from remat.costing.planning_device import PlanningDevice
+    def link(self, offload: str | None, found: Source) -> Link | None:
+        """The link that activations go over; raises UsageError."""
         from remat.planning.links import link_of
 
-        return link_of(found.place or PlanningDevice(found.target, None), self.offload, self.host_budget)
+        return link_of(self._place(found), offload, self.host_budget)
+
+    def beside_state(self, link: Link | None, profile: Profile, found: Source) -> Link | None:
+        """`link`, with the room that the optimizer's state leaves; raises UsageError where it leaves none."""
+        from remat.planning.links import beside_state, host_bytes_of
+
+        return beside_state(link, profile.graph, host_bytes_of(self._place(found), self.host_budget))
+
+    @staticmethod
+    def _place(found: Source) -> PlanningDevice:
+        from remat.costing.planning_device import PlanningDevice
+
+        return found.place or PlanningDevice(found.target, None)
 
 
 GROUPS = (
     *(ModelOptions, StepOptions, SourceOptions, BudgetOptions),
-    *(SearchOptions, EachSearchOptions, ExecutionOptions, OffloadOptions),
+    *(SearchOptions, EachSearchOptions, ExecutionOptions, HostOptions),
 )
 
 

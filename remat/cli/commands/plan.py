@@ -17,8 +17,8 @@ from remat.cli.commands.options import (
     Exact,
     ExecutionOptions,
     Fuse,
+    HostOptions,
     Json,
-    OffloadOptions,
     SearchOptions,
     SourceOptions,
 )
@@ -42,7 +42,7 @@ def plan(
     source: SourceOptions,
     search: SearchOptions,
     how: ExecutionOptions,
-    offload: OffloadOptions,
+    host: HostOptions,
     out: Annotated[
         Path | None, typer.Option(help="The plan file.", show_default="NAME.plan.json in this folder")
     ] = None,
@@ -74,10 +74,11 @@ def plan(
         from remat.planning.variants import can_cut
 
         execution = load(how.name)
-        found = opened(source, line, execution)
+        found = opened(source, line, execution, activations=True)
         limit = budget_for(budget, found.target, usable(found) if execution.compiler is None else None)
-        link = offload.link(found)
+        link = host.link(source.offload, found)
         profile, step = found.record()
+        link = host.beside_state(link, profile, found)
         limit = budget_of_step(budget, limit, profile)
         with (
             headroom_on_top(limit),

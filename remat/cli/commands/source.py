@@ -47,8 +47,15 @@ class Source:
     loop: TrainingLoop | None = None
 
 
-def opened(options: StepOptions, line: LiveLine, execution: Execution | None = None) -> Source:
-    """The step that `options` name, to run as `execution` says. Raises UsageError."""
+def opened(
+    options: StepOptions, line: LiveLine, execution: Execution | None = None, *, activations: bool = False
+) -> Source:
+    """The step that `options` name, to run as `execution` says. Raises UsageError.
+
+    activations  whether they may be offloaded here
+    """
+    if not activations and "activations" in (options.offload or ""):
+        raise UsageError("activations go to the host under `remat plan` and `remat compare`; leave them out here.")
     if isinstance(options, SourceOptions) and options.profile is not None:
         _refuse_beside_profile(options)
         found = _from_profile(options.profile, line)
@@ -131,7 +138,8 @@ def _recorded(
 
 
 def _refuse_beside_profile(options: SourceOptions) -> None:
-    given = [f"--{name.replace('_', '-')}" for name in options.given if name != "profile"]
+    beside = ("profile", "offload") if options.offload in ("activations", "none") else ("profile",)
+    given = [f"--{name.replace('_', '-')}" for name in options.given if name not in beside]
     if given:
         raise UsageError(
             f"{', '.join(given)} cannot go with --profile: the profile holds one step on one target. "

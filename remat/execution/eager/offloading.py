@@ -30,7 +30,7 @@ from remat._torch.training import is_wrapper
 from remat.errors import PlanMismatch
 from remat.evaluation.identity import Places
 from remat.evaluation.plan import NodeRef, OffloadRef
-from remat.execution.eager.copies import Copies, Copy, Host, copies_on
+from remat.host.copies import Copies, Copy, Host, copies_on
 
 
 @dataclasses.dataclass

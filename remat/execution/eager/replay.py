@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from remat.evaluation.plan import OffloadRef, RegionRef
-from remat.execution.eager.copies import InstantCopies
 from remat.execution.eager.rewritten_calls import RewrittenCalls
 from remat.recording.fake_step import FakeStep
+from remat.recording.tracked_copies import TrackedCopies
 from remat.recording.tracked_step import track
 from remat.recording.tracker import Tracker
 
@@ -43,22 +41,3 @@ def replay(
         return track(step, tracker).alive(workspace_of)
     finally:
         step.execute_call = execute_call
-
-
-class TrackedCopies(InstantCopies):
-    """On fake tensors, which have no data to copy: the tracker sees memory come and go, and no operator."""
-
-    def __init__(self, tracker: Tracker):
-        self._tracker = tracker
-
-    def host(self, size_bytes: int) -> None:
-        return None
-
-    def out(self, flat: Tensor, host: None, offset: int) -> None:
-        pass
-
-    def room_for(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self._tracker.allocated(elements, dtype, device)
-
-    def back(self, host: None, offset: int, flat: Tensor) -> None:
-        pass

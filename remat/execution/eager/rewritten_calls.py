@@ -9,9 +9,9 @@ from typing import Any
 from torch import fx
 
 from remat.evaluation.plan import OffloadRef, RegionRef
-from remat.execution.eager.copies import Copies
 from remat.execution.eager.offloading import CallOffloads, Offloader, offloads_in
 from remat.execution.eager.rewrite import CallRegion, Counts, RewriteOptions, rewrite
+from remat.host.copies import Copies
 
 
 def regions_by_call(regions: Sequence[RegionRef]) -> dict[int, tuple[CallRegion, ...]]:

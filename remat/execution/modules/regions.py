@@ -286,6 +286,7 @@ class PlannedModules(PlannedForward):
 
     def _prepare(self) -> None:
         self._warned: set[str] = set()
+        self._is_first_forward = True
         self._last_outputs = LastOutputs()
         self._compared_dtypes = False
 

@@ -1,4 +1,4 @@
-"""Copies between a device and the host's memory, as an offloading executor asks for them.
+"""Copies between a device and the host's memory, as whoever offloads asks for them.
 
 Whoever makes copies is a `Copies`. Compute never runs ahead of what it needs: `wait` returns, or holds the device's
 compute stream, until a copy has ended, so what is right on an instant link is right on a slow one.
@@ -43,6 +43,9 @@ class Copies(Protocol):
     def let_go(self, flat: Tensor) -> None:
         """Told before the memory of `flat` goes back to the device."""
 
+    def synchronize(self) -> None:
+        """Return when every copy out has ended."""
+
 
 class InstantCopies:
     """On a CPU, where the host's memory is the device's: copies have ended when they have begun.
@@ -74,16 +77,22 @@ class InstantCopies:
     def let_go(self, flat: Tensor) -> None:
         pass
 
+    def synchronize(self) -> None:
+        pass
+
 
 class StreamCopies:
     """On CUDA: a stream out, a stream back, pinned memory, and events between them and compute.
 
     Memory is allocated and let go of on the compute stream alone, which waits for a copy before it gives up or uses
     what was copied; so the caching allocator needs no `record_stream`.
+
+    shares_host  one place on the host may be written and read by copies that nobody has waited for yet: then copies out
+                 and back wait for each other
     """
 
-    def __init__(self, device: torch.device):
-        self._device = device
+    def __init__(self, device: torch.device, shares_host: bool = True):
+        self._device, self._shares_host = device, shares_host
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def host(self, size_bytes: int) -> Host:
@@ -92,7 +101,8 @@ class StreamCopies:
 
     def out(self, flat: Tensor, host: Host, offset: int) -> Copy:
         with unseen():
-            self._out.wait_stream(self._back)  # which may still read what an older forward had in this place
+            if self._shares_host:
+                self._out.wait_stream(self._back)  # which may still read what an older forward had in this place
             return self._copy(self._out, host[offset : offset + flat.nbytes], flat.view(torch.uint8))
 
     def room_for(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -101,7 +111,8 @@ class StreamCopies:
 
     def back(self, host: Host, offset: int, flat: Tensor) -> Copy:
         with unseen():
-            self._back.wait_stream(self._out)  # what comes back has gone out
+            if self._shares_host:
+                self._back.wait_stream(self._out)  # what comes back has gone out
             return self._copy(self._back, flat.view(torch.uint8), host[offset : offset + flat.nbytes])
 
     def _copy(self, stream: torch.cuda.Stream, to: Tensor, source: Tensor) -> Copy:
@@ -122,6 +133,9 @@ class StreamCopies:
     def let_go(self, flat: Tensor) -> None:
         pass
 
+    def synchronize(self) -> None:
+        self._out.synchronize()
+
 
 @contextlib.contextmanager
 def unseen() -> Any:
@@ -130,6 +144,6 @@ def unseen() -> Any:
         yield
 
 
-def copies_on(device: torch.device) -> Copies:
-    """Who copies between `device` and the host."""
-    return StreamCopies(device) if device.type == "cuda" else InstantCopies()
+def copies_on(device: torch.device, shares_host: bool = True) -> Copies:
+    """Who copies between `device` and the host; see `StreamCopies`."""
+    return StreamCopies(device, shares_host) if device.type == "cuda" else InstantCopies()
