@@ -39,7 +39,7 @@ from tests.toys import TRANSFORMER
 
 WIDTH = 40
 PARTS = [1, 8000, 1 << 20]  # bytes: every parameter alone, two or three, all of a group together
-FORMS: list[dict[str, bool]] = [{}, {"foreach": True}, {"foreach": False}, {"fused": True}]
+FORMS: list[dict[str, Any]] = [{}, {"foreach": True}, {"foreach": False}, {"fused": True}]
 
 
 def made_of() -> nn.Module:
@@ -64,7 +64,7 @@ def cases() -> Iterator[Any]:
                 yield pytest.param(name, form, id="-".join([name, *(f"{k}={v}" for k, v in form.items())]))
 
 
-def optimizer_of(name: str, model: nn.Module, form: dict[str, bool]) -> torch.optim.Optimizer:
+def optimizer_of(name: str, model: nn.Module, form: dict[str, Any]) -> torch.optim.Optimizer:
     extra: dict[str, Any] = {"SGD": {"lr": 1e-3, "momentum": 0.9}}.get(name, {})
     return optimizers()[name](groups_of(model, matrices=name == "Muon"), **form, **extra)
 
@@ -98,7 +98,7 @@ def untouched(name: str, form: tuple[tuple[str, bool], ...]) -> tuple[nn.Module,
 
 @pytest.mark.parametrize("part_bytes", PARTS)
 @pytest.mark.parametrize(("name", "form"), list(cases()))
-def test_every_optimizer_steps_as_without(name: str, form: dict[str, bool], part_bytes: int) -> None:
+def test_every_optimizer_steps_as_without(name: str, form: dict[str, Any], part_bytes: int) -> None:
     """Every one of torch.optim in every form; nothing arrives before it is waited for, what is let go of is poison."""
     plain, state = untouched(name, tuple(form.items()))
     model = made_of()
