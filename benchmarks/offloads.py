@@ -3,6 +3,9 @@
 For every budget the best plan with offloads and its gap, what it brings to the host, the best plan without, every block
 a region, and what people do by hand: all that autograd keeps to the host (`offload-all`), every block's input
 (`offload-inputs`), with what their steps wait for copies. Overhead is of the step without checkpointing.
+
+Models whose training does not fit a card otherwise have the optimizer's state on the host, in every column; what each
+of its steps waits is in the step's time.
 """
 
 from __future__ import annotations
@@ -25,18 +28,19 @@ from remat.models import build
 from remat.offloading.link import Link
 from remat.planning.budget import Budget
 from remat.planning.comparison import OFFLOAD_ALL, OFFLOAD_INPUTS, Comparison, compare
-from remat.planning.links import ACTIVATIONS, link_of
+from remat.planning.links import ACTIVATIONS, beside_state, host_bytes_of, link_of, state_wait_us
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.variants import Variants
 from remat.recording.fake_step import FakeStep
 from remat.units import GIB
+from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 
 TARGETS = ("h100-80gb", "h200")
-TIME_S = 30.0
+TIME_S = 20.0
 COLUMNS = [
     *("model", "target", "budget_gib", "with_offloads", "gap", "host_gib", "without", "every_block"),
-    *("offload_all", "offload_inputs", "wall_s"),
+    *("offload_all", "offload_inputs", "step_ms", "state_wait_ms", "wall_s"),
 ]
 
 
@@ -44,11 +48,22 @@ COLUMNS = [
 class Case:
     workload: Callable[[], Workload]
     budgets_gib: tuple[float, ...]
+    loop: TrainingLoop = TrainingLoop()
+    targets: tuple[str, ...] = TARGETS
+
+
+def in_bf16(name: str, length: int) -> Workload:
+    """A micro-batch of one sequence, with weights, gradients and state in bf16."""
+    return dataclasses.replace(build(name).with_dtype("bf16"), batch_size=1, seq_len=length)
 
 
 CASES = {
     "gpt2": Case(lambda: build("gpt2"), (24, 20, 16, 12, 8, 5)),
     "llama-1b": Case(lambda: build("llama-1b"), (40, 35, 30, 27, 25)),
+    "llama-8b": Case(
+        lambda: in_bf16("llama-8b", 8192), (70, 60, 50, 40), TrainingLoop(offload_optimizer=True), ("h100-80gb",)
+    ),
+    "qwen3-8b": Case(lambda: in_bf16("qwen3-8b", 32768), (76, 60, 50), TrainingLoop(offload_optimizer=True)),
 }
 
 
@@ -57,11 +72,12 @@ def main(*models: str) -> None:
     path = report.stem("offloads", torch.device("cpu"))
     about = {**report.provenance(torch.device("cpu")), "costs": "estimated"}
     for model in models or CASES:
-        for target in TARGETS:
-            place, how, case = find_planning_device(target), load("eager"), CASES[model]
-            step = fake_step(case.workload(), place)
+        case = CASES[model]
+        for target in case.targets:
+            place, how = find_planning_device(target), load("eager")
+            step = fake_step(case.workload(), place, loop=case.loop)
             profile = profile_step(step, place)
-            link = link_of(place, ACTIVATIONS)
+            link = beside_state(link_of(place, ACTIVATIONS), profile.graph, host_bytes_of(place, None))
             variants = Variants(how, step, profile)
             for budget_gib in case.budgets_gib:
                 found = _row(profile, step, variants, link, budget_gib)
@@ -90,6 +106,8 @@ def _row(profile: Profile, step: FakeStep, variants: Variants, link: Link | None
         "every_block": percent(found, "every-block"),
         "offload_all": percent(found, OFFLOAD_ALL),
         "offload_inputs": percent(found, OFFLOAD_INPUTS),
+        "step_ms": round(best.plan.predicted["step_time_us"] / 1000, 1) if best.plan is not None else None,
+        "state_wait_ms": round(state_wait_us(profile.graph, profile.costs) / 1000, 1),
         "wall_s": round(time.monotonic() - started, 1),
     }
 
