@@ -48,7 +48,7 @@ COLUMNS = [
 class Case:
     workload: Callable[[], Workload]
     budgets_gib: tuple[float, ...]
-    loop: TrainingLoop = TrainingLoop()
+    loop: TrainingLoop = dataclasses.field(default_factory=TrainingLoop)
     targets: tuple[str, ...] = TARGETS
 
 
