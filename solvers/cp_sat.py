@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 
 from ortools.sat.python import cp_model
 
@@ -68,18 +68,44 @@ class CpSat:
         if on_progress is not None:
             watch = _Watch(on_progress)
             solver.best_bound_callback = watch.on_bound
-        started = time.monotonic()
-        status = solver.solve(self.model, watch)
+        status, interrupted = self._solve(solver, watch)
         if status == cp_model.INFEASIBLE:
             return Outcome("infeasible")
         bound = max(round(solver.best_objective_bound), 0)  # an integer, but for the solver's own scaling
-        # It takes Ctrl-C for a limit that is reached.
-        early = time_s is None or time.monotonic() - started < 0.99 * time_s
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-            return Outcome("unknown", bound=bound, interrupted=early)
+            return Outcome("unknown", bound=bound, interrupted=interrupted)
         found: Status = "optimal" if status == cp_model.OPTIMAL else "feasible"
         values = [solver.value(variable) for variable in self.variables]
-        return Outcome(found, values, bound, interrupted=early and found == "feasible")
+        return Outcome(found, values, bound, interrupted=interrupted)
+
+    def _solve(self, solver: cp_model.CpSolver, watch: _Watch | None) -> tuple[cp_model.CpSolverStatus, bool]:
+        """How it ended, and whether somebody pressed Ctrl-C, which it would itself take for a limit that is reached.
+
+        Python hears of a signal in its main thread only, and there only while that is not in the solver.
+        """
+        solver.parameters.catch_sigint_signal = False
+        results: list[cp_model.CpSolverStatus] = []
+        failures: list[BaseException] = []
+        ended, interrupted = threading.Event(), False
+
+        def work() -> None:
+            try:
+                results.append(solver.solve(self.model, watch))
+            except BaseException as failure:
+                failures.append(failure)
+            finally:
+                ended.set()
+
+        threading.Thread(target=work, daemon=True).start()
+        while not ended.is_set():
+            try:
+                ended.wait()
+            except KeyboardInterrupt:
+                interrupted = True
+                solver.stop_search()
+        if failures:
+            raise failures[0]
+        return results[0], interrupted
 
 
 class _Watch(cp_model.CpSolverSolutionCallback):

@@ -38,7 +38,8 @@ def random_offloads(draw: random.Random, timeline: Timeline, share: float = 0.5)
 class LateCopies(InstantCopies):
     """Nothing arrives until somebody waits for it; what is let go of, and what is new, is poison.
 
-    What was there when a copy began must be there when it ends: on a device it may be read at any time between.
+    What was there when a copy began, on the device or on the host, must be there when it ends: it may be read at any
+    time between.
 
     fault  what the executor that asks for these copies is made to forget
     """
@@ -62,7 +63,15 @@ class LateCopies(InstantCopies):
         if self._fault == "brings back before it is out":
             with unseen():
                 host[offset : offset + flat.nbytes].fill_(POISON)
-        return self._late("uses before the copy back", lambda: super(LateCopies, self).back(host, offset, flat))
+        begun = bytes_of(host[offset : offset + flat.nbytes]).copy()
+
+        def copy() -> None:
+            assert np.array_equal(begun, bytes_of(host[offset : offset + flat.nbytes])), (
+                "written to on the host meanwhile"
+            )
+            super(LateCopies, self).back(host, offset, flat)
+
+        return self._late("uses before the copy back", copy)
 
     def wait(self, copy: Callable[[], None]) -> None:
         copy()

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import threading
+import types
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -365,6 +367,43 @@ def test_what_a_solver_prints_by_itself_is_no_part_of_an_answer(capfd: pytest.Ca
         os.write(1, b"pressed CTRL-C")
     print("answer")
     assert capfd.readouterr() == ("answer\n", "pressed CTRL-C")
+
+
+class Slow:
+    """A solver that ends when it is told to."""
+
+    def __init__(self) -> None:
+        self.parameters = types.SimpleNamespace(catch_sigint_signal=True)
+        self.told = threading.Event()
+
+    def solve(self, model: object, watch: object) -> int:
+        assert self.told.wait(60)
+        return 1
+
+    def stop_search(self) -> None:
+        self.told.set()
+
+
+class Pressed(threading.Event):
+    """Waiting for it is interrupted, once."""
+
+    pressed = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if not self.pressed:
+            self.pressed = True
+            raise KeyboardInterrupt
+        return super().wait(timeout)
+
+
+def test_ctrl_c_ends_the_search_and_a_limit_is_no_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CP-SAT takes the one for the other: so it does not hear of Ctrl-C."""
+    engine, solver = cp_sat.CpSat(program.Program(by_hand(24))), Slow()
+    solver.told.set()
+    assert engine._solve(solver, None) == (1, False)  # type: ignore[arg-type]
+    assert not solver.parameters.catch_sigint_signal
+    monkeypatch.setattr(cp_sat, "threading", types.SimpleNamespace(Thread=threading.Thread, Event=Pressed))
+    assert engine._solve(Slow(), None) == (1, True)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("raised_by", ["_by_heuristics", "_searched"])

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import gc
 import inspect
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -186,6 +188,29 @@ def test_a_hook_that_changes_gradients_is_heard_by_every_part() -> None:
     assert all(map(torch.equal, *(model.parameters() for model in models)))
 
 
+@pytest.mark.parametrize("pre", [True, False])
+@pytest.mark.parametrize("offloaded_first", [True, False])
+def test_a_hook_that_changes_groups_is_heard(pre: bool, offloaded_first: bool) -> None:
+    def decay(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+        counts.append(len(optimizer.state_dict()["param_groups"]))
+
+    models, counts = [made_of(), made_of()], list[int]()
+    rates = []
+    for model, offloaded in zip(models, (False, True), strict=True):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if offloaded and offloaded_first:
+            OffloadedState(optimizer, LateCopies(), 1)
+        (optimizer.register_step_pre_hook if pre else optimizer.register_step_post_hook)(decay)
+        if offloaded and not offloaded_first:
+            OffloadedState(optimizer, LateCopies(), 1)
+        trained(model, optimizer)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert all(map(torch.equal, *(model.parameters() for model in models)))
+    assert rates[0] == rates[1] and set(counts) == {1}
+
+
 @pytest.mark.parametrize("offloaded_first", [True, False])
 def test_a_scheduler_may_be_built_before_or_after(offloaded_first: bool) -> None:
     models = [made_of(), made_of()]
@@ -265,12 +290,23 @@ def test_parameters_without_a_gradient_are_left_alone() -> None:
 
 def test_a_step_that_fails_leaves_an_optimizer_that_steps() -> None:
     class Once(LateCopies):
-        failing = True
+        """The second time it is asked for room there is none."""
+
+        failing, asked, begun, ended = True, 0, 0, 0
 
         def room_for(self, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-            if self.failing:
+            self.asked += 1
+            if self.failing and self.asked == 2:
                 raise MemoryError
             return super().room_for(elements, dtype, device)
+
+        def back(self, host: Any, offset: int, flat: torch.Tensor) -> Callable[[], None]:
+            self.begun += 1
+            return super().back(host, offset, flat)
+
+        def abandon(self, copy: Callable[[], None]) -> None:
+            self.ended += 1
+            super().wait(copy)
 
     plain, model = made_of(), made_of()
     trained(plain, other := torch.optim.AdamW(plain.parameters()), 3)
@@ -279,21 +315,147 @@ def test_a_step_that_fails_leaves_an_optimizer_that_steps() -> None:
     trained(model, optimizer, 1)
     with pytest.raises(MemoryError):
         trained(model, optimizer, 1, begin=1)
+    assert copies.begun == copies.ended == 1  # nobody writes to memory that was let go of
+    assert len(optimizer.state_dict()["param_groups"]) == 1
+    optimizer.param_groups[0]["lr"] = 1e-3
     copies.failing = False
     optimizer.step()
     trained(model, optimizer, 1, begin=2)
-    assert other.state_dict().keys() == optimizer.state_dict().keys()
-    assert all(bool(p.isfinite().all()) for p in model.parameters())
+    assert same(other.state_dict(), optimizer.state_dict())
+    assert all(map(torch.equal, plain.parameters(), model.parameters()))
+
+
+def test_a_closure_that_fails_leaves_the_optimizer_as_it_was() -> None:
+    def failing() -> float:
+        raise ZeroDivisionError
+
+    plain, model = made_of(), made_of()
+    for each, offloaded in ((plain, False), (model, True)):
+        optimizer = torch.optim.AdamW(each.parameters())
+        if offloaded:
+            OffloadedState(optimizer, LateCopies(), 1)
+        trained(each, optimizer, 2)
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step(failing)
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer.load_state_dict(saved)
+        optimizer.param_groups[0]["lr"] *= 2
+        optimizer.add_param_group({"params": [extra := nn.Parameter(torch.ones(WIDTH, WIDTH))]})
+        extra.grad = torch.ones_like(extra)
+        trained(each, optimizer, 2, begin=2)
+        assert len(saved["param_groups"]) == 1 and len(optimizer.param_groups) == 2
+    assert all(map(torch.equal, plain.parameters(), model.parameters()))
+
+
+def test_a_closure_may_load_a_state() -> None:
+    plain, model = made_of(), made_of()
+    for each, offloaded in ((plain, False), (model, True)):
+        optimizer = torch.optim.AdamW(each.parameters())
+        if offloaded:
+            OffloadedState(optimizer, LateCopies(), 1)
+        trained(each, optimizer, 1)
+        saved = copy.deepcopy(optimizer.state_dict())
+        trained(each, optimizer, 2, begin=1)
+        saved["param_groups"][0]["lr"] = 0.3
+
+        def closure(optimizer: torch.optim.Optimizer = optimizer, saved: Any = saved) -> float:
+            optimizer.load_state_dict(saved)
+            return 0.0
+
+        optimizer.step(closure)
+        trained(each, optimizer, 1, begin=3)
+    assert all(map(torch.equal, plain.parameters(), model.parameters()))
+
+
+def test_a_state_that_somebody_holds_stays_what_it_was() -> None:
+    """Swapped out and in again: what is loaded gets places of its own on the host."""
+    model = made_of()
+    optimizer = torch.optim.AdamW(model.parameters())
+    OffloadedState(optimizer, LateCopies(), 1)
+    trained(model, optimizer, 1)
+    mine = optimizer.state_dict()
+    kept = copy.deepcopy(mine)
+    other = copy.deepcopy(mine)
+    for state in other["state"].values():
+        state["exp_avg"].fill_(7.0)
+    optimizer.load_state_dict(other)
+    assert same(kept, mine)
+    optimizer.load_state_dict(mine)
+    assert same(kept, optimizer.state_dict())
+
+
+def test_state_of_other_strides_is_kept_in_its_own() -> None:
+    models = [nn.Conv2d(8, 8, 3) for _ in range(2)]
+    for model in models:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    models[1].load_state_dict(models[0].state_dict())
+    for model, offloaded in zip(models, (False, True), strict=True):
+        optimizer = torch.optim.AdamW(model.parameters())
+        if offloaded:
+            OffloadedState(optimizer, LateCopies(), 1)
+        for step in range(3):
+            torch.manual_seed(step)
+            optimizer.zero_grad()
+            model(torch.randn(2, 8, 6, 6)).square().mean().backward()
+            optimizer.step()
+            if step == 1:
+                state = optimizer.state[model.weight]
+                state["exp_avg"] = state["exp_avg"].contiguous() * 2
+    assert all(map(torch.equal, *(model.parameters() for model in models)))
+
+
+def test_a_parameter_that_is_listed_twice_is_stepped_twice() -> None:
+    plain, model = made_of(), made_of()
+    for each, offloaded in ((plain, False), (model, True)):
+        weight = next(each.parameters())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's
+            optimizer = torch.optim.AdamW([weight, weight])
+        if offloaded:
+            OffloadedState(optimizer, LateCopies(), 1)
+        trained(each, optimizer)
+    assert all(map(torch.equal, plain.parameters(), model.parameters()))
+
+
+def test_what_is_gone_from_the_state_is_gone_from_the_host() -> None:
+    model = made_of()
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = OffloadedState(optimizer, part_bytes=1)
+    trained(model, optimizer, 1)
+    full = state.host_bytes
+    optimizer.state.clear()
+    trained(model, optimizer, 1)
+    assert state.host_bytes == full
+    optimizer.state.clear()
+    for p in model.parameters():
+        p.grad = None
+    optimizer.step()
+    assert state.host_bytes == 0
+
+
+def test_an_optimizer_is_freed_with_its_last_reference() -> None:
+    model = made_of()
+    optimizer = offload_optimizer(torch.optim.AdamW(model.parameters()))
+    trained(model, optimizer, 1)
+    found = weakref.ref(offloaded_state(optimizer))
+    gc.collect()
+    gc.disable()
+    try:
+        del optimizer
+        assert found() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(
     "make",
     [
         lambda parameters: torch.optim.LBFGS(parameters),
+        lambda parameters: torch.optim.SparseAdam(list(parameters)),
         lambda parameters: MasterWeights(parameters, torch.optim.AdamW),
         lambda parameters: type("Mine", (torch.optim.AdamW,), {})(parameters),
     ],
-    ids=["LBFGS", "MasterWeights", "Mine"],
+    ids=["LBFGS", "SparseAdam", "MasterWeights", "Mine"],
 )
 def test_an_optimizer_that_may_need_all_parameters_at_once_is_refused(
     make: Callable[[Any], torch.optim.Optimizer],
@@ -349,6 +511,30 @@ def test_the_measured_peak_is_the_predicted_one(accumulation: int) -> None:
     assert report.passed, str(report)
 
 
+@pytest.mark.parametrize("name", [name for name in optimizers() if name not in ("LBFGS", "SparseAdam", "Muon")])
+def test_every_optimizer_is_recorded_as_it_runs(name: str) -> None:
+    """Also those that make their state before the first step."""
+    kind: Any = optimizers()[name]
+    make = functools.partial(kind, lr=1e-3)
+    step = fake_step(
+        dataclasses.replace(TRANSFORMER, optimizer=make),
+        find_planning_device("cpu"),
+        loop=TrainingLoop(offload_optimizer=True),
+    )
+    graph = record(step)
+    left = [p.state_bytes for p in graph.parameters]
+    assert graph.fixed_bytes.get(OPTIMIZER_STATE, 0) <= sum(left)
+    assert np.array_equal(replay(step, ()) + graph.unseen_bytes, Memory(graph).curve(()).alive_bytes)
+
+
+def test_a_loop_is_taken_at_its_word_and_so_is_none() -> None:
+    loop = TrainingLoop(offload_optimizer=True)
+    assert planned(loop=loop, host_budget="1GiB").predicted["state_host_bytes"] > 0
+    assert "state_host_bytes" not in planned(loop=loop, offload="none").predicted
+    with pytest.raises(UsageError, match="holds nothing"):
+        planned(loop=loop, host_budget=-1)
+
+
 def test_the_wait_is_the_state_over_the_link() -> None:
     _, graph = recorded(TrainingLoop(offload_optimizer=True), "h100-80gb")
     target = TARGETS["h100-80gb"]
@@ -388,7 +574,7 @@ def test_an_unknown_offload_is_refused(offload: str) -> None:
 
 
 def test_shards_and_offload_exclude_each_other() -> None:
-    with pytest.raises(UsageError, match="exclude each other"):
+    with pytest.raises(UsageError, match="shared by `shard=` already"):
         TrainingLoop(offload_optimizer=True, ranks=2, shard="zero1")
     assert loop_with(None, None) is None
 

@@ -19,8 +19,10 @@ from remat.errors import RematError, UsageError
 from remat.formulation.problem import Problem
 from remat.formulation.search_space import find_space
 from remat.formulation.solution import Limits, Solution
+from remat.offloading.link import Link
 from remat.planning import comparison as comparing
 from remat.planning import sweep as sweeping
+from remat.planning.comparison import KEPT
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.sweep import Sweep, sweep
 from remat.solvers import HEURISTICS
@@ -266,3 +268,16 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModuleNotFoundError) as missing:
         plotting.require(Path("a.html"))
     assert missing.value.name == "plotly"
+
+
+def test_a_curve_with_offloads_lies_below_the_one_without(profile: Profile) -> None:
+    link = Link(0.02 * profile.peak_without_checkpointing / profile.costs.step_time_us(profile.graph), 1 << 40)
+    found = sweep(profile, points=4, limits=Limits(workers=1, time_s=5), strategies=[], link=link)
+    without = found.by_strategy()[KEPT]
+    assert any(point.host_bytes for point in found.points) and not any(point.host_bytes for point in without)
+    assert found.points[0].budget_bytes <= min(point.peak_bytes for point in without)
+    for point in found.points:
+        assert point.peak_bytes <= point.budget_bytes
+        assert point.bound_us is not None and point.bound_us <= point.recompute_time_us + 1e-6
+        below = [other.recompute_time_us for other in without if other.peak_bytes <= point.budget_bytes]
+        assert point.recompute_time_us <= min(below, default=float("inf")) + 1e-6

@@ -8,10 +8,12 @@ Rule 2  A step goes through the parameters in parts. While a part is stepped, it
         the next one is on its way; that of the one before has left. No more than two parts are there at a time.
 Rule 3  What steps a part is the optimizer itself, in the form that it chooses, with the settings of the part's group.
         An optimizer of `torch.optim` treats every parameter by itself, so the numbers are bitwise those without.
+Rule 4  A place on the host belongs to one tensor of the state. What somebody else puts into `optimizer.state` gets a
+        place of its own, so a `state_dict` that was taken before stays what it was.
 
-An optimizer goes over `param_groups` once a step. While it does, they are a `_Stream`: a list of the same groups, that
-gives them part by part, and brings the state when the parameters of a part are asked for. Everything around the step
-stays as it is: hooks, closures, gradient scalers, and schedulers, built before or after.
+An optimizer goes over `self.param_groups` once a step. A hook before the step hands its function another `self`: the
+same optimizer in all but one thing, its groups come part by part (`_Stepping`). So hooks, closures, schedulers and
+gradient scalers see the optimizer as it is, and nothing has to be put back after a step that fails.
 
 The state moves once an optimizer step, whatever the number of micro-batches (Rajbhandari et al. 2021, ZeRO-Infinity,
 steps optimizers part by part as well; there each rank has its own share).
@@ -20,7 +22,7 @@ steps optimizers part by part as well; there each rank has its own share).
 from __future__ import annotations
 
 import dataclasses
-import functools
+import itertools
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
@@ -35,6 +37,7 @@ from remat.host.copies import Copies, Copy, copies_on
 PART_BYTES = 32 << 20  # parameters of one part, unless one alone is larger
 SMALL_BYTES = 1024  # a smaller state tensor, a step counter say, stays where it is
 
+_WHOLE = ("LBFGS", "SparseAdam")  # a step that goes over the parameters again and again; sparse gradients
 _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
 _offloaded: weakref.WeakKeyDictionary[torch.optim.Optimizer, OffloadedState] = weakref.WeakKeyDictionary()
 
@@ -43,10 +46,12 @@ def offload_optimizer(optimizer: _Optimizer) -> _Optimizer:
     """Keep the state of `optimizer` on the host between its steps; returns `optimizer`, which steps as before.
 
     Call it before the first step, or after one: state that is there moves at once. On a CPU it changes nothing that
-    matters. Loading a `state_dict` brings all state to the device for a moment, as torch does.
+    matters. Loading a `state_dict` brings all state to the device for a moment, as torch does. A copy of the optimizer,
+    and one that was unpickled, is not offloaded: its state is where the original's was. A step under `torch.compile`
+    runs uncompiled.
 
     Raises UsageError for an optimizer that is not exactly one of `torch.optim`, for its step may do what cannot be done
-    in parts; and for parameters that are sharded tensors.
+    in parts; for parameters that are sharded tensors; and for `differentiable=True`.
     """
     if offloaded_state(optimizer) is None:
         OffloadedState(optimizer)
@@ -64,6 +69,13 @@ def is_offloaded(parameter: nn.Parameter) -> bool:
     return any(parameter is each for group in groups for each in group["params"])
 
 
+def can_be_offloaded(optimizer: Any) -> bool:
+    """Whether it is known to step every parameter by itself."""
+    kind = type(optimizer)
+    known = {value for value in vars(torch.optim).values() if isinstance(value, type)}
+    return isinstance(optimizer, torch.optim.Optimizer) and kind in known and kind.__name__ not in _WHOLE
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _OnHost:
     """A state tensor that is on the host; `shown` is what the optimizer's state has in its place."""
@@ -72,7 +84,7 @@ class _OnHost:
     host: Any
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Moving:
     """A state tensor on its way, with all of its storage on the device."""
 
@@ -80,6 +92,19 @@ class _Moving:
     name: str
     flat: Tensor
     copy: Copy
+
+
+@dataclasses.dataclass(eq=False)
+class _Part:
+    """Some of the parameters of a group, stepped together.
+
+    arriving  their state, once it is on its way
+    """
+
+    group: dict[str, Any]
+    parameters: list[nn.Parameter]
+    following: _Part | None = None
+    arriving: list[_Moving] | None = None
 
 
 class OffloadedState:
@@ -95,20 +120,20 @@ class OffloadedState:
         self.part_bytes = part_bytes
         self._copies: dict[torch.device, Copies] = {}
         self._on_host: dict[nn.Parameter, dict[str, _OnHost]] = {}
+        self._brought: dict[tuple[nn.Parameter, str], Tensor] = {}  # what is in the state because it came back
         self._leaving: list[_Moving] = []
-        self._arriving: dict[int, list[_Moving]] = {}  # by number of their part
-        self._state = weakref.ref(optimizer)
+        self._parts: list[_Part] = []
+        self._reference = weakref.ref(optimizer)
         optimizer.register_step_pre_hook(self._begin)
-        optimizer.register_step_post_hook(self._end)
         optimizer.register_load_state_dict_post_hook(self._bring_out)
+        optimizer.register_state_dict_pre_hook(self._synchronize)
         _offloaded[optimizer] = self
         self._bring_out(optimizer)
 
     def on_device(self) -> list[Tensor]:
         """The state that is not on the host."""
-        optimizer = self._optimizer
         shown = {id(each.shown) for found in self._on_host.values() for each in found.values()}
-        values = (value for state in optimizer.state.values() for value in state.values())
+        values = (value for state in self._optimizer.state.values() for value in state.values())
         return [value for value in values if isinstance(value, Tensor) and id(value) not in shown]
 
     @property
@@ -118,44 +143,37 @@ class OffloadedState:
 
     @property
     def _optimizer(self) -> torch.optim.Optimizer:
-        found = self._state()
+        found = self._reference()
         assert found is not None
         return found
 
     # A step (Rule 2)
 
+    @torch.compiler.disable
     def _begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        """Before a step: its groups are a stream, but for its closure, which computes gradients."""
-        if not isinstance(optimizer.param_groups, _Stream):  # one that is left of a step that failed
-            optimizer.param_groups = _Stream(optimizer.param_groups, self)
-        return tuple(map(self._aside, args)), {name: self._aside(value) for name, value in kwargs.items()}
+        """Before a step: its function gets the optimizer whose groups come part by part."""
+        _require(optimizer)
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise UsageError("a step whose state is on the host cannot be captured in a CUDA graph.")
+        self._stop()  # of a step that failed
+        return (_Stepping(optimizer, self), *args[1:]), kwargs
 
-    def _aside(self, value: Any) -> Any:
-        """`value`; if it is a closure, one that runs while the groups are plain."""
-        if not callable(value) or isinstance(value, torch.optim.Optimizer):
-            return value
+    def stream(self) -> Iterator[dict[str, Any]]:
+        """The optimizer's groups, part by part, the state of each on the device while it is out."""
+        self._parts = self._split(self._optimizer.param_groups)
+        try:
+            for part in self._parts:
+                self._arrive(part)
+                given = {**part.group, "params": part.parameters}
+                yield given
+                part.group.update({name: value for name, value in given.items() if name != "params"})
+                self._leave(part)
+        finally:
+            self._stop()
+        self._forget_what_is_gone()
 
-        @functools.wraps(value)
-        def closure() -> Any:
-            optimizer = self._optimizer
-            stream = optimizer.param_groups
-            optimizer.param_groups = stream.groups if isinstance(stream, _Stream) else stream
-            try:
-                return value()
-            finally:
-                optimizer.param_groups = stream
-
-        return closure
-
-    def _end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._settle()
-        for copies in self._copies.values():
-            copies.synchronize()  # whoever reads the state on the host finds it there
-        if isinstance(optimizer.param_groups, _Stream):
-            optimizer.param_groups = optimizer.param_groups.groups
-
-    def parts(self, groups: Iterable[dict[str, Any]]) -> list[_Part]:
-        """Parameters that have a gradient, in order, a group's never together with another's."""
+    def _split(self, groups: Iterable[dict[str, Any]]) -> list[_Part]:
+        """All parameters in order, a group's never together with another's."""
         found: list[_Part] = []
         for group in groups:
             of_group: list[list[nn.Parameter]] = [[]]
@@ -166,75 +184,82 @@ class OffloadedState:
                     size = 0
                 of_group[-1].append(parameter)
                 size += parameter.nbytes
-            found += [_Part(group, parameters, self) for parameters in of_group]
-        for number, part in enumerate(found):
-            part.number, part.following = number, found[number + 1] if number + 1 < len(found) else None
+            found += [_Part(group, parameters) for parameters in of_group]
+        for part, following in itertools.pairwise(found):
+            if not {*map(id, part.parameters)} & {*map(id, following.parameters)}:  # stepped twice: torch only warns
+                part.following = following
         return found
 
-    def arrive(self, part: _Part) -> None:
+    def _arrive(self, part: _Part) -> None:
         """Have the state of `part` on the device, and that of the part after it on its way."""
         self._settle()
-        moving = self._arriving.pop(part.number, None)
-        if moving is None:
-            moving = self._fetch(part)
+        if part.arriving is None:
+            self._fetch(part)
         if part.following is not None:
-            self._arriving[part.following.number] = self._fetch(part.following)
-        for each in moving:
+            self._fetch(part.following)
+        for each in part.arriving or ():
             self._copies_on(each.flat.device).wait(each.copy)
             state = self._optimizer.state[each.parameter]
-            state[each.name] = _like(each.flat, state[each.name])
+            back = _like(each.flat, state[each.name])
+            state[each.name] = self._brought[each.parameter, each.name] = back
+        part.arriving = None
 
-    def leave(self, part: _Part) -> None:
+    def _leave(self, part: _Part) -> None:
         """Begin to bring the state of `part` to the host."""
         for parameter in part.parameters:
             for name, value in self._optimizer.state.get(parameter, {}).items():
-                if self._is_moved(value, parameter):
+                if self._is_moved(value, parameter, name):
                     self._leaving.append(self._send(parameter, name, value))
+        self._brought.clear()
 
-    def forget_arrivals(self) -> None:
-        """A step has stopped half way: what was on its way is not asked for."""
-        for moving in self._arriving.values():
-            for each in moving:
+    def _stop(self) -> None:
+        """Let go of what is on its way, and have on the host all that has left for it."""
+        for part in self._parts:
+            for each in part.arriving or ():
                 self._copies_on(each.flat.device).abandon(each.copy)
-        self._arriving.clear()
+            part.arriving = None
+        self._parts = []
+        self._settle()
+        self._synchronize()
+
+    def _synchronize(self, _: object = None) -> None:
+        """Whoever reads the state on the host finds it there."""
+        for copies in [*self._copies.values(), *([self.copies] if self.copies is not None else [])]:
+            copies.synchronize()
 
     # Single tensors
 
-    def _is_moved(self, value: Any, parameter: nn.Parameter) -> bool:
+    def _is_moved(self, value: Any, parameter: nn.Parameter, name: str) -> bool:
         if not isinstance(value, Tensor) or is_wrapper(value) or value.layout is not torch.strided:
             return False
-        held = self._on_host.get(parameter, {}).values()
+        known = self._on_host.get(parameter, {}).get(name)
+        if known is not None and value is known.shown:
+            return False
         whole = value.untyped_storage().nbytes() == value.nbytes
-        return (
-            value.device == parameter.device
-            and whole
-            and value.nbytes >= SMALL_BYTES
-            and not any(value is each.shown for each in held)
-        )
+        return value.device == parameter.device and whole and value.nbytes >= SMALL_BYTES
 
-    def _fetch(self, part: _Part) -> list[_Moving]:
+    def _fetch(self, part: _Part) -> None:
         """Begin to bring back the state of `part`: of what will be stepped."""
-        found = []
+        part.arriving = []
         for parameter in part.parameters:
             if parameter.grad is None:
                 continue
-            state = self._optimizer.state.get(parameter, {})
+            state, copies = self._optimizer.state.get(parameter, {}), self._copies_on(parameter.device)
             for name, each in self._on_host.get(parameter, {}).items():
-                if state.get(name) is each.shown:
-                    copies = self._copies_on(parameter.device)
+                if state.get(name) is each.shown and not any(
+                    other.parameter is parameter and other.name == name for other in part.arriving
+                ):
                     flat = copies.room_for(each.shown.numel(), each.shown.dtype, parameter.device)
-                    found.append(_Moving(parameter, name, flat, copies.back(each.host, 0, flat)))
-        return found
+                    part.arriving.append(_Moving(parameter, name, flat, copies.back(each.host, 0, flat)))
 
     def _send(self, parameter: nn.Parameter, name: str, value: Tensor) -> _Moving:
-        copies = self._copies_on(value.device)
-        held = self._on_host.setdefault(parameter, {})
-        known = held.get(name)
-        if known is None or known.shown.nbytes != value.nbytes or known.shown.dtype != value.dtype:
+        """Begin to bring `value` to the place that it came from, or to a new one. (Rule 4)"""
+        copies, places = self._copies_on(value.device), self._on_host.setdefault(parameter, {})
+        known = places.get(name)
+        if known is None or self._brought.get((parameter, name)) is not value:
             host = copies.host(value.nbytes)
-            known = held[name] = _OnHost(_like(host.view(value.dtype), value), host)
-        with torch.no_grad():
-            flat = value.detach().as_strided((value.numel(),), (1,), 0)
+            known = places[name] = _OnHost(_like(host.view(value.dtype), value), host)
+        flat = value.detach().as_strided((value.numel(),), (1,), 0)
         self._optimizer.state[parameter][name] = known.shown
         return _Moving(parameter, name, flat, copies.out(flat, known.host, 0))
 
@@ -248,11 +273,22 @@ class OffloadedState:
 
     def _bring_out(self, optimizer: torch.optim.Optimizer) -> None:
         """Everything to the host: after a `state_dict` was loaded, and where training had begun before."""
-        for part in self.parts(optimizer.param_groups):
-            self.leave(part)
+        for part in self._split(optimizer.param_groups):
+            self._leave(part)
             self._settle()
-        for copies in self._copies.values():
-            copies.synchronize()
+        self._stop()
+        self._forget_what_is_gone()
+
+    def _forget_what_is_gone(self) -> None:
+        """Places on the host of what is no longer in the state."""
+        state = self._optimizer.state
+        for parameter, places in list(self._on_host.items()):
+            of_it = state.get(parameter, {})
+            left = {name: each for name, each in places.items() if of_it.get(name) is each.shown}
+            if left:
+                self._on_host[parameter] = left
+            else:
+                del self._on_host[parameter]
 
     def _copies_on(self, device: torch.device) -> Copies:
         if self.copies is not None:
@@ -267,63 +303,48 @@ def _like(flat: Tensor, model: Tensor) -> Tensor:
     return flat.as_strided(model.shape, model.stride())
 
 
-class _Part(dict[str, Any]):
-    """A group of an optimizer with some of its parameters: asking for them brings their state."""
+class _Stream:
+    """An iterator that nobody traces: it allocates and copies while the step that goes through it may be compiled."""
 
-    number: int
-    following: _Part | None
+    def __init__(self, parts: Iterator[dict[str, Any]]):
+        self._parts = parts
 
-    def __init__(self, group: dict[str, Any], parameters: list[nn.Parameter], state: OffloadedState):
-        super().__init__(group, params=parameters)
-        self.parameters = parameters
-        self._group, self._state, self._asked = group, state, False
+    def __iter__(self) -> _Stream:
+        return self
 
-    def __getitem__(self, name: str) -> Any:
-        if name == "params" and not self._asked:
-            self._asked = True
-            self._state.arrive(self)
-        return super().__getitem__(name)
-
-    def end(self) -> None:
-        """It was stepped, if anybody has asked for its parameters."""
-        if self._asked:
-            self._state.leave(self)
-        self._asked = False
+    @torch.compiler.disable
+    def __next__(self) -> dict[str, Any]:
+        return next(self._parts)
 
 
-class _Stream(list[Any]):
-    """The groups of an optimizer, given part by part where somebody goes through them."""
+class _Stepping:
+    """An optimizer as the function of its step sees it: whoever goes through its groups gets them part by part."""
 
-    def __init__(self, groups: list[dict[str, Any]], state: OffloadedState):
-        super().__init__(groups)
-        self.groups, self._state = groups, state
+    def __init__(self, optimizer: torch.optim.Optimizer, state: OffloadedState):
+        vars(self).update(_optimizer=optimizer, _state=state)
 
-    def __iter__(self) -> Iterator[Any]:
-        try:
-            for part in self._state.parts(self.groups):
-                try:
-                    yield part
-                finally:
-                    part.end()
-        finally:
-            self._state.forget_arrivals()
+    @property
+    def param_groups(self) -> Iterable[dict[str, Any]]:
+        return _Stream(self._state.stream())
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_optimizer"], name)
 
-def can_be_offloaded(optimizer: Any) -> bool:
-    """Whether it is known to step every parameter by itself."""
-    kind = type(optimizer)
-    known = {value for value in vars(torch.optim).values() if isinstance(value, type)}
-    return isinstance(optimizer, torch.optim.Optimizer) and kind in known and kind.__name__ not in _WHOLE
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._optimizer, name, value)
 
 
 def _require(optimizer: torch.optim.Optimizer) -> None:
+    kind = type(optimizer)
+    if kind.__name__ == "SparseAdam":
+        raise UsageError("the state of SparseAdam cannot be offloaded: its gradients are sparse.")
     if not can_be_offloaded(optimizer):
         raise UsageError(
-            f"the state of {type(optimizer).__name__} cannot be offloaded: its step may need all parameters at "
-            "once. Those of torch.optim can, but for LBFGS and SparseAdam; of a wrapper, offload the optimizer inside."
+            f"the state of {kind.__module__}.{kind.__qualname__} cannot be offloaded: its step may need all parameters "
+            "at once. That of every class of torch.optim can, but for LBFGS and SparseAdam; of a wrapper, offload the "
+            "optimizer inside."
         )
     if any(is_wrapper(p) for group in optimizer.param_groups for p in group["params"]):
         raise UsageError("the state of sharded parameters cannot be offloaded; each rank has its own share already.")
-
-
-_WHOLE = ("LBFGS", "SparseAdam")  # a step that goes over the parameters again and again; sparse gradients
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise UsageError("the state of an optimizer with `differentiable=True` cannot be offloaded.")

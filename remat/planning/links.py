@@ -32,23 +32,36 @@ def offloads_named(offload: str | None) -> frozenset[str]:
 
 
 def loop_with(loop: TrainingLoop | None, offload: str | None) -> TrainingLoop | None:
-    """`loop`, with the optimizer's state on the host where `offload` says so."""
-    if OPTIMIZER not in offloads_named(offload):
+    """`loop`, with the optimizer's state where `offload` says; where it says nothing, as it was."""
+    if offload is None:
         return loop
-    return dataclasses.replace(loop or TrainingLoop(), offload_optimizer=True)
+    return dataclasses.replace(loop or TrainingLoop(), offload_optimizer=OPTIMIZER in offloads_named(offload))
 
 
-def link_of(found: PlanningDevice, offload: str | None, host_budget: str | int | None = None) -> Link | None:
+def link_of(
+    found: PlanningDevice,
+    offload: str | None,
+    host_budget: str | int | None = None,
+    *,
+    has_state: bool = False,
+) -> Link | None:
     """The link of a device, with `host_budget` at its end; None where no activations are to be offloaded.
+
+    has_state  whether the loop may have the optimizer's state on the host, whatever `offload` says
 
     Raises UsageError where there is no link, because a CPU's memory is the host's; for an `offload` that is none of
     `OFFLOADS`; and for a host budget with nothing to offload.
     """
     names, target = offloads_named(offload), found.target
-    if not names and host_budget is not None:
+    if not names and not has_state and host_budget is not None:
         raise UsageError('a host budget is for what is offloaded: say `offload="activations"` too.')
     if names and target.host_bytes_per_us <= 0:
-        raise UsageError(f"{target.name} has no memory beside the host's to offload from; leave `offload` out.")
+        raise UsageError(
+            f"the memory of {target.name} is the host's, so there is nowhere to offload to; leave `offload` out, or "
+            "plan for a GPU (`target=`)."
+        )
+    if host_budget is not None:
+        host_bytes_of(found, host_budget)  # so that what is no size is refused at once
     if ACTIVATIONS not in names:
         return None
     return Link(target.host_bytes_per_us, host_bytes_of(found, host_budget))
@@ -64,6 +77,8 @@ def host_bytes_of(found: PlanningDevice, host_budget: str | int | None) -> int:
     if isinstance(host_budget, str):
         return parse_bytes(host_budget, what="host budget", whole_bytes=free_host_bytes())
     if host_budget is not None:
+        if host_budget <= 0:
+            raise UsageError(f"a host budget of {host_budget} bytes holds nothing.")
         return host_budget
     most = found.target.memory_bytes if found.device is None else int(HOST_SHARE * free_host_bytes())
     return 1 << (most.bit_length() - 1)  # PyTorch rounds pinned memory up to a power of two

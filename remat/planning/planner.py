@@ -88,7 +88,8 @@ def plan(
         workload = workload.sized(batch_size)
     # A share of the step is read before the step is recorded too, so that what is refused is refused at once.
     limit = parse_budget(budget, headroom, found.target.memory_bytes, simulated, step_bytes=found.target.memory_bytes)
-    link, loop = link_of(found, offload, host_budget), loop_with(loop, offload)
+    loop = loop_with(loop, offload)
+    link = link_of(found, offload, host_budget, has_state=loop is not None and loop.offload_optimizer)
     how.require(found, loop)
     step = fake_step(workload, found, loop=loop, compiled=how.compiler is not None)
     profile = profile_step(step, found, on_progress=on_progress)

@@ -30,7 +30,9 @@ from remat.execution.base import Execution
 from remat.execution.executions import EAGER
 from remat.formulation.liveness import NS
 from remat.formulation.solution import Limits, Solution, Status
-from remat.planning.comparison import Heading, peak_of, solve
+from remat.offloading.link import Link
+from remat.planning.comparison import KEPT, WITHOUT, Heading, solve
+from remat.planning.links import require_offloads
 from remat.planning.search import Judge
 from remat.recording.fake_step import FakeStep
 from remat.solvers import EXACT, HEURISTICS, load
@@ -46,6 +48,7 @@ class Point:
     """The plan of one strategy under one budget.
 
     bound_us, gap  what is proved; None for heuristics
+    host_bytes     of activations that lie on the host between forward and backward
     """
 
     strategy: str
@@ -60,6 +63,7 @@ class Point:
     regions: int
     saved: int
     wall_s: float
+    host_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,6 +122,7 @@ def sweep(
     strategies: Sequence[str] | None = None,
     step: FakeStep | None = None,
     execution: str = EAGER,
+    link: Link | None = None,
     on_point: Callable[[str, int, int], None] | None = None,
 ) -> Sweep:
     """The curve at up to `points` budgets, and what other strategies reach under the same.
@@ -125,14 +130,18 @@ def sweep(
     limits      for each point       strategies  names in `solvers.STRATEGIES`, by default the heuristics
     step        what is replayed, where the execution is not as the evaluator says
     execution   how the step will run, as in `planner.plan`
+    link        to the host's memory, for offloads; what the curve is without them is a strategy then, `KEPT`
     on_point    called before each solution with its strategy, its number from 1, and how many there may be
     """
     names = [name for name in dict.fromkeys(HEURISTICS if strategies is None else strategies) if name != CURVE]
     for name in names:
         load(name)
     how = executions.load(execution)
+    if link is not None:
+        require_offloads(how, step)
+        names.append(KEPT)
     profile = how.price(profile)
-    trace = _Trace(profile, how, limits or Limits(), on_point or (lambda *about: None))
+    trace = _Trace(profile, how, limits or Limits(), on_point or (lambda *about: None), link)
     interrupted = False
     try:
         trace.find_curve(points)
@@ -167,9 +176,16 @@ class _Solved:
 class _Trace:
     """One problem under many budgets, and what is found so far; `curve` is sorted by budget."""
 
-    def __init__(self, profile: Profile, how: Execution, limits: Limits, on_point: Callable[[str, int, int], None]):
+    def __init__(
+        self,
+        profile: Profile,
+        how: Execution,
+        limits: Limits,
+        on_point: Callable[[str, int, int], None],
+        link: Link | None = None,
+    ):
         self.how, self.limits, self.on_point = how, limits, on_point
-        self.problem = how.pose(profile, how.space(profile.graph), 0)
+        self.problem = how.pose(profile, how.space(profile.graph), 0, link)
         self.most_bytes = self.problem.memory.peak_without_regions
         self.curve: list[_Solved] = []
         self.others: list[_Solved] = []
@@ -189,7 +205,7 @@ class _Trace:
             return least.peak_bytes, least.regions
         # It ran out of time, and a heuristic may know better: each shows the plan that comes nearest to 0 bytes.
         plans = [least.regions, *(solve(self.problem, name, self.limits).regions for name in HEURISTICS)]
-        return min((self._peak(plan), plan) for plan in plans)
+        return min((self.problem.curve(plan).peak_bytes, plan) for plan in plans)  # with all that the link carries
 
     def _add_point(self, budget: int, points: int, least_plan: tuple[Region, ...]) -> None:
         """Solve for one more budget, going on from the plan of the next smaller one."""
@@ -200,13 +216,19 @@ class _Trace:
         if found.status == "infeasible":
             raise RematError(f"solver {found.solver} says that no plan keeps {budget} bytes, but one does.")
         if found.status == "unknown":
-            found = dataclasses.replace(found, status="feasible", regions=start, objective_us=self._again_us(start))
-        self.curve.insert(at, _Solved(CURVE, budget, found, self._peak(found.regions)))
+            offloads = self.problem.with_budget(budget).offloads_of(start)
+            again_us = self._again_us(start)
+            found = dataclasses.replace(
+                found, status="feasible", regions=start, objective_us=again_us, offloads=offloads
+            )
+        self.curve.insert(at, _Solved(CURVE, budget, found, self._peak(found)))
         if found.interrupted:
             raise KeyboardInterrupt
 
     def _solve(self, budget: int, name: str, limits: Limits) -> Solution:
         problem = self.problem.with_budget(budget)
+        if name == KEPT:
+            problem, name = problem.without_link(), CURVE
         trivial = self.how.trivial(problem, None) if name in EXACT else None
         return trivial or solve(problem, name, limits)
 
@@ -221,13 +243,13 @@ class _Trace:
             self.on_point(name, number, len(budgets))
             found = self._solve(budget, name, self.limits)
             if found.status in ("optimal", "feasible"):
-                peak = peak_of(self.problem, name, found.regions)
+                peak = as_it_is if name == WITHOUT else self._peak(found)
                 self.others.insert(at, _Solved(name, budget, found, peak))
             if found.interrupted:
                 raise KeyboardInterrupt
 
-    def _peak(self, regions: tuple[Region, ...]) -> int:
-        return self.problem.memory.curve(regions).peak_bytes
+    def _peak(self, solution: Solution) -> int:
+        return self.problem.memory.offloading(solution.offloads).curve(solution.regions).peak_bytes
 
     def _again_us(self, regions: tuple[Region, ...]) -> float:
         return self.problem.memory.recompute_time_us(regions, self.problem.liveness.op_time_ns / NS)
@@ -256,6 +278,7 @@ class _Trace:
 
     def point(self, solved: _Solved) -> Point:
         solution, step_us = solved.solution, self.problem.step_time_us
+        sizes = self.problem.graph.storages.size_bytes
         again_us = self._again_us(solution.regions)
         proves = solved.strategy in EXACT and self.how.bound_carries
         return Point(
@@ -271,6 +294,7 @@ class _Trace:
             regions=len(solution.regions),
             saved=sum(len(region.saved) for region in solution.regions),
             wall_s=round(solution.wall_s, 3),
+            host_bytes=int(sum(sizes[each.storage] for each in solution.offloads)),
         )
 
 

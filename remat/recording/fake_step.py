@@ -30,6 +30,7 @@ from remat.evaluation.graph import (
     Parameter,
 )
 from remat.fusion.formed import formed
+from remat.host.copies import Copies
 from remat.host.optimizer_state import OffloadedState
 from remat.recording.known_values import KnownValues
 from remat.recording.optimizer_forms import forms_of
@@ -48,14 +49,23 @@ EMA_DECAY = 0.999  # likewise
 class Finish:
     """What a training step does after backward: clipping, the optimizer, the running average, letting gradients go.
 
+    copies     who brings the optimizer's state to the host and back, where not the device itself
     averages   the running average's tensors, parameters first; none before the first step
     offloaded  the optimizer's state, where the loop has it on the host
     """
 
-    def __init__(self, loop: TrainingLoop, model: nn.Module, optimizer: torch.optim.Optimizer | None):
+    def __init__(
+        self,
+        loop: TrainingLoop,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        copies: Copies | None = None,
+    ):
         self.loop, self.model, self.optimizer = loop, model, optimizer
         self.averages: list[torch.Tensor] = []
-        self.offloaded = OffloadedState(optimizer) if optimizer is not None and loop.offload_optimizer else None
+        self.offloaded: OffloadedState | None = None
+        if optimizer is not None and loop.offload_optimizer:
+            self.offloaded = OffloadedState(optimizer, copies)
 
     @property
     def state(self) -> list[Any]:
@@ -141,7 +151,7 @@ class FakeStep:
         self.capture_anew(None if compiled else Answers())
         self._kernels_of = kernels_of or device.type
         self.finish = Finish(self.loop, self.model, None)
-        self.finish = Finish(self.loop, self.model, self._make_optimizer())
+        self._begin_training()
         self.held_outputs = HeldOutputs()
 
     @property
@@ -170,11 +180,12 @@ class FakeStep:
                 settle(self)
         self._settled = True
 
-    def _make_optimizer(self) -> torch.optim.Optimizer | None:
-        if self.workload.optimizer is None:
-            return None
+    def _begin_training(self) -> None:
+        """Make the optimizer, and all that is there when training begins."""
+        make = self.workload.optimizer
         with self.mode, Tracker() as tracker, self._after_backward(tracker):
-            return self.workload.optimizer(trainable(self.model))
+            optimizer = None if make is None else make(trainable(self.model))
+            self.finish = Finish(self.loop, self.model, optimizer, TrackedStateCopies(tracker))
 
     @contextlib.contextmanager
     def _after_backward(self, tracker: Tracker) -> Iterator[None]:
@@ -285,7 +296,7 @@ class FakeStep:
         self._settle()
         self.held_outputs.let_go()
         self.model.zero_grad(set_to_none=True)
-        self.finish = Finish(self.loop, self.model, self._make_optimizer())
+        self._begin_training()
         with self.mode, self.known.followed(), grouped_products(), Tracker(alignment_bytes) as tracker:
             loss = self.forward()
             forward_end = tracker.op_count

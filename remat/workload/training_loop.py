@@ -53,7 +53,7 @@ class TrainingLoop:
         if self.shard is not None and self.ranks == 1:
             raise UsageError(f'`shard="{self.shard}"` over one rank shares nothing; say how many with `ranks=`.')
         if self.shard is not None and self.offload_optimizer:
-            raise UsageError("`offload_optimizer=` and `shard=` exclude each other: ranks share the state already.")
+            raise UsageError("the optimizer's state is shared by `shard=` already, and cannot be offloaded too.")
         if self.shard is not None and self.ddp:
             raise UsageError(f'`ddp=` and `shard="{self.shard}"` exclude each other: shards have no gradient buckets.')
 

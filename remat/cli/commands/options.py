@@ -204,8 +204,8 @@ class StepOptions(ModelOptions):
             panel=LOOP,
             show_default="none",
             help="What may lie on the host. optimizer: the optimizer's state, between its steps, which wait for it. "
-            "activations (plan and compare): what is kept from forward to backward, as far as its copies hide behind "
-            "the computation. Or both, with a comma. No number changes.",
+            "activations (plan, compare, sweep): what is kept from forward to backward, as far as copies hide behind "
+            "computation. Or both, with a comma. No number changes.",
         ),
     ] = None
 
@@ -361,7 +361,8 @@ class HostOptions:
         """The link that activations go over; raises UsageError."""
         from remat.planning.links import link_of
 
-        return link_of(self._place(found), offload, self.host_budget)
+        has_state = found.loop is None or found.loop.offload_optimizer  # of a profile it is known when it is read
+        return link_of(self._place(found), offload, self.host_budget, has_state=has_state)
 
     def beside_state(self, link: Link | None, profile: Profile, found: Source) -> Link | None:
         """`link`, with the room that the optimizer's state leaves; raises UsageError where it leaves none."""

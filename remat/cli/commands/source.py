@@ -55,7 +55,7 @@ def opened(
     activations  whether they may be offloaded here
     """
     if not activations and "activations" in (options.offload or ""):
-        raise UsageError("activations go to the host under `remat plan` and `remat compare`; leave them out here.")
+        raise UsageError("activations go to the host under `remat plan`, `compare` and `sweep`; leave them out here.")
     if isinstance(options, SourceOptions) and options.profile is not None:
         _refuse_beside_profile(options)
         found = _from_profile(options.profile, line)
@@ -138,7 +138,7 @@ def _recorded(
 
 
 def _refuse_beside_profile(options: SourceOptions) -> None:
-    beside = ("profile", "offload") if options.offload in ("activations", "none") else ("profile",)
+    beside = ("profile", "offload") if options.offload == "activations" else ("profile",)
     given = [f"--{name.replace('_', '-')}" for name in options.given if name not in beside]
     if given:
         raise UsageError(

@@ -13,7 +13,7 @@ import typer
 
 from remat.cli.commands import Answer
 from remat.cli.commands.files import require_writable
-from remat.cli.commands.options import EachSearchOptions, ExecutionOptions, Json, SourceOptions
+from remat.cli.commands.options import EachSearchOptions, ExecutionOptions, HostOptions, Json, SourceOptions
 from remat.cli.commands.source import opened
 from remat.units import gib, ms, parse_bytes
 
@@ -33,6 +33,7 @@ def sweep(
     source: SourceOptions,
     search: EachSearchOptions,
     how: ExecutionOptions,
+    host: HostOptions,
     points: Annotated[int, typer.Option(min=2, max=1000, help="Budgets to solve for, at most.")] = 20,
     plot: Annotated[
         Path | None,
@@ -58,8 +59,10 @@ def sweep(
         from remat.execution.executions import load
         from remat.planning.sweep import sweep
 
-        found = opened(source, line, load(how.name))
+        found = opened(source, line, load(how.name), activations=True)
+        link = host.link(source.offload, found)
         profile, step = found.record()
+        link = host.beside_state(link, profile, found)
 
         line.say("looking for the least feasible budget")
         swept = sweep(
@@ -69,6 +72,7 @@ def sweep(
             strategies=search.names,
             step=step,
             execution=how.name,
+            link=link,
             on_point=lambda name, number, count: line.say(f"{name}, point", number, count),
         )
     if out is not None:
@@ -103,6 +107,7 @@ class Screen:
         without = ("without checkpointing", gib(plain["peak_bytes"]), f"{ms(plain['step_time_us'])} a step")
         yield Text(aligned([without]) + "\n")
         unit = gib(plain["peak_bytes"]).split()[1]
+        hosted = any(point.host_bytes for point in found.points)
         titles = (
             f"budget\n{unit}",
             f"peak\n{unit}",
@@ -112,15 +117,16 @@ class Screen:
             "regions",
             "saved",
             "wall\ns",
+            *([f"host\n{unit}"] if hosted else []),
         )
-        header, lines = columns(titles, [_cells(point, unit) for point in found.points], names=0)
+        header, lines = columns(titles, [_cells(point, unit, hosted) for point in found.points], names=0)
         yield Text("\n".join(header), style="bold")
         yield Text("\n".join(lines) + "\n")
         yield from _chart(found, unit, options)
         yield Text("\n" + "\n".join(_notes(found, self.files)))
 
 
-def _cells(point: Point, unit: str) -> list[str]:
+def _cells(point: Point, unit: str, hosted: bool) -> list[str]:
     size = parse_bytes(f"1{unit}")
     return [
         f"{point.budget_bytes / size:.2f}",
@@ -131,6 +137,7 @@ def _cells(point: Point, unit: str) -> list[str]:
         f"{point.regions}",
         f"{point.saved}",
         f"{point.wall_s:.1f}",
+        *([f"{point.host_bytes / size:.2f}"] if hosted else []),
     ]
 
 
@@ -166,6 +173,7 @@ def _chart(found: Sweep, unit: str, options: ConsoleOptions) -> Iterator[Text]:
 
 def _notes(found: Sweep, files: tuple[str, ...]) -> Iterator[str]:
     from remat.cli.screen import execution_notes
+    from remat.planning.comparison import KEPT
 
     if found.costs == "estimated":
         yield "step times are estimated"
@@ -177,4 +185,7 @@ def _notes(found: Sweep, files: tuple[str, ...]) -> Iterator[str]:
         yield "interrupted: these are the points found so far"
     yield from (f"wrote {path}" for path in files)
     how = "" if found.execution == "eager" else f" --execution {found.execution}"
+    if any(point.host_bytes for point in found.points):
+        yield f"{KEPT}: the best without offloads"
+        how += " --offload activations"
     yield f"next: remat plan{how} with one of these as --budget"
