@@ -70,6 +70,14 @@ def _rests_on(material: Material) -> str:
         time = f"A step takes {ms(plan.predicted['step_time_us'])}"
         plain = f"{ms(plan.without_checkpointing['step_time_us'])} without a plan"
         said.append(f"{time}, {plain}; {_times(material)}.")
+        if plan.offloads:
+            size = gib(sum(each.size_bytes for each in plan.offloads))
+            hidden = (
+                "no copy is waited for"
+                if not plan.predicted.get("stall_us")
+                else (f"copies are waited for, {ms(plan.predicted['stall_us'])}")
+            )
+            said.append(f"{size} lie on the host between forward and backward; {hidden} (estimated).")
     else:
         said.append(f"{_times(material).capitalize()}.")
     if (found := material.validation) is not None:
