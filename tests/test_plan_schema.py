@@ -66,6 +66,11 @@ def test_every_version_has_a_file() -> None:
     [
         pytest.param({}, lambda plan: plan.solver["status"] == "optimal", id="eager"),
         pytest.param({"exact": True, "depth": 1}, lambda plan: plan.regions, id="exact"),
+        pytest.param(
+            {"offload": "optimizer", "target": "h100-80gb", "budget": "100%step"},
+            lambda plan: plan.about["offload_optimizer"] and plan.to_json()["version"] == 4 and not plan.offloads,
+            id="optimizer's state on the host",
+        ),
         pytest.param({"execution": "modules"}, lambda plan: plan.is_of_modules, id="modules"),
         pytest.param({"execution": "aot_eager"}, lambda plan: plan.execution == "aot_eager", id="aot_eager"),
         pytest.param(
@@ -159,7 +164,7 @@ def without(name: str) -> Callable[[Document], None]:
         pytest.param(3, without("identities"), id="version 3 without identities"),
         pytest.param(2, changed(execution="eager"), id="version 2 with an execution"),
         pytest.param(1, without("regions_are"), id="version 1 without what regions are"),
-        pytest.param(4, without("offloads"), id="version 4 without offloads"),
+        pytest.param(4, without("offloads"), id="version 4 with nothing on the host"),
         pytest.param(4, changed(version=3), id="version 3 with offloads"),
         pytest.param(3, changed(regions=[{"first": {}}]), id="half a region"),
         pytest.param(3, changed_in("solver", status="infeasible"), id="a plan that there is not"),
