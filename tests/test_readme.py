@@ -372,6 +372,16 @@ def recording(snippet: str, here: Path) -> None:
     assert called == ["_record_memory_history", "_dump_snapshot"]
 
 
+def on_the_host(snippet: str, here: Path) -> None:
+    model = build_model()
+    optimizer = execute(snippet, model=model)["optimizer"]
+    before = [p.detach().clone() for p in model.parameters()]
+    model(**next(iter(loader()))).loss.backward()
+    optimizer.step()
+    assert type(optimizer) is torch.optim.AdamW
+    assert not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
 def checked(snippet: str, here: Path) -> None:
     pytest.importorskip("fastjsonschema")
     with planned():
@@ -387,6 +397,7 @@ HANDLERS: dict[str, Callable[[str, Path], None]] = {  # by what stands in the sn
     "# mine.py": own_model,
     "_dump_snapshot": recording,
     "fastjsonschema": checked,
+    "remat.offload_optimizer(": on_the_host,
 }
 
 

@@ -237,7 +237,13 @@ def test_copies_are_lanes_under_the_step_and_rows_of_a_table(remat: Remat) -> No
     text = rendered(page_of(material))
     assert material.plan is not None
     size = gib(sum(each.size_bytes for each in material.plan.offloads))
-    for words in ("copies back", "Copies as a table", "offloaded <b>", f"{size} lie on the host", "if kept:"):
+    for words in (
+        "copies back",
+        "Copies as a table",
+        "offloaded <b>",
+        f"{size} of activations lie on the host",
+        "if kept:",
+    ):
         assert words in text
     assert Reader(text).open == []
 
