@@ -12,6 +12,7 @@ BIN := $(VENV)/bin
 USER_STAMP := $(VENV)/.installed-models
 DEV_STAMP := $(VENV)/.installed-dev
 DOCS_STAMP := $(VENV)/.installed-docs
+BROWSER_STAMP := $(VENV)/.installed-browser
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
@@ -38,6 +39,13 @@ test-all: test test-exhaustive ## run every test
 .PHONY: test-nightly
 test-nightly: $(DEV_STAMP) ## property tests with examples that are drawn anew
 	$(PYTEST) --hypothesis-profile nightly $(shell grep -lE '^from hypothesis' tests/test_*.py) $(PYTEST_ARGS)
+
+# Chromium is Debian's package, since playwright's own is a download from elsewhere; not root: say so and go on.
+.PHONY: browser
+browser: $(BROWSER_STAMP) ## what tests that open a page need: playwright, and Chromium where root may install it
+	@command -v chromium > /dev/null \
+		|| { [ "$$(id -u)" = 0 ] && apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium; } > /dev/null 2>&1 \
+		|| echo "no Chromium here, and none that apt-get installs: tests that open a page are skipped"
 
 .PHONY: check
 check: lint types ## everything that reads the code without running it
@@ -95,6 +103,10 @@ $(DEV_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 
 $(DOCS_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) -e ".[docs]"
+	@touch $@
+
+$(BROWSER_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) -e ".[browser]"
 	@touch $@
 
 $(BIN)/python:

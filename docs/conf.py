@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from pathlib import Path
 
 from sphinx.application import Sphinx
 
-sys.path.insert(0, str(Path(__file__).parent))  # for `commands`
+sys.path.insert(0, str(Path(__file__).parent))  # for `commands` and `plan_fields`
 
 CODE = re.compile(r"`+([^`]+)`+")
-COMMAND_LINE = "reference/command-line"  # the page
+WRITTEN = {"reference/command-line": "commands", "reference/plan-file": "plan_fields"}  # pages, by what writes them
 OUTSIDE = re.compile(r"\]\((\.\./\.\./)")
 
 project = "remat"
@@ -34,14 +35,12 @@ def setup(app: Sphinx) -> None:
 
 
 def _completed(app: Sphinx, name: str, source: list[str]) -> None:
-    """The page of commands gets what is written from their options.
+    """Pages of the reference get what is written from options and schema, at their end.
 
     Links out of this folder (results, examples) lead to files that readers can take with them.
     """
-    if name == COMMAND_LINE:
-        from commands import reference
-
-        source[0] += "\n".join(reference())
+    if name in WRITTEN:
+        source[0] += "\n".join(importlib.import_module(WRITTEN[name]).reference())
     source[0] = OUTSIDE.sub(r"](path:\1", source[0])
 
 

@@ -52,7 +52,7 @@ ROOMS = {
     ),
     "integrations": ("capture", "costing", "evaluation", "execution", "host", "planning", "validation", "workload"),
     "diagnosis": ("costing", "evaluation", "reservation"),
-    "report": ("costing", "evaluation", "formulation", "planning"),
+    "report": ("costing", "evaluation", "formulation", "offloading", "planning"),
     "cli": (
         *("costing", "diagnosis", "evaluation", "execution", "formulation", "integrations", "models", "offloading"),
         *("planning", "recording", "report", "solvers", "validation", "workload"),

@@ -47,6 +47,16 @@ def test_the_readme_is_short_and_names_every_guide() -> None:
     assert [page.name for page in pages if f"({page.relative_to(ROOT)})" not in readme] == []
 
 
+def test_the_tree_names_every_package_and_every_strategy() -> None:
+    tree = (DOCS / "explanation" / "how-it-works.md").read_text(encoding="utf-8")
+    rooms = [path.parent.name for path in (ROOT / "remat").glob("*/__init__.py")]
+    files = [
+        path.name for path in (ROOT / "solvers").glob("*.py") if not path.name.startswith(("_", "chain", "cp_sat"))
+    ]
+    assert [room for room in rooms if f"  {room}/ " not in tree] == []
+    assert [file for file in files if file not in tree] == []
+
+
 @pytest.mark.exhaustive
 @pytest.mark.skipif(importlib.util.find_spec("sphinx") is None, reason="needs the extra `docs`")
 def test_the_pages_build_without_a_warning(tmp_path: Path) -> None:

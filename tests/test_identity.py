@@ -650,10 +650,11 @@ def test_fields_of_a_configuration_are_named() -> None:
 # Plan files of earlier versions
 
 
-@pytest.mark.parametrize("version", [1, 2, 3])
+@pytest.mark.parametrize("version", [1, 2, 3, 4])
 def test_plan_files_of_every_version_apply(version: int) -> None:
     plan = Plan.load(GOLDEN / f"toy-transformer.v{version}.plan.json")
     assert bool(plan.identities) == (version > 1) and plan.execution == "eager"
+    assert bool(plan.offloads) == (version > 3)
     untouched, model = twins(TRANSFORMER.build)
     apply(model, plan)
     found = [trained(each) for each in (untouched, model)]

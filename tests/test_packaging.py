@@ -90,7 +90,7 @@ def test_the_wheel_has_every_module_and_nothing_else(built: Built) -> None:
         f"{target}/{file}"
         for folder, target in FOLDERS.items()
         for file in files_in(ROOT / folder)
-        if file.endswith((".py", "py.typed")) or "/assets/" in file
+        if file.endswith((".py", "py.typed", ".schema.json")) or "/assets/" in file
     }
     names = zipfile.ZipFile(built.wheel).namelist()
     assert {name for name in names if ".dist-info/" not in name} == wanted

@@ -1,13 +1,16 @@
 """Every command and snippet of README and `docs/` is run as it is written, with GPT-2 at a small size under its name.
 
 `20GiB` becomes a budget that bites at that size, "cuda" the device at hand. A snippet uses names that it does not
-define (`model`, `loader`): here they are toys. What cannot be run here is listed in NOT_RUN, with the reason.
+define (`model`, `loader`): here they are toys. What cannot be run here is listed in NOT_RUN, with the reason. The
+tutorial is one program, which `test_docs.py` runs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
+import inspect
 import re
 import sys
 import textwrap
@@ -17,14 +20,18 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from torch import nn
 
 from remat import models
 from remat.cli import main as cli
+from remat.cli.main import app
 from remat.evaluation.plan import Plan
 from remat.execution.apply import counts_of, planned_forward
 from remat.models import gpt2
 from remat.planning import planner
+from remat.units import MIB
+from tests.snapshots import Run
 
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
@@ -40,14 +47,27 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guides").glob("*.md"))]
-PAGES += sorted(set((ROOT / "docs" / "explanation").glob("*.md")) - {ROOT / "docs" / "explanation" / "program.md"})
-TEXT = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
-BLOCKS = [
-    (kind, textwrap.dedent(text))
-    for _, kind, text in re.findall(r"^( *)```(\w*)\n(.*?)^\1```$", TEXT, re.MULTILINE | re.DOTALL)
-]
-INLINE = [" ".join(code.split()) for code in re.findall(r"`(remat[ .][^`]*)`", TEXT)]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(set(DOCS.rglob("*.md")) - {DOCS / "tutorial.md"})]
+SPHINX = re.compile(r"\{[\w-]+\}")  # a block that is a directive
+
+
+def blocks_of(page: Path) -> list[tuple[str, str]]:
+    """(kind, text) of every block that is fenced."""
+    found = re.findall(r"^( *)```(\S*)[^\n]*\n(.*?)^\1```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return [(kind, textwrap.dedent(text)) for _, kind, text in found]
+
+
+def inline_of(page: Path) -> list[str]:
+    """Code in sentences; a dated note tells of its day, and has none."""
+    if page.parent.name == "decisions":
+        return []
+    text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text)]
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page) if not SPHINX.fullmatch(block[0])]
+INLINE = [code for page in [*PAGES, DOCS / "tutorial.md"] for code in inline_of(page)]
 
 VOCAB, LENGTH, SAMPLES = 512, 64, 24
 BUDGET = "81MiB"  # 64 of them workspaces of cuBLAS; without checkpointing a step needs 92
@@ -61,6 +81,9 @@ NOT_RUN = {
 }
 
 
+WHOLE = re.compile(r"remat \w+ (--model|--trainer|\S+\.\w+ --)")  # a command in a sentence that says all it needs
+
+
 def small() -> Any:
     return gpt2.workload("gpt2", width=64, layers=2, heads=4, batch_size=SAMPLES, positions=LENGTH, vocab=VOCAB)
 
@@ -69,9 +92,7 @@ def commands() -> list[str]:
     """The command lines of all pages, without comments, those in sentences too."""
     in_blocks = [line for kind, text in BLOCKS if kind == "sh" for line in text.splitlines()]
     lines = [line.split("  #")[0].strip() for line in in_blocks]
-    return [line for line in lines if line] + [
-        code for code in INLINE if re.match("remat plan --(model|trainer)", code)
-    ]
+    return [line for line in lines if line] + [code for code in INLINE if WHOLE.match(code)]
 
 
 def snippets() -> list[str]:
@@ -126,6 +147,7 @@ def test_what_is_not_run_stands_on_a_page() -> None:
 
 SLOW_COMMANDS = {
     "remat fit --model gpt2 --budget 20GiB --global-batch 256": "a fit; `--max-batch` is another",
+    "remat compare --model gpt2 --budget 20GiB --target h100-80gb --offload activations --exact": "offloads for all",
     "remat estimate --model gpt2 --advice": "records every lever; test_estimating.py",
     "remat plan --model gpt2 --budget 20GiB --target h200 --dtype bf16 --batch-size 32": "the same, elsewhere",
 }
@@ -146,6 +168,9 @@ def test_the_slow_commands_are_in_the_readme() -> None:
 def test_a_command_runs_as_written(command: str, here: Path) -> None:
     if "mine.py" in command:
         write_mine(here)
+    if "run.pickle" in command:
+        write_snapshot(here)
+        made_once("gpt2.plan.json").save("gpt2.plan.json")
     (here / "train.py").write_text(TRAIN)
     before = {path.name for path in here.iterdir()}
     run(command)
@@ -171,6 +196,16 @@ def make_trainer():
     data = test_readme.rows(test_readme.SAMPLES)
     return transformers.Trainer(test_readme.build_model(), arguments, train_dataset=data)
 """
+
+
+def write_snapshot(here: Path) -> None:
+    """What torch would write of a run; no device is here to run on."""
+    run = Run()
+    for _ in range(3):
+        run.malloc(40 * MIB)
+    run.save(here / "run.pickle")
+
+
 OF_TRAINER = {"Trainer-of-GPT2LMHeadModel.plan.json", "trainer", "train.py", "__pycache__"}
 
 
@@ -337,6 +372,22 @@ def recording(snippet: str, here: Path) -> None:
     assert called == ["_record_memory_history", "_dump_snapshot"]
 
 
+def on_the_host(snippet: str, here: Path) -> None:
+    model = build_model()
+    optimizer = execute(snippet, model=model)["optimizer"]
+    before = [p.detach().clone() for p in model.parameters()]
+    model(**next(iter(loader()))).loss.backward()
+    optimizer.step()
+    assert type(optimizer) is torch.optim.AdamW
+    assert not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def checked(snippet: str, here: Path) -> None:
+    pytest.importorskip("fastjsonschema")
+    with planned():
+        execute(snippet)
+
+
 HANDLERS: dict[str, Callable[[str, Path], None]] = {  # by what stands in the snippet
     "for batch in loader:": plain_loop,
     'backend="remat"': compiled,
@@ -345,6 +396,8 @@ HANDLERS: dict[str, Callable[[str, Path], None]] = {  # by what stands in the sn
     "remat.integrations.lightning": lightning,
     "# mine.py": own_model,
     "_dump_snapshot": recording,
+    "fastjsonschema": checked,
+    "remat.offload_optimizer(": on_the_host,
 }
 
 
@@ -365,5 +418,41 @@ def test_a_snippet_runs_as_written(key: str, here: Path) -> None:
 
 def test_no_snippet_is_left_out() -> None:
     assert {kind for kind, _ in BLOCKS} <= {"sh", "python", ""}
+    (tree,) = [text for kind, text in BLOCKS if not kind]  # nothing to run
+    assert tree.startswith("remat/ ")
     for text in snippets():
         assert sum(key in text for key in HANDLERS) == 1, text
+
+
+# What sentences name
+
+
+def options_of(command: str) -> set[str]:
+    found = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
+    return {name for parameter in found.params for name in (*parameter.opts, *parameter.secondary_opts)} | {"--help"}
+
+
+COMMANDS = sorted(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+OF_OTHERS = {"--no-deps": "pip's", "--no-node-snapshot": "node's"}
+
+
+@pytest.mark.parametrize("code", sorted({code for code in INLINE if re.match(r"remat [a-z]", code)}))
+def test_a_command_in_a_sentence_exists_with_its_options(code: str) -> None:
+    _, command, *words = code.split()
+    if command != "COMMAND":
+        assert {word for word in words if word.startswith("--")} <= options_of(command)
+
+
+@pytest.mark.parametrize("code", sorted({code for code in INLINE if code.startswith("--")}))
+def test_an_option_in_a_sentence_is_one_of_some_command(code: str) -> None:
+    known = set().union(*(options_of(command) for command in COMMANDS))
+    assert {word for word in code.split() if word.startswith("--")} <= known | set(OF_OTHERS)
+
+
+@pytest.mark.parametrize("code", sorted({code for code in INLINE if re.match(r"remat\.\w", code)}))
+def test_a_name_in_a_sentence_is_there(code: str) -> None:
+    found: Any = importlib.import_module("remat")
+    for name in re.findall(r"\w+", code.partition("(")[0])[1:]:
+        found = getattr(found, name, None) or importlib.import_module(f"{found.__name__}.{name}")
+    keywords = re.findall(r"(\w+)=", code) if "remat.T" not in code else []
+    assert set(keywords) <= set(inspect.signature(found).parameters) if keywords else found is not None

@@ -13,6 +13,7 @@ from remat.evaluation.plan import Plan
 from remat.report.material import Material
 from remat.report.page import page_of, rendered
 from tests.command_line import MODEL
+from tests.test_report import material_of, offloading
 
 pytestmark = pytest.mark.browser
 
@@ -33,6 +34,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert cli.main(["plan", *step, "--budget", "72MiB"]) == 0
         assert cli.main(["sweep", *step, "--points", "6", "--out", "curve.json"]) == 0
         assert cli.main(["report", "stack.plan.json", "curve.json"]) == 0
+        assert cli.main(["profile", *step, "--out", "stack.profile.json"]) == 0
+    (folder / "copies.html").write_text(rendered(page_of(offloading(material_of(folder)))))
     return folder / "report.html"
 
 
@@ -102,6 +105,17 @@ def test_a_module_shows_when_it_runs_and_is_recomputed(opened: Opened) -> None:
     assert page.locator("#strip-spans i").count() >= 1
 
 
+def test_a_node_on_the_host_shows_when_it_is_copied(chromium: Any, report: Path) -> None:
+    found = Opened(chromium, report.with_name("copies.html"), viewport=WIDE)
+    page = found.page
+    page.evaluate("document.querySelectorAll('#tree details').forEach(details => details.open = true)")
+    assert page.locator(".lane.copies").count() == 2
+    page.locator("#tree p", has_text="on the host between").first.hover()
+    assert page.locator("#step-spans .copy").count() == 2
+    assert found.asked_for == [report.with_name("copies.html").as_uri()] and found.said == []
+    page.close()
+
+
 def test_selecting_in_a_figure_opens_the_row_and_selecting_it_again_lets_go(opened: Opened) -> None:
     page = opened.page
     box = page.locator("#strip").bounding_box()
@@ -122,9 +136,10 @@ def test_a_mark_of_the_curve_says_its_numbers_and_stands_in_the_step(opened: Ope
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [WIDE, PHONE], ids=["wide", "phone"])
-def test_everybody_can_read_it(chromium: Any, report: Path, scheme: str, size: dict[str, int]) -> None:
+@pytest.mark.parametrize("file", ["report.html", "copies.html"])
+def test_everybody_can_read_it(chromium: Any, report: Path, scheme: str, size: dict[str, int], file: str) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
-    found = Opened(chromium, report, viewport=size, color_scheme=scheme)
+    found = Opened(chromium, report.with_name(file), viewport=size, color_scheme=scheme)
     found.page.evaluate("document.querySelectorAll('details').forEach(details => details.open = true)")
     violations = axe.run(found.page, options={"resultTypes": ["violations"]}).response["violations"]
     assert [(row["id"], [node["html"][:120] for node in row["nodes"]][:3]) for row in violations] == []

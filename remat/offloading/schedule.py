@@ -12,6 +12,7 @@ Rule 3  What is made early goes first: it is asked for late, so it lowers the mo
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import itertools
 from collections.abc import Collection, Sequence
 
@@ -118,8 +119,27 @@ def stashed_offloads(timeline: Timeline, link: Link, storages: Collection[int] |
     return tuple(sorted(found))
 
 
+@dataclasses.dataclass(frozen=True)
+class Copies:
+    """An offloaded storage's way to the host and back: begin and end of both copies, in microseconds of the step."""
+
+    storage: int
+    size_bytes: int
+    out_us: tuple[float, float]
+    back_us: tuple[float, float]
+
+
 def stall_us(timeline: Timeline, offloads: Sequence[Offload], link: Link) -> float:
     """What compute waits for copies, by the estimated times."""
+    return _carried(timeline, offloads, link)[1]
+
+
+def copies(timeline: Timeline, offloads: Sequence[Offload], link: Link) -> tuple[Copies, ...]:
+    """When each storage is copied, by the estimated times; in the order in which they leave."""
+    return _carried(timeline, offloads, link)[0]
+
+
+def _carried(timeline: Timeline, offloads: Sequence[Offload], link: Link) -> tuple[tuple[Copies, ...], float]:
     by_storage = {each.storage: each for each in timeline.candidates}
     border_of = {node: op for op, node in timeline.borders}
     event_of = {node: position for position, node in timeline.events}
@@ -131,14 +151,16 @@ def stall_us(timeline: Timeline, offloads: Sequence[Offload], link: Link) -> flo
         happens.append((border_of[each.release], RELEASED, each.storage, each.storage))
         happens.append((fetched_at, FETCHED, candidate.asked_at, each.storage))
         happens.append((candidate.asked_at, ASKED, each.storage, each.storage))
-    out_us = back_us = waited_us = 0.0
-    ends: dict[int, float] = {}
+    free_us, waited_us = {SENT: 0.0, FETCHED: 0.0}, 0.0
+    spans: dict[tuple[int, int], tuple[float, float]] = {}
     for position, what, _, storage in sorted(happens):
         now, took = float(timeline.starts_us[position]) + waited_us, link.copy_us(by_storage[storage].size_bytes)
-        if what == SENT:
-            ends[storage] = out_us = max(out_us, now) + took
-        elif what == FETCHED:
-            ends[storage] = back_us = max(back_us, now) + took
+        if what in free_us:
+            begin = max(free_us[what], now)
+            spans[storage, what] = begin, begin + took
+            free_us[what] = begin + took
         else:
-            waited_us += max(ends[storage] - now, 0.0)
-    return waited_us
+            _, end = spans[storage, SENT if what == RELEASED else FETCHED]
+            waited_us += max(end - now, 0.0)
+    found = sorted((spans[each.storage, SENT], each.storage) for each in offloads)
+    return tuple(Copies(u, by_storage[u].size_bytes, out, spans[u, FETCHED]) for out, u in found), waited_us

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from remat.evaluation.evaluator import Memory
+from remat.evaluation.plan import Plan
 from remat.report.material import Material
 from remat.units import gib, ms
 
@@ -70,6 +71,7 @@ def _rests_on(material: Material) -> str:
         time = f"A step takes {ms(plan.predicted['step_time_us'])}"
         plain = f"{ms(plan.without_checkpointing['step_time_us'])} without a plan"
         said.append(f"{time}, {plain}; {_times(material)}.")
+        said += _on_the_host(plan)
     else:
         said.append(f"{_times(material).capitalize()}.")
     if (found := material.validation) is not None:
@@ -79,6 +81,23 @@ def _rests_on(material: Material) -> str:
             f"there {gib(found['predicted']['peak_bytes'])}."
         )
     return " ".join(said)
+
+
+def _on_the_host(plan: Plan) -> list[str]:
+    """What lies there instead of on the device, and what that takes."""
+    said, predicted = [], plan.predicted
+    if plan.offloads:
+        size = gib(sum(each.size_bytes for each in plan.offloads))
+        waited_us = predicted.get("stall_us", 0.0)
+        hidden = f"copies are waited for, {ms(waited_us)}" if waited_us else "no copy is waited for"
+        said.append(f"{size} of activations lie on the host between forward and backward; {hidden} (estimated).")
+    if state := predicted.get("state_host_bytes"):
+        wait = ms(predicted["state_wait_us"])
+        said.append(
+            f"{gib(state)} of the optimizer's state are there between its steps, each of which waits {wait} for it "
+            "(estimated), with the plan and without."
+        )
+    return said
 
 
 def _times(material: Material) -> str:

@@ -1,9 +1,9 @@
 """Decisions: what a plan does with every node, as a tree of modules, and what another choice there would cost.
 
-All bytes and times are the evaluator's. *Held* is what of a node's results is alive from forward into backward under
-the plan; *without regions* is the same where nothing is recomputed. What it would cost to decide otherwise is asked of
-the evaluator one node at a time, with all other decisions as they are. It is asked of nodes that a region saves or
-could save. Whether a region should begin or end elsewhere is not asked: that is the solver's whole question.
+All bytes and times are the evaluator's. *Held* is what of a node's results is alive on the device from forward into
+backward under the plan; *without regions* is the same where nothing is recomputed or offloaded. What it would cost to
+decide otherwise is asked one decision at a time (`changes.py`): of nodes that a region saves or could save, of what
+lies on the host, and of segments outside regions, where the answer stands at the first node that they keep.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import numpy as np
 from remat.costing.profile import Profile
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import Graph
-from remat.evaluation.plan import Region
-from remat.formulation.search_space import saveable
+from remat.evaluation.plan import Offload, Region
+from remat.report.changes import Change, Changes, leaf_regions
 
-Decision = Literal["kept", "saved", "recomputed", "in slices", "fused", "nothing to keep"]
-DECISIONS: tuple[Decision, ...] = ("kept", "in slices", "fused", "saved", "recomputed", "nothing to keep")
+Decision = Literal["kept", "saved", "recomputed", "offloaded", "in slices", "fused", "nothing to keep"]
+DECISIONS: tuple[Decision, ...] = ("kept", "in slices", "fused", "saved", "offloaded", "recomputed", "nothing to keep")
 SLICED_OP, FUSED_OP = "chunked_loss", "fused("  # how the operators of forms are spelled in a graph
 MOST_CHANGES = 400  # other choices that are asked for, those of the largest results first
 MOST_ROWS = 4000  # nodes of which each has a row
@@ -29,19 +29,13 @@ OUTSIDE_MODULES = "outside modules"
 
 
 @dataclasses.dataclass(frozen=True)
-class Change:
-    """One decision taken otherwise, all others as they are: the peak then, and what the step gains or loses."""
-
-    to: Decision
-    peak_bytes: int
-    more_us: float
-
-
-@dataclasses.dataclass(frozen=True)
 class Leaf:
     """A node: what is decided of it, its bytes held under the plan and without one, and its times.
 
-    again_us  of running it a second (third, ...) time    change  what deciding otherwise would cost; None: not asked
+    host_bytes  of its results that lie on the host meanwhile
+    again_us    of running it a second (third, ...) time
+    change      what deciding otherwise would cost; None: not asked
+    alike       how many nodes that decision is about, itself included: a segment is recomputed as a whole
     """
 
     index: int
@@ -52,12 +46,14 @@ class Leaf:
     plain_bytes: int
     forward_us: float
     again_us: float
+    host_bytes: int = 0
     change: Change | None = None
+    alike: int = 1
 
     @property
     def is_idle(self) -> bool:
         """Whether it neither takes time nor makes anything that lasts: a view, a placeholder."""
-        return not (self.forward_us or self.held_bytes or self.plain_bytes or self.again_us)
+        return not (self.forward_us or self.held_bytes or self.plain_bytes or self.again_us or self.host_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +78,10 @@ class Branch:
         return sum(leaf.plain_bytes for leaf in self.leaves)
 
     @property
+    def host_bytes(self) -> int:
+        return sum(leaf.host_bytes for leaf in self.leaves)
+
+    @property
     def forward_us(self) -> float:
         return sum(leaf.forward_us for leaf in self.leaves)
 
@@ -98,20 +98,24 @@ class Branch:
         return [(decision, round(share, 2)) for decision, share in of.items() if share >= 0.01]
 
 
-def tree_of(profile: Profile, regions: Sequence[Region], *, changes: int = MOST_CHANGES) -> Branch:
-    """Every node under `regions`, below the modules that they are in."""
-    leaves = _leaves(profile, regions)
-    if changes and regions:
-        for index, change in _changes(profile, regions, leaves, changes):
-            leaves[index] = dataclasses.replace(leaves[index], change=change)
+def tree_of(
+    profile: Profile, regions: Sequence[Region], offloads: Sequence[Offload] = (), *, changes: int = MOST_CHANGES
+) -> Branch:
+    """Every node under `regions` and `offloads`, below the modules that they are in."""
+    leaves = _leaves(profile, regions, offloads)
+    if changes and (regions or offloads):
+        for index, change, alike in _changes(Changes(profile, regions, offloads), regions, offloads, leaves, changes):
+            leaves[index] = dataclasses.replace(leaves[index], change=change, alike=alike)
     return _grown([(node.module, leaf) for node, leaf in zip(profile.graph.nodes, leaves, strict=True)])
 
 
-def _leaves(profile: Profile, regions: Sequence[Region]) -> list[Leaf]:
+def _leaves(profile: Profile, regions: Sequence[Region], offloads: Sequence[Offload]) -> list[Leaf]:
     graph = profile.graph
-    memory = Memory(graph, profile.costs.workspace_per_op(graph))
+    memory = Memory(graph, profile.costs.workspace_per_op(graph)).offloading(offloads)
     count, op_us = len(graph.nodes), profile.costs.per_op_us(graph)
-    held, plain = (_held_bytes(memory, under) for under in (regions, ()))
+    held, plain = _held_bytes(memory, regions), _held_bytes(memory.offloading(()), ())
+    sent = [each.storage for each in offloads]
+    host = np.bincount(graph.storages.node[sent], graph.storages.size_bytes[sent], minlength=count).astype(np.int64)
     forward = np.arange(graph.op_count) < graph.forward_end
     forward_us = np.bincount(graph.op_node[forward], op_us[forward], minlength=count)
     curve = memory.curve(regions)
@@ -124,21 +128,24 @@ def _leaves(profile: Profile, regions: Sequence[Region]) -> list[Leaf]:
             index=i,
             name=node.name,
             op=node.op,
-            decision=_decision(graph, i, i in saved, i in called_again, bool(held[i])),
+            decision=_decision(graph, i, i in saved, i in called_again, bool(host[i]), bool(held[i])),
             held_bytes=int(held[i]),
             plain_bytes=int(plain[i]),
             forward_us=float(forward_us[i]),
             again_us=float(again_us[i]),
+            host_bytes=int(host[i]),
         )
         for i, node in enumerate(graph.nodes)
     ]
 
 
-def _decision(graph: Graph, node: int, saved: bool, again: bool, held: bool) -> Decision:
+def _decision(graph: Graph, node: int, saved: bool, again: bool, on_host: bool, held: bool) -> Decision:
     if saved:
         return "saved"
     if again:
         return "recomputed"
+    if on_host:
+        return "offloaded"
     op = graph.nodes[node].op
     if SLICED_OP in op:
         return "in slices"
@@ -157,7 +164,7 @@ def _called_again(memory: Memory, regions: Sequence[Region], run_again: np.ndarr
 
 
 def _held_bytes(memory: Memory, regions: Sequence[Region]) -> np.ndarray:
-    """Of every node the bytes of its results that are alive from forward into backward."""
+    """Of every node the bytes of its results that are alive on the device from forward into backward."""
     graph, lives = memory.graph, memory.lives(regions)
     count = len(graph.storages.birth)
     backward = int(np.flatnonzero((lives.region >= 0) | (lives.op >= graph.forward_end)).min(initial=len(lives.op)))
@@ -166,48 +173,31 @@ def _held_bytes(memory: Memory, regions: Sequence[Region]) -> np.ndarray:
     return sizes.astype(np.int64)
 
 
-def leaf_regions(regions: Sequence[Region]) -> Iterator[Region]:
-    """The regions that hold no others."""
-    for region in regions:
-        yield from leaf_regions(region.inner) if region.inner else (region,)
-
-
 # Other choices
 
 
 def _changes(
-    profile: Profile, regions: Sequence[Region], leaves: Sequence[Leaf], most: int
-) -> Iterator[tuple[int, Change]]:
-    graph = profile.graph
-    memory = Memory(graph, profile.costs.workspace_per_op(graph))
-    op_us = profile.costs.per_op_us(graph)
-    may_save, before_us = set(saveable(graph)), _again_us(memory, regions, op_us)
+    changes: Changes, regions: Sequence[Region], offloads: Sequence[Offload], leaves: Sequence[Leaf], most: int
+) -> Iterator[tuple[int, Change, int]]:
+    """(node, what deciding otherwise would cost, how many nodes that is about), the largest results first."""
+    inside = [leaf for region in leaf_regions(regions) for leaf in leaves[region.first : region.end]]
     wanted = [
         leaf
-        for region in leaf_regions(regions)
-        for leaf in leaves[region.first : region.end]
-        if leaf.decision == "saved" or (leaf.decision == "recomputed" and leaf.index in may_save)
+        for leaf in inside
+        if leaf.decision == "saved"
+        or (leaf.decision == "recomputed" and not leaf.host_bytes and leaf.index in changes.saveable)
     ]
     for leaf in sorted(wanted, key=lambda leaf: (-leaf.plain_bytes, leaf.index))[:most]:
-        other = tuple(_toggled(region, leaf.index) for region in regions)
-        to: Decision = "recomputed" if leaf.decision == "saved" else "saved"
-        yield (
-            leaf.index,
-            Change(to, memory.curve(other).peak_bytes, _again_us(memory, other, op_us) - before_us),
-        )
-
-
-def _again_us(memory: Memory, regions: Sequence[Region], op_us: np.ndarray) -> float:
-    return memory.recompute_time_us(regions, op_us)
-
-
-def _toggled(region: Region, node: int) -> Region:
-    """`region` with `node` saved where it was not, and not saved where it was."""
-    if node not in region:
-        return region
-    if region.inner:
-        return dataclasses.replace(region, inner=tuple(_toggled(inner, node) for inner in region.inner))
-    return dataclasses.replace(region, saved=tuple(sorted(set(region.saved) ^ {node})))
+        yield leaf.index, changes.saved_or_not(leaf.index), 1
+    of_node: dict[int, list[int]] = {}
+    for each in offloads:
+        of_node.setdefault(int(changes.graph.storages.node[each.storage]), []).append(each.storage)
+    for node, storages in of_node.items():
+        yield node, changes.on_the_device(storages), 1
+    for segment, change in changes.recomputed():
+        keeping = [leaf for leaf in leaves[segment.first : segment.end] if leaf.held_bytes]
+        if keeping and keeping[0].index not in of_node:
+            yield keeping[0].index, change, sum(not leaf.is_idle for leaf in leaves[segment.first : segment.end])
 
 
 # The tree

@@ -60,6 +60,11 @@ class Material:
         return Memory(graph, self.profile.costs.workspace_per_op(graph)).offloading(self.offloads)
 
     @property
+    def host_bytes(self) -> int:
+        """What the plan's offloads take of the host's memory."""
+        return self.plan.host_bytes if self.plan is not None else 0
+
+    @property
     def about(self) -> dict[str, Any]:
         """Of the step: workload, batch size, precision, versions."""
         if self.plan is not None:

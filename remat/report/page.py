@@ -11,7 +11,7 @@ import functools
 import importlib.resources
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -21,6 +21,7 @@ import remat
 from remat.evaluation.plan import Plan
 from remat.report import proof
 from remat.report.answer import Answer, answer_of
+from remat.report.changes import Changes, Move, leaf_regions
 from remat.report.curve import Curve, curve_of
 from remat.report.decisions import DECISIONS, MOST_CHANGES, MOST_ROWS, Branch, Decision, tree_of
 from remat.report.material import Material
@@ -33,6 +34,16 @@ OPENED = 14  # rows of modules that are shown at first
 CODE = re.compile(r"`([^`]+)`")
 HUES = 9  # that others than the curve have
 TEMPLATE, STYLE, SCRIPT = "page.html.j2", "page.css", "page.js"
+
+
+@dataclasses.dataclass(frozen=True)
+class BorderRow:
+    """A border of a region: what it is, the node behind it, and what it would cost to have it elsewhere."""
+
+    what: str
+    at: str
+    earlier: str
+    later: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +63,7 @@ class Page:
     tree_notes: tuple[str, ...]
     strip: tuple[tuple[Decision, int, int], ...]
     strip_summary: str
+    borders: tuple[BorderRow, ...]
     decided: tuple[tuple[Decision, int, int], ...]
     opened: frozenset[str]
     shows_nodes: bool
@@ -104,6 +116,7 @@ def page_of(material: Material) -> Page:
         tree_notes=tuple(_tree_notes(material, tree)),
         strip=tuple(_strip(tree, places)),
         strip_summary=_strip_summary(tree),
+        borders=tuple(_borders(material)),
         decided=tuple(_decided(tree)),
         opened=_opened(tree),
         shows_nodes=True,
@@ -132,8 +145,13 @@ def _without_nodes(page: Page) -> Page:
 def _tree(material: Material) -> Branch | None:
     if material.profile is None:
         return None
-    eager = material.plan is not None and material.plan.execution == "eager"
-    return tree_of(material.profile, material.regions, changes=MOST_CHANGES if eager else 0)
+    changes = MOST_CHANGES if _is_of_nodes(material) else 0
+    return tree_of(material.profile, material.regions, material.offloads, changes=changes)
+
+
+def _is_of_nodes(material: Material) -> bool:
+    """Whether the plan's decisions are those that `Changes` asks about."""
+    return material.plan is not None and material.plan.execution == "eager"
 
 
 def _tree_notes(material: Material, tree: Branch | None) -> list[str]:
@@ -147,10 +165,34 @@ def _tree_notes(material: Material, tree: Branch | None) -> list[str]:
         return notes
     return [
         *notes,
-        f"What another decision would cost was computed for {asked} nodes that a region saves or could save, each "
-        "with all other decisions as they are. Other borders of regions were not tried here: finding those is what "
-        "the solver does.",
+        f"What another decision would cost was computed at {asked} nodes, each with all other decisions as they are. "
+        "Of what no region holds, a whole segment is recomputed or none of it; the answer stands at the first node "
+        "that keeps something.",
     ]
+
+
+def _borders(material: Material) -> Iterator[BorderRow]:
+    """Every border of the plan's regions with the price of moving it."""
+    if material.profile is None or not _is_of_nodes(material):
+        return
+    nodes = material.profile.graph.nodes
+    regions = list(leaf_regions(material.regions))
+
+    def place(node: int) -> str:
+        if node >= len(nodes):
+            return "the end of the forward"
+        return f"{nodes[node].name} in {nodes[node].module}" if nodes[node].module else nodes[node].name
+
+    def price(move: Move | None) -> str:
+        if move is None:
+            return "-"
+        over = material.plan is not None and move.peak_bytes > material.plan.budget_bytes
+        return f"{_signed_us(move.more_us)}, peak {gib(move.peak_bytes)}{' (over the budget)' if over else ''}"
+
+    for border in Changes(material.profile, material.regions, material.offloads).borders():
+        told = [f"region {i + 1} ends" for i, region in enumerate(regions) if region.end == border.at]
+        told += [f"region {i + 1} begins" for i, region in enumerate(regions) if region.first == border.at]
+        yield BorderRow(", ".join(told), place(border.at), price(border.earlier), price(border.later))
 
 
 def _places(tree: Branch | None) -> list[tuple[int, int]]:
@@ -189,6 +231,8 @@ def _strip_summary(tree: Branch | None) -> str:
     for decision, held_bytes, count in _decided(tree):
         share = 100 * sum(leaf.forward_us for leaf in leaves if leaf.decision == decision) / total
         said.append(f"{decision}: {count} nodes, {share:.0f} % of the forward's time, {gib(held_bytes)} held")
+    if tree is not None and tree.host_bytes:
+        said.append(f"on the host: {gib(tree.host_bytes)}")
     return ". ".join(said)
 
 
@@ -296,5 +340,7 @@ def _us(time_us: float) -> str:
 
 
 def _signed_us(time_us: float) -> str:
+    if abs(time_us) < 0.5:
+        return "no time"
     size = f"{abs(time_us):.0f} us" if abs(time_us) < 1000 else ms(abs(time_us))
     return f"{size} {'more' if time_us > 0 else 'less'}"

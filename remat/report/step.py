@@ -16,6 +16,9 @@ import numpy as np
 from remat.costing.profile import Profile
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.plan import Region
+from remat.offloading.link import Link
+from remat.offloading.schedule import Copies, copies
+from remat.offloading.timeline import Timeline as CopyTimeline
 from remat.planning.timeline import Timeline, timeline
 from remat.report.material import Material
 from remat.report.scale import SIDE, Scale, Tick, area, line, unit_of
@@ -23,7 +26,7 @@ from remat.units import gib, ms
 
 COLUMNS = 900
 ROWS = 16  # of the table
-FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER = range(4)
+FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER, OUT, BACK = range(6)
 PHASES = ("forward", "recomputation", "backward", "optimizer")
 LASTING = (  # categories in the order in which they are stacked: what lasts at the bottom
     *("parameters", "buffers", "optimizer state", "running average", "gradient buckets", "batch", "numbers"),
@@ -66,7 +69,9 @@ class Step:
     """The figure, its table, and what the script needs to link it with the rest of the page.
 
     columns  per column: time in parts of 10,000, phase, node (-1: none), and KiB by category
-    spans    per node: (begin, end, phase), times in parts of 10,000
+    spans    per node: (begin, end, phase), times in parts of 10,000; of what it makes, copies are phases too
+    lanes    copies to the host and back: name of the lane, and its spans
+    copied   a row for each storage that is copied
     """
 
     categories: tuple[Category, ...]
@@ -80,6 +85,8 @@ class Step:
     peak_bytes: int
     phases: tuple[Span, ...]
     recomputed: tuple[Span, ...]
+    lanes: tuple[tuple[str, tuple[Span, ...]], ...]
+    copied: tuple[tuple[str, ...], ...]
     measured: str
     table: tuple[tuple[str, ...], ...]
     header: tuple[str, ...]
@@ -108,6 +115,9 @@ def step_of(material: Material) -> Step | None:
     names = list(dict.fromkeys(names))
     unit, unit_name = unit_of(made.peak_bytes)
     at = int(made.alive_bytes.argmax())
+    moved = _copies(material, profile, memory)
+    spans = _spans(node_at, phase_at, ends, len(graph.nodes), total_us)
+    _add_copies(spans, moved, graph.storages.node, total_us)
     return Step(
         categories=tuple(_categories(made, names, begins, y, at))[::-1],
         levels=tuple(Level(name, slug, size, y.percent(size)) for name, slug, size in levels),
@@ -123,13 +133,15 @@ def step_of(material: Material) -> Step | None:
             for name, (begin, end) in made.phases.items()
         ),
         recomputed=tuple(_stretches(phase_at == RECOMPUTE, ends, x)),
+        lanes=tuple(_lanes(moved, x)),
+        copied=tuple(_copied(moved, profile)),
         measured=_measured(material, y),
         table=tuple(_table(made, names)),
         header=("begins", *names, "in all"),
         columns=_columns(made, names, graph.op_node, graph.backward_end, graph.forward_end, total_us),
-        spans=_spans(node_at, phase_at, ends, len(graph.nodes), total_us),
+        spans=spans,
         notes=tuple(_notes(material)),
-        summary=_summary(made, total_us),
+        summary=" ".join([_summary(made, total_us), *_copies_summary(moved)]),
     )
 
 
@@ -194,6 +206,51 @@ def _measured(material: Material, y: Scale) -> str:
     return line(columns, tops)
 
 
+# Copies to the host and back
+
+
+def _copies(material: Material, profile: Profile, memory: Memory) -> tuple[Copies, ...]:
+    """What the plan's offloads do over the target's link, by the times of this step; nothing without a link."""
+    bandwidth = profile.target.host_bytes_per_us
+    if not material.offloads or bandwidth <= 0:
+        return ()
+    when = CopyTimeline(memory, material.regions, profile.costs.per_op_us(profile.graph))
+    return copies(when, material.offloads, Link(bandwidth, material.host_bytes))
+
+
+def _lanes(moved: Sequence[Copies], x: Scale) -> Iterator[tuple[str, tuple[Span, ...]]]:
+    for name, way in (("copies to the host", "out_us"), ("copies back", "back_us")):
+        ends = [getattr(each, way) for each in moved]
+        if ends:
+            yield name, tuple(Span(x.percent(a), round(x.percent(b) - x.percent(a), 3)) for a, b in ends)
+
+
+def _copied(moved: Sequence[Copies], profile: Profile) -> Iterator[tuple[str, ...]]:
+    for each in moved:
+        node = profile.graph.nodes[int(profile.graph.storages.node[each.storage])]
+        name = f"{node.name} in {node.module}" if node.module else node.name
+        yield (name, gib(each.size_bytes), *(f"{ms(a)} to {ms(b)}" for a, b in (each.out_us, each.back_us)))
+
+
+def _add_copies(
+    spans: list[list[tuple[int, int, int]]], moved: Sequence[Copies], made_by: np.ndarray, total_us: float
+) -> None:
+    for each in moved:
+        for phase, (begin, end) in ((OUT, each.out_us), (BACK, each.back_us)):
+            places = (min(round(10_000 * time / total_us), 10_000) for time in (begin, end))
+            spans[int(made_by[each.storage])].append((*places, phase))  # type: ignore[arg-type]
+
+
+def _copies_summary(moved: Sequence[Copies]) -> list[str]:
+    if not moved:
+        return []
+    size = gib(sum(each.size_bytes for each in moved))
+    last_out, first_back = max(each.out_us[1] for each in moved), min(each.back_us[0] for each in moved)
+    return [
+        f"{len(moved)} storages, {size}, are on the host by {ms(last_out)} and begin to come back at {ms(first_back)}."
+    ]
+
+
 def _table(made: Timeline, names: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """The highest moment in each of so many equal stretches of the step."""
     total, end = made.alive_bytes, float(made.time_us[-1]) or 1.0
@@ -236,6 +293,12 @@ def _spans(
 def _notes(material: Material) -> Iterator[str]:
     if material.costs == "estimated":
         yield "Times are estimated from the target's data sheet: widths are estimates, heights are counted bytes."
+    if material.offloads and material.profile is not None and material.profile.target.host_bytes_per_us > 0:
+        rate = material.profile.target.host_bytes_per_us / 1000
+        yield (
+            f"Copies are drawn as a link of {rate:.0f} GB/s each way would carry them: an estimate, on which no byte "
+            "depends."
+        )
     if material.validation is not None and not _is_full_size(material):
         yield "The validation ran a smaller step than was planned, so its peak is not drawn here."
     if material.timeline is not None and material.timeline.get("measured"):

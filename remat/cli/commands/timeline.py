@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from remat.cli.screen import LiveLine
     from remat.planning.timeline import Timeline
 
-BAR, STEPS = 44, 16  # of the chart on the screen: columns, and rows of time
+BAR, STEPS = 24, 16  # of the chart on the screen: columns, so that no line is wider than 80, and rows of time
 
 
 def timeline(
@@ -103,7 +103,7 @@ def _text(made: Timeline, files: list[str]) -> str:
 
     total = made.alive_bytes
     most = max(made.peak_bytes, made.budget_bytes or 0)
-    rows = []
+    rows = [("time", "alive", "", "largest of it")]
     end = float(made.time_us[-1]) or 1.0
     for number in range(STEPS):
         inside = (made.time_us >= end * number / STEPS) & (made.time_us <= end * (number + 1) / STEPS)

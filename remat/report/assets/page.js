@@ -58,7 +58,7 @@
       const span = document.createElement("i");
       span.style.left = `${begin / 100}%`;
       span.style.width = `${(end - begin) / 100}%`;
-      span.className = ["", "again", "backward"][kind] || "";
+      span.className = ["", "again", "backward", "", "copy", "copy"][kind] || "";
       host.append(span);
     }
   };
