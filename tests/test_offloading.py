@@ -25,7 +25,7 @@ import remat
 from remat.costing.costs import roofline_costs
 from remat.costing.planning_device import PlanningDevice, find_planning_device
 from remat.costing.profile import Profile
-from remat.errors import Infeasible, UsageError
+from remat.errors import Infeasible, PlanMismatch, UsageError
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import Graph
 from remat.evaluation.plan import Plan, to_refs
@@ -40,7 +40,7 @@ from remat.formulation.solution import Limits
 from remat.host.copies import Copies, InstantCopies
 from remat.models import TEST_SIZES
 from remat.offloading.link import Link
-from remat.offloading.refs import from_offload_refs, to_offload_refs
+from remat.offloading.refs import from_offload_refs, require_kept, to_offload_refs
 from remat.offloading.relief import Relief
 from remat.offloading.schedule import all_offloads, fewest_offloads, stall_us, stashed_offloads
 from remat.offloading.timeline import Timeline
@@ -570,6 +570,23 @@ def test_a_plan_with_offloads_is_measured_as_predicted_and_bitwise() -> None:
     assert set(report.offloads.values()) == {len(made.offloads)}
     assert report.measured["peak_bytes"] <= made.budget_bytes
     assert report.measured["peak_bytes"] == pytest.approx(made.predicted["peak_bytes"], rel=5e-4)
+
+
+def test_a_plan_whose_offloads_are_not_kept_here_is_refused() -> None:
+    """Another device's kernels save other things."""
+    _, graph = toy()
+    memory = Memory(graph)
+    timeline = Timeline(memory, (), priced(graph))
+    offloads = all_offloads(memory, (), priced(graph), link_that_carries(graph, 1.0))
+    refs = to_offload_refs(memory, (), offloads)
+    saved = next(each for each in refs if each.save is not None)
+    with pytest.raises(PlanMismatch, match="here it keeps something else"):
+        from_offload_refs(graph, [dataclasses.replace(saved, save=99)])
+    require_kept(memory, (), offloads)
+    kept = {each.storage for each in timeline.candidates}
+    other = next(u for u in range(len(graph.storages.birth)) if u not in kept)
+    with pytest.raises(PlanMismatch, match="here it keeps something else"):
+        require_kept(memory, (), [dataclasses.replace(offloads[0], storage=other)])
 
 
 def test_a_plan_file_with_offloads_is_of_a_version_that_older_readers_refuse(tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from remat.errors import PlanMismatch
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import Graph
 from remat.evaluation.identity import Places
@@ -32,10 +33,29 @@ def to_offload_refs(memory: Memory, regions: Sequence[Region], offloads: Sequenc
     return tuple(found)
 
 
+def require_kept(memory: Memory, regions: Sequence[Region], offloads: Sequence[Offload]) -> None:
+    """Raise PlanMismatch where something that is offloaded is not kept from forward to backward, under `regions`."""
+    kept = {each.storage for each in Timeline(memory, regions, np.zeros(memory.graph.op_count)).candidates}
+    for each in offloads:
+        if each.storage not in kept:
+            node = int(memory.graph.storages.node[each.storage])
+            raise kept_otherwise(memory.graph.nodes[node].name if node >= 0 else "?")
+
+
+def kept_otherwise(node: str) -> PlanMismatch:
+    return PlanMismatch(
+        f"the plan brings to the host what the step keeps of node {node!r} on its target, and here it keeps something "
+        "else; use the plan there, or make one for this device or without offloads."
+    )
+
+
 def from_offload_refs(
     graph: Graph, offloads: Sequence[OffloadRef], places: Places | None = None
 ) -> tuple[Offload, ...]:
-    """Inverse of `to_offload_refs`; the plan's nodes are at `places` in `graph`."""
+    """Inverse of `to_offload_refs`; the plan's nodes are at `places` in `graph`.
+
+    Raises PlanMismatch where a node has no such value or save, as on another device.
+    """
     index = {(ref.call, ref.ordinal): i for i, ref in enumerate(node_refs(graph))}
     places, table = places or Places(), graph.saved_tensors
 
@@ -44,10 +64,14 @@ def from_offload_refs(
 
     found = []
     for each in offloads:
+        node = at(each.node)
         if each.save is None:
-            (storage,) = graph.nodes[at(each.node)].values
+            storages = graph.nodes[node].values
         else:
-            storage = int(table.storage[int(np.searchsorted(table.node, at(each.node))) + each.save])
+            storages = tuple(table.storage[table.node == node][each.save : each.save + 1].tolist())
+        if len(storages) != 1:
+            raise kept_otherwise(each.node.name)
+        storage = int(storages[0])
         release = index[each.release.call, places.border(each.release.call, each.release.ordinal)]
         found.append(Offload(storage, release, at(each.fetch)))
     return tuple(sorted(found))

@@ -53,7 +53,7 @@ from remat.execution.base import Execution
 from remat.execution.eager.rewrite import Counts
 from remat.execution.modules.regions import ModuleCounts
 from remat.execution.regions_in_graph import places_in, require_regions_in
-from remat.offloading.refs import from_offload_refs, to_offload_refs
+from remat.offloading.refs import from_offload_refs, require_kept, to_offload_refs
 from remat.planning.profiling import fake_step
 from remat.planning.untraced import with_untraced
 from remat.recording.fake_step import FakeStep
@@ -166,6 +166,7 @@ class _Sizes:
             offloads: tuple[Offload, ...] = ()
             if self._plan.offloads:
                 offloads = from_offload_refs(graph, self._plan.offloads, places_in(self._plan, graph))
+                require_kept(Memory(graph), regions, offloads)
             self._known[batch_size] = _Recorded(workload, step, graph, refs, regions, offloads, self._how)
         return self._known[batch_size]
 
