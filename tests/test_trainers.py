@@ -13,10 +13,12 @@ import pytest
 import torch
 from torch import nn
 
+from remat.capture.circumstances import hooked
 from remat.costing.device_allocator import measure_peak
 from remat.errors import UsageError
 from remat.evaluation.plan import Plan
 from remat.execution.apply import counts_of
+from remat.execution.planned_forward import checkpoints_itself
 from remat.planning import planner
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import trainable
@@ -219,6 +221,13 @@ def test_an_optimizer_made_of_the_model_is_refused_by_name(tmp_path: Path) -> No
         workload_of(made)
 
 
+def test_the_longest_rows_are_those_of_most_tokens_however_many_sequences_they_hold(tmp_path: Path) -> None:
+    """Packed rows bring the lengths of what is in them, which count for nothing."""
+    data = [{**row, "seq_lengths": [1] * len(row["input_ids"])} for row in rows(40, lambda i: 20 + i % 8)]
+    data += [{**row, "seq_lengths": [LENGTH]} for row in rows(4)]
+    assert workload_of(trainer(tmp_path, data=data)).seq_len == LENGTH
+
+
 # The callback
 
 
@@ -241,6 +250,24 @@ def test_a_budget_is_planned_for_once_and_trains_alike(
     assert losses == expected and len(losses) == 2
     assert peak <= first.plan.budget_bytes
     assert peak == pytest.approx(first.plan.predicted["peak_bytes"], rel=0.005)
+
+
+def test_the_models_own_checkpointing_gives_way_to_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """TRL's Trainers have it on unless told otherwise, and make inputs need gradients for it."""
+    expected = losses_of(trainer(tmp_path))
+    monkeypatch.setattr(planner, "plan", by_hand)
+    made = trainer(tmp_path, callback := RematCallback(budget="1MiB", cache=tmp_path), gradient_checkpointing=True)
+    made.model.enable_input_require_grads()
+    twin = workload_of(made).build()
+    assert losses_of(made) == expected
+    assert callback.plan is not None and counts_of(made.model).regions == 2 * len(callback.plan.regions) > 0
+    for model in (made.model, twin):
+        assert not checkpoints_itself(model) and not hooked(model)
+    assert capsys.readouterr().err.count("gradient_checkpointing is off") == 1
+    losses_of(made)  # a second training turns it on again
+    assert not checkpoints_itself(made.model)
 
 
 def test_what_identifies_a_step_is_in_the_name_of_its_plan(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def workload_of(trainer: Any) -> Workload:
     autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(trainer.accelerator.mixed_precision))
     return Workload(
         name=f"{type(trainer).__name__} of {type(trainer.model).__name__}",
-        build=functools.partial(_copied, trainer.model),
+        build=functools.partial(_copied, trainer.model, checkpoints=not own_checkpointing(trainer.args)),
         batch=rows.batch,
         step=functools.partial(_step, trainer, autocast),
         batch_size=rows.batch_size,
@@ -81,6 +81,24 @@ def is_trainer(value: Any) -> bool:
     return any(
         known.__name__ == "Trainer" and known.__module__ == "transformers.trainer" for known in type(value).mro()
     )
+
+
+def own_checkpointing(args: Any) -> bool:
+    """Whether the Trainer will turn on the model's own checkpointing, under the name that its version has for it."""
+    return any(getattr(args, name, False) for name in ("gradient_checkpointing", "activation_checkpointing"))
+
+
+def turn_off_checkpointing(model: nn.Module) -> None:
+    """Turn the model's own checkpointing off, and the gradients of its inputs, which adapters need for that alone."""
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False) is True:
+            module.gradient_checkpointing = False  # type: ignore[assignment]
+        for key, hook in list(module._forward_hooks.items()):  # transformers may hold a handle of the last one only
+            if getattr(hook, "__name__", "").startswith(INPUTS_HOOK):
+                del module._forward_hooks[key]
+
+
+INPUTS_HOOK = "make_inputs_require_grad"  # of transformers (plural) and of peft
 
 
 def _refuse(trainer: Any) -> None:
@@ -131,8 +149,11 @@ _NO_CODE = (lambda: None).__code__
 # The model (Rule 1)
 
 
-def _copied(model: nn.Module) -> nn.Module:
-    """A copy in training mode: of the shapes alone where tensors are made on the meta device."""
+def _copied(model: nn.Module, *, checkpoints: bool = True) -> nn.Module:
+    """A copy in training mode: of the shapes alone where tensors are made on the meta device.
+
+    checkpoints  whether the model's own checkpointing stays as it is; otherwise it is off, as `RematCallback` has it
+    """
     on_meta = torch.get_default_device().type == "meta"
     memo: dict[int, Any] = {}
     if on_meta:
@@ -146,6 +167,8 @@ def _copied(model: nn.Module) -> nn.Module:
     for twin in made.modules():
         if isinstance(forward := twin.__dict__.get("forward"), types.MethodType):
             twin.forward = types.MethodType(_rebound(forward.__func__, memo), forward.__self__)
+    if not checkpoints:
+        turn_off_checkpointing(made)
     return made.train()
 
 
@@ -214,7 +237,7 @@ class _Rows:
             rows = [data[i] for i in range(0, len(data), every)]
         else:
             rows = [row for row, _ in zip(data, range(self.batch_size), strict=False)]
-        return sorted(rows, key=lambda row: -_size(row))[: self.batch_size]
+        return sorted(rows, key=lambda row: (-(_length(row) or 0), -_size(row)))[: self.batch_size]
 
     def batch(self, batch_size: int, length: int | None) -> Batch:
         """What `compute_loss` gets, the number of items in it, and what waits meanwhile; for Workload.batch."""
