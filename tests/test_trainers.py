@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import types
 import warnings
 from collections.abc import Callable
@@ -228,6 +229,27 @@ def test_the_longest_rows_are_those_of_most_tokens_however_many_sequences_they_h
     assert workload_of(trainer(tmp_path, data=data)).seq_len == LENGTH
 
 
+def test_a_batch_has_padding_where_batches_of_rows_of_several_lengths_have(tmp_path: Path) -> None:
+    """The longest rows are often cut to one length, as most batches are not."""
+
+    def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        longest = max(len(row["input_ids"]) for row in rows)
+        return {
+            name: torch.tensor([[*row[name], *[0] * (longest - len(row[name]))] for row in rows])
+            for name in ("input_ids", "labels", "attention_mask")
+        }
+
+    def mask_of(data: list[dict[str, Any]], size: int = 4) -> torch.Tensor:
+        made = trainer(tmp_path, data=data, collate=collate, per_device_train_batch_size=size)
+        workload = workload_of(made)
+        return workload.batch(workload.batch_size, workload.seq_len)["inputs"]["attention_mask"]  # type: ignore[no-any-return]
+
+    several = rows(40, lambda i: LENGTH if i < 9 else 20)
+    assert mask_of(rows(40)).all()
+    assert mask_of(several, size=1).all()
+    assert (mask_of(several) == 0).sum() == 1 and mask_of(several).shape == (4, LENGTH)
+
+
 # The callback
 
 
@@ -368,14 +390,14 @@ def trl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Make:
         name: str, *callbacks: Any, data: list[dict[str, Any]], model: nn.Module | None = None, **options: Any
     ) -> Any:
         given = {"max_length": LENGTH, "gradient_checkpointing": False, **SETTINGS, **options}
-        adapters = given.pop("peft_config", None)
+        beside = {key: given.pop(key) for key in ("peft_config", "ref_model") if key in given}
         return getattr(library, f"{name}Trainer")(
             model=model or llama(),
             args=getattr(library, f"{name}Config")(str(tmp_path), **given),
             train_dataset=datasets.Dataset.from_list(data),
             processing_class=tokenizer,
-            peft_config=adapters,
             callbacks=list(callbacks),
+            **beside,
         )
 
     return make
@@ -440,8 +462,26 @@ def test_trainers_of_preferences_train_alike(
     assert counts_of(made.model).regions == 2 * len(callback.plan.regions) > 0
 
 
-def test_a_reference_model_of_its_own_is_refused(tmp_path: Path) -> None:
+def test_a_reference_model_of_its_own_is_counted_and_trains_alike(
+    trl: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner, "plan", by_hand)
+
+    def make(*callbacks: Any) -> Any:
+        return trl("DPO", *callbacks, data=preferences(True), bf16=True, ref_model=llama())
+
+    expected, losses = losses_of(make()), []
+    losses_of(make(callback := RematCallback(budget="2MiB", cache=tmp_path)))
+    assert callback.plan is not None
+    gc.collect()
+    peak = measure_peak(lambda: losses.extend(losses_of(make(callback))), CPU)
+    assert losses == expected
+    assert peak == pytest.approx(callback.plan.predicted["peak_bytes"], rel=0.005)
+
+
+def test_a_reference_model_in_4_bits_is_refused(tmp_path: Path) -> None:
     made = trainer(tmp_path)
     made.ref_model = llama()
-    with pytest.raises(UsageError, match=r"keeps a reference model.*train adapters \(peft_config=\)"):
+    made.ref_model.lm_head.weight.quant_state = torch.empty(3)
+    with pytest.raises(UsageError, match=r"reference model in 4 bits.*train adapters \(peft_config=\)"):
         workload_of(made)
