@@ -99,7 +99,7 @@ def _first(one: Any, other: Any) -> int:
 
 
 def _all() -> list[tuple[str, str, Make, int]]:
-    import trl_sft
+    import trl_sft  # type: ignore[import-not-found]
 
     llama = trl_sft.llama
     return [
@@ -192,7 +192,7 @@ def scored() -> nn.Module:
 
     config: Any = llama().config
     torch.manual_seed(1)
-    return LlamaForSequenceClassification(type(config)(**{**config.to_dict(), "num_labels": 1}))  # type: ignore[no-any-return]
+    return LlamaForSequenceClassification(type(config)(**{**config.to_dict(), "num_labels": 1}))
 
 
 def nf4() -> nn.Module:
@@ -201,14 +201,14 @@ def nf4() -> nn.Module:
     from trl_sft import llama
 
     with tempfile.TemporaryDirectory() as folder:
-        llama().save_pretrained(folder)  # type: ignore[operator]
+        llama().save_pretrained(folder)
         how = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=torch.bfloat16,
         )
-        return AutoModelForCausalLM.from_pretrained(folder, quantization_config=how, dtype=torch.bfloat16)  # type: ignore[no-any-return]
+        return AutoModelForCausalLM.from_pretrained(folder, quantization_config=how, dtype=torch.bfloat16)
 
 
 def experts() -> nn.Module:
@@ -233,8 +233,8 @@ def images(folder: str, steps: int, *callbacks: Any) -> Any:
     arguments = TrainingArguments(
         folder, max_steps=steps, bf16=True, per_device_train_batch_size=4, gradient_accumulation_steps=2, **QUIET
     )
-    made = get_peft_model(workload.build(), adapters)  # type: ignore[arg-type]
-    return Trainer(made, arguments, collate, train_dataset=rows, callbacks=list(callbacks))  # type: ignore[arg-type]
+    made = get_peft_model(workload.build(), adapters)
+    return Trainer(made, arguments, collate, train_dataset=rows, callbacks=list(callbacks))
 
 
 BY_PATCH = ("pixel_values", "image_grid_thw")  # of all images of a batch, one after the other

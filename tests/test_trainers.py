@@ -242,7 +242,7 @@ def test_a_batch_has_padding_where_batches_of_rows_of_several_lengths_have(tmp_p
     def mask_of(data: list[dict[str, Any]], size: int = 4) -> torch.Tensor:
         made = trainer(tmp_path, data=data, collate=collate, per_device_train_batch_size=size)
         workload = workload_of(made)
-        return workload.batch(workload.batch_size, workload.seq_len)["inputs"]["attention_mask"]  # type: ignore[no-any-return]
+        return workload.batch(workload.batch_size, workload.seq_len)["inputs"]["attention_mask"]
 
     several = rows(40, lambda i: LENGTH if i < 9 else 20)
     assert mask_of(rows(40)).all()
