@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 from remat.capture.circumstances import hooked
 from remat.costing.device_allocator import measure_peak
@@ -80,9 +81,13 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def trainer(folder: Path, *callbacks: Any, data: Any = None, collate: Any = None, **options: Any) -> Any:
+def trainer(
+    folder: Path, *callbacks: Any, data: Any = None, collate: Any = None, evaluated: Any = None, **options: Any
+) -> Any:
     arguments = transformers.TrainingArguments(str(folder), **{**SETTINGS, **options})
-    return transformers.Trainer(llama(), arguments, collate, train_dataset=data or rows(), callbacks=list(callbacks))
+    return transformers.Trainer(
+        llama(), arguments, collate, train_dataset=data or rows(), eval_dataset=evaluated, callbacks=list(callbacks)
+    )
 
 
 def losses_of(made: Any) -> list[float]:
@@ -290,6 +295,116 @@ def test_the_models_own_checkpointing_gives_way_to_the_plan(
     assert capsys.readouterr().err.count("gradient_checkpointing is off") == 1
     losses_of(made)  # a second training turns it on again
     assert not checkpoints_itself(made.model)
+
+
+# Long runs
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where plans of several tests are kept."""
+    return tmp_path_factory.mktemp("plans")
+
+
+@pytest.fixture
+def planned(tmp_path: Path, plans: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """Trains without a plan and with one, by options of the Trainer; the Trainers."""
+    monkeypatch.setattr(planner, "plan", by_hand)
+
+    def train(*others: Callable[[], Any], **options: Any) -> list[Any]:
+        callbacks = (), (RematCallback(budget="1MiB", cache=plans),)
+        made = [
+            trainer(tmp_path / str(bool(ours)), *ours, *(other() for other in others), bf16=True, **options)
+            for ours in callbacks
+        ]
+        for each in made:
+            losses_of(each)
+        assert counts_of(made[1].model).regions > 0
+        return made
+
+    return train
+
+
+def logged(made: Any, name: str = "loss") -> list[float]:
+    return [entry[name] for entry in made.state.log_history if name in entry]
+
+
+def test_a_run_resumes_from_a_checkpoint_of_the_planned_model_or_of_the_plain_one(
+    planned: Callable[..., list[Any]], tmp_path: Path, plans: Path
+) -> None:
+    plain, ours = planned(max_steps=4, save_strategy="steps", save_steps=2)
+    assert list(ours.model.state_dict()) == list(plain.model.state_dict())
+    for other in ("False", "True"):
+        callback = RematCallback(budget="1MiB", cache=plans)
+        resumed = trainer(tmp_path / "resumed", callback, max_steps=4, bf16=True)
+        torch.manual_seed(7)
+        resumed.train(resume_from_checkpoint=str(tmp_path / other / "checkpoint-2"))
+        assert logged(resumed) == logged(plain) == logged(ours)
+        assert counts_of(resumed.model).regions > 0
+
+
+class Generating(transformers.TrainerCallback):  # type: ignore[name-defined]
+    """Generates after every step, as people do to see how a run goes."""
+
+    def __init__(self) -> None:
+        self.texts: list[Any] = []
+
+    def on_step_end(self, *args: Any, model: Any, **kwargs: Any) -> None:
+        model.eval()
+        self.texts.append(model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=4, do_sample=False).tolist())
+        model.train()
+
+
+@pytest.mark.filterwarnings("ignore:.*eos_token_id.*", "ignore:.*generation flags.*")
+def test_evaluating_and_generating_between_steps_change_nothing(planned: Callable[..., list[Any]]) -> None:
+    data = rows(8)
+    plain, ours = planned(Generating, max_steps=3, eval_strategy="steps", eval_steps=1, evaluated=data)
+    assert logged(ours) == logged(plain) and len(logged(ours, "eval_loss")) == 3
+    assert logged(ours, "eval_loss") == logged(plain, "eval_loss")
+    texts = [
+        next(c for c in made.callback_handler.callbacks if isinstance(c, Generating)).texts for made in (plain, ours)
+    ]
+    assert texts[0] == texts[1] and len(texts[1]) == 3
+
+
+def test_a_last_smaller_batch_and_a_last_shorter_accumulation_train_alike(planned: Callable[..., list[Any]]) -> None:
+    """11 rows are batches of 4, 4 and 3: one accumulation of two, and one of one."""
+    plain, ours = planned(data=rows(11), max_steps=-1, num_train_epochs=2, gradient_accumulation_steps=2)
+    assert logged(ours) == logged(plain) and len(logged(ours)) == 4
+
+
+def test_growing_lengths_train_alike_in_few_traces(planned: Callable[..., list[Any]]) -> None:
+    data = rows(48, lambda i: 8 + i // 4)
+    counters["stats"].clear()
+    plain, ours = planned(data=data, max_steps=12, train_sampling_strategy="sequential")
+    assert logged(ours) == logged(plain)
+    assert counters["stats"]["unique_graphs"] <= 3  # the planned one, the first, and one for all other lengths
+
+
+def test_a_training_that_was_interrupted_leaves_a_model_to_train_on(
+    planned: Callable[..., list[Any]], tmp_path: Path, plans: Path
+) -> None:
+    class Interrupting(transformers.TrainerCallback):  # type: ignore[name-defined]
+        def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
+            raise KeyboardInterrupt
+
+    plain, _ = planned()
+    interrupted = trainer(
+        tmp_path / "third",
+        RematCallback(budget="1MiB", cache=plans),
+        Interrupting(),
+        bf16=True,
+        gradient_accumulation_steps=2,
+    )
+    with pytest.raises(KeyboardInterrupt):
+        losses_of(interrupted)
+    interrupted.model.zero_grad()
+    again = transformers.Trainer(interrupted.model, plain.args, train_dataset=rows())
+    assert losses_of(again) == logged(plain)
+    assert counts_of(again.model).regions > 0
+
+
+# What is kept
 
 
 def test_what_identifies_a_step_is_in_the_name_of_its_plan(tmp_path: Path) -> None:

@@ -253,8 +253,11 @@ class _Rows:
         """Names of the masks that have zeros where the longest of `rows` and the shortest are in one batch."""
         if self.batch_size == 1 or len(rows) < 2:
             return frozenset()
-        inputs = self._collate([copy.copy(rows[0]), copy.copy(rows[-1])])
-        return frozenset(name for name, value in dict(inputs).items() if _is_mask(name, value) and not _is_ones(value))
+        try:
+            inputs = dict(self._collate([copy.copy(rows[0]), copy.copy(rows[-1])]))
+        except Exception:  # whatever a collator raises that does not pad
+            return frozenset()
+        return frozenset(name for name, value in inputs.items() if _is_mask(name, value) and not _is_ones(value))
 
     def batch(self, batch_size: int, length: int | None) -> Batch:
         """What `compute_loss` gets, the number of items in it, and what waits meanwhile; for Workload.batch."""
