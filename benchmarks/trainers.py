@@ -38,7 +38,7 @@ Make = Callable[..., Any]
 
 
 def main(*names: str) -> None:
-    """`trainers:DPO,GRPO` runs rows of these trainers only."""
+    """`trainers:DPO,GRPO,nf4` runs the rows of these trainers only, and of models whose description has the word."""
     os.environ["TRACKIO"] = "0"
     warnings.simplefilter("ignore")
     import transformers
@@ -50,7 +50,7 @@ def main(*names: str) -> None:
     rows: list[dict[str, Any]] = []
     path, about = report.stem("_".join(["trainers", *names]), cpu), {**report.provenance(cpu), **_versions()}
     for trainer, model, make, steps in _all():
-        if not names or trainer in names:
+        if not names or any(name == trainer or name in model for name in names):
             rows.append({"trainer": trainer, "model": model, "steps": steps, **row_of(make, steps)})
             print(rows[-1], file=sys.stderr, flush=True)
             report.write(path, about, rows, COLUMNS)  # so far

@@ -198,6 +198,20 @@ def test_a_copy_calls_itself_and_not_the_model_that_it_is_of() -> None:
         assert {p.device.type for p in trainer_workload._copied(model).parameters()} == {"meta"}
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_a_copy_of_4_bit_weights_has_the_scales_of_its_own() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        library = pytest.importorskip("bitsandbytes")
+    layer = library.nn.Linear4bit(64, 64, quant_type="nf4", compress_statistics=True)
+    layer.to("cpu")
+    with torch.device("meta"):
+        twin: Any = trainer_workload._copied(layer)
+    assert twin.weight.quant_state.absmax.shape == layer.weight.quant_state.absmax.shape
+    assert twin.quant_state is twin.weight.quant_state and twin.quant_state.state2.absmax.is_meta
+    assert not layer.weight.quant_state.absmax.is_meta
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_map_only
 
 from remat._torch.recording import untraced
 from remat._torch.training import UnseenMode, fakes_are_on, without_modes
-from remat.capture.beside_parameters import tensors_beside
+from remat.capture.beside_parameters import HOLDERS, carry_over, tensors_beside
 from remat.errors import UsageError
 from remat.integrations.settings import outputs_in_fp32
 from remat.workload.optimizers import MakeOptimizer
@@ -164,8 +164,12 @@ def _copied(model: nn.Module, *, checkpoints: bool = True) -> nn.Module:
     memo: dict[int, Any] = {}
     if on_meta:
         for tensor in (*model.parameters(), *model.buffers()):
-            bare = torch.empty_like(tensor, device="meta")
+            bare = _on_meta(tensor)
             kept = nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
+            carry_over(tensor, kept, _on_meta)
+            for name in HOLDERS:  # which a library's layer may hold too
+                if hasattr(kept, name):
+                    memo[id(getattr(tensor, name))] = getattr(kept, name)
             memo[id(tensor)] = kept
     made = _bare(copy.deepcopy(model, memo))
     for module, twin in zip(model.modules(), made.modules(), strict=True):
@@ -176,6 +180,10 @@ def _copied(model: nn.Module, *, checkpoints: bool = True) -> nn.Module:
     if not checkpoints:
         turn_off_checkpointing(made)
     return made.train()
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _bare(model: nn.Module) -> nn.Module:
