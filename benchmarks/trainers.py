@@ -218,11 +218,6 @@ def images(folder: str, steps: int, *callbacks: Any) -> Any:
     from transformers import Trainer, TrainingArguments
     from trl_sft import QUIET
 
-    workload = qwen3_vl.small()
-    torch.manual_seed(1)
-    samples = [workload.batch(1, LENGTH) for _ in range(32)]
-    rows = [{name: value if name in BY_PATCH else value[0] for name, value in sample.items()} for sample in samples]
-
     def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         return {name: (torch.cat if name in BY_PATCH else torch.stack)([row[name] for row in rows]) for name in rows[0]}
 
@@ -230,8 +225,14 @@ def images(folder: str, steps: int, *callbacks: Any) -> Any:
     arguments = TrainingArguments(
         folder, max_steps=steps, bf16=True, per_device_train_batch_size=4, gradient_accumulation_steps=2, **QUIET
     )
-    made = get_peft_model(workload.build(), adapters)
-    return Trainer(made, arguments, collate, train_dataset=rows, callbacks=list(callbacks))
+    made = get_peft_model(qwen3_vl.small().build(), adapters)
+    return Trainer(made, arguments, collate, train_dataset=_with_images(), callbacks=list(callbacks))
+
+
+@functools.cache
+def _with_images() -> list[dict[str, torch.Tensor]]:
+    samples = [qwen3_vl.small().batch(1, LENGTH) for _ in range(32)]
+    return [{name: value if name in BY_PATCH else value[0] for name, value in sample.items()} for sample in samples]
 
 
 BY_PATCH = ("pixel_values", "image_grid_thw")  # of all images of a batch, one after the other
