@@ -26,6 +26,7 @@ LONG = (
     "fused",
     "offloads",
     "cards",
+    "trainers",
 )
 
 

@@ -28,12 +28,12 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "device": device_name(device),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "ortools": _version("ortools"),
-        "transformers": _version("transformers"),
+        "ortools": version("ortools"),
+        "transformers": version("transformers"),
     }
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
     return None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 from collections.abc import Callable, Sequence
 
 import torch
@@ -120,6 +121,7 @@ def observed(train: Callable[[], Sequence[float]]) -> TrainingResult:
     """Run `train` once, from the same seed each time."""
     torch.manual_seed(0)
     losses: list[float] = []
+    gc.collect()  # what an earlier training left must not be freed meanwhile
     peak = measure_peak(lambda: losses.extend(train()), DEVICE)
     return TrainingResult(losses, peak)
 

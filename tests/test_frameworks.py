@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,6 +55,7 @@ def costs_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
         pytest.param("hf_trainer", "accelerate", marks=pytest.mark.exhaustive),
         ("lightning_trainer", "lightning"),
         pytest.param("lora", "peft", marks=pytest.mark.exhaustive),
+        pytest.param("trl_sft", "trl", marks=pytest.mark.exhaustive),
     ],
 )
 def test_an_example_trains_alike_in_less_memory(
@@ -193,13 +193,6 @@ def test_the_trainer_trains_with_the_plan(tmp_path: Path, named_plan: Plan) -> N
     made = trainer(tmp_path, named_plan)
     made.train()
     assert counts_of(made.model).regions == 2 * 4
-
-
-def test_the_trainers_own_checkpointing_is_warned_of(tmp_path: Path, named_plan: Plan) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer(tmp_path, named_plan, gradient_checkpointing=True)
-    assert any("the plan decides what is recomputed" in str(warning.message) for warning in caught)
 
 
 def test_another_precision_of_the_trainer_is_refused(tmp_path: Path, named_plan: Plan) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import types
 import warnings
 from collections.abc import Callable
@@ -12,11 +13,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
+from remat.capture.circumstances import hooked
 from remat.costing.device_allocator import measure_peak
 from remat.errors import UsageError
 from remat.evaluation.plan import Plan
 from remat.execution.apply import counts_of
+from remat.execution.planned_forward import checkpoints_itself
 from remat.planning import planner
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import trainable
@@ -77,9 +81,13 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def trainer(folder: Path, *callbacks: Any, data: Any = None, collate: Any = None, **options: Any) -> Any:
+def trainer(
+    folder: Path, *callbacks: Any, data: Any = None, collate: Any = None, evaluated: Any = None, **options: Any
+) -> Any:
     arguments = transformers.TrainingArguments(str(folder), **{**SETTINGS, **options})
-    return transformers.Trainer(llama(), arguments, collate, train_dataset=data or rows(), callbacks=list(callbacks))
+    return transformers.Trainer(
+        llama(), arguments, collate, train_dataset=data or rows(), eval_dataset=evaluated, callbacks=list(callbacks)
+    )
 
 
 def losses_of(made: Any) -> list[float]:
@@ -190,6 +198,20 @@ def test_a_copy_calls_itself_and_not_the_model_that_it_is_of() -> None:
         assert {p.device.type for p in trainer_workload._copied(model).parameters()} == {"meta"}
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_a_copy_of_4_bit_weights_has_the_scales_of_its_own() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        library = pytest.importorskip("bitsandbytes")
+    layer = library.nn.Linear4bit(64, 64, quant_type="nf4", compress_statistics=True)
+    layer.to("cpu")
+    with torch.device("meta"):
+        twin: Any = trainer_workload._copied(layer)
+    assert twin.weight.quant_state.absmax.shape == layer.weight.quant_state.absmax.shape
+    assert twin.quant_state is twin.weight.quant_state and twin.quant_state.state2.absmax.is_meta
+    assert not layer.weight.quant_state.absmax.is_meta
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -219,6 +241,34 @@ def test_an_optimizer_made_of_the_model_is_refused_by_name(tmp_path: Path) -> No
         workload_of(made)
 
 
+def test_the_longest_rows_are_those_of_most_tokens_however_many_sequences_they_hold(tmp_path: Path) -> None:
+    """Packed rows bring the lengths of what is in them, which count for nothing."""
+    data = [{**row, "seq_lengths": [1] * len(row["input_ids"])} for row in rows(40, lambda i: 20 + i % 8)]
+    data += [{**row, "seq_lengths": [LENGTH]} for row in rows(4)]
+    assert workload_of(trainer(tmp_path, data=data)).seq_len == LENGTH
+
+
+def test_a_batch_has_padding_where_batches_of_rows_of_several_lengths_have(tmp_path: Path) -> None:
+    """The longest rows are often cut to one length, as most batches are not."""
+
+    def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        longest = max(len(row["input_ids"]) for row in rows)
+        return {
+            name: torch.tensor([[*row[name], *[0] * (longest - len(row[name]))] for row in rows])
+            for name in ("input_ids", "labels", "attention_mask")
+        }
+
+    def mask_of(data: list[dict[str, Any]], size: int = 4) -> torch.Tensor:
+        made = trainer(tmp_path, data=data, collate=collate, per_device_train_batch_size=size)
+        workload = workload_of(made)
+        return workload.batch(workload.batch_size, workload.seq_len)["inputs"]["attention_mask"]
+
+    several = rows(40, lambda i: LENGTH if i < 9 else 20)
+    assert mask_of(rows(40)).all()
+    assert mask_of(several, size=1).all()
+    assert (mask_of(several) == 0).sum() == 1 and mask_of(several).shape == (4, LENGTH)
+
+
 # The callback
 
 
@@ -241,6 +291,134 @@ def test_a_budget_is_planned_for_once_and_trains_alike(
     assert losses == expected and len(losses) == 2
     assert peak <= first.plan.budget_bytes
     assert peak == pytest.approx(first.plan.predicted["peak_bytes"], rel=0.005)
+
+
+def test_the_models_own_checkpointing_gives_way_to_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """TRL's Trainers have it on unless told otherwise, and make inputs need gradients for it."""
+    expected = losses_of(trainer(tmp_path))
+    monkeypatch.setattr(planner, "plan", by_hand)
+    made = trainer(tmp_path, callback := RematCallback(budget="1MiB", cache=tmp_path), gradient_checkpointing=True)
+    made.model.enable_input_require_grads()
+    twin = workload_of(made).build()
+    assert losses_of(made) == expected
+    assert callback.plan is not None and counts_of(made.model).regions == 2 * len(callback.plan.regions) > 0
+    for model in (made.model, twin):
+        assert not checkpoints_itself(model) and not hooked(model)
+    assert capsys.readouterr().err.count("gradient_checkpointing is off") == 1
+    losses_of(made)  # a second training turns it on again
+    assert not checkpoints_itself(made.model)
+
+
+# Long runs
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where plans of several tests are kept."""
+    return tmp_path_factory.mktemp("plans")
+
+
+@pytest.fixture
+def planned(tmp_path: Path, plans: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """Trains without a plan and with one, by options of the Trainer; the Trainers."""
+    monkeypatch.setattr(planner, "plan", by_hand)
+
+    def train(*others: Callable[[], Any], **options: Any) -> list[Any]:
+        callbacks = (), (RematCallback(budget="1MiB", cache=plans),)
+        made = [
+            trainer(tmp_path / str(bool(ours)), *ours, *(other() for other in others), bf16=True, **options)
+            for ours in callbacks
+        ]
+        for each in made:
+            losses_of(each)
+        assert counts_of(made[1].model).regions > 0
+        return made
+
+    return train
+
+
+def logged(made: Any, name: str = "loss") -> list[float]:
+    return [entry[name] for entry in made.state.log_history if name in entry]
+
+
+def test_a_run_resumes_from_a_checkpoint_of_the_planned_model_or_of_the_plain_one(
+    planned: Callable[..., list[Any]], tmp_path: Path, plans: Path
+) -> None:
+    plain, ours = planned(max_steps=4, save_strategy="steps", save_steps=2)
+    assert list(ours.model.state_dict()) == list(plain.model.state_dict())
+    for other in ("False", "True"):
+        callback = RematCallback(budget="1MiB", cache=plans)
+        resumed = trainer(tmp_path / "resumed", callback, max_steps=4, bf16=True)
+        torch.manual_seed(7)
+        resumed.train(resume_from_checkpoint=str(tmp_path / other / "checkpoint-2"))
+        assert logged(resumed) == logged(plain) == logged(ours)
+        assert counts_of(resumed.model).regions > 0
+
+
+class Generating(transformers.TrainerCallback):  # type: ignore[name-defined]
+    """Generates after every step, as people do to see how a run goes."""
+
+    def __init__(self) -> None:
+        self.texts: list[Any] = []
+
+    def on_step_end(self, *args: Any, model: Any, **kwargs: Any) -> None:
+        model.eval()
+        self.texts.append(model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=4, do_sample=False).tolist())
+        model.train()
+
+
+@pytest.mark.filterwarnings("ignore:.*eos_token_id.*", "ignore:.*generation flags.*")
+def test_evaluating_and_generating_between_steps_change_nothing(planned: Callable[..., list[Any]]) -> None:
+    data = rows(8)
+    plain, ours = planned(Generating, max_steps=3, eval_strategy="steps", eval_steps=1, evaluated=data)
+    assert logged(ours) == logged(plain) and len(logged(ours, "eval_loss")) == 3
+    assert logged(ours, "eval_loss") == logged(plain, "eval_loss")
+    texts = [
+        next(c for c in made.callback_handler.callbacks if isinstance(c, Generating)).texts for made in (plain, ours)
+    ]
+    assert texts[0] == texts[1] and len(texts[1]) == 3
+
+
+def test_a_last_smaller_batch_and_a_last_shorter_accumulation_train_alike(planned: Callable[..., list[Any]]) -> None:
+    """11 rows are batches of 4, 4 and 3: one accumulation of two, and one of one."""
+    plain, ours = planned(data=rows(11), max_steps=-1, num_train_epochs=2, gradient_accumulation_steps=2)
+    assert logged(ours) == logged(plain) and len(logged(ours)) == 4
+
+
+def test_growing_lengths_train_alike_in_few_traces(planned: Callable[..., list[Any]]) -> None:
+    data = rows(48, lambda i: 8 + i // 4)
+    counters["stats"].clear()
+    plain, ours = planned(data=data, max_steps=12, train_sampling_strategy="sequential")
+    assert logged(ours) == logged(plain)
+    assert counters["stats"]["unique_graphs"] <= 3  # the planned one, the first, and one for all other lengths
+
+
+def test_a_training_that_was_interrupted_leaves_a_model_to_train_on(
+    planned: Callable[..., list[Any]], tmp_path: Path, plans: Path
+) -> None:
+    class Interrupting(transformers.TrainerCallback):  # type: ignore[name-defined]
+        def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
+            raise KeyboardInterrupt
+
+    plain, _ = planned()
+    interrupted = trainer(
+        tmp_path / "third",
+        RematCallback(budget="1MiB", cache=plans),
+        Interrupting(),
+        bf16=True,
+        gradient_accumulation_steps=2,
+    )
+    with pytest.raises(KeyboardInterrupt):
+        losses_of(interrupted)
+    interrupted.model.zero_grad()
+    again = transformers.Trainer(interrupted.model, plain.args, train_dataset=rows())
+    assert losses_of(again) == logged(plain)
+    assert counts_of(again.model).regions > 0
+
+
+# What is kept
 
 
 def test_what_identifies_a_step_is_in_the_name_of_its_plan(tmp_path: Path) -> None:
@@ -341,14 +519,14 @@ def trl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Make:
         name: str, *callbacks: Any, data: list[dict[str, Any]], model: nn.Module | None = None, **options: Any
     ) -> Any:
         given = {"max_length": LENGTH, "gradient_checkpointing": False, **SETTINGS, **options}
-        adapters = given.pop("peft_config", None)
+        beside = {key: given.pop(key) for key in ("peft_config", "ref_model") if key in given}
         return getattr(library, f"{name}Trainer")(
             model=model or llama(),
             args=getattr(library, f"{name}Config")(str(tmp_path), **given),
             train_dataset=datasets.Dataset.from_list(data),
             processing_class=tokenizer,
-            peft_config=adapters,
             callbacks=list(callbacks),
+            **beside,
         )
 
     return make
@@ -413,8 +591,26 @@ def test_trainers_of_preferences_train_alike(
     assert counts_of(made.model).regions == 2 * len(callback.plan.regions) > 0
 
 
-def test_a_reference_model_of_its_own_is_refused(tmp_path: Path) -> None:
+def test_a_reference_model_of_its_own_is_counted_and_trains_alike(
+    trl: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner, "plan", by_hand)
+
+    def make(*callbacks: Any) -> Any:
+        return trl("DPO", *callbacks, data=preferences(True), bf16=True, ref_model=llama())
+
+    expected, losses = losses_of(make()), []
+    losses_of(make(callback := RematCallback(budget="2MiB", cache=tmp_path)))
+    assert callback.plan is not None
+    gc.collect()
+    peak = measure_peak(lambda: losses.extend(losses_of(make(callback))), CPU)
+    assert losses == expected
+    assert peak == pytest.approx(callback.plan.predicted["peak_bytes"], rel=0.005)
+
+
+def test_a_reference_model_in_4_bits_is_refused(tmp_path: Path) -> None:
     made = trainer(tmp_path)
     made.ref_model = llama()
-    with pytest.raises(UsageError, match=r"keeps a reference model.*train adapters \(peft_config=\)"):
+    made.ref_model.lm_head.weight.quant_state = torch.empty(3)
+    with pytest.raises(UsageError, match=r"reference model in 4 bits.*train adapters \(peft_config=\)"):
         workload_of(made)

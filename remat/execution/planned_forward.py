@@ -134,6 +134,9 @@ class PlannedForward:
         def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return self(*args, **kwargs)
 
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        signature = self.__signature__
+        forward.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])  # type: ignore[attr-defined]
         forward.planned = self  # type: ignore[attr-defined]
         return forward
 

@@ -36,6 +36,7 @@ _BESIDE = (
     *("save", "push_to_hub", "hub_", "resume_from", "restore_callback", "enable_jit_checkpoint", "ignore_data_skip"),
     *("seed", "data_seed", "learning_rate", "lr_", "warmup", "num_train_epochs", "max_steps", "dataset_num_proc"),
     *("dataloader_", "skip_memory_metrics", "include_", "debug", "use_cpu", "local_rank", "ddp_timeout"),
+    *("gradient_checkpointing", "activation_checkpointing"),  # which a plan turns off
 )
 
 
@@ -67,7 +68,7 @@ def _made(
 ) -> Plan:
     from remat.planning.planner import plan
 
-    _tell(trainer, f"planning the step of {workload.name} within {budget}, once")
+    tell(trainer, f"planning the step of {workload.name} within {budget}, once")
     started = time.monotonic()
     made = plan(workload, budget=budget, target=target, loop=loop_of(trainer), **options)
     where = "not kept: there is no cache folder"
@@ -76,11 +77,11 @@ def _made(
         made.save(path)
         where = str(path)
     peak, overhead = gib(made.predicted["peak_bytes"]), made.predicted["overhead"]
-    _tell(trainer, f"{peak} at {100 * overhead:.1f} % more time, after {time.monotonic() - started:.0f} s ({where})")
+    tell(trainer, f"{peak} at {100 * overhead:.1f} % more time, after {time.monotonic() - started:.0f} s ({where})")
     return made
 
 
-def _tell(trainer: Any, text: str) -> None:
+def tell(trainer: Any, text: str) -> None:
     if trainer.is_world_process_zero():
         print(f"remat: {text}", file=sys.stderr, flush=True)
 

@@ -8,10 +8,12 @@ that its own collator makes of rows of its own data set.
 
 Rule 1  The model is copied, on the meta device while planning, so that the Trainer's own is never touched. What a
         library put around a forward comes along (`_rebound`); accelerate's autocast does not, a plan goes beneath it.
-Rule 2  The batch is the largest that is in sight: the longest rows of those looked at, as many as a device gets. Under
-        fakes it has its shapes and its integers, and masks that are known to be of ones; on a device, its data.
+Rule 2  The batch is the largest that is in sight: the longest rows of those looked at, as many as a device gets. It
+        has padding where a batch of rows of several lengths has, even if the longest are all of one. Under fakes it
+        has its shapes and its integers, and masks that are known to be of ones; on a device, its data.
 Rule 3  Accelerate runs the model's forward under autocast, and nothing else of the step, and hands out fp32.
-Rule 4  Trainers read numbers off tensors for their logs, and pick elements by a mask. Outside of the model's forward
+Rule 4  A reference model (DPO's `ref_model`) is there before the step, as the batch is: its tensors are a part of it.
+Rule 5  Trainers read numbers off tensors for their logs, and pick elements by a mask. Outside of the model's forward
         the number is one while planning, and the mask picks all; inside, both are errors as ever.
 """
 
@@ -28,10 +30,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
 from remat._torch.recording import untraced
 from remat._torch.training import UnseenMode, fakes_are_on, without_modes
+from remat.capture.beside_parameters import HOLDERS, carry_over, tensors_beside
 from remat.errors import UsageError
 from remat.integrations.settings import outputs_in_fp32
 from remat.workload.optimizers import MakeOptimizer
@@ -55,9 +59,9 @@ def workload_of(trainer: Any) -> Workload:
     autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(trainer.accelerator.mixed_precision))
     return Workload(
         name=f"{type(trainer).__name__} of {type(trainer.model).__name__}",
-        build=functools.partial(_copied, trainer.model),
+        build=functools.partial(_copied, trainer.model, checkpoints=not own_checkpointing(trainer.args)),
         batch=rows.batch,
-        step=functools.partial(_step, trainer, autocast),
+        step=functools.partial(_step, trainer, autocast, _bare_reference(trainer)),
         batch_size=rows.batch_size,
         seq_len=rows.length,
         optimizer=_optimizer_of(trainer),
@@ -83,13 +87,33 @@ def is_trainer(value: Any) -> bool:
     )
 
 
+def own_checkpointing(args: Any) -> bool:
+    """Whether the Trainer will turn on the model's own checkpointing, under the name that its version has for it."""
+    return any(getattr(args, name, False) for name in ("gradient_checkpointing", "activation_checkpointing"))
+
+
+def turn_off_checkpointing(model: nn.Module) -> None:
+    """Turn the model's own checkpointing off, and the gradients of its inputs, which adapters need for that alone."""
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False) is True:
+            module.gradient_checkpointing = False  # type: ignore[assignment]
+        for key, hook in list(module._forward_hooks.items()):  # transformers may hold a handle of the last one only
+            if getattr(hook, "__name__", "").startswith(INPUTS_HOOK):
+                del module._forward_hooks[key]
+
+
+INPUTS_HOOK = "make_inputs_require_grad"  # of transformers (plural) and of peft
+
+
 def _refuse(trainer: Any) -> None:
     if trainer.model is None:
         raise UsageError("this Trainer has no model yet (model_init=); give it one, or plan with a Workload.")
-    if isinstance(getattr(trainer, "ref_model", None), nn.Module):
+    if (reference := _reference_of(trainer)) is not None and any(
+        any(True for _ in tensors_beside(p)) for p in reference.parameters()
+    ):
         raise UsageError(
-            "this Trainer keeps a reference model beside its own (ref_model), which a plan does not count: train "
-            "adapters (peft_config=), whose reference is the same model without them."
+            "this Trainer keeps a reference model in 4 bits beside its own (ref_model), which a plan cannot count: "
+            "train adapters (peft_config=), whose reference is the same model without them."
         )
     if _makes_batches(trainer):
         raise UsageError(
@@ -131,14 +155,21 @@ _NO_CODE = (lambda: None).__code__
 # The model (Rule 1)
 
 
-def _copied(model: nn.Module) -> nn.Module:
-    """A copy in training mode: of the shapes alone where tensors are made on the meta device."""
+def _copied(model: nn.Module, *, checkpoints: bool = True) -> nn.Module:
+    """A copy in training mode: of the shapes alone where tensors are made on the meta device.
+
+    checkpoints  whether the model's own checkpointing stays as it is; otherwise it is off, as `RematCallback` has it
+    """
     on_meta = torch.get_default_device().type == "meta"
     memo: dict[int, Any] = {}
     if on_meta:
         for tensor in (*model.parameters(), *model.buffers()):
-            bare = torch.empty_like(tensor, device="meta")
+            bare = _on_meta(tensor)
             kept = nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
+            carry_over(tensor, kept, _on_meta)
+            for name in HOLDERS:  # which a library's layer may hold too
+                if hasattr(kept, name):
+                    memo[id(getattr(tensor, name))] = getattr(kept, name)
             memo[id(tensor)] = kept
     made = _bare(copy.deepcopy(model, memo))
     for module, twin in zip(model.modules(), made.modules(), strict=True):
@@ -146,7 +177,13 @@ def _copied(model: nn.Module) -> nn.Module:
     for twin in made.modules():
         if isinstance(forward := twin.__dict__.get("forward"), types.MethodType):
             twin.forward = types.MethodType(_rebound(forward.__func__, memo), forward.__self__)
+    if not checkpoints:
+        turn_off_checkpointing(made)
     return made.train()
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _bare(model: nn.Module) -> nn.Module:
@@ -202,19 +239,33 @@ class _Rows:
         with _real():
             loader = trainer.get_train_dataloader()
             self._collate: Callable[[list[Any]], Any] = loader.collate_fn
-            self._rows = self._longest(loader)
+            sampled = self._sampled(loader)
+            self._rows = sampled[: self.batch_size]
+            self._padded = self._masks_with_padding(sampled)
         self.length = _length(self._rows[0]) if self._rows else None
         self._made: dict[tuple[int, int | None], Batch] = {}
+        with _real():
+            self._reference = _tensors_of(_reference_of(trainer))
 
-    def _longest(self, loader: Any) -> list[Any]:
-        """As many rows as a batch has, the longest first."""
+    def _sampled(self, loader: Any) -> list[Any]:
+        """Rows of the data set, the longest first."""
         data = loader.dataset
         if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
             every = -(-len(data) // MOST_ROWS)
             rows = [data[i] for i in range(0, len(data), every)]
         else:
             rows = [row for row, _ in zip(data, range(self.batch_size), strict=False)]
-        return sorted(rows, key=lambda row: -_size(row))[: self.batch_size]
+        return sorted(rows, key=lambda row: (-(_length(row) or 0), -_size(row)))
+
+    def _masks_with_padding(self, rows: list[Any]) -> frozenset[str]:
+        """Names of the masks that have zeros where the longest of `rows` and the shortest are in one batch."""
+        if self.batch_size == 1 or len(rows) < 2:
+            return frozenset()
+        try:
+            inputs = dict(self._collate([copy.copy(rows[0]), copy.copy(rows[-1])]))
+        except Exception:  # whatever a collator raises that does not pad
+            return frozenset()
+        return frozenset(name for name, value in inputs.items() if _is_mask(name, value) and not _is_ones(value))
 
     def batch(self, batch_size: int, length: int | None) -> Batch:
         """What `compute_loss` gets, the number of items in it, and what waits meanwhile; for Workload.batch."""
@@ -222,13 +273,18 @@ class _Rows:
         if key not in self._made:
             with _real():
                 self._made[key] = self._collated(batch_size, length)
-        return {name: _here(name, value) for name, value in self._made[key].items()}
+        made = {name: _here(name, value) for name, value in self._made[key].items()}
+        return made | {REFERENCE: _here(REFERENCE, self._reference)} if self._reference else made
 
     def _collated(self, batch_size: int, length: int | None) -> Batch:
         rows = [copy.copy(self._rows[i % len(self._rows)]) for i in range(batch_size)]
         if length is not None and length != self.length:
             rows = [_resized(row, length) for row in rows]
         inputs = dict(self._collate(rows))
+        for name in self._padded:
+            if _is_mask(name, inputs.get(name)) and _is_ones(inputs[name]):
+                inputs[name] = inputs[name].clone()
+                inputs[name][-1, -1] = 0
         count = getattr(self._trainer, "_get_num_items_in_batch", None)
         items = count([inputs], torch.device("cpu")) if count else None
         return {"inputs": inputs, "items": items, "waiting": [inputs] * self._waiting}
@@ -295,6 +351,10 @@ def _here(name: str, value: Any) -> Any:
     return tree_map_only(torch.Tensor, made, value)
 
 
+def _is_mask(name: str, value: Any) -> bool:
+    return name.endswith("attention_mask") and isinstance(value, torch.Tensor) and value.dim() == 2
+
+
 def _numbers(tensor: torch.Tensor) -> Any:
     with _real():
         return tensor.tolist()
@@ -310,10 +370,53 @@ def _real() -> Any:
     return without_modes()
 
 
-# The step (Rules 3 and 4)
+# The reference model (Rule 4)
+
+REFERENCE = "reference"  # its tensors in a batch
 
 
-def _step(trainer: Any, autocast: torch.dtype | None, model: nn.Module, batch: Batch) -> torch.Tensor:
+def _reference_of(trainer: Any) -> nn.Module | None:
+    found = getattr(trainer, "ref_model", None)
+    return found if isinstance(found, nn.Module) else None
+
+
+def _tensors_of(model: nn.Module | None) -> dict[str, torch.Tensor]:
+    named = (*model.named_parameters(), *model.named_buffers()) if model is not None else ()
+    return {name: tensor.detach() for name, tensor in named}
+
+
+class _Reference:
+    """`model`, of shapes alone, called with tensors of a batch as its own, and under autocast, as accelerate has it."""
+
+    def __init__(self, model: nn.Module, tensors: dict[str, torch.Tensor], autocast: torch.dtype | None):
+        learns = {name for name, p in model.named_parameters() if p.requires_grad}  # whose casts autocast keeps
+        self._tensors = {name: t.detach().requires_grad_(name in learns) for name, t in tensors.items()}
+        self._model, self._autocast = model, autocast
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        device = next(iter(self._tensors.values())).device.type
+        with torch.autocast(device, dtype=self._autocast, enabled=self._autocast is not None):
+            outputs = functional_call(self._model, self._tensors, args, kwargs)
+        return outputs if self._autocast is None else outputs_in_fp32(outputs)
+
+
+def _bare_reference(trainer: Any) -> nn.Module | None:
+    """The reference model of `trainer`, of shapes alone."""
+    if (found := _reference_of(trainer)) is None:
+        return None
+    with _real(), torch.device("meta"):
+        return _copied(found).train(found.training)
+
+
+# The step (Rules 3 to 5)
+
+
+def _step(
+    trainer: Any, autocast: torch.dtype | None, reference: nn.Module | None, model: nn.Module, batch: Batch
+) -> torch.Tensor:
     """The loss as the Trainer computes it; for Workload.step."""
     device = next(model.parameters()).device.type
     answers = _Answers()
@@ -325,6 +428,8 @@ def _step(trainer: Any, autocast: torch.dtype | None, model: nn.Module, batch: B
         return outputs if autocast is None else outputs_in_fp32(outputs)
 
     stand_in = _stand_in(trainer, model)
+    if reference is not None:
+        stand_in.ref_model = _Reference(reference, batch[REFERENCE], autocast)
     own = "forward" in model.__dict__
     model.forward = wrapped
     try:
@@ -369,7 +474,7 @@ def _is_plain(value: Any) -> bool:
 
 
 class _Answers(UnseenMode):
-    """Answers what depends on data that fake tensors do not have. (Rule 4)"""
+    """Answers what depends on data that fake tensors do not have. (Rule 5)"""
 
     def __init__(self) -> None:
         super().__init__()

@@ -19,7 +19,6 @@ import contextlib
 import inspect
 import os
 import types
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,14 @@ from remat.integrations.settings import (
     require_autocast,
     warn_of_accumulation,
 )
-from remat.integrations.trainer_workload import is_trainer, loop_of, put_forward, workload_of
+from remat.integrations.trainer_workload import (
+    is_trainer,
+    loop_of,
+    own_checkpointing,
+    put_forward,
+    turn_off_checkpointing,
+    workload_of,
+)
 
 __all__ = ["RematCallback", "loop_of", "step", "workload_of"]
 
@@ -62,8 +68,10 @@ class RematCallback(TrainerCallback):
     on_larger  see `remat.apply`
     options    as `remat.plan` takes them, with `budget`: `exact=True`, `limits=`, ...
 
-    Raises UsageError or PlanMismatch where the arguments of the Trainer cannot go with the plan, and warns where its
-    own checkpointing is on too: the plan decides what is recomputed.
+    The plan decides what is recomputed: the model's own checkpointing is turned off, whatever the Trainer's arguments
+    say (TRL's say that it is on).
+
+    Raises UsageError or PlanMismatch where the arguments of the Trainer cannot go with the plan.
     """
 
     def __init__(
@@ -94,29 +102,27 @@ class RematCallback(TrainerCallback):
             return
         autocast = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
         require_autocast(self.plan, autocast, f"TrainingArguments(bf16={args.bf16}, fp16={args.fp16})")
-        if own_checkpointing(args):
-            warnings.warn(
-                "gradient_checkpointing is on in TrainingArguments, and a plan is applied too: layers would be "
-                "recomputed twice, or the plan not fit the model. Turn it off; the plan decides what is recomputed.",
-                stacklevel=2,
-            )
         warn_of_accumulation(self.plan, args.gradient_accumulation_steps, "TrainingArguments")
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         model = kwargs["model"]
+        if own_checkpointing(args):
+            turn_off_checkpointing(model)
         if has_plan(model):
             if self.plan is not None:
                 offload_as_planned(self.plan, kwargs.get("optimizer"))
             return
+        from remat.integrations.planned_trainer import plan_of, tell
+
         trainer = self._trainer()
         plan = self.plan
         if plan is None:
-            from remat.integrations.planned_trainer import plan_of
-
             assert self._budget is not None
             plan = plan_of(trainer, self._budget, self._cache, **self._options)
+        if own_checkpointing(args):
+            tell(trainer, "the plan decides what is recomputed: the Trainer's own gradient_checkpointing is off")
         with beneath_autocast(model, trainer.accelerator):
             apply(model, plan, on_larger=self.on_larger)
         self.plan = plan
@@ -150,8 +156,3 @@ def beneath_autocast(model: nn.Module, accelerator: Any) -> Iterator[None]:
         autocast = get_mixed_precision_context_manager(accelerator.native_amp, accelerator.autocast_handler)
         forward: Any = model.forward
         put_forward(model, types.MethodType(convert_outputs_to_fp32(autocast(forward.__func__)), model))
-
-
-def own_checkpointing(args: TrainingArguments) -> bool:
-    """Whether the Trainer will turn on the model's own checkpointing, under the name that its version has for it."""
-    return any(getattr(args, name, False) for name in ("gradient_checkpointing", "activation_checkpointing"))

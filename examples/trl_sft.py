@@ -1,0 +1,123 @@
+"""TRL's SFTTrainer as people run it: LoRA, packed rows, bf16 autocast, accumulation; one line of it plans the step.
+
+python examples/trl_sft.py [--steps 50] [--budget 90MiB]
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from common import CHARACTERS, DEVICE, TrainingResult, observed, options, report
+from datasets import Dataset, disable_progress_bars
+from peft import LoraConfig
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+
+from remat.integrations.transformers import RematCallback
+from remat.units import gib
+
+LENGTH, BATCH_SIZE, ACCUMULATION = 256, 4, 4
+
+
+def script(folder: str, steps: int, *callbacks: RematCallback) -> SFTTrainer:
+    """The script of a person: ours is what is in `callbacks`."""
+    arguments = SFTConfig(
+        folder,
+        max_steps=steps,
+        packing=True,
+        max_length=LENGTH,
+        bf16=True,
+        per_device_train_batch_size=BATCH_SIZE,
+        gradient_accumulation_steps=ACCUMULATION,
+        gradient_checkpointing=False,  # the plan decides what is recomputed
+        learning_rate=1e-2,
+        **QUIET,
+    )
+    return SFTTrainer(
+        llama(),
+        arguments,
+        train_dataset=sums(),
+        processing_class=tokenizer(),
+        peft_config=LoraConfig(r=16, target_modules="all-linear", lora_dropout=0.1),
+        callbacks=list(callbacks),
+    )
+
+
+QUIET: dict[str, Any] = {
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": DEVICE.type == "cpu",
+    "dataloader_pin_memory": DEVICE.type != "cpu",
+}
+
+
+def llama() -> nn.Module:
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=len(CHARACTERS) + 1,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=len(CHARACTERS),
+        bos_token_id=CHARACTERS.index(";"),
+        eos_token_id=CHARACTERS.index(";"),
+    )
+    return LlamaForCausalLM(config)
+
+
+@functools.cache
+def sums() -> Dataset:
+    """Rows of one to nine sums, of which are packed into one of `LENGTH`."""
+    rng = torch.Generator(device="cpu").manual_seed(0)
+    numbers = torch.randint(0, 50, (4000, 9, 2), generator=rng, device="cpu").tolist()
+    return Dataset.from_list(
+        [{"text": "".join(f"{a}+{b}={a + b};" for a, b in row[: 1 + i % 9])} for i, row in enumerate(numbers)]
+    )
+
+
+@functools.cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character, without a download."""
+    words = {character: i for i, character in enumerate([*CHARACTERS, "<pad>"])}
+    made = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token=";")
+
+
+def main(arguments: Sequence[str] | None = None) -> tuple[TrainingResult, TrainingResult]:
+    given = options(__doc__, steps=50).parse_args(arguments)
+    os.environ["TRACKIO"] = "0"
+    disable_progress_bars()
+
+    def train(*callbacks: RematCallback) -> list[float]:
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = script(folder, given.steps, *callbacks)
+            torch.manual_seed(2)
+            trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    ours = RematCallback(budget=given.budget or "90MiB")
+    with tempfile.TemporaryDirectory() as folder:
+        script(folder, 1, ours).train()  # plans, and keeps the plan
+    print(ours.plan)
+    without = observed(train)
+    planned = observed(lambda: train(ours))
+    report(without, planned)
+    assert ours.plan is not None
+    print(f"predicted {gib(ours.plan.predicted['peak_bytes'])}, budget {gib(ours.plan.budget_bytes)}")
+    return without, planned
+
+
+if __name__ == "__main__":
+    main()
