@@ -12,6 +12,7 @@ its regions (`compiling.py`) by the compiler that was asked for.
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import itertools
 import sys
@@ -272,6 +273,8 @@ class PlannedForward:
         finally:
             self._arguments = (), {}
         self._settled = True
+        if frames_traced() > traced:
+            gc.collect()  # what Dynamo leaves behind are cycles, and they hold activations
         if unsettled is not None:
             return self._run_completed(unsettled, graphs, args, kwargs)
         if self._mismatch is not None:
