@@ -167,6 +167,22 @@ def test_an_exception_in_forward_leaves_the_model_fit_for_the_next_step(planned:
 # Batches of another size
 
 
+def test_what_tracing_leaves_behind_is_gone_before_backward(
+    planned: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cycles of Dynamo's may hold activations: a forward that was traced ends with their collection, no other does."""
+    collected: list[int] = []
+    monkeypatch.setattr(
+        "remat.execution.planned_forward.gc", types.SimpleNamespace(collect=lambda: collected.append(1))
+    )
+    batch = batch_of(TRANSFORMER)
+    loss = planned(*batch)
+    assert collected == [1]
+    loss.backward()
+    planned(*batch).backward()
+    assert collected == [1]
+
+
 def test_a_smaller_last_batch_trains_with_the_plan(planned: nn.Module) -> None:
     trained(TRANSFORMER, planned)
     entered = counts_of(planned).regions
