@@ -41,6 +41,7 @@ from remat.planning.planner import plan, plan_profile
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.variants import why_whole
 from remat.recording.fake_step import FakeStep
+from remat.recording.recorder import record
 from remat.validation.sums import NEAR
 from remat.validation.validating import validate
 from remat.workload.training_loop import TrainingLoop
@@ -410,11 +411,21 @@ def test_the_evaluator_s_peak_is_the_replay_s(workload: Workload, target: str) -
                 assert np.array_equal(alive + graph.unseen_bytes, evaluated)
 
 
+@pytest.mark.parametrize("slices", [1, 4])
+def test_what_slices_save_for_their_own_backward_is_alive_within_them_and_no_save(slices: int) -> None:
+    """Taken for saves, no row of the forward would count them: no bound would meet its plan."""
+    fake = fake_step(LARGER, find_planning_device("h100-80gb"))
+    fake.warm_up()
+    with fake.in_form(Form((Chunk(0, 0, slices),))):
+        graph = record(fake)
+    unpacked = graph.saved_tensors.unpack
+    assert len(unpacked) and np.all((unpacked < 0) | (unpacked >= graph.forward_end))
+
+
 def recorded_here(fake: FakeStep) -> Any:
     """A profile of the CPU without timing anything."""
     from remat.costing.costs import roofline_costs
     from remat.costing.profile import Profile
-    from remat.recording.recorder import record
 
     graph, target = record(fake), find_planning_device("cpu").target
     return Profile(graph, roofline_costs(graph, target), target)

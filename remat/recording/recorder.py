@@ -385,9 +385,26 @@ class _Recorder(Tracker):
             gradient = self._gradient_of.get(known.name, FIXED)
             yield dataclasses.replace(known, gradient=gradient)
 
+    def _settle_saves(self) -> None:
+        """What a node saves for a backward of its own, which it runs at once, is alive within it and no save.
+
+        (The loss in slices, `chunking/`, makes its gradients so.)
+        """
+        saves = []
+        for row in self._saved_tensors:
+            end = self._nodes[row["node"]]["end"]
+            if not (0 <= row["unpack"] < end and 0 <= row["release"] < end):
+                saves.append(row)
+            elif row["storage"] != FIXED:
+                storage = self.storages[row["storage"]]
+                if storage.death is not None:
+                    storage.death = max(storage.death, row["release"])
+        self._saved_tensors = saves
+
     def graph(self, fixed: dict[str, int], about: dict[str, Any]) -> Graph:
         last = self.op_count - 1
         self._settle_effects()
+        self._settle_saves()
         nodes = tuple(Node(**node) for node in self._nodes)
         storages = Storages(
             size_bytes=_column(s.size_bytes for s in self.storages),
