@@ -16,19 +16,23 @@ from remat.cli.plots import sweep_plot as plotting
 from remat.costing.planning_device import find_planning_device
 from remat.costing.profile import Profile
 from remat.errors import RematError, UsageError
+from remat.evaluation.form import Chunk, Form
+from remat.execution import executions
 from remat.formulation.problem import Problem
 from remat.formulation.search_space import find_space
 from remat.formulation.solution import Limits, Solution
 from remat.offloading.link import Link
 from remat.planning import comparison as comparing
 from remat.planning import sweep as sweeping
-from remat.planning.comparison import KEPT
+from remat.planning import variants
+from remat.planning.comparison import KEPT, LIGER_LIKE, LOSS_WHOLE
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.sweep import Sweep, sweep
 from remat.solvers import HEURISTICS
 from remat.solvers.least_peak import least_peak
 from tests import toys
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD
+from tests.test_chunking import LANGUAGE
 
 pytestmark = pytest.mark.filterwarnings(DYNAMO_LOOKS_AT_GRAD)
 
@@ -94,9 +98,9 @@ def test_half_the_points_are_evenly_apart_and_the_others_where_least_is_known(
     budgets: list[int] = []
     solve = sweeping._Trace._solve
 
-    def watched(self: Any, budget: int, name: str, limits: Limits) -> Solution:
+    def watched(self: Any, form: Any, budget: int, name: str, limits: Limits) -> Solution:
         budgets.append(budget)
-        return solve(self, budget, name, limits)
+        return solve(self, form, budget, name, limits)
 
     monkeypatch.setattr(sweeping._Trace, "_solve", watched)
     sweep(profile, points=POINTS, limits=LIMITS, strategies=[])
@@ -281,3 +285,92 @@ def test_a_curve_with_offloads_lies_below_the_one_without(profile: Profile) -> N
         assert point.bound_us is not None and point.bound_us <= point.recompute_time_us + 1e-6
         below = [other.recompute_time_us for other in without if other.peak_bytes <= point.budget_bytes]
         assert point.recompute_time_us <= min(below, default=float("inf")) + 1e-6
+
+
+# Other forms of the step
+
+
+@pytest.fixture(scope="module")
+def in_slices() -> tuple[Sweep, Sweep, Profile]:
+    """A language model's sweep, that with its loss whole, and its profile; of a toy, slices pay by memory alone."""
+    place = find_planning_device("h100-80gb")
+    step = fake_step(LANGUAGE.sized(64), place)
+    profile = profile_step(step, place)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(variants, "SLICES", (1, 4))
+        found = sweep(profile, points=6, limits=LIMITS, strategies=["every-block"], step=step)
+    exact = sweep(profile, points=6, limits=LIMITS, strategies=["every-block"], step=step, exact=True)
+    return found, exact, profile
+
+
+def test_a_curve_is_the_least_of_all_forms(in_slices: tuple[Sweep, Sweep, Profile]) -> None:
+    found, exact, _ = in_slices
+    step_us = found.without_checkpointing["step_time_us"]
+    assert found.forms[0] == "as captured" and len(found.forms) == 3
+    assert found.points[0].budget_bytes < exact.points[0].budget_bytes
+    assert any(point.slices for point in found.points) and not any(point.slices for point in exact.points)
+    for point in found.points:
+        added_us = point.recompute_time_us + point.form_time_us
+        assert point.peak_bytes <= point.budget_bytes
+        assert point.step_time_us == pytest.approx(step_us + added_us)
+        assert point.overhead == pytest.approx(added_us / step_us)
+        assert point.bound_us is not None and point.bound_us <= added_us + 1e-6
+        assert bool(point.slices) == bool(point.form_time_us)
+        assert all(
+            point.overhead <= other.overhead + 1e-9 for other in exact.points if other.peak_bytes <= point.budget_bytes
+        )
+
+
+def test_more_budget_never_costs_more_in_any_form(in_slices: tuple[Sweep, Sweep, Profile]) -> None:
+    found, _, _ = in_slices
+    for smaller, larger in itertools.pairwise(found.points):
+        assert smaller.overhead >= larger.overhead
+        assert (smaller.bound_us or 0) >= (larger.bound_us or 0)
+
+
+def test_beside_a_curve_of_forms_stands_the_step_as_captured(in_slices: tuple[Sweep, Sweep, Profile]) -> None:
+    found, exact, _ = in_slices
+    captured = found.by_strategy()[LOSS_WHOLE]
+    assert not any(point.slices for point in captured)
+    assert min(point.peak_bytes for point in captured) == exact.points[0].peak_bytes
+    (by_hand,) = found.by_strategy()[LIGER_LIKE]
+    assert by_hand.slices
+    larger = next((point for point in found.points if point.budget_bytes >= by_hand.peak_bytes), found.points[-1])
+    assert by_hand.recompute_time_us + by_hand.form_time_us >= (larger.bound_us or 0) - 0.01
+    assert set(found.by_strategy()) == {LOSS_WHOLE, LIGER_LIKE, "every-block"}
+    assert LOSS_WHOLE not in exact.by_strategy()
+
+
+def test_a_profile_out_of_a_file_is_swept_as_it_was_captured(in_slices: tuple[Sweep, Sweep, Profile]) -> None:
+    _, exact, profile = in_slices
+    alone = sweep(profile, points=3, limits=LIMITS, strategies=[])
+    assert alone.forms == ("as captured",)
+    assert alone.points[0].budget_bytes == exact.points[0].budget_bytes
+
+
+def test_a_form_whose_bound_is_above_the_best_is_not_searched(
+    in_slices: tuple[Sweep, Sweep, Profile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, exact, profile = in_slices
+    asked: list[str] = []
+    solve = sweeping._Trace._solve
+
+    def watched(self: Any, form: Any, *about: Any) -> Solution:
+        asked.append(str(form.form))
+        return solve(self, form, *about)
+
+    monkeypatch.setattr(sweeping._Trace, "_solve", watched)
+    trace = sweeping._Trace(profile, executions.load("eager"), LIMITS, lambda *about: None)
+    dear = Form((Chunk(0, 0, 2),))
+    trace.may_run_as(dear, profile, 1e9)
+    trace.find_curve(3)
+    assert asked and str(dear) not in asked
+    assert all(trace.point(each).status == "optimal" for each in trace.curve)
+    assert trace.point(trace.curve[0]).budget_bytes == exact.points[0].budget_bytes
+
+
+def test_groups_are_fused_where_asked_and_only_where_they_can_be(profile: Profile) -> None:
+    with pytest.raises(UsageError, match="exclude each other"):
+        sweep(profile, fuse=True, exact=True)
+    with pytest.raises(UsageError, match="plan from the model"):
+        sweep(profile, fuse=True)

@@ -107,6 +107,8 @@ def _mark(label: str, kind: Kind, glyph: str, number: int, point: Mapping[str, A
         f"peak {gib(point['peak_bytes'])}",
         f"{ms(point['recompute_time_us'])} recomputed, {100 * point['overhead']:+.1f} % of the step",
     ]
+    if point.get("form_time_us"):
+        facts.append(point["form"])
     if kind in ("curve", "open"):
         gap = f"within {100 * point['gap']:.2f} % of the best" if point.get("gap") is not None else "nothing proved"
         facts.append("proved optimal" if kind == "curve" else gap)
@@ -212,10 +214,14 @@ def least_added(plan: Plan) -> float | None:
 def _notes(material: Material) -> Iterator[str]:
     if material.sweep is None:
         yield "No sweep was given: `remat sweep --out curve.json` traces the whole curve, and this page takes it."
-    elif material.plan is not None and (form := form_of(material.plan.about)) != CAPTURED:
+    elif (
+        material.plan is not None
+        and (form := form_of(material.plan.about)) != CAPTURED
+        and str(form) not in material.sweep.get("forms", ())
+    ):
         yield (
-            f"The curve is of the step as it was captured. This plan runs it in another form ({form}), so it may lie "
-            "below the curve."
+            f"The sweep did not look at the form of the step that this plan runs ({form}), so it may lie below the "
+            "curve."
         )
     if material.sweep is not None and material.sweep.get("interrupted"):
         yield "The sweep was interrupted: points are missing."

@@ -13,7 +13,15 @@ import typer
 
 from remat.cli.commands import Answer
 from remat.cli.commands.files import require_writable
-from remat.cli.commands.options import EachSearchOptions, ExecutionOptions, HostOptions, Json, SourceOptions
+from remat.cli.commands.options import (
+    EachSearchOptions,
+    Exact,
+    ExecutionOptions,
+    Fuse,
+    HostOptions,
+    Json,
+    SourceOptions,
+)
 from remat.cli.commands.source import opened
 from remat.units import gib, ms, parse_bytes
 
@@ -40,6 +48,8 @@ def sweep(
         typer.Option(show_default=False, help="Draw the curve: a .png, a .svg, or a .html to point at."),
     ] = None,
     out: Annotated[Path | None, typer.Option(show_default=False, help="Write the curve to a JSON file.")] = None,
+    exact: Exact = False,
+    fuse: Fuse = False,
     as_json: Json = False,
 ) -> Answer:
     """Trace how time falls as the budget rises, from the least that does to no checkpointing at all.
@@ -72,7 +82,10 @@ def sweep(
             strategies=search.names,
             step=step,
             execution=how.name,
+            exact=exact,
+            fuse=fuse,
             link=link,
+            on_variant=lambda form: line.say(f"{form}: recording"),
             on_point=lambda name, number, count: line.say(f"{name}, point", number, count),
         )
     if out is not None:
@@ -108,6 +121,7 @@ class Screen:
         yield Text(aligned([without]) + "\n")
         unit = gib(plain["peak_bytes"]).split()[1]
         hosted = any(point.host_bytes for point in found.points)
+        sliced = any(point.slices for point in found.points)
         titles = (
             f"budget\n{unit}",
             f"peak\n{unit}",
@@ -118,15 +132,17 @@ class Screen:
             "saved",
             "wall\ns",
             *([f"host\n{unit}"] if hosted else []),
+            *(["loss\nslices"] if sliced else []),
         )
-        header, lines = columns(titles, [_cells(point, unit, hosted) for point in found.points], names=0)
+        cells = [_cells(point, unit, hosted, sliced) for point in found.points]
+        header, lines = columns(titles, cells, names=0)
         yield Text("\n".join(header), style="bold")
         yield Text("\n".join(lines) + "\n")
         yield from _chart(found, unit, options)
         yield Text("\n" + "\n".join(_notes(found, self.files)))
 
 
-def _cells(point: Point, unit: str, hosted: bool) -> list[str]:
+def _cells(point: Point, unit: str, hosted: bool, sliced: bool) -> list[str]:
     size = parse_bytes(f"1{unit}")
     return [
         f"{point.budget_bytes / size:.2f}",
@@ -138,6 +154,7 @@ def _cells(point: Point, unit: str, hosted: bool) -> list[str]:
         f"{point.saved}",
         f"{point.wall_s:.1f}",
         *([f"{point.host_bytes / size:.2f}"] if hosted else []),
+        *([f"{point.slices or 'whole'}"] if sliced else []),
     ]
 
 
@@ -150,16 +167,17 @@ def _chart(found: Sweep, unit: str, options: ConsoleOptions) -> Iterator[Text]:
     series = [(marks[i % len(marks)], points) for i, points in enumerate(others.values())]
     everything: Sequence[Point] = (*found.points, *found.others)
     least, most = (pick(point.peak_bytes for point in everything) for pick in (min, max))
-    highest = max(point.overhead for point in everything) or 1.0
+    lowest = min(0.0, *(point.overhead for point in everything))
+    highest = max(max(point.overhead for point in everything), lowest + 0.001)
     width, size = min(options.max_width - 9, WIDEST), parse_bytes(f"1{unit}")
     cells = [[" "] * width for _ in range(HEIGHT)]
     for mark, points in (*series, (curve, found.points)):
         for point in points:
             column = round((width - 1) * (point.peak_bytes - least) / max(most - least, 1))
-            cells[round((HEIGHT - 1) * (1 - point.overhead / highest))][column] = mark
+            cells[round((HEIGHT - 1) * (highest - point.overhead) / (highest - lowest))][column] = mark
     side, corner, below = ("|", "+", "-") if options.ascii_only else ("│", "└", "─")
     for i, row in enumerate(cells):
-        label = f"{100 * highest * (1 - i / (HEIGHT - 1)):5.1f} %" if i in (0, HEIGHT - 1) else ""
+        label = f"{100 * (lowest if i else highest):5.1f} %" if i in (0, HEIGHT - 1) else ""
         line = Text(f"{label:>7} {side}{''.join(row)}".rstrip())
         line.highlight_words([curve], "bold green")
         yield line
@@ -173,7 +191,7 @@ def _chart(found: Sweep, unit: str, options: ConsoleOptions) -> Iterator[Text]:
 
 def _notes(found: Sweep, files: tuple[str, ...]) -> Iterator[str]:
     from remat.cli.screen import execution_notes
-    from remat.planning.comparison import KEPT
+    from remat.planning.comparison import KEPT, LIGER_LIKE, LOSS_WHOLE, UNFUSED
 
     if found.costs == "estimated":
         yield "step times are estimated"
@@ -185,6 +203,16 @@ def _notes(found: Sweep, files: tuple[str, ...]) -> Iterator[str]:
         yield "interrupted: these are the points found so far"
     yield from (f"wrote {path}" for path in files)
     how = "" if found.execution == "eager" else f" --execution {found.execution}"
+    others = found.by_strategy()
+    if any(point.slices for point in found.points):
+        yield "loss slices: into how many the loss is cut; gradients of weights in them sum in another order"
+    if LOSS_WHOLE in others:
+        yield f"{LOSS_WHOLE}: the best with the loss whole, as with --exact"
+    if LIGER_LIKE in others:
+        yield f"{LIGER_LIKE}: every block, and the loss in the slices of Liger-Kernel's head"
+    if UNFUSED in others:
+        yield f"{UNFUSED}: the best without fused groups"
+        how += " --fuse"
     if any(point.host_bytes for point in found.points):
         yield f"{KEPT}: the best without offloads"
         how += " --offload activations"

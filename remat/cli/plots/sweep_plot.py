@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from remat.planning.sweep import Point, Sweep
 
 PACKAGES = {".png": "matplotlib", ".svg": "matplotlib", ".html": "plotly"}
-X, Y = "peak of the whole training step, GiB", "recompute time, % of the step"
+X, Y = "peak of the whole training step, GiB", "added time, % of the step"
 COLOUR = "#0b3d91"
 OTHERS = ("#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#8c6d31", "#777777", "#5e3c99", "#b2182b", "#35978f")
 MARKERS = (  # matplotlib's name, plotly's name
@@ -76,10 +76,7 @@ class _Series:
     def bounds(self) -> list[float]:
         """For each point what is proved of the next: a bound for all that lies between them, in the same unit."""
         proved = [
-            0.0
-            if not point.recompute_time_us
-            else 100 * point.overhead * (point.bound_us or 0) / point.recompute_time_us
-            for point in self.points
+            100 * (point.bound_us or 0) * (1 + point.overhead) / (point.step_time_us or 1) for point in self.points
         ]
         return [*proved[1:], *proved[-1:]]
 
@@ -104,7 +101,7 @@ def _title(sweep: Sweep) -> str:
 def _draw_picture(sweep: Sweep, path: Path) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.8), dpi=160, layout="constrained")
+    figure = Figure(figsize=(8, 5.4), dpi=160, layout="constrained")
     axes = figure.subplots()
     for series in _others(sweep):
         look: dict[str, Any] = {"linestyle": "", "markersize": 6, "markeredgewidth": 0, "alpha": 0.9}
@@ -116,7 +113,7 @@ def _draw_picture(sweep: Sweep, path: Path) -> None:
     axes.set_ylim(bottom=min(-1.0, -0.03 * axes.get_ylim()[1]))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(*_curve_first(axes), loc="upper right", ncols=2, frameon=False)
+    figure.legend(*_curve_first(axes), loc="outside lower center", ncols=4, frameon=False, fontsize="small")
     figure.savefig(path, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
 
 
@@ -167,7 +164,8 @@ def _hover(point: Point) -> str:
         f"<b>{point.strategy}</b>",
         f"budget {gib(point.budget_bytes)}",
         f"peak {gib(point.peak_bytes)}",
-        f"overhead {100 * point.overhead:.2f} %, {ms(point.recompute_time_us)}",
+        f"overhead {100 * point.overhead:.2f} %, {ms(point.recompute_time_us)} of recomputation",
+        point.form if point.form_time_us else "",
         f"gap {100 * point.gap:.2f} %" if point.gap is not None else "",
         f"{point.regions} regions{saved}",
     ]
