@@ -16,12 +16,13 @@ in one there is a reason to keep the storage at a certain site or before, and it
 is none, and nothing may want it so far. (To count it where it is made would overstate: what only a later site wants is
 let go before backward comes back to the runs between.)
 
-A storage is *forward-held* if somebody holds it to the end of the forward whatever the plan: autocast its copies of
-weights, for example. A plain run or a save may keep it for longer. While the forward runs it is local, so it must not
-be counted as kept; in backward it must be. So two numbers of bytes have limits of their own: P without the forward-held
-storages, and P + H with them. A chain counts a share w of H. It limits P + w H by (1 - w) times the one limit plus w
-times the other: a surrogate of the two (Glover 1968), which every plan keeps. Every share gives a bound; the best is
-found by trying (`chain_dp.py`).
+A storage is *forward-held* if it is local at a certain point of the forward, by default its last, whatever the plan:
+autocast holds its copies of weights so long, for example. A plain run or a save may keep it for longer. At that point
+it must not be counted as kept; in backward it must be. So two numbers of bytes have limits of their own: P without the
+forward-held storages, and P + H with them. A chain counts a share w of H. It limits P + w H by (1 - w) times the one
+limit plus w times the other: a surrogate of the two (Glover 1968), which every plan keeps. So it is with several points
+of the forward: P is then the mean of what is kept beside that which is local at each, and so is its limit. Every share
+and every choice of points gives a bound; the best is found by trying (`chain_dp.py`).
 """
 
 from __future__ import annotations
@@ -129,6 +130,8 @@ class Chain:
     """Transitions of `problem` in one case: those of the runs in `keep`, or of all.
 
     forward_held_percent  the share w that is counted of forward-held storages
+    held_at  operators of the forward at which those are local, of equal weight; by default the last that limits what
+             is kept. They rule no plan out, whichever they are
 
     into            for every cut the transitions that end there, the shortest first; those that others dominate are
                     left out
@@ -148,16 +151,18 @@ class Chain:
         keep: set[int] | None = None,
         *,
         forward_held_percent: int = 100,
+        held_at: tuple[int, ...] = (),
     ):
         self.problem = problem
         self.case = case or Case()
         self.forward_held_percent = forward_held_percent
+        self.held_at = held_at or (max((row.op for row in problem.forward_rows), default=0),)
         self.count = len(problem.space.segments)
         self._items: dict[tuple[int, int, frozenset[int]], tuple[Item, ...]] = {}
         self._insides: dict[int, np.ndarray] = {}
         self.state_storages = _choose_state_storages(problem, self.count)
         self.open = _open_storages(problem, self.count)
-        self.forward = [self._forward_limits(cut) for cut in range(self.count + 1)]
+        self.forward = self._forward_limits()
         self.backward = [self._backward_limits(cut) for cut in range(self.count + 1)]
         self.most_after = [0] * (self.count + 1)
         self.inside = [self._inside_limit(cut) for cut in range(self.count + 1)]
@@ -393,25 +398,31 @@ class Chain:
             never_again=run.never_again if saves else frozenset(),
         )
 
-    def _forward_limits(self, cut: int) -> list[int]:
-        """For every k what segments before `cut` may keep while later ones run forward; what is local counts once.
+    def _forward_limits(self) -> list[list[int]]:
+        """For every cut and k what segments before it may keep, as the rows of the forward limit it."""
+        each = [self._limits_beside(op) for op in self.held_at]
+        return [
+            [-(-sum(most) // len(each)) for most in zip(*of_cut, strict=True)] for of_cut in zip(*each, strict=True)
+        ]
 
-        What all segments keep is limited where the forward ends.
+    def _limits_beside(self, held_at: int) -> list[list[int]]:
+        """`_forward_limits` of what is kept beside that which is local at one operator.
+
+        A row says nothing of what is made later, and what is local there counts once.
         """
-        problem, storages, state_storage = self.problem, self.problem.graph.storages, self.state_storages[cut]
-        most = [problem.budget_bytes - problem.fixed_bytes] * (1 if state_storage is None else 2)
-        first = max((row.op for row in problem.forward_rows), default=0)
-        if cut < self.count:
-            first = problem.graph.nodes[problem.space.segments[cut].first].first
+        problem, storages = self.problem, self.problem.graph.storages
+        ample = problem.budget_bytes - problem.fixed_bytes
+        limits = [[ample] * (1 if shared is None else 2) for shared in self.state_storages]
         for row in problem.forward_rows:
-            if row.op >= first:
-                twice = (storages.birth <= row.op) & (storages.death >= row.op) & (self._made_in < cut)
-                twice &= self._may_count & ~self._is_forward_held
-                for k in reversed(range(len(most))):
-                    if state_storage is not None and not k:
-                        twice[state_storage.storage] = False
-                    most[k] = min(most[k], problem.budget_bytes - row.bytes + int(storages.size_bytes[twice].sum()))
-        return most
+            besides = (storages.death >= row.op) & (storages.death < held_at) & self._may_count
+            made = np.bincount(self._made_in[besides], storages.size_bytes[besides], minlength=self.count + 1)
+            before = [0, *np.cumsum(made).astype(np.int64).tolist()]
+            for cut, (most, shared) in enumerate(zip(limits, self.state_storages, strict=True)):
+                limit = problem.budget_bytes - row.bytes + before[cut]
+                most[-1] = min(most[-1], limit)
+                if shared is not None:
+                    most[0] = min(most[0], limit - (shared.size_bytes if besides[shared.storage] else 0))
+        return limits
 
     def _backward_limits(self, cut: int) -> list[int]:
         """For every k what segments before `cut` may keep in all.
@@ -423,10 +434,10 @@ class Chain:
 
     @functools.cached_property
     def _forward_held_before(self) -> list[int]:
-        """For every cut the bytes made before it that are forward-held."""
-        held = self._is_forward_held & self._may_count
-        sizes = np.bincount(self._made_in[held], self.problem.graph.storages.size_bytes[held], minlength=self.count + 1)
-        return [0, *np.cumsum(sizes).astype(np.int64).tolist()]
+        """For every cut the bytes made before it that are forward-held, the mean over `held_at`."""
+        held = self._times_held * self.problem.graph.storages.size_bytes * self._may_count
+        sizes = np.bincount(self._made_in, held, minlength=self.count + 1)
+        return [0, *(-(-np.cumsum(sizes).astype(np.int64) // len(self.held_at))).tolist()]
 
     @functools.cached_property
     def _made_in(self) -> np.ndarray:
@@ -435,16 +446,16 @@ class Chain:
         return np.where(made_by >= 0, self.problem.liveness.segment_of_node[made_by], self.count)
 
     @functools.cached_property
-    def _is_forward_held(self) -> np.ndarray:
-        """Storages that are local, from their making on, at every point of the forward that limits what is kept."""
-        last = max((row.op for row in self.problem.forward_rows), default=0)
-        return self.problem.graph.storages.death >= last
+    def _times_held(self) -> np.ndarray:
+        """For every storage at how many operators of `held_at` it is local if it is made by then."""
+        death = self.problem.graph.storages.death
+        return np.stack([death >= op for op in self.held_at]).sum(axis=0)
 
     @functools.cached_property
     def forward_held_in(self) -> list[int]:
         """For every segment the forward-held bytes that it keeps, if it is plain."""
-        held, sizes = self._is_forward_held, self.problem.graph.storages.size_bytes
-        return [int(sum(sizes[u] for u in own if held[u])) for own in self.problem.liveness.own]
+        held = self._times_held * self.problem.graph.storages.size_bytes // len(self.held_at)
+        return [int(sum(held[u] for u in own)) for own in self.problem.liveness.own]
 
     @property
     def has_forward_held(self) -> bool:
@@ -453,8 +464,13 @@ class Chain:
 
     def _uncounted(self, storages: Iterable[int]) -> int:
         """What this chain does not count of `storages` where they are kept."""
-        sizes = (int(self.problem.graph.storages.size_bytes[u]) for u in storages if self._is_forward_held[u])
-        return sum(size - size * self.forward_held_percent // 100 for size in sizes)
+        return sum(int(self._uncounted_bytes[u]) for u in storages)
+
+    @functools.cached_property
+    def _uncounted_bytes(self) -> np.ndarray:
+        """For every storage what this chain does not count of it where it is kept, rounded up."""
+        share = (100 - self.forward_held_percent) * self._times_held
+        return -(-self.problem.graph.storages.size_bytes * share // (100 * len(self.held_at)))
 
     def _counted(self, shared: SharedStorage) -> int:
         """What this chain counts of `shared` where it is kept."""

@@ -28,7 +28,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from typing import NamedTuple
 
 from remat.evaluation.plan import Region
 from remat.formulation.choices import Run, SharedStorage
@@ -61,7 +61,7 @@ NUMPY_LEVELS = 3_000  # that take as long as it takes to call numpy for any
 SPLIT_GAIN = 0.1  # of the gap: a split that closes less of it is the last
 PROGRESS = 0.02  # of the gap: less than that is none
 STALLS_S = 4.0  # without progress, before others have their turn
-SHARES = 5  # of forward-held bytes, tried at the coarsest grain: all, none, and where the limits trade places
+COUNTS = 5  # of forward-held bytes, tried at the coarsest grain: all, none, and where the limits trade places
 
 
 def solve(problem: Problem, limits: Limits) -> Solution:
@@ -90,12 +90,19 @@ def explore(problem: Problem, limits: Limits) -> Found:
 
 
 @dataclasses.dataclass(frozen=True)
+class Count:
+    """How a chain counts what is forward-held (`chain.py`): a share of what is local at operators of the forward."""
+
+    percent: int = 100
+    held_at: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class Branch:
     """A case that may hold a better plan, made of the runs in `useful` (None: any).
 
     fineness  index into LEVELS of its tables, or of those that are to come
-    forward_held_percent  the share of what is forward-held (`chain.py`) with the best bound so far; None before the
-                  first table
+    count     of what is forward-held, with the best bound so far; None before the first table
     tables    that say what `bound_ns` is, the one with the best bound first
     whole_ns  the bound of the branch that it is a part of, None where its tables are of another grain than that one's
     is_recounted  whether it differs from that branch in nothing but where storages are counted
@@ -105,7 +112,7 @@ class Branch:
     useful: set[int] | None = None
     bound_ns: float = 0.0
     fineness: int = 0
-    forward_held_percent: int | None = None
+    count: Count | None = None
     tables: tuple[Table, ...] = ()
     whole_ns: float | None = None
     is_recounted: bool = False
@@ -393,39 +400,48 @@ class _Search:
         tables = 2 * len(branch.tables)
         if self._expected_s(tables * [branch.cells()]) > self.found.patience_s(self.limits):
             return []
-        percent = None if branch.fineness == 0 else branch.forward_held_percent
-        return [
-            dataclasses.replace(part, forward_held_percent=percent)
-            for part in branch.parts(self.found.regions, self.found.objective_ns)
-        ]
+        count = None if branch.fineness == 0 else branch.count
+        parts = branch.parts(self.found.regions, self.found.objective_ns)
+        return [dataclasses.replace(part, count=count) for part in parts]
 
     def _solve_branch(self, branch: Branch) -> Branch:
-        """`branch` with a better bound, infinite if it holds no plan, and the tables that say so; plans are offered."""
-        started, tables, bounds = time.monotonic(), list[Table](), dict[int, float]()
-        low, high, percent = 0, 100, 100 if branch.forward_held_percent is None else branch.forward_held_percent
-        while percent not in bounds:
-            table = self._table(branch, percent)
-            tables.append(table)
-            of_table = table.least_time_ns()
-            bounds[percent] = math.inf if of_table is None else of_table
-            overstepped = _offer_plan(table, self.found)
-            is_last = (
-                branch.forward_held_percent is not None or not table.chain.has_forward_held or len(tables) == SHARES
-            )
-            if overstepped is None or is_last:
-                break
-            if overstepped == "forward":
-                high, percent = percent, (low + percent) // 2 if low in bounds else low
-            else:
-                low, percent = percent, (percent + high) // 2
-        self.spent_s += time.monotonic() - started
-        best = max(bounds, key=lambda percent: bounds[percent])
-        bound_ns = max(branch.bound_ns, bounds[best])
-        tables.sort(key=lambda table: -bounds[table.chain.forward_held_percent])
-        return dataclasses.replace(branch, bound_ns=bound_ns, forward_held_percent=best, tables=tuple(tables))
+        """`branch` with a better bound, infinite if it holds no plan, and the tables that say so; plans are offered.
 
-    def _table(self, branch: Branch, forward_held_percent: int) -> Table:
-        chain = Chain(self.problem, branch.case, branch.useful, forward_held_percent=forward_held_percent)
+        Where a table's plan oversteps the forward's limits, the next one counts less of what is forward-held; where it
+        counts none of it already, its points are those that plans overstepped so far (fictitious play: Brown 1951).
+        """
+        started, tables = time.monotonic(), dict[Count, tuple[float, Table]]()
+        low, high, count = 0, 100, branch.count or Count()
+        while count not in tables:
+            table = self._table(branch, count)
+            of_table = table.least_time_ns()
+            tables[count] = math.inf if of_table is None else of_table, table
+            overstepped = _offer_plan(table, self.found)
+            if overstepped is None or branch.count is not None or len(tables) == COUNTS:
+                break
+            if not overstepped.in_forward:
+                low, percent = count.percent, (count.percent + high) // 2
+            elif count.percent == low:
+                if {overstepped.op} == {*table.chain.held_at}:
+                    break
+                count = dataclasses.replace(count, held_at=(*count.held_at, overstepped.op))
+                continue
+            else:
+                known = {each.percent for each in tables}
+                high, percent = count.percent, (low + count.percent) // 2 if low in known else low
+            if not table.chain.has_forward_held:
+                break
+            count = dataclasses.replace(count, percent=percent)
+        self.spent_s += time.monotonic() - started
+        best = max(tables, key=lambda count: tables[count][0])
+        bound_ns = max(branch.bound_ns, tables[best][0])
+        by_bound = sorted(tables.values(), key=lambda found: -found[0])
+        return dataclasses.replace(branch, bound_ns=bound_ns, count=best, tables=tuple(table for _, table in by_bound))
+
+    def _table(self, branch: Branch, count: Count) -> Table:
+        chain = Chain(
+            self.problem, branch.case, branch.useful, forward_held_percent=count.percent, held_at=count.held_at
+        )
         table = Table(chain, _grain(chain, branch.fineness))
         self.cells += _cells(chain.transition_count, table.levels)
         return table
@@ -444,7 +460,7 @@ class _Search:
             fineness += 1  # which may still lead to a better plan
             if not self._is_cheap(branch, fineness, PLANS_S):
                 return []
-        return [Branch(branch.case, useful, branch.bound_ns, fineness, branch.forward_held_percent)]
+        return [Branch(branch.case, useful, branch.bound_ns, fineness, branch.count)]
 
     def _is_cheap(self, branch: Branch, fineness: int, most_s: float) -> bool:
         return fineness < len(LEVELS) and self._expected_s([branch.cells(fineness)]) <= most_s
@@ -462,13 +478,20 @@ def _grain(chain: Chain, fineness: int) -> int:
     return choose_grain(chain, LEVELS[fineness], may_lose=0.0 if fineness else FIRST_MAY_LOSE)
 
 
-def _offer_plan(table: Table, found: Found) -> Literal["forward", "backward"] | None:
+class _Overstepped(NamedTuple):
+    """The operator at which a plan needs most, and whether that is while the forward runs."""
+
+    op: int
+    in_forward: bool
+
+
+def _offer_plan(table: Table, found: Found) -> _Overstepped | None:
     """Offer the best plan of `table` or, as a table understates, the best of those that keep so much less.
 
-    Returns where the first one oversteps the budget most.
+    Returns where the first one oversteps the budget most, None if it keeps it.
     """
     problem = table.chain.problem
-    overstepped: Literal["forward", "backward"] | None = None
+    overstepped: _Overstepped | None = None
     spare = 0
     for attempt in range(TRIES):
         legs = table.legs(spare)
@@ -483,7 +506,7 @@ def _offer_plan(table: Table, found: Found) -> Literal["forward", "backward"] | 
         if excess <= 0:
             break
         if attempt == 0:
-            forward = curve.op[curve.peak_at] < problem.graph.forward_end and curve.region[curve.peak_at] < 0
-            overstepped = "forward" if forward else "backward"
+            op = int(curve.op[curve.peak_at])
+            overstepped = _Overstepped(op, op < problem.graph.forward_end and curve.region[curve.peak_at] < 0)
         spare += max(excess, table.grain)
     return overstepped

@@ -6,6 +6,7 @@ Hypothesis draws graphs, spaces and budgets; `tests/oracle.py` knows every plan.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -77,13 +78,28 @@ def test_bound_and_verdict_hold_against_every_plan(problem: Problem, data: st.Da
         assert solution.status == "feasible" or solution.objective_us == pytest.approx(least)
 
 
-@given(tight_problems(), st.sampled_from([(10, 30), (3000, 10000)]), st.integers(0, 100))
+@given(tight_problems(), st.data())
 @MANY
 def test_every_table_bounds_every_plan_of_its_case(
-    drawn: tuple[Problem, tuple[Region, ...]], grains: tuple[int, int], forward_held_percent: int
+    drawn: tuple[Problem, tuple[Region, ...]], data: st.DataObject
 ) -> None:
+    tables_bound_every_plan(drawn, data)
+
+
+@pytest.mark.exhaustive
+@given(tight_problems(), st.data())
+@TOO_MANY
+def test_tables_of_thousands_bound_every_plan(drawn: tuple[Problem, tuple[Region, ...]], data: st.DataObject) -> None:
+    tables_bound_every_plan(drawn, data)
+
+
+def tables_bound_every_plan(drawn: tuple[Problem, tuple[Region, ...]], data: st.DataObject) -> None:
+    """Whatever share is counted of what is local at whichever operators of the forward."""
     tight, regions = drawn
-    bound = table_of(Chain(tight, forward_held_percent=forward_held_percent), grains).least_time_ns()
+    held_at = data.draw(st.lists(st.integers(0, tight.graph.forward_end - 1), max_size=3))
+    percent, grains = data.draw(st.integers(0, 100)), data.draw(st.sampled_from([(10, 30), (3000, 10000)]))
+    chain = Chain(tight, forward_held_percent=percent, held_at=tuple(held_at))
+    bound = table_of(chain, grains).least_time_ns()
     assert bound is not None
     assert bound <= tight.objective_ns(regions)
 
@@ -135,7 +151,9 @@ def runs_of_a_better_plan_are_useful(drawn: tuple[Problem, tuple[Region, ...]], 
     tight, regions = drawn
     shared = tight.liveness.shared
     case = Case().counting({u: data.draw(st.sampled_from(shared[u].sites)) for u in outside_the_state(tight)})
-    table = table_of(Chain(tight, case, forward_held_percent=data.draw(st.sampled_from([100, 40, 0]))))
+    held_at = tuple(data.draw(st.lists(st.integers(0, tight.graph.forward_end - 1), max_size=2)))
+    percent = data.draw(st.sampled_from([100, 40, 0]))
+    table = table_of(Chain(tight, case, forward_held_percent=percent, held_at=held_at))
     bound = table.least_time_ns()
     assert bound is not None and bound <= tight.objective_ns(regions)
     assert tight.runs_of(regions) <= useful_runs(table, tight.objective_ns(regions) + 1)
@@ -204,8 +222,9 @@ def test_a_plan_of_a_real_model_is_never_below_the_bound_at_its_own_peak(name: s
     for share in (0.2, 0.8):
         found = chain_dp.solve(problem.with_budget(int(least + share * (most - least))), Limits())
         tight = problem.with_budget(problem.memory.curve(found.regions).peak_bytes)
-        for forward_held_percent in (100, 60, 30, 0):
-            table = table_of(Chain(tight, forward_held_percent=forward_held_percent))
+        rows = [row.op for row in tight.forward_rows]
+        for percent, held_at in itertools.product((100, 60, 30, 0), ((), (rows[0],), (rows[0], rows[-1], rows[-1]))):
+            table = table_of(Chain(tight, forward_held_percent=percent, held_at=held_at))
             bound, legs = table.least_time_ns(), table.legs()
             assert bound is not None and legs is not None
             assert bound <= problem.objective_ns(found.regions)
