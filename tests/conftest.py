@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import gc
+import os
 import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
 from tests.command_line import MODEL, Ran, Remat
+
+# Inductor asks once a process, by compiling, whether the vectors that the processor has can be used: for 13 seconds.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
+# Toys are too small to share: threads of several processes would only wait for each other, and burn what they wait.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Every day the same examples are drawn; `--hypothesis-profile nightly` draws others each time.
 settings.register_profile("daily", derandomize=True, deadline=None)
@@ -19,7 +27,9 @@ settings.register_profile("nightly", derandomize=False, deadline=None, print_blo
 settings.load_profile("daily")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _keep_representatives(items, all_there=not any("::" in argument for argument in config.args))
     if shutil.which("chromium") is None:
         for item in items:
             if item.get_closest_marker("browser"):
@@ -32,6 +42,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in needing_cuda:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _keep_representatives(items: list[pytest.Item], *, all_there: bool) -> None:
+    """Mark as exhaustive, of tests marked `fast`, the cases that the marker does not name."""
+    missing: dict[str, set[str]] = {}
+    for item in items:
+        if (marker := item.get_closest_marker("fast")) is None:
+            continue
+        case, test = item.callspec.id, item.nodeid.partition("[")[0]  # type: ignore[attr-defined]
+        missing.setdefault(test, set(marker.args)).discard(case)
+        if case not in marker.args:
+            item.add_marker(pytest.mark.exhaustive)
+    for test, cases in missing.items():
+        if cases and all_there:
+            raise pytest.UsageError(f"{test} has no case {', '.join(sorted(cases))}")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,6 +85,22 @@ def few_slices(request: pytest.FixtureRequest) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(variants, "SLICES", (2,))
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_costs() -> Iterator[None]:
+    """What is measured on this machine is measured in three samples: how long operators take is of no test's concern.
+
+    Measured properly, the operators of a toy take ten seconds.
+    """
+    from remat.costing import operator_timing
+
+    quick: dict[str, Any] = {"repeats": 3, "seconds_per_kind": 0.0}
+    known = operator_timing.time_operators.__kwdefaults__ or {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operator_timing.time_operators, "__kwdefaults__", known | quick)
+        patch.setattr(operator_timing.time_operator, "__defaults__", tuple(quick.values()))
         yield
 
 

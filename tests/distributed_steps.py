@@ -160,8 +160,8 @@ def refused(plan: Plan) -> str:
     return ""
 
 
-def run(rank: int, folder: str, plans: dict[str, Plan]) -> None:
-    """All scenarios, without a plan and with one; called by `torch.multiprocessing.spawn`."""
+def run(rank: int, folder: str, plans: dict[str, Plan], names: set[str]) -> None:
+    """The scenarios in `names`, without a plan and with one; called by `torch.multiprocessing.spawn`."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=120)
@@ -169,9 +169,12 @@ def run(rank: int, folder: str, plans: dict[str, Plan]) -> None:
     try:
         found: dict[str, Any] = {"refused": refused(plans["nodes"])}
         for scenario, (kind, *_) in SCENARIOS.items():
-            found[scenario] = trained(rank, scenario, None), trained(rank, scenario, plans[kind])
-        found["late"] = trained(rank, "fsdp2 modules", plans["modules"], late=True)
-        found["accelerate"] = through_accelerate(rank, None), through_accelerate(rank, plans["modules"])
+            if scenario in names:
+                found[scenario] = trained(rank, scenario, None), trained(rank, scenario, plans[kind])
+        if "late" in names:
+            found["late"] = trained(rank, "fsdp2 modules", plans["modules"], late=True)
+        if "accelerate" in names:
+            found["accelerate"] = through_accelerate(rank, None), through_accelerate(rank, plans["modules"])
         torch.save(found, Path(folder) / f"found_{rank}.pt")
     finally:
         dist.destroy_process_group()

@@ -28,6 +28,7 @@ from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
+from tests.cached import cached
 
 WIDTH = 8
 
@@ -377,7 +378,7 @@ class Recorded:
     graph: Graph
 
 
-@functools.cache
+@cached
 def recorded(workload: Workload, accumulation: int = 1) -> Recorded:
     """`workload` recorded on fake CPU tensors; tracing takes a second, so once for all tests."""
     step = FakeStep(workload, device=torch.device("cpu"), loop=TrainingLoop(accumulation=accumulation))

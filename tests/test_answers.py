@@ -346,7 +346,7 @@ def mixture() -> Workload:
         vocab_size=64,
         hidden_size=32,
         intermediate_size=32,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=2,
         head_dim=16,

@@ -98,6 +98,12 @@ def planned(plans: dict[str, Plan]) -> nn.Module:
 # Training
 
 
+@pytest.mark.fast(
+    "transformer-nothing",
+    "transformer-nested-with-rest",
+    "transformer-amp-first-dropout-saved",
+    "convnet-half-saved",
+)
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_two_micro_batches_are_bitwise_those_of_the_untouched_model(name: str, choice: str, graphs: Any) -> None:
@@ -141,6 +147,7 @@ def test_several_steps_with_an_optimizer_stay_equal(plans: dict[str, Plan]) -> N
     assert same(model.parameters(), untouched.parameters())
 
 
+@pytest.mark.fast("nested")
 @pytest.mark.parametrize("choice", ["every-block", "nested"])
 def test_a_second_backward_of_one_forward_recomputes_again(choice: str, graphs: Any) -> None:
     graph = graphs["transformer"][1]
@@ -225,6 +232,7 @@ def test_keys_values_and_names_stay(plans: dict[str, Plan]) -> None:
     model.load_state_dict(built(CONVNET).state_dict())
 
 
+@pytest.mark.fast("eval", "inference_mode")
 @pytest.mark.parametrize("mode", ["eval", "no_grad", "inference_mode"])
 def test_what_is_not_training_runs_the_original_forward(mode: str, planned: nn.Module) -> None:
     untouched = built(TRANSFORMER)
@@ -386,9 +394,10 @@ def assorted(graph: Any) -> dict[str, tuple[Region, ...]]:
     }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(  # benchmarks validate all
     "name",
-    ["gpt2", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("t5-base", "resnet50", "qwen3-moe"))],
+    ["gpt2", "t5-base", "resnet50", "qwen3-moe"],
 )
 def test_evaluator_and_executor_count_the_same_recomputed_nodes(name: str) -> None:
     pytest.importorskip("transformers")
@@ -403,6 +412,7 @@ def test_evaluator_and_executor_count_the_same_recomputed_nodes(name: str) -> No
         assert calls.counts.recomputed_nodes == memory.recomputed_nodes(regions), choice
 
 
+@pytest.mark.fast("transformer-nested-with-rest", "transformer-half-saved")
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("name", ["transformer", pytest.param("transformer-amp", marks=pytest.mark.exhaustive)])
 def test_evaluator_and_executor_need_the_same_memory(name: str, choice: str, graphs: Any) -> None:

@@ -24,6 +24,7 @@ from remat.models.common import padded
 from remat.validation.kernel_log import KernelLog, kernel_differences
 from remat.validation.validating import validate
 from remat.workload.workload import Workload
+from tests.cached import cached
 from tests.test_modules import plan_of
 from tests.toys import every_block, plan_by_hand, recorded
 
@@ -53,7 +54,7 @@ def workload_of(family: str) -> Workload:
     return dataclasses.replace(made, autocast=None)
 
 
-@functools.cache
+@cached
 def plan_of_family(family: str, with_padding: bool = False) -> Plan:
     workload = padded(workload_of(family)) if with_padding else workload_of(family)
     graph = recorded(workload)[1]
@@ -91,6 +92,7 @@ def require_alike(planned: nn.Module, untouched: nn.Module, batch: Batch) -> Non
     assert kernel_differences(expected[2], found[2]) == ()
 
 
+@pytest.mark.fast("llama")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_mask_of_ones_is_no_mask_as_in_eager_mode(family: str) -> None:
     untouched, planned = built(family), apply(built(family), plan_of_family(family))
@@ -102,6 +104,7 @@ def test_a_mask_of_ones_is_no_mask_as_in_eager_mode(family: str) -> None:
     assert attention or family != "llama"  # on a CPU dropout is left to others
 
 
+@pytest.mark.fast("llama")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_padding_is_another_step_whatever_came_before(family: str) -> None:
     """The same shapes and dtypes as the batch before: no guard of Dynamo's would see that the data differ."""
@@ -112,6 +115,7 @@ def test_padding_is_another_step_whatever_came_before(family: str) -> None:
     require_alike(planned, built(family), batch_of(family, "ones"))  # fit for the next batch
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", FAMILIES)
 def test_batches_with_and_without_padding_alternate_under_a_plan_for_padding(family: str) -> None:
     """With padding the step is bitwise that of eager mode; without, the explicit mask stays, and says nothing else."""
@@ -152,6 +156,7 @@ class OwnMask(nn.Module):
         return loss
 
 
+@pytest.mark.fast("beside-none")
 @pytest.mark.parametrize("given", [False, True], ids=["beside-none", "beside-ones"])
 def test_a_mask_of_the_models_own_is_never_taken_for_ones(given: bool) -> None:
     def batch(samples: int, length: int | None) -> Batch:
@@ -207,6 +212,7 @@ def test_packed_rows_are_another_step_and_positions_that_count_up_are_not() -> N
         model(**batch_of("llama"), position_ids=packed)
 
 
+@pytest.mark.exhaustive
 def test_rows_of_one_sequence_under_a_plan_for_packed_rows_are_right_and_said_not_to_be_bitwise() -> None:
     counting = torch.arange(LENGTH).expand(SAMPLES, -1)
 
@@ -230,6 +236,7 @@ def test_rows_of_one_sequence_under_a_plan_for_packed_rows_are_right_and_said_no
 # What planning knows of a mask
 
 
+@pytest.mark.fast("written")
 @pytest.mark.parametrize(
     ("make", "ones"),
     [
@@ -317,6 +324,7 @@ def test_a_transformers_whose_mask_functions_are_called_otherwise_is_refused(mon
 # The cache, and what a first forward says
 
 
+@pytest.mark.fast("llama-nodes")
 @pytest.mark.parametrize("kind", ["nodes", "modules"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_planned_training_forward_builds_no_cache(family: str, kind: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import numpy as np
 import pytest
@@ -17,6 +16,8 @@ from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
 from remat.workload.training_loop import TrainingLoop
 from tests import toys as workloads
+from tests.cached import cached
+from tests.examples import examples
 from tests.graphs import TOYS, ToyNode, plans, toy_graph, toys
 from tests.toys import CONVNET, Transformer, every_block
 
@@ -29,14 +30,14 @@ WORKLOADS = {
 }
 
 
-@functools.cache
+@cached
 def recorded(loop: TrainingLoop, optimizer: type[torch.optim.Optimizer] | None = torch.optim.AdamW) -> Memory:
     workload = dataclasses.replace(TRANSFORMER, optimizer=optimizer)
     return Memory(record(FakeStep(workload, device=torch.device("cpu"), loop=loop)))
 
 
 @given(toys(), st.data())
-@settings(max_examples=100)
+@settings(max_examples=examples(30, 100))
 def test_the_parts_add_up_to_what_is_alive_at_every_operator(nodes: list[ToyNode], data: st.DataObject) -> None:
     graph, costs = toy_graph(nodes, fixed_bytes=7)
     regions = data.draw(plans(graph))
@@ -46,6 +47,7 @@ def test_the_parts_add_up_to_what_is_alive_at_every_operator(nodes: list[ToyNode
     assert sum(breakdown.at_peak(memory, regions).values()) == stack.curve.peak_bytes
 
 
+@pytest.mark.fast("transformer-amp")
 @pytest.mark.parametrize("name", sorted(WORKLOADS))
 def test_a_point_of_the_stack_is_the_breakdown_there(name: str) -> None:
     graph = record(FakeStep(WORKLOADS[name], device=torch.device("cpu")))
@@ -96,6 +98,7 @@ def test_clipping_runs_before_the_optimizer() -> None:
     assert clipped.graph.op_count > clipped.graph.backward_end
 
 
+@pytest.mark.fast("AdamW-4")
 @pytest.mark.parametrize(
     ("optimizer", "accumulation"),
     [
@@ -111,7 +114,7 @@ def test_clipping_runs_before_the_optimizer() -> None:
 def test_the_first_step_lacks_the_optimizers_state_until_the_optimizer_makes_it(
     optimizer: type[torch.optim.Optimizer] | None, accumulation: int
 ) -> None:
-    memory = recorded(TrainingLoop(accumulation=accumulation), optimizer)  # type: ignore[arg-type]
+    memory = recorded(TrainingLoop(accumulation=accumulation), optimizer)
     graph = memory.graph
     state = graph.fixed_bytes.get("optimizer state", 0)
     for regions in ((), every_block(graph)):

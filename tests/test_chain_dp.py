@@ -28,12 +28,13 @@ from remat.solvers.chain import Case, Chain
 from remat.solvers.chain_table import Table, admits, choose_grain, regions_of
 from remat.solvers.least_peak import least_peak
 from remat.solvers.reduced_costs import useful_runs
+from tests.examples import examples
 from tests.graphs import chain, every_cut, spaces, toy_graph, toys
 from tests.oracle import Oracle, plans_of
 
 AMPLE = 10**6
 EXACT = Limits(gap=0.0)
-MANY = settings(max_examples=150)
+MANY = settings(max_examples=examples(40, 150))
 TOO_MANY = settings(MANY, max_examples=4000)
 
 
@@ -208,9 +209,10 @@ def test_no_time_still_gives_a_bound() -> None:
     assert found.bound_us >= 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name",
-    ["t5-base", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("gpt2", "bert-large", "llama-1b"))],
+    ["t5-base", "gpt2", "bert-large", "llama-1b"],
 )
 def test_a_plan_of_a_real_model_is_never_below_the_bound_at_its_own_peak(name: str) -> None:
     """Autocast's copies, an encoder's output and a position bias, which toys have not: whatever counts them."""
@@ -232,9 +234,8 @@ def test_a_plan_of_a_real_model_is_never_below_the_bound_at_its_own_peak(name: s
             assert bound == problem.objective_ns(regions_of(tight, legs))
 
 
-@pytest.mark.parametrize(
-    "name", ["vit-l16", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("llama-1b", "swin-base"))]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["vit-l16", "llama-1b", "swin-base"])
 def test_the_chain_proves_what_real_models_need(name: str) -> None:
     """Held weights, skip connections, a peak where the forward ends: no gap is left, and no other solver is asked."""
     place = find_planning_device("h100-80gb")

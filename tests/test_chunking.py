@@ -46,6 +46,8 @@ from remat.validation.sums import NEAR
 from remat.validation.validating import validate
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
+from tests.cached import cached
+from tests.examples import examples
 from tests.toys import CPU, Block
 
 pytestmark = [pytest.mark.usefixtures("fresh_dynamo", "one_thread"), pytest.mark.every_slice]
@@ -180,12 +182,14 @@ def captured(loss: Callable[..., torch.Tensor]) -> fx.GraphModule:
 # Which heads are found
 
 
+@pytest.mark.fast("capped", "ignoring_zero")
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_head_is_found_by_what_its_nodes_do(loss: Callable[..., torch.Tensor]) -> None:
     (head,) = find_heads(captured(loss))
     assert head.logits_bytes == 6 * LENGTH * CLASSES * 4
 
 
+@pytest.mark.fast("smoothed", "mixing_rows", "tripled")
 @pytest.mark.parametrize("loss", NOT_CHUNKED)
 def test_what_has_no_rule_is_left_whole(loss: Callable[..., torch.Tensor]) -> None:
     assert find_heads(captured(loss)) == []
@@ -251,6 +255,7 @@ def in_slices(model: nn.Module, slices: int) -> GraphCalls:
 POLICIES = {"float32": (torch.float32, False), "autocast": (torch.float32, True), "bfloat16": (torch.bfloat16, False)}
 
 
+@pytest.mark.fast("shifted-autocast", "capped-float32", "summed-bfloat16")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_loss_and_gradients_are_the_untouched_ones_but_for_sums(loss: Callable[..., torch.Tensor], policy: str) -> None:
@@ -282,7 +287,7 @@ def distance(found: torch.Tensor, truth: torch.Tensor) -> float:
     return float((found.double() - truth).norm())
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(10, 25))
 @given(
     st.integers(128, 200),
     st.integers(1, 4),
@@ -389,6 +394,7 @@ def test_logits_are_withheld_and_say_so() -> None:
 # What slices take
 
 
+@pytest.mark.fast("language-amp-h100-80gb")
 @pytest.mark.parametrize("target", ["cpu", "a100-80gb", "h100-80gb"])
 @pytest.mark.parametrize("workload", [LANGUAGE, MIXED], ids=lambda workload: workload.name)
 def test_the_evaluator_s_peak_is_the_replay_s(workload: Workload, target: str) -> None:
@@ -447,7 +453,7 @@ def slices_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(variants, "WORTH", 0.0)
 
 
-@functools.cache
+@cached
 def tight(workload: Workload = LANGUAGE) -> tuple[int, int]:
     """(the least that the loss whole needs, what it needs without checkpointing), on an H100."""
     with pytest.raises(Infeasible) as refused:
@@ -477,6 +483,7 @@ def test_where_nothing_is_recomputed_the_loss_is_left_whole() -> None:
     assert chunks_of(made.about) == ()
 
 
+@pytest.mark.exhaustive
 def test_the_price_of_slices_is_told_and_never_above_that_of_the_loss_whole() -> None:
     least, most = tight(LARGER)
     budget = (least + most) // 2
@@ -522,6 +529,7 @@ def planned(workload: Workload) -> Plan:
     return plan_profile(profile, Budget(limit, limit), step=fake)
 
 
+@pytest.mark.fast("language")
 @pytest.mark.parametrize("workload", [LARGER, MIXED.sized(64)], ids=lambda workload: workload.name)
 def test_a_plan_in_slices_validates(workload: Workload) -> None:
     made = planned(workload)
@@ -549,6 +557,7 @@ def test_slices_of_one_size_round_as_all_rows_do_and_are_seen_to() -> None:
     assert round_alike((2048, 256, 32), 2, torch.bfloat16, CPU) in (True, False)
 
 
+@pytest.mark.exhaustive
 def test_wrong_gradients_of_a_chunked_plan_fail_its_validation(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of the rows is made half as large again: everything before the head trains wrongly."""
     made, run = planned(LARGER), ChunkedLoss.run
@@ -579,6 +588,7 @@ def test_wrong_sums_of_a_chunked_plan_fail_its_validation(monkeypatch: pytest.Mo
     assert report.gradients_near["head.weight"] > NEAR
 
 
+@pytest.mark.exhaustive
 def test_a_step_that_reads_logits_is_planned_with_its_loss_whole() -> None:
     def reading(model: nn.Module, given: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         outputs = model(*given)

@@ -27,7 +27,7 @@ from remat.evaluation.plan import Plan
 from remat.planning import planner as planning
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
-from tests.command_line import Remat, line_of
+from tests.command_line import Remat, line_of, once
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -127,6 +127,7 @@ def test_the_least_budget_is_named_and_is_the_least(remat: Remat) -> None:
     assert remat(*stack("--no-advice", budget=f"{int(0.99 * least)}B")).exit_code == 3
 
 
+@pytest.mark.fast("92.5 %step-0.925")
 @pytest.mark.parametrize(("share", "of_the_step"), [("92%step", 0.92), ("92.5 %step", 0.925)])
 def test_a_budget_may_be_a_share_of_the_step(remat: Remat, share: str, of_the_step: float) -> None:
     data = remat(*stack("--json", budget=share)).data
@@ -420,6 +421,7 @@ def test_strategies_are_compared_and_their_plans_saved(remat: Remat) -> None:
     assert remat("show", "plans/stack.sqrt-n.plan.json").exit_code == 0
 
 
+@pytest.mark.fast("60", "80")
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_a_comparison_is_one_line_a_strategy_and_never_cut(
     remat: Remat, monkeypatch: pytest.MonkeyPatch, columns: int
@@ -461,6 +463,7 @@ def test_what_is_measured_is_shown_beside(remat: Remat, monkeypatch: pytest.Monk
     assert ran.exit_code == 4 and "error: none: the measurement contradicts the plan." in ran.stderr
 
 
+@pytest.mark.fast("compare")
 @pytest.mark.parametrize("command", [against(budget="84MiB"), over("--points", "3")], ids=["compare", "sweep"])
 def test_regions_may_be_whole_modules_where_plans_are_compared(remat: Remat, command: list[str]) -> None:
     command = [*command, "--strategies", "every-block,exact"]
@@ -481,7 +484,7 @@ def test_regions_may_be_whole_modules_where_plans_are_compared(remat: Remat, com
 
 def test_a_sweep_is_a_document_a_file_and_a_plot(remat: Remat) -> None:
     pytest.importorskip("matplotlib")
-    ran = remat(*over("--points", "4", "--strategies", "none,exact", "--plot", "c.svg", "--out", "c.json", "--json"))
+    ran = remat(*over("--points", "3", "--strategies", "none,exact", "--plot", "c.svg", "--out", "c.json", "--json"))
     assert ran.exit_code == 0 and left_behind() == {"c.svg", "c.json"}
     data = ran.data
     assert data["paths"] == {"curve": "c.json", "plot": "c.svg"}
@@ -492,6 +495,7 @@ def test_a_sweep_is_a_document_a_file_and_a_plot(remat: Remat) -> None:
     assert remat(*stack(budget=f"{least}B")).exit_code == 0
 
 
+@pytest.mark.fast("80-utf-8")
 @pytest.mark.parametrize(("columns", "encoding"), [(80, "utf-8"), (120, "ascii")])
 def test_a_sweep_is_a_table_and_a_chart(
     remat: Remat, monkeypatch: pytest.MonkeyPatch, columns: int, encoding: str
@@ -528,7 +532,7 @@ def test_a_profile_plans_as_its_model_does_and_remembers_it(remat: Remat) -> Non
 
 
 def test_show_prints_every_region_or_the_file(remat: Remat) -> None:
-    remat(*stack())
+    once(remat, *stack())
     plan = Plan.load("stack.plan.json")
     shown = remat("show", "stack.plan.json")
     assert shown.exit_code == 0
@@ -537,6 +541,7 @@ def test_show_prints_every_region_or_the_file(remat: Remat) -> None:
     assert remat("show", "stack.plan.json", "--json").data == json.loads(Path("stack.plan.json").read_text())
 
 
+@pytest.mark.fast("truncated", "inner-key")
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -547,7 +552,7 @@ def test_show_prints_every_region_or_the_file(remat: Remat) -> None:
     ],
 )
 def test_a_damaged_plan_is_refused(remat: Remat, damage: Callable[[str], str], message: str) -> None:
-    remat(*stack())
+    once(remat, *stack())
     path = Path("stack.plan.json")
     path.write_text(damage(path.read_text()))
     ran = remat("show", "stack.plan.json")
@@ -608,13 +613,13 @@ def test_a_plan_is_proved_on_this_machine(remat: Remat) -> None:
 
 
 def test_a_plan_for_another_model_is_refused(remat: Remat) -> None:
-    remat(*stack())
+    once(remat, *stack())
     ran = remat("validate", "stack.plan.json", "--model", "model.py:other", "--device", "cpu", "--json")
     assert (ran.exit_code, ran.data["exit_code"]) == (6, 6)
 
 
 def test_a_plan_that_names_no_model_asks_for_one(remat: Remat) -> None:
-    remat(*stack())
+    once(remat, *stack())
     plan = Plan.load("stack.plan.json")
     about = {name: value for name, value in plan.about.items() if name != "model_spec"}
     dataclasses.replace(plan, about=about).save("bare.json")
@@ -720,7 +725,7 @@ def test_version_and_help(remat: Remat) -> None:
 
 
 def test_a_closed_pipe_is_no_bug(remat: Remat) -> None:
-    remat(*stack())
+    once(remat, *stack())
     reader, writer = os.pipe()
     os.close(reader)  # as in `remat show ... | head -0`
     command = [sys.executable, "-m", "remat.cli.main", "show", str(Path("stack.plan.json").absolute())]

@@ -33,6 +33,7 @@ from tests.toys import (
     CPU,
     Transformer,
     every_block,
+    graph_of,
     plan_by_hand,
     recorded,
 )
@@ -52,7 +53,7 @@ COMPILER = shutil.which("g++") or shutil.which("clang++")
 
 @pytest.fixture(scope="module")
 def graphs() -> dict[str, Graph]:
-    return {name: recorded(workload)[1] for name, workload in WORKLOADS.items()}
+    return {name: graph_of(workload) for name, workload in WORKLOADS.items()}
 
 
 @pytest.fixture
@@ -84,6 +85,7 @@ def compiled(model: nn.Module) -> Any:
 # What is computed
 
 
+@pytest.mark.fast("convnet-half-saved")
 @pytest.mark.parametrize(
     ("name", "choice"),
     [
@@ -109,6 +111,7 @@ def test_gradients_and_module_state_are_bitwise_those_of_the_untouched_model(
     assert counts_of(model).regions == 2 * len(regions)
 
 
+@pytest.mark.fast("products-saved")
 # A block has the products qkv, out, up and down; the operator that makes a dropout's mask takes down's output.
 @pytest.mark.parametrize(
     ("choice", "products", "gelus"),
@@ -146,6 +149,7 @@ def larger() -> tuple[FakeStep, Graph]:
     return recorded(LARGER)
 
 
+@pytest.mark.exhaustive
 def test_the_peak_is_the_one_replayed_under_aot_eager(larger: tuple[FakeStep, Graph]) -> None:
     fake, graph = larger
     plan = plan_by_hand(graph, every_block(graph))
@@ -246,7 +250,7 @@ BREAKING = Workload(
 @pytest.fixture
 def broken() -> tuple[Plan, int]:
     """A plan whose first two calls have different regions, and the third none."""
-    graph = recorded(BREAKING)[1]
+    graph = graph_of(BREAKING)
     assert len(graph.fingerprints) == 3
     assert graph.fingerprints[0] == graph.fingerprints[1]
     return plan_by_hand(graph, (Region(0, 3), Region(3, 6, saved=(3,)))), 2

@@ -19,7 +19,7 @@ from remat.execution.modules.replay import replay_modules
 from remat.recording.fake_step import FakeStep
 from tests.distributed_steps import SCENARIOS, WIDE, WIDE_BF16, Found, run
 from tests.test_modules import plan_of
-from tests.toys import every_block, plan_by_hand, recorded
+from tests.toys import every_block, graph_of, plan_by_hand, recorded
 
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("this torch has no gloo", allow_module_level=True)
@@ -36,7 +36,7 @@ def step() -> Iterator[FakeStep]:
 
 @pytest.fixture(scope="module")
 def plans() -> dict[str, Plan]:
-    graph, graph_bf16 = recorded(WIDE)[1], recorded(WIDE_BF16)[1]
+    graph, graph_bf16 = graph_of(WIDE), graph_of(WIDE_BF16)
     return {
         "nodes": plan_by_hand(graph, every_block(graph)),
         "modules": plan_of(graph),
@@ -44,11 +44,19 @@ def plans() -> dict[str, Plan]:
     }
 
 
+FAST = {"refused", "ddp nodes", "fsdp2 modules"}
+
+
 @pytest.fixture(scope="module")
-def found(plans: dict[str, Plan], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank found, by scenario."""
+def found(
+    plans: dict[str, Plan], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> list[dict[str, Any]]:
+    """What each rank found, by scenario; all of them where exhaustive tests are to be run."""
     folder = tmp_path_factory.mktemp("two_ranks")
-    torch.multiprocessing.spawn(run, args=(str(folder), plans), nprocs=len(RANKS))
+    here = [item for item in request.session.items if item.path == request.path]
+    every = any(item.get_closest_marker("exhaustive") for item in here)
+    names = {*SCENARIOS, "refused", "late", "accelerate"} if every else FAST
+    torch.multiprocessing.spawn(run, args=(str(folder), plans, names), nprocs=len(RANKS))
     return [torch.load(Path(folder) / f"found_{rank}.pt", weights_only=False) for rank in RANKS]
 
 
@@ -63,6 +71,7 @@ def predicted(plans: dict[str, Plan], step: FakeStep) -> dict[str, int]:
     return {kind: int(peak) - fixed for kind, peak in peaks.items()}
 
 
+@pytest.mark.fast("ddp nodes-0", "ddp nodes-1", "fsdp2 modules-0")
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_losses_and_gradients_are_bitwise_those_without_a_plan(scenario: str, rank: int, found: Any) -> None:
@@ -72,6 +81,7 @@ def test_losses_and_gradients_are_bitwise_those_without_a_plan(scenario: str, ra
     assert all(torch.equal(a, b) for a, b in zip(planned.gradients, untouched.gradients, strict=True))
 
 
+@pytest.mark.fast("ddp nodes", "fsdp2 modules")
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_the_plan_runs_on_both_ranks(scenario: str, found: Any) -> None:
     for rank in RANKS:
@@ -85,6 +95,7 @@ def test_the_ranks_reduced_their_gradients(found: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(left.gradients, right.gradients, strict=True))
 
 
+@pytest.mark.fast("ddp nodes")
 @pytest.mark.parametrize("scenario", ["ddp nodes", "ddp nodes small buckets", "ddp modules"])
 def test_under_ddp_the_peak_is_the_predicted_one_above_the_buckets(scenario: str, found: Any, predicted: Any) -> None:
     """DDP's buckets, as large as all gradients, are there before the step; above them nothing is added."""
@@ -94,6 +105,7 @@ def test_under_ddp_the_peak_is_the_predicted_one_above_the_buckets(scenario: str
         assert planned.peak_bytes == pytest.approx(predicted[SCENARIOS[scenario][0]], abs=64)
 
 
+@pytest.mark.exhaustive
 def test_with_gradients_as_views_of_the_buckets_the_peak_is_lower(found: Any, predicted: Any) -> None:
     for rank in RANKS:
         assert found[rank]["ddp modules bucket views"][1].peak_bytes < predicted["modules"]
@@ -108,6 +120,7 @@ def test_under_fully_shard_the_plan_saves_what_it_says(rank: int, found: Any, pr
     assert untouched.peak_bytes - planned.peak_bytes >= predicted["nothing"] - predicted["modules"] - layer
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("rank", RANKS)
 def test_a_model_that_accelerate_shards_trains_with_its_plan_of_modules(rank: int, found: Any) -> None:
     untouched, planned = found[rank]["accelerate"]
@@ -119,6 +132,7 @@ def test_a_model_that_accelerate_shards_trains_with_its_plan_of_modules(rank: in
     assert all(torch.equal(a, b) for a, b in zip(planned.gradients, untouched.gradients, strict=True))
 
 
+@pytest.mark.exhaustive
 def test_a_plan_may_be_applied_after_sharding(found: Any) -> None:
     for rank in RANKS:
         late: Found = found[rank]["late"]

@@ -24,12 +24,13 @@ from remat.planning.estimate import estimate
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.timeline import POINTS, Timeline, save_snapshot, timeline
 from remat.workload.training_loop import TrainingLoop
+from tests.cached import cached
 from tests.toys import TRANSFORMER, Transformer, every_block
 
 WIDE = dataclasses.replace(TRANSFORMER, build=functools.partial(Transformer, layers=3, width=64), seq_len=32)
 
 
-@functools.cache
+@cached
 def profiled(accumulation: int = 1, batch_size: int = 4) -> Profile:
     place = find_planning_device("h100-80gb")
     return profile_step(fake_step(WIDE.sized(batch_size), place, loop=TrainingLoop(accumulation=accumulation)), place)
@@ -115,7 +116,7 @@ def test_local_variables_of_untraced_code_are_in_the_eager_peak() -> None:
 # Timelines
 
 
-@functools.cache
+@cached
 def drawn(planned: bool = True) -> Timeline:
     profile = profiled()
     return timeline(profile, every_block(profile.graph) if planned else (), budget_bytes=1 << 22)
@@ -170,6 +171,7 @@ def test_the_snapshot_replays_to_the_predicted_peak(tmp_path: Path) -> None:
 # Levers
 
 
+@pytest.mark.exhaustive
 def test_levers_are_what_recording_again_finds() -> None:
     place = find_planning_device("h100-80gb")
     profile = profiled()
@@ -183,6 +185,7 @@ def test_levers_are_what_recording_again_finds() -> None:
     assert any("zero3" in lever.what for lever in found)
 
 
+@pytest.mark.exhaustive
 def test_a_loss_in_slices_is_no_lever_where_it_runs_in_slices() -> None:
     place, profile = find_planning_device("h100-80gb"), profiled()
     cut = dataclasses.replace(profile.graph.nodes[-1], op="chunked_loss(4)")

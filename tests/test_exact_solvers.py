@@ -31,6 +31,7 @@ from remat.solvers import chain_dp, cp_sat, exact, milp, program
 from remat.solvers.least_peak import least_peak
 from remat.solvers.program import Constraint, Outcome, Program
 from remat.streams import stdout_to_stderr
+from tests.examples import examples
 from tests.graphs import ToyNode, chain, every_cut, spaces, toy_graph, toys
 from tests.oracle import Oracle, every_plan, is_kept
 
@@ -47,8 +48,8 @@ SOLVERS = {**PROVERS, "chain-dp": chain_dp.solve}  # a bound always, but not alw
 
 EXACT = Limits(gap=0.0, workers=1, time_s=20)
 AMPLE = 10**6
-MANY = settings(max_examples=50)
-SOME = settings(max_examples=12)
+MANY = settings(max_examples=examples(15, 50))
+SOME = settings(max_examples=examples(5, 12))
 
 every_solver = pytest.mark.parametrize("solver", SOLVERS)
 every_prover = pytest.mark.parametrize("solver", PROVERS)
@@ -177,7 +178,8 @@ def test_the_least_peak_is_exact_or_said_to_be_at_most(problem: Problem) -> None
     assert (found.peak_bytes == least) or not found.proved
 
 
-@pytest.mark.parametrize("name", ["t5-base", pytest.param("qwen3-moe", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["t5-base", "qwen3-moe"])
 def test_a_real_model_fits_its_least_peak_and_not_a_byte_less(name: str) -> None:
     """One whose storages cross the chain, and one whose least peak no layer boundary gives."""
     found = profile(TEST_SIZES[name](), target="h100-80gb")
@@ -278,6 +280,7 @@ def test_a_budget_below_the_optimizers_peak_is_refused(solver: str) -> None:
     assert solve(solver, problem, 500).status == "optimal"
 
 
+@pytest.mark.exhaustive
 def test_no_bound_exceeds_another_solvers_plan_on_a_real_model() -> None:
     """A convolutional network, which no toy resembles: half way from the least peak to no checkpointing."""
     found = profile(TEST_SIZES["resnet50"](), target="h100-80gb")
@@ -493,7 +496,7 @@ def holds(constraint: Constraint, values: Sequence[int], *, relaxed: bool) -> bo
 
 @pytest.mark.parametrize("least_peak", [False, True])
 @given(problem=problems(), percent=st.integers(0, 100), factor=st.sampled_from([1, 10**8 + 7]))
-@settings(max_examples=60)
+@settings(max_examples=examples(20, 60))
 def test_every_plan_within_the_budget_keeps_every_row(
     least_peak: bool, problem: Problem, percent: int, factor: int
 ) -> None:

@@ -30,6 +30,7 @@ from remat.recording.recorder import record
 from remat.units import GIB
 from remat.workload.target import TARGETS
 from remat.workload.workload import Workload
+from tests.cached import cached
 from tests.graphs import ToyNode, toy_graph
 
 GB = 10**9
@@ -62,7 +63,7 @@ def test_a_matrix_products_output_is_batch_by_rows_by_columns() -> None:
 # Boundaries of blocks
 
 
-@functools.cache
+@cached
 def boundary_bytes(width: int, tokens: int, heads: int = 8, seq: int = 1000) -> int:
     """What the second of two checkpointed blocks keeps through the forward, on fakes in bf16."""
     workload = gpt2.workload(
@@ -138,6 +139,7 @@ def interior_bytes(b: int, s: int, h: int, a: int, fused: bool) -> int:
     return kept(second) - kept((0, 0))
 
 
+@pytest.mark.fast("2-512-2048-16")
 @pytest.mark.parametrize(("b", "s", "h", "a"), [(4, 2048, 4096, 32), (1, 1024, 1024, 16), (2, 512, 2048, 16)])
 def test_the_interior_of_a_block_is_34_and_5_bytes(b: int, s: int, h: int, a: int) -> None:
     """s b h (34 + 5 a s / h) bytes; the tensors of a few bytes a token (statistics) are beyond the formula."""
@@ -159,6 +161,7 @@ def test_selective_recomputation_of_attention_frees_70_percent_of_a_block_of_gpt
     assert 1 - without / whole == pytest.approx(80 / (34 + 80), abs=0.02)
 
 
+@pytest.mark.exhaustive
 def test_interiors_are_linear_in_the_batch_and_quadratic_in_the_sequence_unless_fused() -> None:
     two, four, eight = (interior_bytes(b, 512, 1024, 16, False) for b in (2, 4, 8))
     assert eight - four == 2 * (four - two)

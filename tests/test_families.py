@@ -16,11 +16,13 @@ pytest.importorskip("transformers")
 architectures: Any = importlib.import_module("benchmarks.architectures")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name",
     [
         "OPTForCausalLM",
-        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("AlbertForMaskedLM", "DistilBertForMaskedLM")),
+        "AlbertForMaskedLM",
+        "DistilBertForMaskedLM",
     ],
 )
 @pytest.mark.filterwarnings("ignore")  # the library's own

@@ -28,16 +28,17 @@ from remat.recording.recorder import record
 from remat.units import GIB
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
+from tests.cached import cached
 from tests.toys import CONVNET, TRANSFORMER, Transformer, every_block
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 TARGET = "h100-80gb"
-WIDE = dataclasses.replace(TRANSFORMER, build=functools.partial(Transformer, layers=3, width=64), seq_len=32)
+WIDE = dataclasses.replace(TRANSFORMER, build=functools.partial(Transformer, layers=2, width=64), seq_len=32)
 LIMITS = Limits(time_s=20)
 
 
-@functools.cache
+@cached
 def at(batch_size: int, model: str = "transformer", accumulation: int = 1) -> Graph:
     workload, place = {"transformer": WIDE, "convnet": CONVNET}[model].sized(batch_size), find_planning_device(TARGET)
     step = fake_step(workload, place, loop=TrainingLoop(accumulation=accumulation))
@@ -82,6 +83,7 @@ def beside_states(graph: Graph, share: float) -> int:
 # Sizes from two records
 
 
+@pytest.mark.fast("transformer-True-sizes1")
 @pytest.mark.parametrize(
     ("model", "accumulates", "sizes"),
     [
@@ -162,12 +164,13 @@ def test_samples_of_llama_8b_beside_its_states_on_80_gib(ranks: int, samples: in
 # The answer
 
 
-@functools.cache
+@cached
 def fitted(budget_share: float = 0.4, global_batch: int = 24) -> Fit:
     budget = beside_states(at(global_batch), budget_share)
     return fit(WIDE, find_planning_device(TARGET), Budget(budget, budget), global_batch, limits=LIMITS)
 
 
+@pytest.mark.fast("0.4")
 @pytest.mark.parametrize("share", [0.15, 0.4, 0.8, 1.5])
 def test_the_joint_optimum_is_never_slower_than_a_rung_of_the_ladder(share: float) -> None:
     found = fitted(share)
@@ -219,6 +222,7 @@ def test_the_guess_is_what_fits_as_it_is() -> None:
     assert guess == 13 and most > budget
 
 
+@pytest.mark.exhaustive
 def test_one_more_sample_than_the_largest_batch_does_not_fit() -> None:
     budget = beside_states(at(16), 0.5)
     plan = largest_batch(WIDE, find_planning_device(TARGET), Budget(budget, budget), limits=LIMITS)
@@ -231,6 +235,7 @@ def test_one_more_sample_than_the_largest_batch_does_not_fit() -> None:
         look.plan(Window(found + 1, found + 1))
 
 
+@pytest.mark.exhaustive
 def test_a_longer_sequence_than_the_longest_does_not_fit() -> None:
     budget = beside_states(at(4), 0.85)
     plan = longest_sequence(WIDE.sized(4), find_planning_device(TARGET), Budget(budget, budget), limits=LIMITS)
@@ -251,6 +256,7 @@ def test_where_not_one_sample_fits_the_least_budget_is_named() -> None:
     assert refused.value.minimum_budget_bytes
 
 
+@pytest.mark.exhaustive
 def test_sharing_states_makes_room_for_a_larger_micro_batch() -> None:
     budget = int(1.2 * Memory(at(1)).peak_without_checkpointing)
     alone, shared = search(budget), search(budget, loop=TrainingLoop(ranks=8, shard="zero3"))

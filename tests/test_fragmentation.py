@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import numpy as np
 import pytest
@@ -30,12 +29,13 @@ from remat.units import GIB, MIB
 from remat.validation.validating import _simulated
 from remat.workload.target import Target
 from remat.workload.training_loop import TrainingLoop
+from tests.cached import cached
 
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
 H100 = find_planning_device("h100-80gb")
 
 
-@functools.cache
+@cached
 def profile_of(name: str, loop: TrainingLoop | None = None) -> Profile:
     return profile_step(fake_step(TEST_SIZES[name](), H100, loop=loop), H100)
 
@@ -77,6 +77,7 @@ def test_what_is_fixed_beyond_the_parameters_is_one_block_more() -> None:
     assert list(before_first_step(graph)) == [MIB, 2 * MIB, MIB, MIB]
 
 
+@pytest.mark.fast("None")
 @pytest.mark.parametrize("loop", [None, TrainingLoop(accumulation=2), TrainingLoop(ranks=4, shard="zero3")], ids=str)
 def test_what_is_fed_is_what_is_fixed(loop: TrainingLoop | None) -> None:
     graph = profile_of("gpt2", loop).graph
@@ -101,6 +102,7 @@ def test_parameters_are_read_back_from_a_file() -> None:
 # What comes out
 
 
+@pytest.mark.fast("gpt2-default")
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
@@ -221,6 +223,7 @@ def enlarged(profile: Profile, times: int) -> Profile:
     return dataclasses.replace(profile, graph=larger)
 
 
+@pytest.mark.fast("0.85")
 @pytest.mark.parametrize("share", [0.97, 0.85, 0.7])
 def test_a_plan_for_a_card_reserves_no_more_than_it_has(share: float) -> None:
     """Requested bytes that fit are not enough: the first plan reserves too much, one that requests less does not."""

@@ -22,7 +22,7 @@ from remat.validation.training import Training
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 from tests.test_modules import plan_of
-from tests.toys import TRANSFORMER, TRANSFORMER_BF16, Transformer, every_block, plan_by_hand, recorded, tokens
+from tests.toys import TRANSFORMER, TRANSFORMER_BF16, Transformer, every_block, graph_of, plan_by_hand, tokens
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 pytestmark = [
@@ -47,6 +47,7 @@ def costs_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("costs"))
 
 
+@pytest.mark.fast("lightning_trainer-lightning")
 @pytest.mark.parametrize(
     ("name", "package"),
     [
@@ -76,7 +77,7 @@ def test_an_example_trains_alike_in_less_memory(
 
 @pytest.fixture(scope="module")
 def plans() -> dict[str, Plan]:
-    graph, graph_bf16 = recorded(TRANSFORMER)[1], recorded(TRANSFORMER_BF16)[1]
+    graph, graph_bf16 = graph_of(TRANSFORMER), graph_of(TRANSFORMER_BF16)
     return {
         "nodes": plan_by_hand(graph, every_block(graph)),
         "modules": plan_of(graph),
@@ -162,7 +163,7 @@ NAMED = Workload("named", Named, tokens, lambda m, b: m(ids=b[0], labels=b[1])["
 
 @pytest.fixture(scope="module")
 def named_plan() -> Plan:
-    graph = recorded(NAMED)[1]
+    graph = graph_of(NAMED)
     return plan_by_hand(graph, every_block(graph))
 
 
@@ -200,11 +201,12 @@ def test_another_precision_of_the_trainer_is_refused(tmp_path: Path, named_plan:
         trainer(tmp_path, named_plan, bf16=True)
 
 
+@pytest.mark.exhaustive
 def test_a_model_made_anew_gets_its_plan_or_may_bring_it(tmp_path: Path, named_plan: Plan) -> None:
     made = trainer(tmp_path, named_plan, model_init=Named)
     made.train()
     assert counts_of(made.model).regions == 2 * 4
-    graph = recorded(Workload(**{**vars(NAMED), "name": "named-bf16", "autocast": torch.bfloat16}))[1]
+    graph = graph_of(Workload(**{**vars(NAMED), "name": "named-bf16", "autocast": torch.bfloat16}))
     mixed = plan_by_hand(graph, every_block(graph))
     for model_init in (Named, lambda: apply(Named(), mixed)):
         made = trainer(tmp_path, mixed, model_init=model_init, bf16=True)
@@ -215,7 +217,7 @@ def test_a_model_made_anew_gets_its_plan_or_may_bring_it(tmp_path: Path, named_p
 @pytest.fixture(scope="module")
 def by_name() -> Plan:
     """A plan for what `--model gpt2` names, at a small size."""
-    graph = recorded(small_gpt2())[1]
+    graph = graph_of(small_gpt2())
     return plan_by_hand(graph, every_block(graph))
 
 
@@ -225,6 +227,7 @@ def small_gpt2() -> Workload:
     return made.with_dtype("amp")
 
 
+@pytest.mark.fast("True")
 @pytest.mark.parametrize("mask", [False, True])
 def test_a_plan_by_name_is_for_the_step_of_the_trainer_as_it_stands(tmp_path: Path, by_name: Plan, mask: bool) -> None:
     """The Trainer turns the cache off, counts labels for the loss, and clips; collators add a mask of ones."""

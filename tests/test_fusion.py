@@ -46,6 +46,7 @@ from remat.validation.groups import far_from
 from remat.validation.validating import validate
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
+from tests.examples import examples
 from tests.fuzzing import verdicts
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD
 from tests.toys import every_block, nested, pairs_of_segments, plan_by_hand
@@ -315,6 +316,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.fast("gelu", "loss", "two results", "expanded")
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_fused_graph_computes_what_it_did_in_float64(name: str) -> None:
     function = FUNCTIONS[name]
@@ -360,7 +362,7 @@ def test_second_derivatives_are_refused_by_name() -> None:
 
 
 @given(rows=st.integers(1, 700), width=st.integers(1, 5), split=st.booleans())
-@settings(max_examples=40)
+@settings(max_examples=examples(15, 40))
 def test_sums_in_stages_are_the_same_sums(rows: int, width: int, split: bool) -> None:
     shape = (rows, 2, width) if split else (rows, width)
     dims = [0, 1] if split else [0]
@@ -378,6 +380,7 @@ def test_sums_in_stages_are_the_same_sums(rows: int, width: int, split: bool) ->
 # What it takes
 
 
+@pytest.mark.fast("h100-80gb")
 @pytest.mark.parametrize("target", ["cpu", "a100-80gb", "h100-80gb"])
 def test_the_evaluator_s_peak_is_the_replay_s(target: str) -> None:
     place = find_planning_device(target)
@@ -404,9 +407,10 @@ def recorded_here(fake: FakeStep) -> Profile:
     return Profile(graph, roofline_costs(graph, target), target)
 
 
+@pytest.mark.exhaustive
 @given(number=st.integers(0, 10**9))
 @settings(
-    max_examples=5,
+    max_examples=examples(2, 5),
     phases=(Phase.explicit, Phase.generate),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
@@ -440,6 +444,7 @@ def test_a_fused_plan_is_faster_than_the_untouched_step_and_says_so() -> None:
     assert "the step as it is (--exact)" in text
 
 
+@pytest.mark.fast("options0-exclude each other", "options2-states are sharded")
 @pytest.mark.parametrize(
     ("options", "what"),
     [
@@ -536,6 +541,7 @@ def test_compiled_groups_keep_the_predicted_peak_and_are_as_near_to_float64(auto
         assert report.measured["peak_bytes"] == pytest.approx(peak, rel=0.0005)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("slices", [1, 2])
 def test_a_head_in_slices_is_fused_too_and_held_to_float64(slices: int) -> None:
     load = workload(autocast=torch.bfloat16)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
+from tests.examples import examples
 from tests.fuzzing import CPU, verdicts
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD
 from tests.random_models import recipe, workload_of
@@ -48,7 +49,7 @@ def test_what_was_planned_before_in_a_process_changes_nothing() -> None:
 
 @given(number=st.integers(0, 10**9))
 @settings(
-    max_examples=8,
+    max_examples=examples(3, 8),
     phases=(Phase.explicit, Phase.generate),  # a smaller number is no smaller model
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )

@@ -23,6 +23,7 @@ from remat.execution.compiled.compiling import AOT_EAGER, INDUCTOR
 from remat.recording.fake_step import FakeStep
 from remat.recording.tracker import Tracker
 from remat.workload.workload import Workload
+from tests.cached import cached
 from tests.test_applying import batch_of, built, gradients, loss_of
 from tests.toys import CHOICES, CPU, every_block, plan_by_hand, recorded
 
@@ -93,6 +94,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     yield found
 
 
+@cached
 def planned(workload: Workload, choose: Callable[[Graph], object] = every_block) -> tuple[FakeStep, Plan]:
     fake, graph = recorded(workload)
     return fake, plan_by_hand(graph, choose(graph))  # type: ignore[arg-type]
@@ -113,6 +115,7 @@ def test_regions_need_less_under_inductor_too_and_inductor_less_than_aot_eager()
     assert with_regions <= peak(fake, plan, AOT_EAGER)
 
 
+@pytest.mark.exhaustive
 def test_a_replay_is_the_same_the_second_time() -> None:
     fake, plan = planned(HALVES, CHOICES["half-saved"])
     first = replay_compiled.replay_compiled(fake, plan.regions, compiler=INDUCTOR)
@@ -140,6 +143,7 @@ def test_no_kernel_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     peak(fake, plan)
 
 
+@pytest.mark.exhaustive
 def test_a_graph_input_is_not_saved_twice(monkeypatch: pytest.MonkeyPatch, seen: Seen) -> None:
     fake, plan = planned(dataclasses.replace(STEM, autocast=torch.bfloat16))
     ours = peak(fake, plan)
@@ -149,6 +153,7 @@ def test_a_graph_input_is_not_saved_twice(monkeypatch: pytest.MonkeyPatch, seen:
     assert made(seen[-1], IMAGES) == 1
 
 
+@pytest.mark.exhaustive
 def test_the_gradient_of_max_pooling_needs_no_indices(monkeypatch: pytest.MonkeyPatch, seen: Seen) -> None:
     fake, plan = planned(STEM)
     with torch._inductor.config.patch({"cpp.threads": 2}):  # one thread adds in place, and needs no indices either

@@ -26,6 +26,7 @@ from remat.planning.profiling import fake_step, profile_step
 from remat.solvers import chen_greedy, greedy, heuristic, save_matmuls
 from remat.workload.target import TARGETS
 from tests import toys as small
+from tests.examples import examples
 from tests.graphs import (
     BATCH_NORM,
     DYNAMO_LOOKS_AT_GRAD,
@@ -43,7 +44,7 @@ from tests.oracle import Oracle
 pytestmark = pytest.mark.filterwarnings(DYNAMO_LOOKS_AT_GRAD)
 
 AMPLE = 1 << 62
-MANY = settings(max_examples=40)
+MANY = settings(max_examples=examples(15, 40))
 
 RECORDED = ("in-place", "transformer", "broken", "frozen", "batch-norm", "toy-transformer-amp", "toy-convnet")
 MODELS = ("gpt2",)
@@ -115,6 +116,7 @@ def assert_kept(problem: Problem, solution: Solution) -> None:
         assert peak(problem, solution.regions) > problem.budget_bytes
 
 
+@pytest.mark.fast("batch-norm", "toy-convnet", "transformer")
 @pytest.mark.parametrize("name", [*RECORDED, *MODELS])
 def test_every_strategy_proposes_plans_of_the_space(name: str) -> None:
     problem = recorded_problem(name)
@@ -211,6 +213,7 @@ def layer_regions(problem: Problem) -> tuple[Region, ...]:
     return tuple(Region(first, end) for first, end in blocks(problem.graph))
 
 
+@pytest.mark.fast("toy-convnet")
 @pytest.mark.parametrize("name", ["gpt2", "toy-convnet"])
 def test_every_block_makes_each_layer_a_region(name: str) -> None:
     problem = recorded_problem(name)
@@ -242,6 +245,7 @@ def test_no_region_spans_two_graphs() -> None:
         assert [(calls[region.first], calls[region.end - 1]) for region in regions] == [(0, 0), (1, 1)]
 
 
+@pytest.mark.fast("1", "5", "12")
 @pytest.mark.parametrize("n", range(1, 13))
 def test_every_n_knows_both_groupings(n: int) -> None:
     """At the budget that a grouping needs, nothing slower than it is chosen."""
@@ -255,6 +259,7 @@ def test_every_n_knows_both_groupings(n: int) -> None:
         assert solution.objective_us * NS <= problem.objective_ns(regions)
 
 
+@pytest.mark.fast("toy-transformer-amp")
 @pytest.mark.parametrize("name", ["gpt2", "toy-transformer-amp"])
 def test_first_k_recomputes_as_few_first_layers_as_fit(name: str) -> None:
     problem = recorded_problem(name)
@@ -341,6 +346,7 @@ def products(problem: Problem, region: Region) -> list[int]:
 SAVING = ["gpt2", "toy-convnet", "toy-transformer-amp"]
 
 
+@pytest.mark.fast("toy-transformer-amp")
 @pytest.mark.parametrize("name", SAVING)
 def test_save_matmuls_recomputes_no_matmul(name: str) -> None:
     problem = recorded_problem(name)
@@ -348,6 +354,7 @@ def test_save_matmuls_recomputes_no_matmul(name: str) -> None:
     assert recomputed_kinds(problem, with_policy(problem, 1)) == []
 
 
+@pytest.mark.fast("toy-transformer-amp")
 @pytest.mark.parametrize("name", SAVING)
 def test_every_second_product_of_a_layer_is_recomputed(name: str) -> None:
     problem = recorded_problem(name)
@@ -357,6 +364,7 @@ def test_every_second_product_of_a_layer_is_recomputed(name: str) -> None:
     assert not any("attention" in kind for kind in recomputed_kinds(problem, with_policy(problem, 2)))
 
 
+@pytest.mark.exhaustive
 def test_gpt2_saves_attention_and_its_products_by_name() -> None:
     problem = recorded_problem("gpt2")
     ops = [[problem.graph.nodes[v].op for v in with_policy(problem, every)[0].saved] for every in (1, 2)]
@@ -429,6 +437,7 @@ def test_ways_on_the_hull_free_ever_less_per_microsecond(increments: list[tuple[
             assert way.freed_bytes <= reach + 1e-9
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_is_no_slower_than_whole_layers(name: str) -> None:
     problem = recorded_problem(name)

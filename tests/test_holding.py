@@ -44,6 +44,7 @@ from remat.units import gib
 from remat.validation.training import Training, undisturbed
 from remat.validation.validating import validate
 from remat.workload.training_loop import Holds, TrainingLoop
+from tests.cached import cached
 from tests.command_line import Remat
 from tests.toys import CHOICES, CPU, TRANSFORMER, VOCAB, Choose, Transformer
 
@@ -78,7 +79,7 @@ PAIR = dataclasses.replace(
 )
 
 
-@functools.cache
+@cached
 def profiled(holds: Holds, accumulation: int = 1, clip: bool = False) -> tuple[Profile, FakeStep]:
     place, loop = find_planning_device("cpu"), TrainingLoop(accumulation=accumulation, clip_grad_norm=clip, holds=holds)
     step = fake_step(PAIR, place, loop=loop)
@@ -89,7 +90,7 @@ def graph_of(holds: Holds, accumulation: int = 1) -> Graph:
     return profiled(holds, accumulation)[0].graph
 
 
-@functools.cache
+@cached
 def planned(holds: Holds, accumulation: int = 1, clip: bool = False, execution: str = "eager") -> Plan:
     """At four fifths of what the loop takes that holds nothing, and room for the batch that is fetched ahead."""
     graph, (profile, step) = graph_of("loss", accumulation), profiled(holds, accumulation, clip)
@@ -177,6 +178,7 @@ def test_where_it_does_not_it_is_told_so_at_its_second_forward(micro_steps: int)
 # Records, replays and measurements
 
 
+@pytest.mark.fast("half-saved", "nested-with-rest")
 @pytest.mark.parametrize("choose", CHOICES.values(), ids=CHOICES)
 def test_the_evaluator_equals_the_replay(choose: Choose) -> None:
     assert_replayed(choose, accumulation=1)
@@ -220,14 +222,16 @@ def test_the_loop_without_a_plan_takes_what_is_predicted(accumulation: int) -> N
     assert updated <= measured <= predicted <= 1.001 * measured
 
 
-@pytest.mark.parametrize("execution", ["eager", pytest.param("modules", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("execution", ["eager", "modules"])
 def test_a_plan_for_it_validates(execution: str) -> None:
     plan = planned("outputs", execution=execution)
     assert plan.regions and plan.about["holds"] == "outputs"
-    report = validate(PAIR, plan, device="cpu")
+    report = validate(PAIR, plan, device="cpu", repeats=1)
     assert report.passed and 0 <= plan.predicted["peak_bytes"] - report.measured["peak_bytes"] <= 1024
 
 
+@pytest.mark.exhaustive
 def test_compiled_it_holds_them_too() -> None:
     peaks = [int(replay_compiled(profiled(holds)[1], ()).max()) for holds in ("loss", "outputs")]
     assert LOGITS <= peaks[1] - peaks[0] <= 2 * LOGITS + 8
@@ -245,6 +249,7 @@ def test_files_and_pictures_tell_of_it(tmp_path: Path) -> None:
     assert peak == Memory(profile.graph).curve(()).peak_bytes
 
 
+@pytest.mark.exhaustive
 def test_at_any_batch_size_it_is_what_a_record_finds() -> None:
     place = find_planning_device("h100-80gb")
     sizes = MicroBatches(PAIR, place, Budget(1, 1), TrainingLoop(holds="outputs"), Limits(), lambda what: None)
@@ -311,6 +316,7 @@ def _leaves(outputs: Any) -> list[tuple[str, torch.Tensor]]:
     return list(_named(outputs))
 
 
+@pytest.mark.fast("namedtuple", "nested")
 @pytest.mark.parametrize("name", WRAPS)
 def test_held_outputs_are_named(name: str) -> None:
     wrap, said = WRAPS[name]
@@ -364,6 +370,7 @@ def an_evaluation_in_between(model: Any) -> None:
         del kept
 
 
+@pytest.mark.fast("the_loss_is_held", "an_evaluation_in_between")
 @pytest.mark.parametrize("trains", [nothing_held, the_loss_is_held, let_go_before_the_next, an_evaluation_in_between])
 def test_nobody_is_warned_who_holds_nothing_that_matters(trains: Callable[[Any], None]) -> None:
     trains(wrapped(lambda logits, loss: (logits, loss)))

@@ -101,7 +101,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(toys.VOCAB, WIDTH)
-        self.layers = nn.ModuleList(self.layer() for _ in range(4))
+        self.layers = nn.ModuleList(self.layer() for _ in range(2))
         self.head = nn.Linear(WIDTH, toys.VOCAB)
 
     def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -193,6 +193,7 @@ CHOICES: dict[str, Choose] = {
 CASES = [*((here, "half-saved") for here in list(SPELLED)[1:-1]), *(("all", choice) for choice in CHOICES)]
 
 
+@pytest.mark.fast("all-nested", "summed-loss-half-saved")
 @pytest.mark.parametrize(("here", "choice"), CASES)
 def test_a_plan_applies_to_a_model_that_is_spelled_in_another_way(here: str, choice: str) -> None:
     graph = spelled("as-it-is")[1]
@@ -204,6 +205,7 @@ def test_a_plan_applies_to_a_model_that_is_spelled_in_another_way(here: str, cho
     assert counts_of(model).regions == len(plan.regions) > 0
 
 
+@pytest.mark.fast("all-half-saved", "other-table-half-saved")
 @pytest.mark.parametrize(("here", "choice"), CASES)
 def test_a_moved_plan_takes_the_bytes_that_it_promised(here: str, choice: str) -> None:
     """The evaluator and the executor agree on the moved regions, and the peak is that of the plan.
@@ -219,6 +221,7 @@ def test_a_moved_plan_takes_the_bytes_that_it_promised(here: str, choice: str) -
     assert replay(step, to_refs(graph, moved)).max() + graph.unseen_bytes == Memory(graph).curve(moved).peak_bytes
 
 
+@pytest.mark.fast("all")
 @pytest.mark.parametrize("there", ["other-views", "all"])
 def test_a_plan_made_for_another_spelling_comes_back(there: str) -> None:
     planned, here = spelled(there)[1], spelled("as-it-is")[1]
@@ -282,6 +285,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.fast("dropout", "unreduced")
 @pytest.mark.parametrize("other", OTHERS)
 def test_a_graph_that_costs_something_else_is_refused_where_it_begins_to_differ(other: str) -> None:
     build, text = OTHERS[other]
@@ -352,7 +356,7 @@ class Stacked(nn.Module):
 
 @pytest.mark.parametrize(
     "kind",
-    [kind if kind in ("attention", "lstm") else pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ONE_NODE],
+    [kind if kind == "attention" else pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ONE_NODE],
 )
 def test_a_dropout_inside_of_one_node_may_be_turned_off_and_not_on(kind: str) -> None:
     def workload(rate: float) -> Workload:
@@ -383,11 +387,11 @@ def test_copies_that_were_not_planned_are_counted() -> None:
     """A copy is no anchor, since at other strides it is a view; what it takes is compared all the same."""
     graph = spelled("as-it-is")[1]
     plan = plan_by_hand(graph, half_saved(graph))
-    copied = 4 * 4 * 4 * toys.LENGTH * WIDTH * 4  # q, k, v and what attention makes of them, 4 layers, 4 samples, fp32
+    copied = 4 * 2 * 4 * toys.LENGTH * WIDTH * 4  # q, k, v and what attention makes of them, 2 layers, 4 samples, fp32
     roomy = dataclasses.replace(plan, budget_bytes=plan.budget_bytes + copied)
     trained(apply(model_of(MoreCopies)().train(), roomy, on_larger="refuse"))
     with pytest.raises(
-        PlanMismatch, match=r"makes up to 32\.00 KiB more than when planned \(contiguous in layers\.0\)"
+        PlanMismatch, match=r"makes up to 16\.00 KiB more than when planned \(contiguous in layers\.0\)"
     ):
         trained(apply(model_of(MoreCopies)().train(), plan))
     nearly = dataclasses.replace(plan, predicted={**plan.predicted, "peak_bytes": 1000 * copied}, budget_bytes=0)
@@ -405,6 +409,7 @@ def other_sizes(workload: Workload) -> list[Identity]:
     return [record(FakeStep(workload.sized(batch_size=size), device=CPU)).identities[0] for size in (1, 2)]
 
 
+@pytest.mark.fast("tied", "in-place")
 @pytest.mark.parametrize("name", ["chain", "residual", "skip", "tied", "transformer", "in-place"])
 def test_identity_does_not_depend_on_the_batch(name: str) -> None:
     planned = recorded_toy(TOYS[name]).graph.identities[0]
@@ -413,6 +418,7 @@ def test_identity_does_not_depend_on_the_batch(name: str) -> None:
         assert isinstance(fit, Fit) and fit.is_exact and fit.more_bytes == 0
 
 
+@pytest.mark.fast("broken", "batch-norm", "in-place", "transformer")
 @pytest.mark.parametrize("name", [*TOYS, BATCH_NORM.name])
 def test_what_a_captured_graph_says_of_its_nodes_is_what_the_record_saw(name: str) -> None:
     assert_as_recorded(recorded_toy(TOYS.get(name, BATCH_NORM)).graph)
@@ -498,7 +504,7 @@ def test_identities_are_lines_of_the_plan_file(name: str) -> None:
 
 @pytest.mark.parametrize("lines", [["* linear - 3"], ["? linear - 3 0 m"], ["* linear x 3 0 m"]])
 def test_lines_that_are_no_nodes_are_refused(tmp_path: Path, lines: list[str]) -> None:
-    plan = plan_for(TRANSFORMER).to_json()
+    plan = plan_by_hand(toys.graph_of(TRANSFORMER), ()).to_json()
     (tmp_path / "plan.json").write_text(json.dumps({**plan, "identities": {"calls": [0], "graphs": [lines]}}))
     with pytest.raises(UsageError, match="is not a complete plan file"):
         Plan.load(tmp_path / "plan.json")
@@ -547,7 +553,7 @@ def float_workload(build: Callable[[], nn.Module]) -> Workload:
 
 
 def test_a_border_does_not_fall_into_a_context() -> None:
-    graph = toys.recorded(float_workload(lambda: Bracketed(False)))[1]
+    graph = toys.graph_of(float_workload(lambda: Bracketed(False)))
     plan = plan_by_hand(graph, [Region(0, 3), Region(4, 7)])  # before and behind the table of the first layer
     model = Bracketed(True).train()
     found = captured(model, torch.randn(4, WIDTH))
@@ -588,7 +594,7 @@ class Normed(nn.Module):
 
 
 def test_nodes_that_draw_or_count_are_found_in_the_graph_at_hand() -> None:
-    graph = toys.recorded(float_workload(lambda: Normed(False)))[1]
+    graph = toys.graph_of(float_workload(lambda: Normed(False)))
     plan = plan_by_hand(graph, [Region(0, len(graph.call_nodes[0]) - 1)])
     untouched, model = twins(lambda: Normed(True))
     apply(model, plan)
@@ -616,7 +622,7 @@ def test_what_is_known_to_differ_is_named() -> None:
         "batch": {"ids": "int32 4x8", "attention_mask": "int64 4x8"},
     }
     model = apply(model_of(Unfused)().train(), dataclasses.replace(plan, about=about))
-    model.get_submodule("layers.2.norm").eval()
+    model.get_submodule("layers.1.norm").eval()
     with pytest.raises(PlanMismatch) as refused:
         trained(model)
     text = str(refused.value)
@@ -624,7 +630,7 @@ def test_what_is_known_to_differ_is_named() -> None:
         "labels is given, and was not when planned",
         "attention_mask is not given, and was when planned",
         "ids is int64 4x8, planned int32 4x8",
-        "evaluation mode on layers.2.norm, not when planned",
+        "evaluation mode on layers.1.norm, not when planned",
         f"torch {torch.__version__}, planned 2.0.0",
     ):
         assert part in text
@@ -650,6 +656,7 @@ def test_fields_of_a_configuration_are_named() -> None:
 # Plan files of earlier versions
 
 
+@pytest.mark.fast("1", "4")
 @pytest.mark.parametrize("version", [1, 2, 3, 4])
 def test_plan_files_of_every_version_apply(version: int) -> None:
     plan = Plan.load(GOLDEN / f"toy-transformer.v{version}.plan.json")
@@ -660,7 +667,7 @@ def test_plan_files_of_every_version_apply(version: int) -> None:
     found = [trained(each) for each in (untouched, model)]
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert counts_of(model).regions == len(plan.regions) == 4
-    graph = recorded(TRANSFORMER)[1]
+    graph = toys.graph_of(TRANSFORMER)
     assert regions_in(plan, graph) == tuple(half_saved(graph))
 
 

@@ -21,6 +21,7 @@ from remat.models import bert, gpt2, qwen3_moe, resnet, t5
 from remat.planning.profiling import fake_step, profile_step
 from remat.workload.target import TARGETS
 from remat.workload.workload import Workload
+from tests.examples import examples
 from tests.graphs import TOYS, ToyNode, chain, every_cut, recorded, toy_graph, toys
 
 AMPLE = 10**12
@@ -46,9 +47,10 @@ def assert_shared_shapes_are_right(graph: Graph, costs: Costs, space: Space, *, 
     assert wrong == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name",
-    [name if name in ("t5", "qwen3-moe") else pytest.param(name, marks=pytest.mark.exhaustive) for name in MODELS],
+    MODELS,
 )
 def test_runs_of_real_models(name: str) -> None:
     place = find_planning_device("h100-80gb")
@@ -77,14 +79,14 @@ def repeated(pattern: list[ToyNode], times: int) -> list[ToyNode]:
 
 
 @given(toys(most=4), st.integers(3, 6), st.sampled_from((1, 2)))
-@settings(max_examples=80)
+@settings(max_examples=examples(25, 80))
 def test_runs_of_repeated_toys(pattern: list[ToyNode], times: int, depth: int) -> None:
     graph, costs = toy_graph(repeated(pattern, times), fixed_bytes=5)
     assert_shared_shapes_are_right(graph, costs, every_cut(graph, depth=depth))
 
 
 @given(toys(most=7), st.sampled_from((1, 2)))
-@settings(max_examples=40)
+@settings(max_examples=examples(15, 40))
 def test_runs_of_toys(nodes: list[ToyNode], depth: int) -> None:
     graph, costs = toy_graph(nodes)
     assert_shared_shapes_are_right(graph, costs, every_cut(graph, depth=depth))

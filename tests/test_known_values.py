@@ -17,7 +17,7 @@ from remat.execution.apply import apply, counts_of
 from remat.recording.known_values import KnownValues
 from remat.validation.validating import validate
 from remat.workload.workload import Workload
-from tests.toys import CPU, every_block, plan_by_hand, recorded
+from tests.toys import CPU, every_block, graph_of, plan_by_hand, recorded
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
 
@@ -100,7 +100,7 @@ def test_a_stand_in_for_a_function_is_followed_as_the_function() -> None:
         def batch(samples: int, length: int | None) -> torch.Tensor:
             return torch.randn(samples, 4)
 
-        return recorded(Workload("", lambda: Model(4, 4), batch, lambda model, x: model(x).sum(), 2))[1].fingerprints
+        return graph_of(Workload("", lambda: Model(4, 4), batch, lambda model, x: model(x).sum(), 2)).fingerprints
 
     assert fingerprints(other) == fingerprints(torch.sin) != fingerprints(torch.cos)
 
@@ -150,7 +150,7 @@ WORKLOAD = Workload("images", Images, images, loss, 4)
 
 
 def test_a_model_whose_shapes_depend_on_its_batch_trains_alike_under_a_plan() -> None:
-    graph = recorded(WORKLOAD)[1]
+    graph = graph_of(WORKLOAD)
     assert len(graph.fingerprints) > 1
     plan = plan_by_hand(graph, every_block(graph))
     torch.manual_seed(0)
@@ -168,8 +168,9 @@ def test_a_model_whose_shapes_depend_on_its_batch_trains_alike_under_a_plan() ->
     assert counts_of(model).regions == 2 * len(plan.regions) > 0
 
 
+@pytest.mark.exhaustive
 def test_the_plan_of_such_a_model_validates() -> None:
-    graph = recorded(WORKLOAD)[1]
+    graph = graph_of(WORKLOAD)
     assert validate(WORKLOAD, plan_by_hand(graph, every_block(graph)), device=CPU).passed
 
 

@@ -46,6 +46,7 @@ from tests.toys import (
     ConvNet,
     Transformer,
     every_block,
+    graph_of,
     plan_by_hand,
     recorded,
 )
@@ -308,24 +309,24 @@ class Counting(nn.Module):
 
 def test_what_runs_twice_or_must_happen_once_is_no_region() -> None:
     shared = Workload("shared", Shared, lambda n, _: torch.randn(n, 4), lambda m, x: m(x), batch_size=2)
-    space = find_module_space(recorded(shared)[1])
+    space = find_module_space(graph_of(shared))
     assert [path for _, _, path in space.modules or ()] == ["once"]
 
 
 def test_a_module_that_no_path_leads_to_is_no_region() -> None:
     listed = Workload("listed", Listed, lambda n, _: torch.randn(n, 4), lambda m, x: m(x), batch_size=2)
-    space = find_module_space(recorded(listed)[1])
+    space = find_module_space(graph_of(listed))
     assert [path for _, _, path in space.modules or ()] == ["first"]
 
 
 def test_a_profile_that_names_no_modules_is_refused() -> None:
-    graph = dataclasses.replace(recorded(CONVNET)[1], about={})
+    graph = dataclasses.replace(graph_of(CONVNET), about={})
     with pytest.raises(UsageError, match="make it again with `remat profile`"):
         find_module_space(graph)
 
 
 def test_modules_within_modules_are_all_candidates() -> None:
-    graph = recorded(CONVNET)[1]
+    graph = graph_of(CONVNET)
     paths = [path for _, _, path in find_module_space(graph).modules or ()]
     assert paths == ["layers.0", "layers.1", "layers.2"]  # convolutions and normalisations are single operators
     profile = Profile(graph, roofline_costs(graph, TARGETS["h100-80gb"]), TARGETS["h100-80gb"])
@@ -336,11 +337,12 @@ def test_modules_within_modules_are_all_candidates() -> None:
 # Evaluator, replay, measurement
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "target"),
     [
         ("gpt2", "h100-80gb"),
-        *(pytest.param(name, "cpu", marks=pytest.mark.exhaustive) for name in ("gpt2", "resnet50")),
+        *((name, "cpu") for name in ("gpt2", "resnet50")),
     ],
 )
 def test_evaluator_and_untraced_replay_need_the_same_memory(name: str, target: str) -> None:
@@ -421,8 +423,9 @@ def test_what_local_variables_hold_is_in_the_prediction() -> None:
     assert plan.regions and plan.predicted["peak_bytes"] <= tight
 
 
+@pytest.mark.exhaustive
 def test_a_plan_of_modules_passes_its_validation() -> None:
-    plan = dataclasses.replace(plan_of(recorded(CONVNET)[1]), target="elsewhere")  # so it is predicted anew
+    plan = dataclasses.replace(plan_of(graph_of(CONVNET)), target="elsewhere")  # so it is predicted anew
     report = validate(CONVNET, plan, device="cpu", repeats=1)
     assert report.passed, str(report)
     assert report.recomputed_nodes["observed"]

@@ -38,7 +38,7 @@ from remat.formulation.problem import Problem
 from remat.formulation.search_space import find_space
 from remat.formulation.solution import Limits
 from remat.host.copies import Copies, InstantCopies
-from remat.models import TEST_SIZES
+from remat.models import TEST_SIZES, gpt2
 from remat.offloading.link import Link
 from remat.offloading.refs import from_offload_refs, require_kept, to_offload_refs
 from remat.offloading.relief import Relief
@@ -55,27 +55,29 @@ from remat.solvers.least_peak import least_peak
 from remat.validation.validating import validate
 from remat.workload.target import TARGETS
 from remat.workload.workload import Workload
+from tests.cached import cached
+from tests.examples import examples
 from tests.fuzzing import verdicts
 from tests.graphs import spaces, toy_graph, toys
 from tests.offloads import FAULTS, Fault, LateCopies, random_offloads
 from tests.oracle import every_plan
-from tests.toys import CHOICES, TRANSFORMER, WORKLOADS, plan_by_hand, recorded, tokens
+from tests.toys import CHOICES, SHORT, WORKLOADS, plan_by_hand, recorded, tokens
 from tests.toys import every_block as every_block_of
 from tests.toys import step as step_of
 
 AMPLE = 1 << 50
 
 
-@functools.cache
+@cached
 def toy(name: str = "transformer") -> tuple[FakeStep, Graph]:
-    return recorded(WORKLOADS[name])
+    return recorded({**WORKLOADS, "short": SHORT}[name])
 
 
 @functools.cache
 def profiled() -> tuple[FakeStep, Profile]:
-    """The toy transformer, for a GPU elsewhere."""
+    """A toy transformer of two layers, for a GPU elsewhere."""
     place = PlanningDevice(TARGETS["h100-80gb"], None)
-    step = fake_step(TRANSFORMER, place)
+    step = fake_step(SHORT, place)
     return step, profile_step(step, place)
 
 
@@ -93,6 +95,7 @@ def link_that_carries(graph: Graph, share: float) -> Link:
 # Memory
 
 
+@pytest.mark.fast("transformer-nested-with-rest", "convnet-nothing")
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_the_replay_of_any_offloads_is_what_the_evaluator_says_at_every_operator(workload: str, choice: str) -> None:
@@ -167,14 +170,14 @@ def trained(model: nn.Module, step: Callable[[nn.Module], None]) -> list[torch.T
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-def offloading_all(copies: Copies | None = None, regions: int = 2) -> tuple[nn.Module, nn.Module, Plan]:
+def offloading_all(copies: Copies | None = None) -> tuple[nn.Module, nn.Module, Plan]:
     """(a model without a plan, its copy under one that offloads all that may be, that plan)"""
-    _, graph = toy()
-    memory, chosen = Memory(graph), tuple(every_block_of(graph)[:regions])
+    _, graph = toy("short")
+    memory, chosen = Memory(graph), tuple(every_block_of(graph)[:1])
     offloads = random_offloads(random.Random(0), Timeline(memory, chosen, priced(graph)), 1.0)
     made = dataclasses.replace(plan_by_hand(graph, chosen), offloads=to_offload_refs(memory, chosen, offloads))
     torch.manual_seed(0)
-    plain = TRANSFORMER.build()
+    plain = SHORT.build()
     planned = apply(copy.deepcopy(plain), made)
     planned_forward(planned).copies = copies
     planned_forward(planned).watch(observe=False)
@@ -296,6 +299,7 @@ TRICKY: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.fast("conjugated-late", "LSTM cell-late", "squashed-at once")
 @pytest.mark.parametrize("copies", [None, LateCopies()], ids=["at once", "late"])
 @pytest.mark.parametrize("name", TRICKY)
 def test_what_a_node_does_to_what_it_saved_arrives_too(name: str, copies: Copies | None) -> None:
@@ -395,6 +399,7 @@ def test_host_memory_is_used_again_when_nothing_of_its_forward_is_left() -> None
     assert copies.taken == 2
 
 
+@pytest.mark.fast("0")
 @pytest.mark.parametrize("number", range(3))
 def test_a_random_model_keeps_its_promises_under_random_offloads(number: int) -> None:
     rows = verdicts(number, 4, copies=LateCopies())
@@ -455,6 +460,7 @@ def posed(graph: Graph, budget_bytes: int, link: Link | None) -> Problem:
     return Problem(graph, roofline_costs(graph, TARGETS["h100-80gb"]), find_space(graph), budget_bytes, link)
 
 
+@pytest.mark.fast("0.2-chain-dp", "0.6-chain-dp")
 @pytest.mark.parametrize("solver", ["chain-dp", "cp-sat", "milp", "exact"])
 @pytest.mark.parametrize("share", [0.2, 0.6])
 def test_no_plan_with_offloads_beats_the_bound(share: float, solver: str) -> None:
@@ -507,7 +513,7 @@ SOLVERS = pytest.mark.parametrize("solver", ["chain-dp", "cp-sat", "milp", "exac
 
 @SOLVERS
 @given(problem=linked_problems(), percent=st.integers(0, 100))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(8, 25), deadline=None)
 def test_no_plan_of_a_space_that_can_be_searched_beats_the_bound(solver: str, problem: Problem, percent: int) -> None:
     """Skip connections, late readers, links that are slow and hosts that are full."""
     assert_no_plan_beats(solver, problem, percent)
@@ -522,10 +528,10 @@ def test_no_plan_of_many_spaces_beats_the_bound(solver: str, problem: Problem, p
 
 
 def test_offloads_never_cost_and_the_bound_of_all_plans_is_lower() -> None:
-    _, graph = toy()
-    budget = Memory(graph).peak_without_regions * 70 // 100
-    alone = load("exact")(posed(graph, budget, None), Limits())
-    linked = load("exact")(posed(graph, budget, link_that_carries(graph, 0.5)), Limits())
+    _, graph = toy("short")
+    budget = Memory(graph).peak_without_regions * 80 // 100
+    alone = load("exact")(posed(graph, budget, None), Limits(time_s=5))
+    linked = load("exact")(posed(graph, budget, link_that_carries(graph, 0.5)), Limits(time_s=5))
     assert linked.objective_us < alone.objective_us
     assert linked.bound_us <= alone.bound_us
 
@@ -552,20 +558,22 @@ def test_relief_ends_with_backward_and_floors_grow_to_it() -> None:
 # Plans
 
 
-def planned_here(share: float, bytes_per_us: float, model: str = "gpt2") -> tuple[FakeStep, Plan]:
+def planned_here(share: float, bytes_per_us: float) -> tuple[FakeStep, Plan]:
+    """For a small GPT-2."""
     place = find_planning_device("cpu")
-    step = fake_step(TEST_SIZES[model](), place)
+    workload = gpt2.workload("gpt2", width=64, layers=2, heads=4, batch_size=8, positions=64, vocab=512)
+    step = fake_step(workload, place)
     profile = profile_step(step, place)
     peak = Memory(profile.graph, profile.costs.workspace_per_op(profile.graph)).peak_without_regions
     budget = parse_budget(int(share * peak), None, AMPLE)
     link = Link(bytes_per_us, AMPLE)
-    return step, plan_profile(profile, budget, step=step, link=link, exact=True, limits=Limits(time_s=15))
+    return step, plan_profile(profile, budget, step=step, link=link, exact=True, limits=Limits(time_s=5))
 
 
 def test_a_plan_with_offloads_is_measured_as_predicted_and_bitwise() -> None:
     step, made = planned_here(0.6, 500.0)
     assert made.offloads and made.predicted["offloaded_bytes"] == made.host_bytes
-    report = validate(step.workload, made)
+    report = validate(step.workload, made, repeats=1)
     assert report.passed and report.gradients_bitwise
     assert set(report.offloads.values()) == {len(made.offloads)}
     assert report.measured["peak_bytes"] <= made.budget_bytes
@@ -606,7 +614,9 @@ def test_a_comparison_shows_what_offloading_by_hand_takes() -> None:
     given = parse_budget(budget, None, AMPLE)
     times = profile.costs.per_op_us(graph)
     link = Link(0.3 * Timeline(Memory(graph), (), times).kept_bytes / float(times[: graph.forward_end].sum()), AMPLE, 0)
-    found = compare(profile, given, step=step, strategies=["every-block", "exact"], exact=True, link=link)
+    found = compare(
+        profile, given, step=step, strategies=["every-block", "exact"], exact=True, link=link, limits=Limits(time_s=2)
+    )
     rows = {row.strategy: row for row in found.rows}
     assert {"exact", KEPT, OFFLOAD_ALL, OFFLOAD_INPUTS, "every-block"} == set(rows)
     best, kept = rows["exact"].step_time_us, rows[KEPT].step_time_us
@@ -617,6 +627,7 @@ def test_a_comparison_shows_what_offloading_by_hand_takes() -> None:
     assert offloads["exact"] and not offloads[KEPT]
 
 
+@pytest.mark.exhaustive
 def test_an_infeasible_budget_names_the_least_with_offloads() -> None:
     step, profile = profiled()
     budget = parse_budget(Memory(profile.graph).graph.fixed_total + 1, None, AMPLE)
@@ -625,7 +636,8 @@ def test_an_infeasible_budget_names_the_least_with_offloads() -> None:
     least = error.value.minimum_budget_bytes
     assert least is not None
     enough = parse_budget(least, None, AMPLE)
-    assert plan_profile(profile, enough, step=step, link=Link(50e3, AMPLE), exact=True).predicted["peak_bytes"] <= least
+    made = plan_profile(profile, enough, step=step, link=Link(50e3, AMPLE), exact=True, limits=Limits(time_s=2))
+    assert made.predicted["peak_bytes"] <= least
 
 
 # Refusals

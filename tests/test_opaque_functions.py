@@ -15,7 +15,7 @@ from remat.costing.device_allocator import measure_peak
 from remat.evaluation.plan import Region
 from remat.execution.apply import apply, counts_of, planned_forward
 from remat.workload.workload import Workload
-from tests.toys import CPU, plan_by_hand, recorded
+from tests.toys import CPU, graph_of, plan_by_hand
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
 
@@ -61,7 +61,7 @@ WORKLOAD = Workload("opaque", Model, batch, lambda model, x: model(x), batch_siz
 
 
 def test_it_is_a_node_of_the_one_graph_under_its_own_name() -> None:
-    graph = recorded(WORKLOAD)[1]
+    graph = graph_of(WORKLOAD)
     assert len(graph.fingerprints) == 1
     assert graph.about["opaque_functions"] == [f"{__name__}:Scaled"]
     assert [node.op for node in graph.nodes].count("Scaled") == 1
@@ -69,7 +69,7 @@ def test_it_is_a_node_of_the_one_graph_under_its_own_name() -> None:
 
 
 def test_in_a_region_it_trains_as_without_a_plan_and_four_lengths_are_two_traces() -> None:
-    graph = recorded(WORKLOAD)[1]
+    graph = graph_of(WORKLOAD)
     plan = plan_by_hand(graph, [Region(1, len(graph.nodes) - 2)])
     torch.manual_seed(0)
     models = [apply(Model(), plan), Model()]
@@ -88,7 +88,7 @@ def test_in_a_region_it_trains_as_without_a_plan_and_four_lengths_are_two_traces
 
 
 def test_its_peak_is_the_predicted_one() -> None:
-    graph = recorded(WORKLOAD)[1]
+    graph = graph_of(WORKLOAD)
     plan = plan_by_hand(graph, [Region(1, len(graph.nodes) - 2)])
     model = apply(Model(), plan)
     x = batch(4, LENGTH)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import subprocess
 import sys
@@ -87,6 +88,27 @@ def test_the_peak_of_a_backward_is_the_sum_of_its_tensors() -> None:
 def test_what_was_alive_before_is_not_counted() -> None:
     before = torch.empty(10_000)
     assert measure_peak(lambda: torch.relu(before[:10]), CPU) == 40
+
+
+def test_garbage_of_an_earlier_observation_is_not_taken_off_the_peak() -> None:
+    """The profiler forgets no block that it saw made: whenever Python collects, the next peak would be lower."""
+
+    def leaves_a_cycle() -> None:
+        cycle: list[Any] = [torch.empty(1000)]
+        cycle.append(cycle)
+
+    def collects() -> None:
+        gc.collect()
+        torch.empty(2000)
+
+    gc.disable()
+    try:
+        measure_peak(leaves_a_cycle, CPU)
+        assert measure_peak(collects, CPU) == 8000
+        measure_peak(leaves_a_cycle, CPU)
+        assert measure_peak(collects, CPU, collect=False) == 8000 - 4000  # and here is why
+    finally:
+        gc.enable()
 
 
 def test_an_error_in_the_function_ends_the_observation() -> None:

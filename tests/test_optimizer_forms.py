@@ -23,7 +23,7 @@ from remat.recording.optimizer_forms import forms_of
 from remat.recording.recorder import record
 from remat.recording.tracker import Tracker
 from remat.workload.optimizers import REFUSED, MakeOptimizer, MasterWeights, optimizers
-from tests.toys import TRANSFORMER
+from tests.toys import SHORT
 
 SHAPES = ((8, 4), (4, 4), (4, 2))  # matrices: Muon takes nothing else
 LOOPS = {"Adafactor", "Muon"}  # torch.optim's documentation: these never default to foreach
@@ -159,7 +159,7 @@ def test_torch_is_as_before_afterwards() -> None:
 
 def optimizer_rise(kernels_of: str, make: MakeOptimizer) -> int:
     """Bytes of the optimizer's own temporaries, at their most."""
-    workload = dataclasses.replace(TRANSFORMER, optimizer=make)
+    workload = dataclasses.replace(SHORT, optimizer=make)
     graph = record(FakeStep(workload, device=torch.device("cpu"), kernels_of=kernels_of))
     curve = Memory(graph).curve(())
     after = curve.alive_bytes[curve.op >= graph.backward_end]
@@ -167,8 +167,8 @@ def optimizer_rise(kernels_of: str, make: MakeOptimizer) -> int:
 
 
 def test_a_step_for_a_gpu_needs_a_copy_of_the_parameters_for_its_optimizer() -> None:
-    parameters = sum(p.nbytes for p in TRANSFORMER.build().parameters())
-    largest = max(p.nbytes for p in TRANSFORMER.build().parameters())
+    parameters = sum(p.nbytes for p in SHORT.build().parameters())
+    largest = max(p.nbytes for p in SHORT.build().parameters())
     asked_for = optimizer_rise("cpu", functools.partial(AdamW, foreach=True))
     assert optimizer_rise("cuda", AdamW) == asked_for >= parameters
     assert optimizer_rise("cuda", functools.partial(AdamW, foreach=False)) < 3 * largest < parameters
@@ -177,7 +177,7 @@ def test_a_step_for_a_gpu_needs_a_copy_of_the_parameters_for_its_optimizer() -> 
 
 def test_a_step_on_a_gpu_runs_the_form_of_a_gpu() -> None:
     """Only what comes after backward: without a CUDA build of torch, autograd cannot run for fakes on a GPU."""
-    step = FakeStep(TRANSFORMER, device=torch.device("cuda"))
+    step = FakeStep(SHORT, device=torch.device("cuda"))
     with step.mode, Tracker() as tracker:
         for parameter in step.model.parameters():
             parameter.grad = torch.empty_like(parameter)
@@ -187,6 +187,6 @@ def test_a_step_on_a_gpu_runs_the_form_of_a_gpu() -> None:
 
 
 def test_a_step_for_a_target_runs_the_form_of_the_target() -> None:
-    graph = record(fake_step(TRANSFORMER, find_planning_device("h100-80gb")))
+    graph = record(fake_step(SHORT, find_planning_device("h100-80gb")))
     after = {graph.kinds[kind].name for kind in graph.op_kind[graph.backward_end :]}
     assert form(after) == "foreach"

@@ -98,9 +98,16 @@ WORKLOADS = {
 }
 
 
+class Recordings(dict[str, tuple[FakeStep, Graph]]):
+    """Of those that are asked for."""
+
+    def __missing__(self, name: str) -> tuple[FakeStep, Graph]:
+        return self.setdefault(name, recorded(WORKLOADS[name]))
+
+
 @pytest.fixture(scope="module")
 def recordings() -> dict[str, tuple[FakeStep, Graph]]:
-    return {name: recorded(found) for name, found in WORKLOADS.items()}
+    return Recordings()
 
 
 CHOICES: dict[str, Callable[[Graph], Plan]] = {
@@ -156,6 +163,7 @@ def alike(left: Any, right: Any, steps: int = 1) -> bool:
 # Training
 
 
+@pytest.mark.fast("llama-half-saved", "llama-layers")
 @pytest.mark.parametrize(
     ("name", "choice"),
     every_pair(
@@ -178,6 +186,7 @@ def test_adapters_train_bitwise_as_without_a_plan_and_the_rest_stays_frozen(
     assert all("lora_" in name for name in trained(model)[1])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "choice"), every_pair(KINDS, [("llama", "half-saved"), ("gpt2", "layers")]))
 def test_the_measured_peak_is_the_replayed_one(name: str, choice: str, recordings: Any) -> None:
     step, graph = recordings[name]
@@ -193,6 +202,7 @@ def test_the_measured_peak_is_the_replayed_one(name: str, choice: str, recording
     assert training.peak_of_update(1) == pytest.approx(replayed, rel=0.005)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("execution", ["eager", "modules"])
 def test_a_plan_that_is_solved_for_keeps_its_budget(execution: str, recordings: Any) -> None:
     step, graph = recordings["llama"]
@@ -234,6 +244,7 @@ def test_a_module_before_the_first_adapter_is_not_recomputed(recordings: Any) ->
 # Modules are known by the paths that `named_modules` gives
 
 
+@pytest.mark.fast("llama")
 @pytest.mark.parametrize("family", LAYER)
 def test_layers_behind_a_class_with_attributes_of_its_own_have_their_paths(family: str, recordings: Any) -> None:
     """peft's wrappers hand on what they lack to the model inside, and Dynamo spells the way to their children out."""
@@ -253,6 +264,7 @@ def pair(request: pytest.FixtureRequest, recordings: Any) -> tuple[Any, Any]:
     return untouched, planned
 
 
+@pytest.mark.fast("half-saved-True", "layers-False")
 @pytest.mark.parametrize("gradients_on", [True, False])
 def test_adapters_can_be_turned_off_for_a_while(gradients_on: bool, pair: tuple[Any, Any]) -> None:
     """As for the reference model of preference tuning."""
@@ -265,6 +277,7 @@ def test_adapters_can_be_turned_off_for_a_while(gradients_on: bool, pair: tuple[
     assert alike(*pair)
 
 
+@pytest.mark.fast("half-saved")
 def test_text_is_generated_between_two_steps(pair: tuple[Any, Any]) -> None:
     texts = []
     for model in pair:
@@ -276,6 +289,7 @@ def test_text_is_generated_between_two_steps(pair: tuple[Any, Any]) -> None:
     assert alike(*pair)
 
 
+@pytest.mark.fast("half-saved")
 def test_adapters_are_saved_and_loaded(pair: tuple[Any, Any], tmp_path: Path) -> None:
     untouched, planned = pair
     planned.save_pretrained(tmp_path)
@@ -285,6 +299,7 @@ def test_adapters_are_saved_and_loaded(pair: tuple[Any, Any], tmp_path: Path) ->
     assert alike(loaded, planned)
 
 
+@pytest.mark.fast("layers")
 def test_adapters_are_merged_with_and_without_the_plan_taken_out(pair: tuple[Any, Any], recordings: Any) -> None:
     untouched, planned = (model.merge_and_unload() for model in pair)
     for model in (untouched, planned):
@@ -293,6 +308,7 @@ def test_adapters_are_merged_with_and_without_the_plan_taken_out(pair: tuple[Any
     assert torch.equal(untouched(ids).logits, planned(ids).logits)
 
 
+@pytest.mark.fast("layers")
 def test_a_model_whose_plan_was_removed_has_nothing_left_of_it_when_merged(pair: tuple[Any, Any]) -> None:
     merged = remove(pair[1]).merge_and_unload()
     assert not has_plan(merged)
@@ -302,6 +318,7 @@ def test_a_model_whose_plan_was_removed_has_nothing_left_of_it_when_merged(pair:
 # What does not fit
 
 
+@pytest.mark.fast("layers-adapters first")
 @pytest.mark.parametrize(
     ("choice", "order"),
     [
@@ -322,6 +339,7 @@ def test_a_plan_from_before_there_were_adapters_is_refused_by_name(choice: str, 
         trained(model)
 
 
+@pytest.mark.exhaustive
 def test_what_dynamo_breaks_elsewhere_on_real_tensors_is_refused_by_name() -> None:
     """DoRA asks of what class a weight is."""
     dora = workload("gpt2", layers=1, use_dora=True, target_modules=["c_attn"])
@@ -330,6 +348,7 @@ def test_what_dynamo_breaks_elsewhere_on_real_tensors_is_refused_by_name() -> No
         trained(model)
 
 
+@pytest.mark.exhaustive
 def test_more_layers_that_learn_than_planned_are_told_of(recordings: Any) -> None:
     for choice in KINDS:
         model = apply(built(WORKLOADS["gpt2"]), CHOICES[choice](recordings["gpt2"][1]))
@@ -347,6 +366,7 @@ def checkpointing(model: Any) -> Any:
     return model
 
 
+@pytest.mark.exhaustive
 def test_a_plan_of_nodes_takes_the_place_of_checkpointing_that_it_was_made_with() -> None:
     """peft's hook, which lets the embeddings' output require a gradient, makes several graphs."""
     short = workload("gpt2", layers=1)
@@ -356,6 +376,7 @@ def test_a_plan_of_nodes_takes_the_place_of_checkpointing_that_it_was_made_with(
     assert alike(built(checkpointed), apply(built(checkpointed), plan))
 
 
+@pytest.mark.exhaustive
 def test_checkpointing_that_a_plan_of_nodes_does_not_know_is_refused_by_name() -> None:
     short = workload("gpt2", layers=1)
     model = checkpointing(apply(built(short), CHOICES["half-saved"](recorded(short)[1])))

@@ -26,6 +26,7 @@ from remat.evaluation.plan import (
     write_atomically,
 )
 from remat.workload.target import TARGETS
+from tests.examples import examples
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD, TOYS, plans, recorded
 
 pytestmark = pytest.mark.filterwarnings(DYNAMO_LOOKS_AT_GRAD)
@@ -59,7 +60,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 
 @given(st.data())
-@settings(max_examples=100)
+@settings(max_examples=examples(30, 100))
 def test_regions_are_placed_and_found_again(data: st.DataObject) -> None:
     graph = recorded(TOYS[data.draw(st.sampled_from(("residual", "broken", "multi-output")))]).graph
     regions = data.draw(plans(graph))

@@ -119,6 +119,7 @@ def test_a_step_that_fits_compiled_needs_no_regions(larger: tuple[FakeStep, Prof
     assert made.regions == () and made.solver["objective_us"] == 0
 
 
+@pytest.mark.exhaustive
 def test_a_budget_that_no_replay_keeps_is_refused_with_what_is_needed(larger: tuple[FakeStep, Profile]) -> None:
     with pytest.raises(NoPlanInTime, match=r"as it runs \(execution aot_eager\): .* needs .*A budget of .* will do"):
         planned(*larger, "aot_eager", 0.01)
@@ -168,6 +169,7 @@ def test_a_plan_for_a_compiler_warns_where_it_runs_without(plan: Plan) -> None:
         loss_of(LARGER, run, batch_of(LARGER)).backward()
 
 
+@pytest.mark.exhaustive
 def test_a_plan_for_a_compiler_is_validated_compiled(plan: Plan) -> None:
     report = validate(LARGER, plan, device="cpu", repeats=1)
     assert report.passed, str(report)
@@ -186,6 +188,7 @@ def test_a_plan_for_inductor_is_validated_compiled() -> None:
     assert report.gradients_equal and report.untouched["peak_bytes"] > report.measured["peak_bytes"]
 
 
+@pytest.mark.exhaustive
 def test_strategies_are_compared_and_the_curve_is_traced_as_the_step_runs_compiled(
     plan: Plan, larger: tuple[FakeStep, Profile]
 ) -> None:

@@ -16,12 +16,13 @@ from remat.evaluation.graph import Graph
 from remat.evaluation.plan import Region
 from remat.formulation.problem import Problem
 from remat.formulation.search_space import Segment, Space, find_space
+from tests.examples import examples
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD, TOYS, ToyNode, chain, every_cut, recorded, spaces, toy_graph, toys
 from tests.oracle import chosen_runs, plans_of, value_of
 
 pytestmark = pytest.mark.filterwarnings(DYNAMO_LOOKS_AT_GRAD)
 
-MANY = settings(max_examples=150)
+MANY = settings(max_examples=examples(40, 150))
 FEW = settings(
     max_examples=5,
     phases=(Phase.explicit, Phase.generate),
@@ -126,6 +127,7 @@ def recorded_problem(name: str) -> Problem:
     return Problem(graph, toy_costs(graph), dataclasses.replace(space, saveable=not_caller_held), 10**9)
 
 
+@pytest.mark.fast("autocast", "broken", "reused", "transformer")
 @pytest.mark.parametrize("name", TOYS)
 @given(data=st.data())
 @FEW

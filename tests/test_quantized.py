@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
@@ -12,11 +13,13 @@ from torch import nn
 from remat.capture.beside_parameters import tensors_beside
 from remat.cli.model_spec import ModelSpec
 from remat.errors import UsageError
+from remat.evaluation.graph import Graph
 from remat.execution.apply import apply, counts_of
 from remat.models import qwen3
 from remat.models.adapters import Lora, with_lora
 from remat.models.common import causal_workload
 from remat.models.quantized import quantized
+from remat.recording.fake_step import FakeStep
 from remat.recording.tracker import Tracker
 from remat.workload.workload import Workload
 from tests.toys import every_block, plan_by_hand, recorded
@@ -32,11 +35,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
 ]
 
-SAMPLES, LENGTH = 2, 16
+SAMPLES, LENGTH, LAYERS = 2, 16, 2
 
 
 def workload() -> Workload:
-    shape = {**qwen3.SMALL, "num_hidden_layers": 3, "tie_word_embeddings": True}
+    shape = {**qwen3.SMALL, "num_hidden_layers": LAYERS, "tie_word_embeddings": True}
     made = causal_workload("tiny", "Qwen3", shape, batch_size=SAMPLES, seq_len=LENGTH)
     return with_lora(quantized(made, "nf4"), Lora(4), frozen=None)
 
@@ -64,23 +67,28 @@ def layers(model: nn.Module) -> list[Any]:
 
 def test_what_quantising_would_make_is_known_without_data() -> None:
     bare, real = layers(built("meta")), layers(built("cpu"))
-    assert len(bare) == len(real) == 3 * 7
+    assert len(bare) == len(real) == LAYERS * 7
     for one, other in zip(bare, real, strict=True):
         assert (one.weight.shape, one.weight.dtype) == (other.weight.shape, other.weight.dtype)
         assert described(one.weight.quant_state) == described(other.weight.quant_state)
 
 
+@functools.cache
+def step_and_graph() -> tuple[FakeStep, Graph]:
+    return recorded(workload())
+
+
 def test_scales_are_counted_with_the_parameters() -> None:
-    step, _ = recorded(workload())
+    step, _ = step_and_graph()
     model = built("cpu")
     beside = [tensor for p in model.parameters() for tensor in tensors_beside(p)]
     expected = sum(t.numel() * t.element_size() for t in (*model.parameters(), *beside))
-    assert len(beside) == 3 * 7 * 5  # scales, their table, their mean; the scales' own, and table
+    assert len(beside) == LAYERS * 7 * 5  # scales, their table, their mean; the scales' own, and table
     assert step.fix_state(Tracker())["parameters"] == expected
 
 
 def test_adapters_beside_4_bit_weights_train_alike_under_a_plan() -> None:
-    made, graph = workload(), recorded(workload())[1]
+    made, graph = workload(), step_and_graph()[1]
     assert len(graph.fingerprints) == 1
     plan = plan_by_hand(graph, every_block(graph))
     expected, model = built("cpu"), apply(built("cpu"), plan)

@@ -89,10 +89,10 @@ def small() -> Any:
 
 
 def commands() -> list[str]:
-    """The command lines of all pages, without comments, those in sentences too."""
+    """The command lines of all pages, each once, without comments, those in sentences too."""
     in_blocks = [line for kind, text in BLOCKS if kind == "sh" for line in text.splitlines()]
     lines = [line.split("  #")[0].strip() for line in in_blocks]
-    return [line for line in lines if line] + [code for code in INLINE if WHOLE.match(code)]
+    return list(dict.fromkeys([*filter(None, lines), *(code for code in INLINE if WHOLE.match(code))]))
 
 
 def snippets() -> list[str]:
@@ -146,6 +146,10 @@ def test_what_is_not_run_stands_on_a_page() -> None:
 
 
 SLOW_COMMANDS = {
+    "remat fit --model gpt2 --budget 20GiB --max-batch": "a fit; test_cli_memory.py asks for the largest batch too",
+    "remat compare --model gpt2 --budget 20GiB": "test_cli.py compares",
+    "remat plan --trainer train.py:make_trainer --budget 20GiB": "test_trainers.py plans for a Trainer",
+    "remat sweep --model gpt2 --plot gpt2.html": "another sweep is run, and test_cli.py plots one",
     "remat fit --model gpt2 --budget 20GiB --global-batch 256": "a fit; `--max-batch` is another",
     "remat compare --model gpt2 --budget 20GiB --target h100-80gb --offload activations --exact": "offloads for all",
     "remat estimate --model gpt2 --advice": "records every lever; test_estimating.py",

@@ -110,9 +110,10 @@ def test_the_evaluator_s_peak_is_the_replay_s(model: str, target: str) -> None:
     assert_equal(model, target)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("model", "target", "accumulation"),
-    [("gpt2", "h100-80gb", 4), pytest.param("gpt2", "a100-80gb", 1, marks=pytest.mark.exhaustive)],
+    [("gpt2", "h100-80gb", 4), ("gpt2", "a100-80gb", 1)],
 )
 def test_the_evaluator_s_peak_is_the_replay_s_for_gpt2(model: str, target: str, accumulation: int) -> None:
     graph = assert_equal(model, target, accumulation)
@@ -191,6 +192,7 @@ def test_every_operator_can_be_kept_and_given_back(model: str, target: str) -> N
     assert_kept(model, target)
 
 
+@pytest.mark.fast("h100-80gb-aten._scaled_dot_product_cudnn_attention.default")
 @pytest.mark.parametrize(
     ("target", "attention"),
     [
@@ -209,6 +211,7 @@ def test_attention_is_among_what_is_kept(target: str, attention: str) -> None:
 # In production
 
 
+@pytest.mark.fast("512")
 @pytest.mark.parametrize("more_bytes", [0, 512])
 def test_a_plan_s_peak_is_the_replay_s_and_says_what_the_evaluator_says_else(
     more_bytes: int, monkeypatch: pytest.MonkeyPatch

@@ -35,7 +35,8 @@ from remat.report.scale import Scale, area
 from remat.report.step import BACK, OUT, step_of
 from remat.units import GIB, MIB, gib
 from remat.workload.target import TARGETS
-from tests.command_line import Remat
+from tests.command_line import Remat, once
+from tests.examples import examples
 from tests.graphs import ToyNode, plans, toy_graph, toys
 
 MODEL = ("--model", "model.py:stack", "--target", "h100-80gb")
@@ -56,7 +57,7 @@ def leaves(tree: Branch) -> list[Leaf]:
 
 
 @given(toys(), st.data())
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(deadline=None, derandomize=True, max_examples=examples(20, 60))
 def test_the_decisions_add_up_to_what_the_evaluator_says(nodes: list[ToyNode], data: st.DataObject) -> None:
     profile = profiled(nodes)
     regions = data.draw(plans(profile.graph))
@@ -71,7 +72,7 @@ def test_the_decisions_add_up_to_what_the_evaluator_says(nodes: list[ToyNode], d
 
 
 @given(toys(), st.data())
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(deadline=None, derandomize=True, max_examples=examples(20, 60))
 def test_what_another_decision_costs_is_what_the_evaluator_says_of_that_plan(
     nodes: list[ToyNode], data: st.DataObject
 ) -> None:
@@ -105,7 +106,7 @@ def regions_of(labels: list[int | None], regions: tuple[Region, ...]) -> tuple[R
 
 
 @given(toys(), st.data())
-@settings(deadline=None, derandomize=True, max_examples=100)
+@settings(deadline=None, derandomize=True, max_examples=examples(30, 100))
 def test_moving_a_border_costs_what_the_evaluator_says_of_the_plan_with_that_border(
     nodes: list[ToyNode], data: st.DataObject
 ) -> None:
@@ -141,7 +142,7 @@ def test_moving_a_border_costs_what_the_evaluator_says_of_the_plan_with_that_bor
 
 
 @given(toys(), st.data())
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(deadline=None, derandomize=True, max_examples=examples(20, 60))
 def test_a_border_of_an_inner_region_moves_inside_its_outer_one(nodes: list[ToyNode], data: st.DataObject) -> None:
     profile = profiled(nodes)
     regions = data.draw(plans(profile.graph))
@@ -154,8 +155,8 @@ def test_a_border_of_an_inner_region_moves_inside_its_outer_one(nodes: list[ToyN
 
 
 def test_recomputing_a_segment_costs_what_the_evaluator_says(remat: Remat) -> None:
-    remat(*LOOSER)
-    remat("profile", *MODEL, "--out", "stack.profile.json")
+    once(remat, *LOOSER)
+    once(remat, "profile", *MODEL, "--out", "stack.profile.json")
     material = material_of(Path())
     profile = material.profile
     assert profile is not None
@@ -169,10 +170,11 @@ def test_recomputing_a_segment_costs_what_the_evaluator_says(remat: Remat) -> No
         assert change.more_us == pytest.approx(more_us)
 
 
+@pytest.mark.fast("74MiB")
 @pytest.mark.parametrize("budget", ["71MiB", "74MiB", "76MiB"])
 def test_of_a_plan_that_is_proved_optimal_no_change_within_the_budget_saves_time(remat: Remat, budget: str) -> None:
     remat("plan", *MODEL, "--budget", budget)
-    remat("profile", *MODEL, "--out", "stack.profile.json")
+    once(remat, "profile", *MODEL, "--out", "stack.profile.json")
     material = material_of(Path())
     plan, profile = material.plan, material.profile
     assert plan is not None and profile is not None and plan.solver["status"] == "optimal"
@@ -202,8 +204,8 @@ def offloading(material: Material) -> Material:
 
 
 def test_what_lies_on_the_host_is_a_decision_with_its_bytes_and_its_price(remat: Remat) -> None:
-    remat(*LOOSER)
-    remat("profile", *MODEL, "--out", "stack.profile.json")
+    once(remat, *LOOSER)
+    once(remat, "profile", *MODEL, "--out", "stack.profile.json")
     material = offloading(material_of(Path()))
     profile = material.profile
     assert profile is not None
@@ -222,8 +224,8 @@ def test_what_lies_on_the_host_is_a_decision_with_its_bytes_and_its_price(remat:
 
 
 def test_copies_are_lanes_under_the_step_and_rows_of_a_table(remat: Remat) -> None:
-    remat(*LOOSER)
-    remat("profile", *MODEL, "--out", "stack.profile.json")
+    once(remat, *LOOSER)
+    once(remat, "profile", *MODEL, "--out", "stack.profile.json")
     material = offloading(material_of(Path()))
     step, plain = step_of(material), step_of(dataclasses.replace(material, offloads=()))
     assert step is not None and plain is not None
@@ -250,7 +252,7 @@ def test_copies_are_lanes_under_the_step_and_rows_of_a_table(remat: Remat) -> No
 
 def test_modules_are_sums_of_what_they_hold_and_a_module_of_one_module_stands_with_it(remat: Remat) -> None:
     remat(*PLANNED, "--json")
-    remat("profile", *MODEL, "--out", "stack.profile.json")
+    once(remat, "profile", *MODEL, "--out", "stack.profile.json")
     profile = Profile.load("stack.profile.json")
     tree = tree_of(profile, ())
     names = [part.name for part in tree.parts if isinstance(part, Branch)]
@@ -263,8 +265,8 @@ def test_modules_are_sums_of_what_they_hold_and_a_module_of_one_module_stands_wi
 
 
 def test_the_step_shows_the_peak_and_knows_where_every_node_runs(remat: Remat) -> None:
-    remat(*PLANNED)
-    remat("profile", *MODEL, "--out", "stack.profile.json")
+    once(remat, *PLANNED)
+    once(remat, "profile", *MODEL, "--out", "stack.profile.json")
     material = material_of(Path())
     step = step_of(material)
     assert step is not None and material.plan is not None and material.profile is not None
@@ -308,7 +310,7 @@ def test_the_curve_is_read_between_its_points(budget: int, added: float | None) 
 
 
 def test_proved_points_and_others_look_different(remat: Remat) -> None:
-    remat(*PLANNED)
+    once(remat, *PLANNED)
     found = curve_of(Material(Plan.load("stack.plan.json"), sweep=SWEEP))
     assert [mark.kind for mark in found.marks] == ["curve", "open", "curve", "without", "plan"]
     assert found.path.startswith("M") and found.band.count("Z") == 2
@@ -362,8 +364,8 @@ class Reader(HTMLParser):
 
 
 def test_a_report_is_one_file_that_refers_to_nothing_outside(remat: Remat) -> None:
-    remat(*PLANNED)
-    assert remat("sweep", *MODEL, "--points", "4", "--out", "curve.json").exit_code == 0
+    once(remat, *PLANNED)
+    assert remat("sweep", *MODEL, "--points", "3", "--out", "curve.json").exit_code == 0
     compared = remat("compare", *MODEL, "--budget", "72MiB", "--strategies", "every-block,exact", "--json")
     Path("compared.json").write_text(compared.stdout)
     Path("validated.json").write_text(remat("validate", "stack.plan.json", "--device", "cpu", "--json").stdout)
@@ -392,7 +394,7 @@ def test_a_report_is_one_file_that_refers_to_nothing_outside(remat: Remat) -> No
 
 
 def test_a_profile_alone_is_a_report_of_the_step_as_it_is(remat: Remat) -> None:
-    remat("profile", *MODEL, "--out", "stack.profile.json")
+    once(remat, "profile", *MODEL, "--out", "stack.profile.json")
     data = remat("report", "stack.profile.json", "--json").data
     assert data["sections"] == ["step", "decisions"]
     profile = Profile.load("stack.profile.json")
@@ -401,32 +403,33 @@ def test_a_profile_alone_is_a_report_of_the_step_as_it_is(remat: Remat) -> None:
 
 
 def test_a_plan_and_its_profile_need_no_model(remat: Remat) -> None:
-    remat("profile", *MODEL, "--out", "stack.profile.json")
+    once(remat, "profile", *MODEL, "--out", "stack.profile.json")
     remat("plan", "--profile", "stack.profile.json", "--budget", "72MiB")
     Path("model.py").unlink()
     assert "decisions" in remat("report", "stack.plan.json", "stack.profile.json", "--json").data["sections"]
 
 
 def test_a_plan_that_cannot_say_how_to_build_its_model_has_no_step_and_says_so(remat: Remat) -> None:
-    remat(*PLANNED)
+    once(remat, *PLANNED)
     plan = Plan.load("stack.plan.json")
     dataclasses.replace(plan, about={**plan.about, "model_spec": None}).save("stack.plan.json")
     assert remat("report", "stack.plan.json", "--json").data["sections"] == ["curve", "proof", "next steps"]
     assert "Give the profile" in Path("report.html").read_text()
 
 
+@pytest.mark.exhaustive
 def test_levers_are_listed_where_they_are_asked_for(remat: Remat) -> None:
-    remat(*PLANNED)
+    once(remat, *PLANNED)
     assert remat("report", "stack.plan.json", "--advice").exit_code == 0
     text = html.unescape(Path("report.html").read_text())
     assert "Micro-batch 2048" in text and "remat report --advice" not in text
 
 
 def test_names_are_text_whatever_they_hold(remat: Remat) -> None:
-    remat(*PLANNED)
+    once(remat, *PLANNED)
     plan = Plan.load("stack.plan.json")
     evil = "</script><script>alert(1)</script>"
-    remat("profile", *MODEL, "--out", "stack.profile.json")
+    once(remat, "profile", *MODEL, "--out", "stack.profile.json")
     material = material_of(Path())
     assert material.profile is not None
     nodes = tuple(dataclasses.replace(node, name=evil) for node in material.profile.graph.nodes)
@@ -444,8 +447,8 @@ def test_names_are_text_whatever_they_hold(remat: Remat) -> None:
 def test_a_page_that_grows_too_large_leaves_nodes_out_and_says_so(
     remat: Remat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    remat(*PLANNED)
-    remat("profile", *MODEL, "--out", "stack.profile.json")
+    once(remat, *PLANNED)
+    once(remat, "profile", *MODEL, "--out", "stack.profile.json")
     page = page_of(material_of(Path()))
     assert "data-n=" in rendered(page)
     monkeypatch.setattr(page_module, "MOST_BYTES", 1 << 14)
@@ -465,6 +468,7 @@ def test_documents_are_known_by_what_they_hold() -> None:
             kind_of(other, "x")
 
 
+@pytest.mark.fast("files1-there is no file at none.json", "files5-is of another step than the plan")
 @pytest.mark.parametrize(
     ("files", "message"),
     [
@@ -478,7 +482,7 @@ def test_documents_are_known_by_what_they_hold() -> None:
     ],
 )
 def test_files_that_do_not_belong_together_are_refused(remat: Remat, files: tuple[str, ...], message: str) -> None:
-    remat(*PLANNED)
+    once(remat, *PLANNED)
     plan = Plan.load("stack.plan.json")
     own = {"peak_bytes": plan.without_checkpointing["peak_bytes"], "step_time_us": 1.0}
     curve = {**SWEEP, "model": "stack", "target": "h100-80gb", "without_checkpointing": own}

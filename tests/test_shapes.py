@@ -24,9 +24,9 @@ from tests.toys import (
     TRANSFORMER,
     Transformer,
     every_block,
+    graph_of,
     half_saved,
     plan_by_hand,
-    recorded,
     tokens,
 )
 
@@ -67,7 +67,7 @@ def traces(model: nn.Module) -> int:
 
 @pytest.mark.parametrize("choice", ["half-saved", pytest.param("nested", marks=pytest.mark.exhaustive)])
 def test_thirty_lengths_are_traced_twice_and_train_as_without_a_plan(choice: str) -> None:
-    graph = recorded(LONG)[1]
+    graph = graph_of(LONG)
     untouched, model = built(LONG), apply(built(LONG), plan_by_hand(graph, CHOICES[choice](graph)))
     for length in range(64, 34, -1):
         assert equal(gradients(LONG, model, 4, length), gradients(LONG, untouched, 4, length))
@@ -75,21 +75,23 @@ def test_thirty_lengths_are_traced_twice_and_train_as_without_a_plan(choice: str
     assert counts_of(model).regions == 30 * len(CHOICES[choice](graph))
 
 
+@pytest.mark.exhaustive
 def test_a_smaller_batch_and_a_batch_of_one_are_two_traces_more() -> None:
-    graph = recorded(LONG)[1]
+    graph = graph_of(LONG)
     untouched, model = built(LONG), apply(built(LONG), plan_by_hand(graph, half_saved(graph)))
     for samples, length in [(4, 64), (4, 60), (3, 60), (2, 31), (1, 9), (1, 63), (4, 64)]:
         assert equal(gradients(LONG, model, samples, length), gradients(LONG, untouched, samples, length))
     assert traces(model) == 4
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("resnet50", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["gpt2", "resnet50"])
 def test_kernels_at_a_shape_that_was_not_traced_are_those_of_the_untouched_model(name: str) -> None:
     pytest.importorskip("transformers")
     workload = models.TEST_SIZES[name]().sized(batch_size=4)
     length = workload.seq_len and 32
     workload = workload.sized(seq_len=length)
-    graph = recorded(workload)[1]
+    graph = graph_of(workload)
     untouched, model = built(workload), apply(built(workload), plan_by_hand(graph, half_saved(graph)))
     sizes = [(4, length), (3, length and 24), (2, length and 20)]
     for samples, shorter in sizes:
@@ -106,12 +108,13 @@ def test_kernels_at_a_shape_that_was_not_traced_are_those_of_the_untouched_model
     assert found.found == expected.found
 
 
+@pytest.mark.exhaustive
 def test_a_number_that_changes_from_step_to_step_is_not_traced_anew() -> None:
     """As the count of tokens that a loss is divided by."""
     workload = dataclasses.replace(
         SHORT, build=lambda: Divided(layers=2), step=lambda m, b: m(*b, count=int(b[0].numel()))
     )
-    graph = recorded(workload)[1]
+    graph = graph_of(workload)
     untouched, model = built(workload), apply(built(workload), plan_by_hand(graph, half_saved(graph)))
     for length in (8, 7, 6, 5, 4):
         assert equal(gradients(workload, model, 4, length), gradients(workload, untouched, 4, length))
@@ -130,7 +133,7 @@ WIDE = dataclasses.replace(TRANSFORMER, build=lambda: Transformer(width=64), bat
 
 
 def test_the_planned_shape_has_the_predicted_peak_when_it_was_not_traced_by_itself() -> None:
-    graph = recorded(WIDE)[1]
+    graph = graph_of(WIDE)
     plan = plan_by_hand(graph, half_saved(graph))
     model = apply(built(WIDE), plan)
     for samples, length in [(8, 32), (7, 24), (16, 64)]:
@@ -163,7 +166,7 @@ class Looping(Transformer):
 def two_of(kind: type[Transformer]) -> tuple[Any, Any]:
     """Untouched, and with a plan."""
     workload = dataclasses.replace(LONG, build=lambda: kind(layers=2))
-    graph = recorded(workload)[1]
+    graph = graph_of(workload)
     return built(workload), apply(built(workload), plan_by_hand(graph, every_block(graph)))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import pytest
 import torch
@@ -16,12 +15,13 @@ from remat.formulation.search_space import find_space
 from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
 from remat.workload.training_loop import SHARDS, Shard, TrainingLoop
+from tests.cached import cached
 from tests.toys import TRANSFORMER, every_block
 
 RANKS = 4
 
 
-@functools.cache
+@cached
 def whole(accumulation: int = 1) -> Graph:
     loop = TrainingLoop(accumulation=accumulation)
     return record(FakeStep(TRANSFORMER, device=torch.device("cpu"), loop=loop))

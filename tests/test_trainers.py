@@ -343,6 +343,7 @@ def logged(made: Any, name: str = "loss") -> list[float]:
     return [entry[name] for entry in made.state.log_history if name in entry]
 
 
+@pytest.mark.exhaustive
 def test_a_run_resumes_from_a_checkpoint_of_the_planned_model_or_of_the_plain_one(
     planned: Callable[..., list[Any]], tmp_path: Path, plans: Path
 ) -> None:
@@ -369,6 +370,7 @@ class Generating(transformers.TrainerCallback):  # type: ignore[name-defined]
         model.train()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*eos_token_id.*", "ignore:.*generation flags.*")
 def test_evaluating_and_generating_between_steps_change_nothing(planned: Callable[..., list[Any]]) -> None:
     data = rows(8)
@@ -381,12 +383,14 @@ def test_evaluating_and_generating_between_steps_change_nothing(planned: Callabl
     assert texts[0] == texts[1] and len(texts[1]) == 3
 
 
+@pytest.mark.exhaustive
 def test_a_last_smaller_batch_and_a_last_shorter_accumulation_train_alike(planned: Callable[..., list[Any]]) -> None:
     """11 rows are batches of 4, 4 and 3: one accumulation of two, and one of one."""
     plain, ours = planned(data=rows(11), max_steps=-1, num_train_epochs=2, gradient_accumulation_steps=2)
     assert logged(ours) == logged(plain) and len(logged(ours)) == 4
 
 
+@pytest.mark.exhaustive
 def test_growing_lengths_train_alike_in_few_traces(planned: Callable[..., list[Any]]) -> None:
     data = rows(48, lambda i: 8 + i // 4)
     counters["stats"].clear()
@@ -395,6 +399,7 @@ def test_growing_lengths_train_alike_in_few_traces(planned: Callable[..., list[A
     assert counters["stats"]["unique_graphs"] <= 3  # the planned one, the first, and one for all other lengths
 
 
+@pytest.mark.exhaustive
 def test_a_training_that_was_interrupted_leaves_a_model_to_train_on(
     planned: Callable[..., list[Any]], tmp_path: Path, plans: Path
 ) -> None:

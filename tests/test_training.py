@@ -32,10 +32,10 @@ from tests.toys import (
     TRANSFORMER,
     VOCAB,
     Transformer,
+    graph_of,
     half_saved,
     plan_by_hand,
     plan_for,
-    recorded,
     tokens,
 )
 
@@ -49,7 +49,7 @@ Came = list[Tensor]
 
 @pytest.fixture(scope="module")
 def graph() -> Graph:
-    return recorded(TRANSFORMER)[1]
+    return graph_of(TRANSFORMER)
 
 
 def built(workload: Workload = TRANSFORMER) -> Any:
@@ -306,6 +306,15 @@ CLAIMS = [
 NESTED = [double_backward, some_gradients, two_forwards_then_backward, an_error_in_a_hook_of_backward]
 
 
+@pytest.mark.fast(
+    "a-backward-too-many",
+    "an-error-in-a-hook-of-backward",
+    "freezing-between-steps",
+    "other-parameters",
+    "saves-on-the-host",
+    "two-forwards-then-backward",
+    "training-and-evaluation",
+)
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.__name__.replace("_", "-"))
 def test_comes_out_as_without_a_plan(claim: Callable[[Any], Came], graph: Graph) -> None:
     expected = claim(built())
@@ -375,10 +384,11 @@ def test_an_error_leaves_all_that_the_user_compiled(graph: Graph) -> None:
     assert use() == (compiled, ran) and ran >= 2
 
 
+@pytest.mark.fast("forward_hook", "full_backward_pre_hook")
 @pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
 def test_hooks_of_layers_that_the_plan_was_made_with_run_once_a_step(kind: str) -> None:
     workload = dataclasses.replace(TRANSFORMER, build=lambda: Hooked(kind))
-    found = recorded(workload)[1]
+    found = graph_of(workload)
     untouched, model = built(workload), built(workload)
     apply(model, plan_by_hand(found, tricky_layers.largest(found)))
     for each in (untouched, model):
@@ -460,6 +470,7 @@ class WithAdapters(Transformer):
             layer.qkv, layer.up = Adapted(layer.qkv), Adapted(layer.up)  # type: ignore[arg-type]
 
 
+@pytest.mark.fast("nested")
 @pytest.mark.parametrize("choice", ["every-block", "half-saved", "nested"])
 def test_adapters_on_a_frozen_model_are_trained_as_without_a_plan(choice: str) -> None:
     workload = dataclasses.replace(TRANSFORMER, name="adapted", build=WithAdapters)
@@ -503,7 +514,7 @@ def test_more_parameters_to_train_than_planned_are_told_of() -> None:
 
 def test_dropout_that_was_off_when_planned_is_refused() -> None:
     """There is no room for its mask."""
-    found = recorded(dataclasses.replace(TRANSFORMER, build=lambda: Transformer(dropout=0.0)))[1]
+    found = graph_of(dataclasses.replace(TRANSFORMER, build=lambda: Transformer(dropout=0.0)))
     model = apply(built(), plan_by_hand(found, tricky_layers.largest(found)))
     with pytest.raises(PlanMismatch, match="draws random numbers, and did not when planned"):
         backward(model)

@@ -95,11 +95,23 @@ def assert_trains_alike(workload: Workload) -> None:
         assert alive.max() + graph.unseen_bytes == memory.curve(regions).peak_bytes, choice
 
 
+@pytest.mark.fast(
+    "batch-norm",
+    "checkpointed",
+    "drop-path",
+    "function-of-its-own",
+    "graph-break",
+    "in-place-through-a-view",
+    "lstm",
+    "multi-head-attention",
+    "read-then-written",
+)
 @pytest.mark.parametrize("name", [name for name in TRICKY_LAYERS if name not in REFUSED])
 def test_a_layer_trains_bit_for_bit_as_without_a_plan(name: str) -> None:
     assert_trains_alike(workload_of(name, copies=1))
 
 
+@pytest.mark.fast("bf16-fused-attention", "fp16-batch-norm")
 @pytest.mark.parametrize("name", ["fused-attention", "batch-norm", "drop-path", "relu-in-place", "halves", "brackets"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_and_under_autocast(name: str, dtype: torch.dtype) -> None:

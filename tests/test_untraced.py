@@ -35,6 +35,7 @@ from remat.validation.training import Training, undisturbed
 from remat.validation.validating import validate
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
+from tests.cached import cached
 from tests.toys import CPU, TRANSFORMER, Transformer
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
@@ -67,7 +68,7 @@ def measured(workload: Workload, loop: TrainingLoop, plan: Plan | None = None) -
         return training.measure_steady_step(1, 1)[1]
 
 
-@functools.cache
+@cached
 def profiled(target: str = "cpu", loop: TrainingLoop | None = None) -> tuple[Profile, FakeStep, PlanningDevice]:
     place = find_planning_device(target)
     step = fake_step(TOY, place, loop=loop or TrainingLoop())
@@ -196,6 +197,7 @@ def test_one_ranks_share_takes_as_much_more_as_the_whole() -> None:
         assert more == whole.peak_without_checkpointing - whole.peak_without_regions > 0
 
 
+@pytest.mark.exhaustive
 def test_the_ladder_of_a_fit_is_what_runs_without_a_plan() -> None:
     place = find_planning_device("h100-80gb")
     profile, _, _ = profiled("h100-80gb")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from torch import nn
 
 import remat.validation.validating as validation
 from remat.costing.operator_timing import time_operators
+from remat.costing.planning_device import PlanningDevice
 from remat.errors import PlanMismatch, UsageError, ValidationFailed
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import Graph
 from remat.evaluation.plan import Plan
 from remat.execution.eager.rewrite import RegionTape
+from remat.recording.fake_step import FakeStep
 from remat.validation.kernel_log import MOST_DIFFERENCES, KernelLog, kernel_differences
 from remat.validation.report import Report
 from remat.validation.validating import validate
@@ -31,14 +34,14 @@ from tests.toys import (
     TRANSFORMER_BF16,
     Transformer,
     every_block,
+    graph_of,
     plan_by_hand,
     plan_for,
-    recorded,
 )
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
 
-TRANSFORMER = dataclasses.replace(toys.TRANSFORMER, build=functools.partial(Transformer, layers=2))
+TRANSFORMER = toys.SHORT
 WORKLOADS = {**toys.WORKLOADS, "transformer": TRANSFORMER}
 KEYS = {
     "measured",
@@ -70,21 +73,45 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    be_quick(monkeypatch, cache)
+
+
+def be_quick(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     """Times are not what is tested here: measure costs as fast as may be, apart from the user's cache."""
     fast = functools.partial(time_operators, cache=cache, repeats=3, seconds_per_kind=0.0)
     monkeypatch.setattr(validation, "time_operators", fast)
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
 
 
-@pytest.fixture(scope="module")
-def graphs() -> dict[str, Graph]:
-    return {name: recorded(workload)[1] for name, workload in WORKLOADS.items()}
+@pytest.fixture(scope="module", autouse=True)
+def recorded_once() -> Iterator[None]:
+    """A step is the same under every plan: the validations of this file share its record."""
+    steps: dict[Any, FakeStep] = {}
+    graphs: dict[Any, Graph] = {}
+    make, look = validation.fake_step, validation.record
+
+    def step_of(workload: Workload, place: PlanningDevice, **how: Any) -> FakeStep:
+        key = (workload, repr(place), repr(how))
+        if key not in steps:
+            steps[key] = make(workload, place, **how)
+        return steps[key]
+
+    def graph_of_step(step: FakeStep, **how: Any) -> Graph:
+        key = (step, repr(how))
+        if key not in graphs:
+            graphs[key] = look(step, **how)
+        return graphs[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(validation, "fake_step", step_of)
+        patch.setattr(validation, "record", graph_of_step)
+        yield
 
 
 @pytest.fixture(scope="module")
-def plan(graphs: dict[str, Graph]) -> Plan:
+def plan() -> Plan:
     """Every block of the transformer a region, with a budget that leaves room."""
-    graph = graphs["transformer"]
+    graph = graph_of(TRANSFORMER)
     return plan_by_hand(graph, every_block(graph), budget_bytes=1 << 20)
 
 
@@ -101,6 +128,7 @@ def with_free_bytes(monkeypatch: pytest.MonkeyPatch, free: int, workload: Worklo
 # Good plans
 
 
+@pytest.mark.fast("convnet-nested")
 @pytest.mark.parametrize(
     ("name", "choice"),
     [
@@ -110,8 +138,8 @@ def with_free_bytes(monkeypatch: pytest.MonkeyPatch, free: int, workload: Worklo
         ("convnet", "nested"),
     ],
 )
-def test_a_good_plan_passes(name: str, choice: str, graphs: dict[str, Graph], cache: Path) -> None:
-    graph, workload = graphs[name], WORKLOADS[name]
+def test_a_good_plan_passes(name: str, choice: str, cache: Path) -> None:
+    graph, workload = graph_of(WORKLOADS[name]), WORKLOADS[name]
     costs = time_operators(graph.kinds, CPU, cache=cache, repeats=3, seconds_per_kind=0.0)
     regions = tuple(CHOICES[choice](graph))
     plan = plan_by_hand(graph, regions, costs)
@@ -128,8 +156,31 @@ def test_a_good_plan_passes(name: str, choice: str, graphs: dict[str, Graph], ca
     assert "reserved_bytes" not in report.measured
 
 
-def test_the_json_document_has_these_keys_and_no_others(plan: Plan) -> None:
-    report = on_cpu(TRANSFORMER, plan)
+@pytest.fixture(scope="module")
+def validated(plan: Plan, cache: Path) -> tuple[Report, bool]:
+    """(the report of that plan, whether the caller's random states stayed)"""
+    torch.manual_seed(5)
+    random.seed(5)
+    expected = torch.rand(1), random.random()
+    torch.manual_seed(5)
+    random.seed(5)
+    with pytest.MonkeyPatch.context() as patch:
+        be_quick(patch, cache)
+        found = on_cpu(TRANSFORMER, plan)
+    return found, (torch.rand(1), random.random()) == expected
+
+
+@pytest.fixture
+def report(validated: tuple[Report, bool]) -> Report:
+    return validated[0]
+
+
+def test_the_random_state_of_the_caller_stays(validated: tuple[Report, bool]) -> None:
+    report, stayed = validated
+    assert report.passed and stayed
+
+
+def test_the_json_document_has_these_keys_and_no_others(report: Report) -> None:
     document = report.to_json()
     assert set(document) == KEYS
     assert set(document["measured"]) == set(document["predicted"]) == {"peak_bytes", "step_time_us"}
@@ -138,33 +189,23 @@ def test_the_json_document_has_these_keys_and_no_others(plan: Plan) -> None:
     assert document["device"].startswith("cpu")
 
 
-def test_the_random_state_of_the_caller_stays(plan: Plan) -> None:
-    torch.manual_seed(5)
-    random.seed(5)
-    expected = torch.rand(1), random.random()
-    torch.manual_seed(5)
-    random.seed(5)
-    on_cpu(TRANSFORMER, plan)
-    assert (torch.rand(1), random.random()) == expected
-
-
 def test_a_step_without_an_optimizer(plan: Plan) -> None:
     assert on_cpu(dataclasses.replace(TRANSFORMER, optimizer=None), plan).passed
 
 
-def test_gradients_that_accumulate_are_counted(plan: Plan) -> None:
-    once = on_cpu(TRANSFORMER, plan)
+def test_gradients_that_accumulate_are_counted(plan: Plan, report: Report) -> None:
     several = on_cpu(TRANSFORMER, dataclasses.replace(plan, about={**plan.about, "accumulation": 4}))
     assert several.passed
     parameters = sum(p.numel() * p.element_size() for p in Transformer().parameters())
-    assert once.measured["peak_bytes"] < several.measured["peak_bytes"] <= once.measured["peak_bytes"] + parameters
+    once = report.measured["peak_bytes"]
+    assert once < several.measured["peak_bytes"] <= once + parameters
 
 
 # Bad plans
 
 
-def test_a_peak_above_the_budget_fails(plan: Plan) -> None:
-    measured = on_cpu(TRANSFORMER, plan).measured["peak_bytes"]
+def test_a_peak_above_the_budget_fails(plan: Plan, report: Report) -> None:
+    measured = report.measured["peak_bytes"]
     short = on_cpu(TRANSFORMER, dataclasses.replace(plan, budget_bytes=measured - 1))
     assert (short.within_budget, short.passed) == (False, False)
     assert "EXCEEDED" in str(short)
@@ -239,6 +280,7 @@ def test_a_plan_for_another_dtype_policy_is_refused(plan: Plan) -> None:
 # Other devices and batches
 
 
+@pytest.mark.fast("target")
 @pytest.mark.parametrize("changed", ["target", "batch", "shard"])
 def test_a_plan_made_for_another_step_is_predicted_anew(changed: str, plan: Plan) -> None:
     workload = TRANSFORMER.sized(batch_size=2) if changed == "batch" else TRANSFORMER
@@ -253,13 +295,14 @@ def test_a_plan_made_for_another_step_is_predicted_anew(changed: str, plan: Plan
     assert any("predicted anew" in note for note in report.notes)
 
 
+@pytest.mark.exhaustive
 def test_a_larger_batch_than_planned_is_run_where_it_is_asked_for(plan: Plan) -> None:
     limited = dataclasses.replace(plan, about={**plan.about, "batch_elements": 1})
     assert on_cpu(TRANSFORMER.sized(batch_size=6), limited).batch_size == 6
 
 
 def test_the_batch_is_halved_until_the_planned_step_fits(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = recorded(TRANSFORMER.sized(batch_size=8))[1]
+    graph = graph_of(TRANSFORMER.sized(batch_size=8))
     half = Memory(graph).peak_without_checkpointing  # room for the untouched step at 8, and the planned one at 16
     with_free_bytes(monkeypatch, half, TRANSFORMER)
     report = on_cpu(TRANSFORMER.sized(batch_size=64), plan)
@@ -269,7 +312,7 @@ def test_the_batch_is_halved_until_the_planned_step_fits(plan: Plan, monkeypatch
 
 
 def test_gradients_are_compared_where_the_untouched_step_fits(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = recorded(TRANSFORMER.sized(batch_size=16))[1]
+    graph = graph_of(TRANSFORMER.sized(batch_size=16))
     planned = Memory(graph).curve(every_block(graph)).peak_bytes
     with_free_bytes(monkeypatch, planned, TRANSFORMER)
     report = on_cpu(TRANSFORMER.sized(batch_size=16), plan)
@@ -281,6 +324,7 @@ def test_gradients_are_compared_where_the_untouched_step_fits(plan: Plan, monkey
     assert "does not fit at batch size 16: gradients and kernels are compared at " in report.notes[-1]
 
 
+@pytest.mark.exhaustive
 def test_an_untouched_step_that_runs_out_of_memory_is_compared_at_half(
     plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -348,6 +392,7 @@ def test_a_planned_step_that_runs_out_of_memory_fails(plan: Plan, monkeypatch: p
         on_cpu(TRANSFORMER, plan)
 
 
+@pytest.mark.exhaustive
 def test_a_step_that_takes_too_long_is_run_at_a_smaller_batch(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validation, "BEARABLE_S", 1e-9)
     report = on_cpu(TRANSFORMER, plan)
@@ -428,8 +473,8 @@ def test_a_report_prints_aligned() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_on_a_gpu(name: str, graphs: dict[str, Graph]) -> None:
-    plan = plan_by_hand(graphs[name], every_block(graphs[name]))
+def test_on_a_gpu(name: str) -> None:
+    plan = plan_by_hand(graph_of(WORKLOADS[name]), every_block(graph_of(WORKLOADS[name])))
     report = validate(WORKLOADS[name], plan, device="cuda")
     assert report.loss_equal and report.gradients_equal and report.kernels_equal, report
     assert report.recomputed_nodes["planned"] == report.recomputed_nodes["observed"]

@@ -23,6 +23,7 @@ from remat.units import GIB, KIB, MIB
 from remat.workload.target import TARGETS, Target
 from remat.workload.training_loop import TrainingLoop
 from tests import toys
+from tests.cached import cached
 
 H100 = TARGETS["h100-80gb"].with_versions("2.13.0")
 A100 = TARGETS["a100-80gb"].with_versions("2.13.0")
@@ -136,6 +137,7 @@ def test_cublas_gets_what_torch_gives_it(target: Target, expected: int) -> None:
     assert cublas_bytes(target) == expected
 
 
+@cached
 def profiled(target: str = "h100-80gb", loop: TrainingLoop | None = None) -> Profile:
     place = find_planning_device(target)
     return profile_step(fake_step(toys.TRANSFORMER_BF16, place, loop=loop), place)
@@ -161,6 +163,7 @@ def test_where_costs_are_measured_so_are_libraries() -> None:
     assert with_library_workspaces(graph, H100, costs).fixed_bytes == {LIBRARY_WORKSPACES: 10 * MIB}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("loop", [TrainingLoop(), TrainingLoop(ranks=2, shard="zero3")], ids=["whole", "zero3"])
 def test_the_replay_counts_libraries_once(loop: TrainingLoop) -> None:
     """The plan's peak is the evaluator's, the replay's, and within the budget."""
@@ -174,6 +177,7 @@ def test_the_replay_counts_libraries_once(loop: TrainingLoop) -> None:
     assert plan.predicted["breakdown"][LIBRARY_WORKSPACES] == 64 * MIB
 
 
+@pytest.mark.exhaustive
 def test_a_step_at_another_batch_size_has_its_workspaces() -> None:
     place = find_planning_device("h100-80gb")
     sizes = MicroBatches(toys.TRANSFORMER_BF16, place, Budget(GIB, GIB), TrainingLoop(), Limits(), lambda what: None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -104,6 +105,7 @@ def images(samples: int, length: int | None) -> tuple[torch.Tensor, torch.Tensor
 
 TRANSFORMER = Workload("toy-transformer", Transformer, tokens, step, batch_size=4, seq_len=LENGTH)
 TRANSFORMER_BF16 = dataclasses.replace(TRANSFORMER, name="toy-transformer-amp", autocast=torch.bfloat16)
+SHORT = dataclasses.replace(TRANSFORMER, build=functools.partial(Transformer, layers=2))
 CONVNET = Workload("toy-convnet", ConvNet, images, step, batch_size=4)
 
 WORKLOADS = {"transformer": TRANSFORMER, "transformer-amp": TRANSFORMER_BF16, "convnet": CONVNET}
@@ -188,6 +190,12 @@ def recorded(workload: Workload) -> tuple[FakeStep, Graph]:
     return fake, record(fake)
 
 
+@functools.lru_cache(maxsize=16)
+def graph_of(workload: Workload) -> Graph:
+    """The graph alone, which nobody changes: recorded once for all files of a process."""
+    return recorded(workload)[1]
+
+
 def plan_by_hand(graph: Graph, regions: Sequence[Region], costs: Costs | None = None, **changes: object) -> Plan:
     """A Plan of `regions` whose budget is what the evaluator says that it needs."""
     costs, regions = costs or roofline_costs(graph, TARGETS["h100-80gb"]), tuple(regions)
@@ -217,5 +225,5 @@ def plan_by_hand(graph: Graph, regions: Sequence[Region], costs: Costs | None = 
 
 
 def plan_for(workload: Workload, choose: Choose = every_block, **changes: object) -> Plan:
-    graph = recorded(workload)[1]
+    graph = graph_of(workload)
     return dataclasses.replace(plan_by_hand(graph, choose(graph)), **changes)  # type: ignore[arg-type]

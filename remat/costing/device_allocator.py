@@ -7,7 +7,8 @@ and no other.
 
 Peaks are *above the level at the start*. What was alive before (parameters, optimizer state) is the
 caller's to add. On the CPU nothing is credited for freeing it: the profiler does not know blocks older than
-itself.
+itself. But those that an earlier observation saw made it knows, and takes what is freed off the peak: so garbage is
+collected first.
 """
 
 from __future__ import annotations
@@ -49,22 +50,32 @@ class Measured:
 
 
 def measure_step(
-    function: Callable[[], object], device: torch.device, *, warm_up: int = 1, repeats: int = 3
+    function: Callable[[], object], device: torch.device, *, warm_up: int = 1, repeats: int = 3, collect: bool = True
 ) -> Measured:
-    """Memory of one call of `function`, then median time of `repeats` more; `warm_up` calls come first."""
+    """Memory of one call of `function`, then median time of `repeats` more; `warm_up` calls come first.
+
+    collect  see `measure_peak`
+    """
     for _ in range(warm_up):
         function()
-    gc.collect()  # cyclic garbage of earlier calls must not be freed inside the window
+    if collect:
+        gc.collect()
     peak, requested, reserved = _observe(function, device)
     times = [time_once_us(function, device) for _ in range(repeats)]
     return Measured(peak, statistics.median(times) if times else 0.0, reserved, requested)
 
 
-def measure_peak(function: Callable[[], object], device: torch.device, *, requested: bool = False) -> int:
+def measure_peak(
+    function: Callable[[], object], device: torch.device, *, requested: bool = False, collect: bool = True
+) -> int:
     """Run `function` once; the peak of allocated bytes above the level at the start.
 
     requested  count what was asked for instead of what CUDA's allocator rounds it to
+    collect    cyclic garbage first, unless that was just done: freed meanwhile, it would be taken off the peak where
+               its making was observed
     """
+    if collect:
+        gc.collect()
     peak, peak_requested, _ = _observe(function, device)
     return peak_requested if requested else peak
 

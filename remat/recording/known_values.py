@@ -102,6 +102,8 @@ class KnownValues(UnseenMode):
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
         """Whether what `func` is given is known, and what it makes of that."""
+        if any(isinstance(arg, FakeTensor) and self.of(arg) is None for arg in args):  # as nearly always, and at once
+            return False, None
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not all(self._value_of(leaf) is not None for leaf in leaves):
             return False, None

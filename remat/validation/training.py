@@ -120,7 +120,8 @@ class Training:
         self.held_outputs.let_go()
         before = self.bytes_before(alignment_bytes)
         release_memory(self.device)
-        return before + measure_peak(self.from_nothing_held(self.update), self.device, requested=True)
+        update = self.from_nothing_held(self.update)
+        return before + measure_peak(update, self.device, requested=True, collect=False)
 
     def from_nothing_held(self, step: Callable[[], None]) -> Callable[[], None]:
         """`step`, after one whose outputs it holds: what is let go of is seen only where it was seen to be made."""
@@ -148,7 +149,8 @@ class Training:
         self.held_outputs.let_go()
         before = self.bytes_before(alignment_bytes)
         release_memory(self.device)
-        measured = measure_step(self.from_nothing_held(self.step), self.device, warm_up=0, repeats=0)
+        step = self.from_nothing_held(self.step)
+        measured = measure_step(step, self.device, warm_up=0, repeats=0, collect=False)
         times = [time_once_us(self.step, self.device)]
         if times[0] < 1e6 * LONG_STEP_S:
             times += [time_once_us(self.step, self.device) for _ in range(repeats - 1)]
