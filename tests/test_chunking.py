@@ -36,9 +36,11 @@ from remat.evaluation.form import Chunk, Form, chunks_of
 from remat.evaluation.plan import Plan, to_refs
 from remat.execution.eager.replay import replay
 from remat.execution.executions import load
+from remat.formulation.problem import Problem
 from remat.planning import variants
 from remat.planning.planner import plan, plan_profile
 from remat.planning.profiling import fake_step, profile_step
+from remat.planning.search import Judge
 from remat.planning.variants import why_whole
 from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
@@ -506,6 +508,50 @@ def test_the_loss_is_left_whole_where_slices_would_change_gradients(changes: dic
     fake = FakeStep(LANGUAGE, device=CPU, **changes)
     found = why_whole(load("eager"), fake)
     assert found is not None and why in found
+
+
+@pytest.fixture
+def forms(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Slices of what is replayed, while a step may run in several numbers of them that cost nothing."""
+    monkeypatch.setattr(variants, "SLICES", (1, 2, 4))
+    recorded = variants.Variants._recorded
+    free = lambda self, form: dataclasses.replace(recorded(self, form), extra_us=0.0)  # noqa: E731
+    monkeypatch.setattr(variants.Variants, "_recorded", free)
+    replayed: list[int] = []
+    peak = Judge.peak
+
+    def noted(self: Judge, problem: Problem, *args: Any) -> int:
+        replayed.append(max((each.slices for each in chunks_of(problem.graph.about)), default=0))
+        return peak(self, problem, *args)
+
+    monkeypatch.setattr(Judge, "peak", noted)
+    return replayed
+
+
+def test_of_plans_in_many_forms_only_the_one_that_is_taken_is_replayed(forms: list[int]) -> None:
+    made = plan(LARGER, budget=tight(LARGER)[0], target="h100-80gb")
+    (chunk,) = chunks_of(made.about)
+    assert made.predicted["judged_by"] == "replay"
+    assert made.predicted["peak_bytes"] <= made.budget_bytes
+    assert set(forms) == {chunk.slices}
+
+
+def test_a_plan_that_needs_more_as_it_runs_gives_way_to_the_next_best(
+    forms: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget = tight(LARGER)[0]
+    expected = plan(LARGER, budget=budget, target="h100-80gb")
+    best = chunks_of(expected.about)
+    peak = Judge.peak
+
+    def too_much(self: Judge, problem: Problem, *args: Any) -> int:
+        return peak(self, problem, *args) + (budget if chunks_of(problem.graph.about) == best else 0)
+
+    monkeypatch.setattr(Judge, "peak", too_much)
+    made = plan(LARGER, budget=budget, target="h100-80gb")
+    assert chunks_of(made.about) != best
+    assert made.predicted["judged_by"] == "replay"
+    assert made.solver["objective_us"] >= expected.solver["objective_us"] >= made.solver["bound_us"]
 
 
 def test_float16_and_other_executions_leave_the_loss_whole() -> None:

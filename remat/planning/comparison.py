@@ -33,7 +33,7 @@ from remat.offloading.timeline import Timeline
 from remat.planning.assemble import assemble, infeasible
 from remat.planning.budget import Budget
 from remat.planning.links import require_offloads
-from remat.planning.search import Judge, search
+from remat.planning.search import Draft, Judge, draft, search
 from remat.planning.variants import PATIENCE_S, Variant, Variants, at_most, begun_from, fastest, priced, require_fusible
 from remat.recording.fake_step import FakeStep
 from remat.shown import Shown
@@ -267,21 +267,32 @@ def _with_forms(
     """The rows, with what other forms make of the step where that pays; and the bound of all of it."""
     whole = next(row for row in rows if row.strategy == "exact")
 
-    def attempt(variant: Variant, time_s: float, before: Plan | None, name: str = "exact") -> Plan:
+    def attempt(variant: Variant, time_s: float, before: Plan | None, name: str = "exact") -> Draft:
         found = variant.profile
         problem = how.pose(found, how.space(found.graph), limit_bytes, link if name in EXACT else None)
         within = begun_from(at_most(limits, time_s), problem, before)
-        solution = solution_of(problem, how, name, variant.judge, within)
-        if not solution.fits:
+
+        def solved(judge: Judge | None) -> Solution:
+            solution = solution_of(problem, how, name, judge, within)
+            if solution.fits:
+                return solution
             if solution.status == "infeasible" or least_peak(problem, within).bound_bytes > limit_bytes:
                 raise infeasible(problem, within)
             raise NoPlanInTime(f"no plan of the step with {variant.form} keeps the budget.")
-        return assemble(problem, solution, found, how, variant.judge)
 
-    def untouched() -> Plan:
+        return draft(
+            problem,
+            solved(None),
+            variant.judge,
+            lambda solution, judge: assemble(problem, solution, found, how, judge),
+            lambda: solved(variant.judge),
+        )
+
+    def untouched() -> Draft:
         if whole.plan is None or not whole.fits:
             raise NoPlanInTime("no plan of the step as captured keeps the budget.")
-        return whole.plan
+        plan = whole.plan
+        return Draft(plan, lambda: plan)
 
     try:
         best = fastest(untouched, variants, attempt)
@@ -296,7 +307,7 @@ def _with_forms(
     for variant_of, strategy, name in others:
         with contextlib.suppress(Infeasible, NoPlanInTime):
             variant = variant_of()
-            made = priced(attempt(variant, PATIENCE_S, None, strategy), variant)
+            made = priced(attempt(variant, PATIENCE_S, None, strategy).judged(), variant)
             found.append(_row_of(made, name, variants, bound_us))
     captured = UNFUSED if variants.fuse else LOSS_WHOLE
     for row in rows:

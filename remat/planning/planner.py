@@ -17,15 +17,16 @@ from remat.evaluation.plan import Plan
 from remat.execution import executions
 from remat.execution.base import Execution
 from remat.execution.executions import EAGER
+from remat.formulation.problem import Problem
 from remat.formulation.search_space import Space
-from remat.formulation.solution import Limits
+from remat.formulation.solution import Limits, Solution
 from remat.offloading.link import Link
 from remat.planning.assemble import assemble
 from remat.planning.budget import Budget, is_share_of_step, parse_budget, usable_bytes
 from remat.planning.card import reserving_at_most, with_footprints
 from remat.planning.links import beside_state, host_bytes_of, link_of, loop_with, require_offloads
 from remat.planning.profiling import fake_step, profile_step
-from remat.planning.search import Judge, OnReplay, solve_within
+from remat.planning.search import Draft, Judge, OnReplay, draft, solve_within
 from remat.planning.variants import Variant, Variants, at_most, begun_from, fastest, require_fusible
 from remat.recording.fake_step import FakeStep
 from remat.reservation.fragmentation import assumed_settings
@@ -154,39 +155,46 @@ def plan_profile(
         variants = Variants(how, step, profile, on_replay, on_variant, slices=slices, fuse=fuse)
     interrupted = False
 
-    def of(
-        profile: Profile,
-        judge: Judge | None,
-        space: Space,
-        limit_bytes: int,
-        limits: Limits,
-        before: Plan | None = None,
-    ) -> Plan:
+    def solved(problem: Problem, judge: Judge | None, limits: Limits) -> Solution:
         nonlocal interrupted
-        problem = how.pose(profile, space, limit_bytes, link)
-        solution = solve_within(problem, how, solver, judge, begun_from(limits, problem, before))
+        solution = solve_within(problem, how, solver, judge, limits)
         interrupted = interrupted or solution.interrupted
-        made = assemble(problem, solution, profile, how, judge)
-        return made if settings is None else with_footprints(made, profile, settings)
+        return solution
+
+    def made(problem: Problem, solution: Solution, profile: Profile, judge: Judge | None) -> Plan:
+        plan = assemble(problem, solution, profile, how, judge)
+        is_draft = judge is None and step is not None
+        return plan if settings is None or is_draft else with_footprints(plan, profile, settings)
 
     whole_space = space or how.space(profile.graph, depth)
 
     def within(limit_bytes: int) -> Plan:
         if variants is None or not variants.are_any:
-            return of(profile, judge, whole_space, limit_bytes, limits.left(started))
+            problem = how.pose(profile, whole_space, limit_bytes, link)
+            return made(problem, solved(problem, judge, limits.left(started)), profile, judge)
 
-        def attempt(variant: Variant, time_s: float, before: Plan | None) -> Plan:
+        def drafted(profile: Profile, judge: Judge, space: Space, limits: Limits, before: Plan | None = None) -> Draft:
+            problem = how.pose(profile, space, limit_bytes, link)
+            limits = begun_from(limits, problem, before)
+            return draft(
+                problem,
+                solved(problem, None, limits),
+                judge,
+                lambda solution, by: made(problem, solution, profile, by),
+                lambda: solved(problem, judge, limits),
+            )
+
+        def whole() -> Draft:
+            assert judge is not None
+            return drafted(profile, judge, whole_space, limits.left(started, 0.5))
+
+        def attempt(variant: Variant, time_s: float, before: Plan | None) -> Draft:
             found, left = variant.profile, at_most(limits.left(started, 0.5), time_s)
-            return of(found, variant.judge, how.space(found.graph, depth), limit_bytes, left, before)
+            return drafted(found, variant.judge, how.space(found.graph, depth), left, before)
 
-        return fastest(
-            lambda: of(profile, judge, whole_space, limit_bytes, limits.left(started, 0.5)),
-            variants,
-            attempt,
-            lambda: interrupted or limits.left(started).time_s == 0,
-        )
+        return fastest(whole, variants, attempt, lambda: interrupted or limits.left(started).time_s == 0)
 
-    made = within(budget.limit_bytes)
+    found = within(budget.limit_bytes)
     if settings is not None and budget.reserved_bytes is not None:
-        made = reserving_at_most(budget.reserved_bytes, made, within)
-    return dataclasses.replace(made, solver={**made.solver, "interrupted": True}) if interrupted else made
+        found = reserving_at_most(budget.reserved_bytes, found, within)
+    return dataclasses.replace(found, solver={**found.solver, "interrupted": True}) if interrupted else found

@@ -15,7 +15,7 @@ from remat.costing.profile import Profile
 from remat.errors import NoPlanInTime
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.form import form_of
-from remat.evaluation.plan import Offload, Region, to_refs
+from remat.evaluation.plan import Offload, Plan, Region, to_refs
 from remat.execution.base import Execution, Try
 from remat.formulation import check
 from remat.formulation.problem import Problem
@@ -28,6 +28,18 @@ from remat.solvers.least_peak import least_peak
 from remat.units import gib
 
 OnReplay = Callable[[int, int], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """A plan as the evaluator sees it; `judged` gives the plan that the replay has accepted.
+
+    That is the same one, or another where it does not keep the budget as it runs. `judged` raises Infeasible or
+    NoPlanInTime where there is none.
+    """
+
+    plan: Plan
+    judged: Callable[[], Plan]
 
 
 class Judge:
@@ -107,13 +119,8 @@ def search(
         check.require(at, found)
         if judge is None:
             return found
-        peak = judge.peak(problem, found.regions, found.offloads)
-        evaluated = problem.memory.offloading(found.offloads).curve(found.regions).peak_bytes
-        # What is fetched between two operators, while saved nodes are handed out, no replay sees.
-        if found.offloads:
-            peak = max(peak, evaluated)
-        tries.append(Try(asked, evaluated, peak))
-        replayed.append(dataclasses.replace(found, replayed_bytes=peak))
+        replayed.append(as_it_runs(problem, found, judge))
+        tries.append(Try(asked, _evaluated(problem, found), replayed[-1].replayed_bytes or 0))
         following = execution.next_budget(problem, tries, least_bytes)
         if following is None or len(tries) == execution.most_tries or found.interrupted:
             break
@@ -129,6 +136,38 @@ def search(
         return dataclasses.replace(best, status="feasible", bound_us=0.0)
     status = best.status if len(tries) == 1 else "feasible"
     return dataclasses.replace(best, status=status, bound_us=min(first.bound_us, best.objective_us))
+
+
+def as_it_runs(problem: Problem, found: Solution, judge: Judge) -> Solution:
+    """`found` with its `replayed_bytes`."""
+    peak = judge.peak(problem, found.regions, found.offloads)
+    # What is fetched between two operators, while saved nodes are handed out, no replay sees.
+    peak = max(peak, _evaluated(problem, found)) if found.offloads else peak
+    return dataclasses.replace(found, replayed_bytes=peak)
+
+
+def draft(
+    problem: Problem,
+    solution: Solution,
+    judge: Judge,
+    made: Callable[[Solution, Judge | None], Plan],
+    again: Callable[[], Solution],
+) -> Draft:
+    """The Draft of a solution that the evaluator has judged.
+
+    made   the plan of a solution, and of who judged it
+    again  a solution that keeps the budget as it runs, looked for where this one does not
+    """
+
+    def judged() -> Plan:
+        found = as_it_runs(problem, solution, judge)
+        return made(found if (found.replayed_bytes or 0) <= problem.budget_bytes else again(), judge)
+
+    return Draft(made(solution, None), judged)
+
+
+def _evaluated(problem: Problem, found: Solution) -> int:
+    return problem.memory.offloading(found.offloads).curve(found.regions).peak_bytes
 
 
 def solve_within(

@@ -12,6 +12,8 @@ Rule 3  Every variant is searched for a few seconds, and the best of them once m
 Rule 4  On a device at hand, only as many slices are tried as leave every row's gradient bitwise what it was.
 Rule 5  Another form is taken where it is worth it: unless nothing else fits, by `WORTH` of the step.
 Rule 6  Where groups may be fused they are, in every variant.
+Rule 7  Plans are compared as the evaluator sees them, and the one to be taken is replayed. Where it does not keep the
+        budget as it runs, and what is found in its place is slower, all are compared again.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from remat.execution.base import Execution
 from remat.formulation.problem import Problem
 from remat.formulation.solution import Limits, Status
 from remat.planning.profiling import profile_variant
-from remat.planning.search import Judge, OnReplay
+from remat.planning.search import Draft, Judge, OnReplay
 from remat.recording.fake_step import FakeStep
 
 SLICES = (1, 2, 4, 8, 16)
@@ -208,33 +210,29 @@ def why_whole(execution: Execution, step: FakeStep) -> str | None:
     return None
 
 
-Attempt = Callable[[Variant, float, Plan | None], Plan]
+Attempt = Callable[[Variant, float, Plan | None], Draft]
 
 
 def fastest(
-    whole: Callable[[], Plan], variants: Variants, attempt: Attempt, is_over: Callable[[], bool] = bool
+    whole: Callable[[], Draft], variants: Variants, attempt: Attempt, is_over: Callable[[], bool] = bool
 ) -> Plan:
-    """The plan of least price. (Rules 1 to 5)
+    """The plan of least price, replayed. (Rules 1 to 5, and 7)
 
     whole    the plan of the step as captured
     attempt  that of a variant, found in so many seconds; the plan of another variant is one to begin from
     is_over  whether the time for all of it is up, or somebody pressed Ctrl-C
 
-    Both plans raise Infeasible or NoPlanInTime.
+    Both raise Infeasible or NoPlanInTime.
     """
     search = _Search(variants, attempt, is_over)
-    untouched: Plan | None = None
+    search.begin(whole)
     try:
-        untouched = whole()
-    except (Infeasible, NoPlanInTime) as error:
-        search.refused.append(error)
-    try:
-        search.run(math.inf if untouched is None else _price(untouched))
+        search.run()
     except KeyboardInterrupt:
-        if untouched is None and not search.tried:
+        if not search.has_plan:
             raise
         search.bounds_us.append(0.0)
-    best = min((tried.plan for tried in search.tried), key=_price, default=untouched)
+    best = search.settled()
     if best is None and search.is_cut_short:
         raise NoPlanInTime(
             f"{min(search.refused, key=_least_budget)} That is with the loss whole or in few slices: there was no time "
@@ -242,34 +240,109 @@ def fastest(
         )
     if best is None:
         raise min(search.refused, key=_least_budget)
-    if untouched is not None:
-        search.bounds_us.append(untouched.solver["bound_us"])
-        if _price(untouched) - _price(best) < WORTH * best.without_checkpointing["step_time_us"]:
-            return untouched
-        best = dataclasses.replace(best, predicted={**best.predicted, WHOLE: untouched.predicted["overhead"]})
-    least_us = min([0.0, *search.bounds_us, *(tried.variant.extra_us for tried in search.tried)])
-    bound_us = min([*search.bounds_us, *(tried.plan.solver["bound_us"] for tried in search.tried)])
-    return _bounded(best, bound_us, least_us)
+    untouched = search.untouched
+    made = best.plan
+    if best is untouched and not search.has_dropped:
+        return made
+    if untouched is not None and best is not untouched:
+        made = dataclasses.replace(made, predicted={**made.predicted, WHOLE: untouched.plan.predicted["overhead"]})
+    return _bounded(made, search.bound_us, search.least_us)
 
 
 @dataclasses.dataclass(eq=False)
 class _Tried:
-    variant: Variant
-    plan: Plan
+    """The plan of a variant, None for the step as captured, priced from the whole step."""
+
+    variant: Variant | None
+    draft: Draft
+    plan: Plan = dataclasses.field(init=False)
+    is_judged: bool = False
+
+    def __post_init__(self) -> None:
+        self._take(self.draft.plan)
+
+    def judge(self) -> None:
+        """Let it be the plan that the replay accepts."""
+        self._take(self.draft.judged())
+        self.is_judged = True
+
+    def _take(self, plan: Plan) -> None:
+        self.plan = plan if self.variant is None else priced(plan, self.variant)
+
+    @property
+    def price_us(self) -> float:
+        return float(self.plan.solver["objective_us"])
 
 
 class _Search:
-    """What was found among variants; `bounds_us` are those of variants without a plan. (Rules 2 and 3)"""
+    """What was found for the step as captured and among variants; `bounds_us` are those of variants without a plan.
+
+    (Rules 2, 3 and 7)
+    """
 
     def __init__(self, variants: Variants, attempt: Attempt, is_over: Callable[[], bool]):
         self._variants, self._attempt, self._is_over = variants, attempt, is_over
+        self.untouched: _Tried | None = None
         self.tried: list[_Tried] = []
         self.bounds_us: list[float] = []
         self.refused: list[Infeasible | NoPlanInTime] = []
         self.is_cut_short = False
+        self.has_dropped = False  # a plan of a variant that does not keep the budget as it runs
 
-    def run(self, most_us: float) -> None:
-        """Try variants that may cost less than `most_us`, and the best of them once more, for longer."""
+    @property
+    def has_plan(self) -> bool:
+        return self.untouched is not None or bool(self.tried)
+
+    @property
+    def _plans(self) -> list[_Tried]:
+        return self.tried if self.untouched is None else [self.untouched, *self.tried]
+
+    @property
+    def bound_us(self) -> float:
+        """What every plan of every variant costs at least."""
+        return min([*self.bounds_us, *(tried.plan.solver["bound_us"] for tried in self._plans)])
+
+    @property
+    def least_us(self) -> float:
+        """What the cheapest variant costs without recomputation, as far as is known."""
+        return min([0.0, *self.bounds_us, *(tried.variant.extra_us for tried in self.tried if tried.variant)])
+
+    def begin(self, whole: Callable[[], Draft]) -> None:
+        """Try the step as captured."""
+        try:
+            self.untouched = _Tried(None, whole())
+        except (Infeasible, NoPlanInTime) as error:
+            self.refused.append(error)
+
+    def settled(self) -> _Tried | None:
+        """The plan to be taken, as the replay accepts it. (Rule 7)"""
+        while (best := self._best()) is not None and not best.is_judged:
+            try:
+                best.judge()
+            except (Infeasible, NoPlanInTime) as error:
+                self._drop(best, error)
+        return best
+
+    def _best(self) -> _Tried | None:
+        """The plan to be taken, as far as is known. (Rule 5)"""
+        untouched, best = self.untouched, min(self.tried, key=lambda tried: tried.price_us, default=None)
+        if best is None or untouched is None:
+            return best or untouched
+        step_us = best.plan.without_checkpointing["step_time_us"]
+        return untouched if untouched.price_us - best.price_us < WORTH * step_us else best
+
+    def _drop(self, tried: _Tried, error: Infeasible | NoPlanInTime) -> None:
+        self.refused.append(error)
+        self.bounds_us.append(tried.plan.solver["bound_us"])
+        if tried is self.untouched:
+            self.untouched = None
+        else:
+            self.tried.remove(tried)
+            self.has_dropped = True
+
+    def run(self) -> None:
+        """Try variants that may cost less than the step as captured, and the best of them once more, for longer."""
+        most_us = math.inf if self.untouched is None else self.untouched.price_us
         if most_us <= 0 and not self._variants.fuse:
             return
         for variant in self._variants:
@@ -277,7 +350,7 @@ class _Search:
                 self.is_cut_short = True
                 self.bounds_us.append(min(variant.extra_us, 0.0))
                 break
-            least_us = min([most_us, *(_price(tried.plan) for tried in self.tried)])
+            least_us = min([most_us, *(tried.price_us for tried in self.tried)])
             if variant.extra_us >= least_us:
                 self.bounds_us.append(variant.extra_us)
                 if variant.profile.costs.source == "estimated":
@@ -286,16 +359,16 @@ class _Search:
             before = self.tried[-1].plan if self.tried else None
             if self._try(variant, QUICK_S, before) is None and self._try(variant, PATIENCE_S, before) is None:
                 self.bounds_us.append(variant.extra_us)
-        best = min(self.tried, key=lambda tried: _price(tried.plan), default=None)
+        best = min(self.tried, key=lambda tried: tried.price_us, default=None)
         if best is None or best.plan.solver["status"] == "optimal" or self._is_over():
             return
-        if self._try(best.variant, PATIENCE_S, best.plan):
-            self.tried.remove(max(best, self.tried[-1], key=lambda tried: _price(tried.plan)))
+        if best.variant is not None and self._try(best.variant, PATIENCE_S, best.plan):
+            self.tried.remove(max(best, self.tried[-1], key=lambda tried: tried.price_us))
 
     def _try(self, variant: Variant, time_s: float, before: Plan | None) -> bool | None:
         """Whether there is a plan; None where none was found in time."""
         try:
-            self.tried.append(_Tried(variant, priced(self._attempt(variant, time_s, before), variant)))
+            self.tried.append(_Tried(variant, self._attempt(variant, time_s, before)))
         except Infeasible as error:
             self.refused.append(error)
             return False
@@ -315,10 +388,6 @@ def begun_from(limits: Limits, problem: Problem, plan: Plan | None) -> Limits:
     except KeyError:
         return limits
     return dataclasses.replace(limits, start=start)
-
-
-def _price(made: Plan) -> float:
-    return float(made.solver["objective_us"])
 
 
 def at_most(limits: Limits, time_s: float) -> Limits:
