@@ -11,11 +11,13 @@ import torch
 from remat.costing.costs import Costs, assumptions, roofline_costs, with_library_workspaces
 from remat.costing.planning_device import PlanningDevice, find_planning_device
 from remat.costing.profile import Profile
+from remat.evaluation.form import Form
 from remat.evaluation.graph import LIBRARY_WORKSPACES, NOT_UNTRACED, Graph
 from remat.evaluation.sharding import shard
 from remat.planning.untraced import with_untraced
 from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
+from remat.recording.reslice import Resliced
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 
@@ -65,36 +67,46 @@ def profile_step(
     step: FakeStep, place: PlanningDevice, *, on_progress: Callable[[int, int], None] | None = None
 ) -> Profile:
     """`profile` of a step that is there already, under the loop and with the chunks that it has now."""
-    whole, costs = _recorded(step, place, on_progress=on_progress)
+    found = record(step, alignment_bytes=place.target.alignment_bytes)
+    whole, costs = _costed(found, place, on_progress=on_progress)
     whole = with_untraced(whole, step, costs, place.target, place.device)
     return _profile(whole, costs, step, place)
 
 
-def profile_variant(step: FakeStep, place: PlanningDevice, untouched: Profile) -> Profile:
-    """`profile_step` where `step` has other chunks than in `untouched`: what people run who have no plan stays."""
-    known = untouched.whole or untouched.graph
-    libraries_bytes = known.fixed_bytes.get(LIBRARY_WORKSPACES, 0)  # will be added to both again
-    known = dataclasses.replace(
-        known,
-        first_step_bytes=known.first_step_bytes - libraries_bytes,
-        untraced_bytes=known.untraced_bytes - libraries_bytes,
-    )
-    whole, costs = _recorded(step, place, whole=known)
-    about = {name: known.about[name] for name in (NOT_UNTRACED,) if name in known.about}
-    whole = dataclasses.replace(whole, untraced_bytes=known.untraced_bytes, about={**whole.about, **about})
-    return _profile(whole, costs, step, place)
+class VariantProfiles:
+    """`profile_step` in other forms than that of `untouched`: what people run who have no plan stays.
+
+    Of forms that differ in slices alone, one is recorded.
+    """
+
+    def __init__(self, step: FakeStep, place: PlanningDevice, untouched: Profile):
+        self._step, self._place = step, place
+        known = untouched.whole or untouched.graph
+        libraries_bytes = known.fixed_bytes.get(LIBRARY_WORKSPACES, 0)  # will be added to both again
+        self._known = dataclasses.replace(
+            known,
+            first_step_bytes=known.first_step_bytes - libraries_bytes,
+            untraced_bytes=known.untraced_bytes - libraries_bytes,
+        )
+        self._records: dict[Form, Resliced] = {}  # by what forms have in common
+
+    def profile(self, form: Form) -> Profile:
+        """The profile of the step in `form`."""
+        known, alignment_bytes = self._known, self._place.target.alignment_bytes
+        alike = dataclasses.replace(form, chunks=tuple(dataclasses.replace(each, slices=1) for each in form.chunks))
+        if alike not in self._records:
+            self._records[alike] = Resliced(self._step, alignment_bytes=alignment_bytes, whole=known)
+        whole, costs = _costed(self._records[alike].record(form), self._place)
+        about = {name: known.about[name] for name in (NOT_UNTRACED,) if name in known.about}
+        whole = dataclasses.replace(whole, untraced_bytes=known.untraced_bytes, about={**whole.about, **about})
+        return _profile(whole, costs, self._step, self._place)
 
 
-def _recorded(
-    step: FakeStep,
-    place: PlanningDevice,
-    *,
-    whole: Graph | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
+def _costed(
+    found: Graph, place: PlanningDevice, *, on_progress: Callable[[int, int], None] | None = None
 ) -> tuple[Graph, Costs]:
     from remat.costing.operator_timing import time_operators
 
-    found = record(step, alignment_bytes=place.target.alignment_bytes, whole=whole)
     if place.device is not None:
         return found, time_operators(found.kinds, place.device, on_progress=on_progress)
     found = dataclasses.replace(found, about={**found.about, **assumptions(found, place.target)})

@@ -34,7 +34,7 @@ from remat.evaluation.plan import Plan, Prediction, Proof, from_refs
 from remat.execution.base import Execution
 from remat.formulation.problem import Problem
 from remat.formulation.solution import Limits, Status
-from remat.planning.profiling import profile_variant
+from remat.planning.profiling import VariantProfiles
 from remat.planning.search import Draft, Judge, OnReplay
 from remat.recording.fake_step import FakeStep
 
@@ -155,6 +155,11 @@ class Variants:
         peak_bytes = Memory(graph, costs.workspace_per_op(graph)).peak_without_checkpointing
         return {"peak_bytes": peak_bytes, "step_time_us": costs.step_time_us(graph)}
 
+    @functools.cached_property
+    def _profiles(self) -> VariantProfiles:
+        device = self._step.device if self._whole.costs.source == "measured" else None
+        return VariantProfiles(self._step, PlanningDevice(self._whole.target, device), self._whole)
+
     def _cut(self, slices: int) -> Form:
         return Form(tuple(dataclasses.replace(head, slices=slices) for head in self._heads), self.fuse)
 
@@ -165,10 +170,7 @@ class Variants:
         return self._known[form]
 
     def _recorded(self, form: Form) -> Variant:
-        whole, device = self._whole, self._step.device if self._whole.costs.source == "measured" else None
-        with self._step.in_form(form):
-            found = profile_variant(self._step, PlanningDevice(whole.target, device), whole)
-        found = self._execution.price(found)
+        found = self._execution.price(self._profiles.profile(form))
         return Variant(
             form,
             found,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +135,7 @@ class FakeStep:
         self.loop = loop or TrainingLoop()
         self._prepare = prepare
         self._captured: dict[int, tuple[int, fx.GraphModule]] = {}  # by id: the call that each was first, and itself
+        self._called: dict[int, fx.GraphModule] = {}  # by call
         self._prepared: dict[tuple[int, Form], fx.GraphModule] = {}
         self.form = CAPTURED
         self._recompute_context = recompute_context
@@ -170,6 +171,7 @@ class FakeStep:
     def capture_anew(self, answers: Answers | None) -> None:
         """Forget what was captured, and capture with `answers` from now on."""
         self._captured.clear()
+        self._called.clear()
         self._prepared.clear()  # known by ids, which may be given again
         self.calls = _NotedCalls(self._forward, self._execute_call, answers=answers, is_ones=self._ones.hold)
         self.model.forward = self._traced_forward
@@ -230,11 +232,32 @@ class FakeStep:
         return self._prepared[key]
 
     def _execute_call(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
+        self._called[call] = graph_module
         graph_module = self._ready(call, graph_module)
-        substituted = self._recompute_context is not None  # such kernels cast by themselves
+        with self._call_context():
+            return tree_map(self._views.renewed, self.execute_call(call, graph_module, args))
+
+    @contextlib.contextmanager
+    def _call_context(self) -> Iterator[None]:
+        """What captured graphs run under: kernels that are put in cast by themselves."""
+        substituted = self._recompute_context is not None
         autocast = torch.autocast(self.device.type, enabled=False) if substituted else contextlib.nullcontext()
         with autocast, self._views:
-            return tree_map(self._views.renewed, self.execute_call(call, graph_module, args))
+            yield
+
+    def run_node(self, tracker: Tracker, call: int, name: str, args: Sequence[Any]) -> Any:
+        """Run the forward of one node of a graph call by itself, on `args`, in the form that the step has now."""
+        ready = self._ready(call, self._called[call])
+        node = next(node for node in ready.graph.nodes if node.name == name)
+        with (
+            self.mode,
+            self.known.followed(),
+            grouped_products(),
+            tracker,
+            self._forward_context(),
+            self._call_context(),
+        ):
+            return node.target(*args)
 
     @contextlib.contextmanager
     def recompute_context(self) -> Iterator[None]:

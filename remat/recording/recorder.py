@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from remat._torch.recording import autograd_node, next_sequence_number, untraced
+from remat._torch.training import without_modes
 from remat.capture.anchors import module_path, module_paths, updates_statistics
 from remat.capture.circumstances import state_of, versions
 from remat.capture.nodes import as_function, bracket_of, called, captured_nodes, replace_target
@@ -58,9 +59,14 @@ def record(step: FakeStep, *, alignment_bytes: int = 1, whole: Graph | None = No
     whole  the graph of the same step in another form, recorded before: it is in its steady state, and its first
            optimizer step takes the same
     """
+    return record_with(step, alignment_bytes=alignment_bytes, whole=whole)[0]
+
+
+def record_with(step: FakeStep, *, alignment_bytes: int, whole: Graph | None) -> tuple[Graph, Recorder]:
+    """`record`, and what made the Graph."""
     if whole is None or step.loop.holds_outputs:
         first_step_rise, first = step.warm_up(alignment_bytes)
-    recorder = _Recorder(alignment_bytes, step.model.buffers(), step.known)
+    recorder = Recorder(alignment_bytes, step.model.buffers(), step.known)
     fixed = step.fix_state(recorder)
     made = ("gradients", OPTIMIZER_STATE, "running average")  # by the first step itself
     before = sum(size for name, size in fixed.items() if name not in made)
@@ -87,12 +93,13 @@ def record(step: FakeStep, *, alignment_bytes: int = 1, whole: Graph | None = No
         first_step_bytes = before + first_step_rise
     else:  # its gradients are all made in backward, where they are counted
         first_step_bytes = whole.first_step_bytes - sum(size for size, _ in whole.held_outputs)
-    return dataclasses.replace(
+    graph = dataclasses.replace(
         graph,
         parameters=tuple(recorder.parameters_of(step)),
         first_step_bytes=first_step_bytes + sum(size for size, _ in held),
         held_outputs=tuple(held),
     )
+    return graph, recorder
 
 
 def _about(step: FakeStep) -> dict[str, Any]:
@@ -124,8 +131,11 @@ def _about(step: FakeStep) -> dict[str, Any]:
     }
 
 
-class _Recorder(Tracker):
-    """Attributes operators and saves to nodes while a step runs."""
+class Recorder(Tracker):
+    """Attributes operators and saves to nodes while a step runs.
+
+    given_to_heads  by node what chunked losses were called with, of tensors the shapes (on the meta device)
+    """
 
     def __init__(self, alignment_bytes: int, buffers: Iterable[torch.Tensor], known: KnownValues):
         super().__init__(alignment_bytes)
@@ -144,6 +154,7 @@ class _Recorder(Tracker):
         self._writers: dict[int, set[int]] = {}  # ... that change it
         self.wrapped_numbers = 0
         self.modules: dict[str, None] = {}  # paths of those that are called, in order
+        self.given_to_heads: dict[int, tuple[Any, ...]] = {}
         self._forward_end = self._backward_end = -1
         self._gradients: tuple[int, ...] = ()
         self._gradient_of: dict[str, int] = {}
@@ -194,6 +205,12 @@ class _Recorder(Tracker):
                 **({name: getattr(known, name) for name in IDENTITY} if known else {}),
             }
         )
+
+    def note_head(self, given: tuple[Any, ...]) -> None:
+        """The current node is a chunked loss."""
+        assert self._current is not None
+        with without_modes():
+            self.given_to_heads[self._current] = tree_map_only(torch.Tensor, _shape_of, given)
 
     def finish(self, value: Any, bracket: int) -> None:
         assert self._current is not None
@@ -385,7 +402,7 @@ class _Recorder(Tracker):
             gradient = self._gradient_of.get(known.name, FIXED)
             yield dataclasses.replace(known, gradient=gradient)
 
-    def _settle_saves(self) -> None:
+    def settle_saves(self) -> None:
         """What a node saves for a backward of its own, which it runs at once, is alive within it and no save.
 
         (The loss in slices, `chunking/`, makes its gradients so.)
@@ -404,7 +421,7 @@ class _Recorder(Tracker):
     def graph(self, fixed: dict[str, int], about: dict[str, Any]) -> Graph:
         last = self.op_count - 1
         self._settle_effects()
-        self._settle_saves()
+        self.settle_saves()
         nodes = tuple(Node(**node) for node in self._nodes)
         storages = Storages(
             size_bytes=_column(s.size_bytes for s in self.storages),
@@ -434,11 +451,16 @@ class _Recorder(Tracker):
         )
 
 
+def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
+    shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return shape.requires_grad_(tensor.requires_grad)
+
+
 def _column(values: Any) -> np.ndarray:
     return np.array(list(values), dtype=np.int64)
 
 
-def _instrumented(graph_module: fx.GraphModule, recorder: _Recorder, call: int) -> fx.GraphModule:
+def _instrumented(graph_module: fx.GraphModule, recorder: Recorder, call: int) -> fx.GraphModule:
     """A copy of `graph_module` that tells `recorder` where each node begins and ends.
 
     Only targets change, so that the generated code lets go of its values where the original does.
@@ -452,7 +474,7 @@ def _instrumented(graph_module: fx.GraphModule, recorder: _Recorder, call: int) 
     return fx.GraphModule(graph_module, graph)
 
 
-def _recorded(node: fx.Node, function: Callable[..., Any], recorder: _Recorder, call: int) -> Callable[..., Any]:
+def _recorded(node: fx.Node, function: Callable[..., Any], recorder: Recorder, call: int) -> Callable[..., Any]:
     effect = "batch_norm" if updates_statistics(node) else "other" if CHUNKED in node.meta else ""
     bracket, text, module, known = bracket_of(node), called(node), module_path(node), node.meta["identity"]
     names = [argument.name for argument in node.all_input_nodes if argument.op not in ("placeholder", "get_attr")]
@@ -466,6 +488,8 @@ def _recorded(node: fx.Node, function: Callable[..., Any], recorder: _Recorder, 
             if isinstance(argument, fx.Node) and argument.op == "placeholder" and isinstance(value, torch.Tensor)
         }
         recorder.begin(call, node.name, text, module, effect, graph_inputs, given, known)
+        if CHUNKED in node.meta:
+            recorder.note_head(args)
         try:
             value = function(*args, **kwargs)
         except RematError:

@@ -1,0 +1,265 @@
+"""Reslice: the record of a step with its losses in other numbers of slices, without running the step again.
+
+Such steps differ within the nodes of chunked losses, and there in forward alone: backward multiplies what was kept. So
+those nodes are run by themselves, on fakes of what they were given, in the slices of the record and in the others.
+Where the first of these is, operator for operator and storage for storage, what the record says, the second takes its
+place in it. Where it is not, the step has to be recorded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+
+from remat.evaluation.form import Form, form_of
+from remat.evaluation.graph import WRAPPED_NUMBERS, Graph, OpKind, Storages
+from remat.recording.fake_step import WRAPPED_NUMBER_BYTES, FakeStep
+from remat.recording.recorder import Recorder, record_with
+from remat.recording.tracker import FIXED, TrackedStorage
+
+
+class Resliced:
+    """Records of one step in all forms that differ in slices alone: the first is made, the others follow from it."""
+
+    def __init__(self, step: FakeStep, *, alignment_bytes: int, whole: Graph):
+        self._step, self._alignment_bytes, self._whole = step, alignment_bytes, whole
+        self._graph: Graph | None = None
+        self._given: dict[int, tuple[Any, ...]] = {}
+        self._runs: dict[tuple[int, Form], _Run] = {}
+
+    def record(self, form: Form) -> Graph:
+        """The record in `form`; raises CaptureError as `recorder.record` does."""
+        if self._graph is None or (found := self._from_first(form)) is None:
+            with self._step.in_form(form):
+                graph, recorder = record_with(self._step, alignment_bytes=self._alignment_bytes, whole=self._whole)
+            self._graph, self._given = graph, recorder.given_to_heads
+            self._runs.clear()
+            return graph
+        return found
+
+    def _from_first(self, form: Form) -> Graph | None:
+        graph = self._graph
+        assert graph is not None
+        recorded_in = form_of(graph.about)
+        for head in self._given:
+            old, new = self._run(head, recorded_in), self._run(head, form)
+            try:
+                graph = _Replacement(graph, head, old, new).graph()
+            except _Differs:
+                return None
+        return dataclasses.replace(graph, about={**graph.about, **form.to_json()})
+
+    def _run(self, head: int, form: Form) -> _Run:
+        if (head, form) not in self._runs:
+            self._runs[head, form] = self._by_itself(head, form)
+        return self._runs[head, form]
+
+    def _by_itself(self, head: int, form: Form) -> _Run:
+        assert self._graph is not None
+        node, step = self._graph.nodes[head], self._step
+        recorder = Recorder(self._alignment_bytes, (), step.known)
+        with step.in_form(form), step.mode:
+            given = [_fake_of(value, step.device) for value in self._given[head]]
+            recorder.fix(given)
+            recorder.begin(node.call, node.name)
+            with torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack):
+                loss = step.run_node(recorder, node.call, node.name, given)
+            recorder.finish(loss, 0)
+        return _Run.of(recorder, loss)
+
+
+class _Differs(Exception):
+    """The node by itself does not do what the record says of it."""
+
+
+def _fake_of(value: Any, device: torch.device) -> Any:
+    """A tensor like `value`; where it needs a gradient no leaf, of which autocast would keep what it casts."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+    return fake.requires_grad_().view_as(fake) if value.requires_grad else fake
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """What a chunked loss does in forward.
+
+    storages  each with its operators counted from the node's first; without a death where it is kept
+    kept      the loss, and the gradients of rows, weight and bias: indices of storages, FIXED for what is none of them
+    """
+
+    kinds: tuple[OpKind, ...]
+    storages: tuple[TrackedStorage, ...]
+    kept: tuple[int, ...]
+    wrapped_numbers: int
+
+    @classmethod
+    def of(cls, recorder: Recorder, loss: torch.Tensor) -> _Run:
+        recorder.settle_saves()
+        assert loss.grad_fn is not None
+        gradients = loss.grad_fn.gradients  # type: ignore[attr-defined]  # of `ChunkedLoss`
+        kept = (recorder.storage_of(each) if each is not None else FIXED for each in (loss, *gradients))
+        kinds = list(recorder.kinds.values())
+        return cls(
+            tuple(kinds[kind] for kind in recorder.op_kinds),
+            tuple(dataclasses.replace(storage) for storage in recorder.storages),
+            tuple(kept),
+            recorder.wrapped_numbers,
+        )
+
+    @property
+    def keeps_no_other(self) -> bool:
+        """Whether nothing outlives the run but what is said to be kept."""
+        return {i for i, storage in enumerate(self.storages) if storage.death is None} == {*self.kept} - {FIXED}
+
+    @property
+    def sizes_kept(self) -> list[int | None]:
+        return [None if i == FIXED else self.storages[i].size_bytes for i in self.kept]
+
+
+class _Replacement:
+    """A record in which a node runs as `new` says, where it runs as `old` says."""
+
+    def __init__(self, graph: Graph, node: int, old: _Run, new: _Run):
+        self._record, self._node, self._old, self._new = graph, node, old, new
+        self._first, self._end = graph.nodes[node].first, graph.nodes[node].end
+        self._more = len(new.kinds) - len(old.kinds)
+        self._own = np.flatnonzero(graph.storages.node == node)
+        self._require()
+
+    def _require(self) -> None:
+        graph, old, new = self._record, self._old, self._new
+        kinds = [graph.kinds[kind].key for kind in graph.op_kind[self._first : self._end]]
+        table, own = graph.storages, self._own
+        rows = [(storage.size_bytes, storage.birth, storage.death, int(storage.cast)) for storage in old.storages]
+        deaths = (None if death >= self._end else int(death) - self._first for death in table.death[own])
+        births = table.birth[own] - self._first
+        same = (
+            kinds == [kind.key for kind in old.kinds]
+            and rows == [*zip(table.size_bytes[own], births, deaths, table.cast[own], strict=True)]
+            and own.tolist() == [*range(own[0], own[0] + len(own))]
+            and old.keeps_no_other
+            and new.keeps_no_other
+            and old.sizes_kept == new.sizes_kept
+            and not graph.gathered
+        )
+        if not same:
+            raise _Differs
+
+    # Where things are in the new record. Of what happens within the node nothing is known but its ends.
+
+    def _moved_op(self, ops: np.ndarray) -> np.ndarray:
+        """Operators, by number."""
+        within = (ops >= self._first) & (ops < self._end - 1)
+        if within.any():
+            raise _Differs
+        return np.where(ops >= self._end - 1, ops + self._more, ops)
+
+    def _moved_place(self, places: np.ndarray) -> np.ndarray:
+        """Places between operators, by how many are before."""
+        within = (places > self._first) & (places < self._end)
+        if within.any():
+            raise _Differs
+        return np.where(places >= self._end, places + self._more, places)
+
+    def _place(self, place: int) -> int:
+        return int(self._moved_place(np.array([place]))[0])
+
+    def _moved_storage(self, storages: np.ndarray) -> np.ndarray:
+        begin, count = int(self._own[0]), len(self._own)
+        after = storages + len(self._new.storages) - count
+        found = np.where(storages >= begin + count, after, storages)
+        for i in np.flatnonzero((storages >= begin) & (storages < begin + count)):
+            at = int(storages[i]) - begin
+            if at not in self._old.kept:
+                raise _Differs
+            found[i] = begin + self._new.kept[self._old.kept.index(at)]
+        return found
+
+    def _storages_of(self, storages: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(self._moved_storage(np.array(storages, dtype=np.int64)).tolist())
+
+    # The new record
+
+    def graph(self) -> Graph:
+        record = self._record
+        kinds, op_kind = self._kinds()
+        new_nodes = np.full(len(self._new.kinds), self._node)
+        nodes = []
+        for i, node in enumerate(record.nodes):
+            moved = dataclasses.replace(
+                node,
+                end=self._place(node.end),
+                values=self._storages_of(node.values),
+                reused=self._storages_of(node.reused),
+                reused_at=tuple(map(self._place, node.reused_at)),
+            )
+            nodes.append(moved if i <= self._node else dataclasses.replace(moved, first=self._place(node.first)))
+        numbers = self._new.wrapped_numbers - self._old.wrapped_numbers
+        fixed = dict(record.fixed_bytes)
+        if WRAPPED_NUMBERS in fixed:
+            fixed[WRAPPED_NUMBERS] += WRAPPED_NUMBER_BYTES * numbers
+        saved = record.saved_tensors
+        return dataclasses.replace(
+            record,
+            nodes=tuple(nodes),
+            kinds=kinds,
+            op_kind=op_kind,
+            op_node=_spliced(record.op_node, self._first, self._end, new_nodes),
+            storages=self._storages(),
+            saved_tensors=dataclasses.replace(
+                saved,
+                storage=self._moved_storage(saved.storage),
+                at=self._moved_place(saved.at),
+                unpack=self._moved_place(saved.unpack),
+                used=self._moved_op(saved.used),
+                release=self._moved_op(saved.release),
+            ),
+            forward_end=self._place(record.forward_end),
+            backward_end=self._place(record.backward_end),
+            fixed_bytes=fixed,
+            parameter_gradients=tuple(sorted(self._storages_of(record.parameter_gradients))),
+            parameters=tuple(
+                dataclasses.replace(each, gradient=self._storages_of((each.gradient,))[0]) for each in record.parameters
+            ),
+            held_outputs=tuple((size, self._place(until)) for size, until in record.held_outputs),
+        )
+
+    def _kinds(self) -> tuple[tuple[OpKind, ...], np.ndarray]:
+        known = {kind.key: kind for kind in (*self._record.kinds, *self._new.kinds)}
+        number = {key: i for i, key in enumerate(known)}
+        old = np.array([number[kind.key] for kind in self._record.kinds], dtype=np.int64)
+        new = np.array([number[kind.key] for kind in self._new.kinds], dtype=np.int64)
+        used, op_kind = np.unique(_spliced(old[self._record.op_kind], self._first, self._end, new), return_inverse=True)
+        kinds = list(known.values())
+        return tuple(kinds[i] for i in used), op_kind
+
+    def _storages(self) -> Storages:
+        table, begin, end = self._record.storages, int(self._own[0]), int(self._own[-1]) + 1
+        births = np.where(table.birth >= self._end, table.birth + self._more, table.birth)
+        own, other = table.death[begin:end], np.delete(table.death, self._own)
+        kept = [(old, new) for old, new in zip(self._old.kept, self._new.kept, strict=True) if old != FIXED]
+        ends = {
+            new: int(death) for (_, new), death in zip(kept, self._moved_op(own[[i for i, _ in kept]]), strict=True)
+        }
+        new = [
+            (each.size_bytes, self._first + each.birth, ends.get(i, self._first + (each.death or 0)), int(each.cast))
+            for i, each in enumerate(self._new.storages)
+        ]
+        sizes, born, died, casts = np.array(new, dtype=np.int64).T
+        moved = self._moved_op(other)
+        return Storages(
+            size_bytes=_spliced(table.size_bytes, begin, end, sizes),
+            birth=_spliced(births, begin, end, born),
+            death=_spliced(moved, begin, begin, died),
+            node=_spliced(table.node, begin, end, np.full(len(new), self._node)),
+            cast=_spliced(table.cast, begin, end, casts),
+        )
+
+
+def _spliced(column: np.ndarray, begin: int, end: int, middle: np.ndarray) -> np.ndarray:
+    """`column` with `middle` in place of [begin, end)."""
+    return np.concatenate([column[:begin], middle, column[end:]])
