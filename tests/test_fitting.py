@@ -17,18 +17,22 @@ from remat.costing.costs import with_library_workspaces
 from remat.costing.planning_device import find_planning_device
 from remat.errors import Infeasible, UsageError
 from remat.evaluation.evaluator import Memory
+from remat.evaluation.form import chunks_of
 from remat.evaluation.graph import Graph
 from remat.evaluation.scaling import Recorded, family
 from remat.formulation.solution import Limits
+from remat.planning import variants
 from remat.planning.budget import Budget
 from remat.planning.fit import JOINT, Fit, fit, largest_batch, longest_sequence, samples_of_rank
 from remat.planning.micro_batches import RUNGS, MicroBatches, Window, between, divisors, largest, samples_that_fit
-from remat.planning.profiling import fake_step
+from remat.planning.profiling import VariantProfiles, fake_step, profile_step
 from remat.recording.recorder import record
+from remat.solvers.least_peak import least_peak
 from remat.units import GIB
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 from tests.cached import cached
+from tests.test_chunking import LANGUAGE
 from tests.toys import CONVNET, TRANSFORMER, Transformer, every_block
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -62,8 +66,11 @@ def recorded_once() -> Iterator[None]:
         def look_up(self: MicroBatches, size: int, how: Any) -> Any:
             key = (self.workload, self.loop, size, how)
             if key not in known:
-                known[key] = find(self, size, how)
-            return known[key]
+                known[key] = find(self, size, how), self._to_record.get(size)
+            found, step = known[key]
+            if step is not None:
+                self._to_record[size] = step
+            return found
 
         return look_up
 
@@ -105,6 +112,31 @@ def test_two_records_give_the_step_at_any_batch(model: str, accumulates: bool, s
             ours, theirs = ([getattr(graph.kinds[k], what) for k in graph.op_kind] for graph in (scaled, real))
             assert ours == theirs
         assert (scaled.about["batch_size"], scaled.fixed_bytes) == (size, real.fixed_bytes)
+
+
+@pytest.mark.fast("slices4-accumulates")
+@pytest.mark.parametrize("accumulates", [False, True], ids=["plain", "accumulates"])
+@pytest.mark.parametrize("slices", [1, 4], ids=["slices1", "slices4"])
+def test_two_records_give_the_step_in_slices_at_any_batch(
+    slices: int, accumulates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(variants, "LARGE", 0.0)
+    look, place = search(GIB, LANGUAGE), find_planning_device(TARGET)
+    loop = TrainingLoop(accumulation=2 if accumulates else 1)
+    for size in (3, 11, 64):
+        scaled = look.variants(size, accumulates).in_slices(slices)
+        step = fake_step(LANGUAGE.sized(size), place, loop=loop)
+        whole = profile_step(step, place)
+        real = VariantProfiles(step, place, whole).profile(scaled.form)
+        assert scaled.form.chunks
+        for regions in ((), every_block(real.graph)):
+            one, other = (Memory(each.graph).curve(regions).alive_bytes for each in (scaled.profile, real))
+            assert np.array_equal(one, other)
+        ours, theirs = ([each.graph.kinds[k] for k in each.graph.op_kind] for each in (scaled.profile, real))
+        assert [(k.name, k.flops, k.moved_bytes) for k in ours] == [(k.name, k.flops, k.moved_bytes) for k in theirs]
+        assert scaled.profile.costs.step_time_us(scaled.profile.graph) == real.costs.step_time_us(real.graph)
+        assert scaled.profile.graph.fixed_bytes == real.graph.fixed_bytes
+    assert look.variants(3, accumulates)._profile_in is not None  # else each size would have a record of its own
 
 
 def test_steps_of_different_models_are_no_family() -> None:
@@ -214,6 +246,40 @@ def test_an_uneven_last_micro_batch_is_costed_at_its_own_size() -> None:
     assert even is not None and uneven is not None
     assert (uneven.last, uneven.accumulation) == (11, 2)
     assert uneven.time_us is not None and even.time_us is not None and uneven.time_us <= even.time_us
+
+
+@pytest.fixture
+def slices_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a toy, slices that are many and small would take most of the time; here it is memory that counts."""
+    recorded = variants.Variants._recorded
+    free = lambda self, form: dataclasses.replace(recorded(self, form), extra_us=0.0)  # noqa: E731
+    monkeypatch.setattr(variants.Variants, "_recorded", free)
+    monkeypatch.setattr(variants, "SLICES", (2,))
+    monkeypatch.setattr(variants, "WORTH", 0.0)
+
+
+@pytest.mark.usefixtures("slices_cost_nothing")
+def test_the_loss_runs_in_slices_where_that_makes_room() -> None:
+    place, limits = find_planning_device(TARGET), Limits(time_s=20)
+    least = search(1 << 40, LANGUAGE)
+    budget_bytes = least_peak(least.problem(Window(64, 64)), limits).peak_bytes
+    budget = Budget(budget_bytes, budget_bytes)
+    found, whole = (fit(LANGUAGE, place, budget, 64, limits=limits, exact=exact) for exact in (False, True))
+    assert found.best.micro_batch == whole.best.micro_batch == 64
+    assert (found.best.slices, whole.best.slices) == (2, 0)
+    assert [chunk.slices for chunk in chunks_of(found.plan.about)] == [2]
+    assert not chunks_of(whole.plan.about)
+    assert found.best.peak_bytes == found.plan.predicted["peak_bytes"] <= budget_bytes
+    assert largest_batch(LANGUAGE, place, budget, limits=limits).about["batch_size"] > 64
+
+
+@pytest.mark.usefixtures("slices_cost_nothing")
+def test_the_loss_stays_whole_where_it_would_be_multiplied_by_what_rounds() -> None:
+    """Three micro-batches, or a last one that is smaller. (Rule 4)"""
+    look = search(1 << 40, LANGUAGE)
+    assert look._variants_of(Window(64, 32)) is not None
+    assert look._variants_of(Window(96, 32)) is None
+    assert look._variants_of(Window(63, 32)) is None
 
 
 def test_the_guess_is_what_fits_as_it_is() -> None:

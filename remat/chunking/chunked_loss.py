@@ -21,7 +21,7 @@ import contextlib
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -44,16 +44,23 @@ def as_given(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _anew(what: Hashable) -> contextlib.AbstractContextManager[bool]:
+    return contextlib.nullcontext(False)
+
+
 @dataclasses.dataclass
 class Watch:
-    """What a validation does around the heads of a model.
+    """What a validation, or a record, does around the heads of a model.
 
     unseen   what they run under, forward and backward: their kernels are others than the untouched step's
+    known    what a part of a forward runs under, of which another one with an equal argument does the same, on tensors
+             of the same shapes; gives whether it need not be run for that
     on_sums  called in forward with a head, what it was given and the sums that it made
     on_backward  called with a head and the gradient of its loss
     """
 
     unseen: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    known: Callable[[Hashable], contextlib.AbstractContextManager[bool]] = _anew
     on_sums: Callable[[ChunkedLoss, Given, Sums], None] | None = None
     on_backward: Callable[[ChunkedLoss, Tensor], None] | None = None
 
@@ -148,28 +155,38 @@ class ChunkedLoss:
         of_weight, of_bias = _Sum(given.weight.dtype), _Sum(given.weight.dtype)
         losses = by_row = None
         for cut in slices_of(rows.shape[0], self.slices):
-            logits = F.linear(rows[cut], weight, bias)
-            most = min(PIECE // weight.shape[0], -(-(cut.stop - cut.start) // PIECES))
-            for piece in cuts(cut.start, cut.stop, most):
-                here = logits[piece.start - cut.start : piece.stop - cut.start]
-                opened = self.opened(here.detach()).requires_grad_()
-                with torch.enable_grad():
-                    found = self.row_losses(opened, labels[piece])
-                if losses is None or by_row is None:
-                    losses = found.new_empty(rows.shape[0])
-                    by_row = self.derivatives(losses, labels, given.numbers)
-                losses[piece] = found.detach()
-                here.copy_(*torch.autograd.grad(found, opened, by_row[piece]))
-                del opened, found
-            if of_rows is not None:
-                torch.mm(logits, weight, out=of_rows[cut])
-            if for_weight:
-                of_weight.add_product(logits.t(), rows[cut])
-            if for_bias:
-                of_bias.add(logits.sum(0))
-            del logits, here
+            with self._part("slice", cut) as is_known:
+                if is_known:
+                    continue
+                logits = F.linear(rows[cut], weight, bias)
+                most = min(PIECE // weight.shape[0], -(-(cut.stop - cut.start) // PIECES))
+                for piece in cuts(cut.start, cut.stop, most):
+                    with self._part("piece", piece) as is_known:
+                        if is_known:
+                            continue
+                        here = logits[piece.start - cut.start : piece.stop - cut.start]
+                        opened = self.opened(here.detach()).requires_grad_()
+                        with torch.enable_grad():
+                            found = self.row_losses(opened, labels[piece])
+                        if losses is None or by_row is None:
+                            losses = found.new_empty(rows.shape[0])
+                            by_row = self.derivatives(losses, labels, given.numbers)
+                        losses[piece] = found.detach()
+                        here.copy_(*torch.autograd.grad(found, opened, by_row[piece]))
+                        del opened, found, here
+                if of_rows is not None:
+                    torch.mm(logits, weight, out=of_rows[cut])
+                if for_weight:
+                    of_weight.add_product(logits.t(), rows[cut])
+                if for_bias:
+                    of_bias.add(logits.sum(0))
+                del logits
         assert losses is not None
         return losses, of_rows, Sums(of_weight.total, of_bias.total)
+
+    def _part(self, what: str, rows: slice) -> contextlib.AbstractContextManager[bool]:
+        """A slice or a piece; the first of all makes what the others add to, and is like none of them."""
+        return self.watch.known((what, rows.stop - rows.start)) if rows.start else _anew(what)
 
     def reduced(self, row_losses: Tensor, labels: Tensor, numbers: tuple[Any, ...]) -> Tensor:
         """One loss of those of all rows. (Rule 1)"""

@@ -75,6 +75,7 @@ def fit(
     *,
     loop: TrainingLoop | None = None,
     execution: str = EAGER,
+    exact: bool = False,
     limits: Limits | None = None,
     on_try: Callable[[str], None] | None = None,
 ) -> Fit:
@@ -82,6 +83,7 @@ def fit(
 
     loop       ranks, shards and what else training does; its accumulation is chosen here
     execution  how the step will run, as in `planner.plan`
+    exact      leave losses whole, as there
     limits     of each solution
     on_try     called with what is tried next, in words
 
@@ -90,7 +92,8 @@ def fit(
     """
     loop, limits = loop or TrainingLoop(), limits or Limits()
     samples = samples_of_rank(global_batch, loop.ranks)
-    sizes = MicroBatches(workload, place, budget, loop, limits, on_try or (lambda what: None), execution=execution)
+    say = on_try or (lambda what: None)
+    sizes = MicroBatches(workload, place, budget, loop, limits, say, execution=execution, exact=exact)
     windows = sizes.windows(samples)
     tried: list[Candidate] = []
     best_us = math.inf
@@ -140,14 +143,16 @@ def largest_batch(
     *,
     loop: TrainingLoop | None = None,
     execution: str = EAGER,
+    exact: bool = False,
     limits: Limits | None = None,
     on_try: Callable[[str], None] | None = None,
 ) -> Plan:
     """A plan for the largest micro-batch that fits `budget`; arguments and errors are those of `fit`."""
     loop, on_try = loop or TrainingLoop(), on_try or (lambda what: None)
-    sizes = MicroBatches(workload, place, budget, loop, limits or Limits(), on_try, execution=execution)
-    guess = sizes.guess(accumulates=loop.accumulates)
-    found = largest(lambda size: sizes.feasible(size, accumulates=loop.accumulates), guess=guess)
+    limits = limits or Limits()
+    sizes = MicroBatches(workload, place, budget, loop, limits, on_try, execution=execution, exact=exact)
+    guess, cuts = sizes.guess(accumulates=loop.accumulates), not loop.accumulation & (loop.accumulation - 1)
+    found = largest(lambda size: sizes.feasible(size, accumulates=loop.accumulates, in_slices=cuts), guess=guess)
     if not found:
         raise sizes.refusal(Window(1, 1))
     return _reserving(_fewer(found), lambda size: sizes.plan(Window(size * loop.accumulation, size)), budget)[1]
@@ -182,6 +187,7 @@ def longest_sequence(
     *,
     loop: TrainingLoop | None = None,
     execution: str = EAGER,
+    exact: bool = False,
     limits: Limits | None = None,
     on_try: Callable[[str], None] | None = None,
 ) -> Plan:
@@ -194,15 +200,17 @@ def longest_sequence(
         raise UsageError(f"{workload.name} has no sequences; ask for --max-batch.")
     step, size = max(workload.seq_len // SEQ_PARTS, 1), workload.batch_size
     loop, limits, on_try = loop or TrainingLoop(), limits or Limits(), on_try or (lambda what: None)
+    cuts = not loop.accumulation & (loop.accumulation - 1)
 
     @functools.cache
     def at(parts: int) -> MicroBatches:
         shaped = workload.sized(seq_len=parts * step)
-        return MicroBatches(shaped, place, budget, loop, limits, on_try, execution=execution, scaled=False)
+        how: dict[str, Any] = {"execution": execution, "exact": exact, "scaled": False}
+        return MicroBatches(shaped, place, budget, loop, limits, on_try, **how)
 
     def fits(parts: int) -> bool:
         try:
-            return at(parts).feasible(size, accumulates=loop.accumulates)
+            return at(parts).feasible(size, accumulates=loop.accumulates, in_slices=cuts)
         except UsageError:  # longer than the model's positions
             if parts == 1:
                 raise

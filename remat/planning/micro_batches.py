@@ -5,13 +5,17 @@ Rule 1  Candidates are the divisors of a rank's samples and the largest micro-ba
 Rule 2  Sizes come from two records (`scaling.py`) where costs are estimated; measured costs need a record each, and so
         does a single sample, which broadcasting treats differently. What is chosen is recorded, solved and replayed.
 Rule 3  The loss is averaged over the samples: micro-batch i counts with its share of them (`Window.weights`).
+Rule 4  At every size the loss may run in slices, as in a plan (`variants.py`), where micro-batches are all alike and a
+        power of two: else the loss is multiplied by what rounds. Records of slices at two sizes are hollow: how many
+        operators they take depends on the size. So the losses are run by themselves at each (`reslice.filled`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,25 +24,30 @@ from torch.utils._pytree import tree_leaves
 from remat.costing.costs import roofline_costs, with_library_workspaces
 from remat.costing.planning_device import PlanningDevice
 from remat.costing.profile import Profile
-from remat.errors import Infeasible
+from remat.errors import Infeasible, NoPlanInTime
 from remat.evaluation.evaluator import Memory
-from remat.evaluation.plan import Plan, Region
+from remat.evaluation.form import CAPTURED, Form, form_of
+from remat.evaluation.graph import Graph
+from remat.evaluation.plan import Plan, Region, from_refs
 from remat.evaluation.scaling import Family, Recorded, family
 from remat.evaluation.sharding import shard
 from remat.execution import executions
 from remat.execution.executions import EAGER
 from remat.formulation.problem import Problem
 from remat.formulation.solution import Limits, Solution
-from remat.planning.assemble import infeasible
+from remat.planning.assemble import assemble, infeasible
 from remat.planning.budget import Budget
 from remat.planning.comparison import peak_of, solution_of
 from remat.planning.planner import plan_profile
-from remat.planning.profiling import fake_step, profile_step
-from remat.planning.search import Judge
+from remat.planning.profiling import VariantProfiles, fake_step, in_one_slice, profile_step
+from remat.planning.search import Draft, Judge
 from remat.planning.untraced import with_untraced
+from remat.planning.variants import Variants, at_most, begun_from, fastest
 from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
+from remat.recording.reslice import HeadCall, Resliced, filled
 from remat.recording.tracker import Tracker
+from remat.solvers.least_peak import least_peak
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 
@@ -78,6 +87,7 @@ class Candidate:
     strategy       "none", "every-block" or "exact"
     time_us        of one optimizer step on a rank; None where it does not fit
     regions, gap   of its plan
+    slices         of the loss; 0 where it is whole
     """
 
     strategy: str
@@ -89,6 +99,7 @@ class Candidate:
     overhead: float | None
     regions: tuple[Region, ...] = dataclasses.field(default=(), repr=False)
     gap: float | None = None
+    slices: int = 0
 
     @property
     def fits(self) -> bool:
@@ -134,10 +145,41 @@ def _even_window(micro_batch: int, accumulates: bool) -> Window:
     return Window(micro_batch * (SEVERAL if accumulates else 1), micro_batch)
 
 
+@dataclasses.dataclass(frozen=True)
+class Formed:
+    """A solution, for the step in a form; `gap` is that of all forms."""
+
+    form: Form
+    solution: Solution
+    form_gap: float | None = None
+
+    @property
+    def gap(self) -> float:
+        return self.solution.gap if self.form_gap is None else self.form_gap
+
+
+@dataclasses.dataclass(frozen=True)
+class _Hollow:
+    """Hollow records of a step in slices, at two sizes, and their losses."""
+
+    family: Family
+    low: Sequence[HeadCall]
+    high: Sequence[HeadCall]
+
+    def heads_at(self, batch_size: int) -> list[HeadCall]:
+        begin, end = (int(each.graph.about["batch_size"]) for each in (self.family.low, self.family.high))
+
+        def line(one: int, other: int) -> int:
+            return one + -(-(other - one) * (batch_size - begin) // (end - begin))
+
+        return [one.between(other, line) for one, other in zip(self.low, self.high, strict=True)]
+
+
 class MicroBatches:
     """One workload under one budget at any micro-batch.
 
     execution  how the steps will run; where that is not as the evaluator says, plans are replayed at every size
+    exact      leave losses whole
     scaled     sizes come from two records where they can, else each from one of its own (Rule 2)
     """
 
@@ -151,39 +193,96 @@ class MicroBatches:
         on_try: Callable[[str], None],
         *,
         execution: str = EAGER,
+        exact: bool = False,
         scaled: bool = True,
     ):
         self.workload, self.place, self.budget, self.loop = workload, place, budget, loop
-        self.limits, self.on_try = limits, on_try
+        self.limits, self.on_try, self.leaves_whole = limits, on_try, exact
         self.how, self._scaled = executions.load(execution), scaled and place.device is None
         self.how.require(place, loop)
         self._to_record: dict[int, FakeStep] = {}
         self._families: dict[bool, Family | None] = {}
+        self._hollow: dict[tuple[bool, Form], _Hollow | None] = {}
         self._profiles: dict[tuple[int, bool], Profile] = {}
-        self._problems: dict[tuple[int, bool], Problem] = {}
+        self._problems: dict[tuple[int, bool, Form], Problem] = {}
         self._solutions: dict[tuple[int, bool, str], Solution] = {}
+        self._fastest: dict[tuple[int, bool], Formed] = {}
+        self._variants: dict[tuple[int, bool], Variants] = {}
         self._judges: dict[tuple[int, bool], Judge] = {}
 
     # Steps at any size (Rule 2)
 
-    def profile(self, micro_batch: int, accumulates: bool) -> Profile:
+    def profile(self, micro_batch: int, accumulates: bool, form: Form = CAPTURED) -> Profile:
         key = (micro_batch, accumulates)
+        if form != CAPTURED:
+            return self.variants(*key).of(form).profile
         if key not in self._profiles:
-            scaled = self._family(accumulates) if self._scaled and micro_batch > 1 else None
+            scaled = self._family_for(micro_batch, accumulates)
             if scaled is None:
-                found, _ = self.recorded(micro_batch, SEVERAL if accumulates else 1)
+                found, step = self.recorded(micro_batch, SEVERAL if accumulates else 1)
+                found = self.how.price(found)
+                self._variants[key] = Variants(self.how, step, found, slices=not self.leaves_whole)
             else:
-                graph = with_library_workspaces(scaled.at(micro_batch), self.place.target)
-                found = Profile(graph, roofline_costs(graph, self.place.target), self.place.target)
-            self._profiles[key] = self.how.price(found)
+                found = self.how.price(self._costed(scaled.at(micro_batch)))
+            self._profiles[key] = found
         return self._profiles[key]
+
+    def _family_for(self, micro_batch: int, accumulates: bool) -> Family | None:
+        return self._family(accumulates) if self._scaled and micro_batch > 1 else None
+
+    def _costed(self, graph: Graph) -> Profile:
+        graph = with_library_workspaces(graph, self.place.target)
+        return Profile(graph, roofline_costs(graph, self.place.target), self.place.target)
 
     def _family(self, accumulates: bool) -> Family | None:
         if accumulates not in self._families:
-            loop = dataclasses.replace(self.loop, accumulation=SEVERAL if accumulates else 1)
-            low, high = (self._to_scale(size, loop) for size in RECORDED_AT)
+            low, high = (self._to_scale(size, self._loop(accumulates)) for size in RECORDED_AT)
             self._families[accumulates] = family(low, high, self.place.target.alignment_bytes)
         return self._families[accumulates]
+
+    def _loop(self, accumulates: bool) -> TrainingLoop:
+        return dataclasses.replace(self.loop, accumulation=SEVERAL if accumulates else 1)
+
+    # ... in slices (Rule 4)
+
+    def variants(self, micro_batch: int, accumulates: bool) -> Variants:
+        """The steps in other forms at a size; none where losses are left whole."""
+        key = (micro_batch, accumulates)
+        whole = self.profile(*key)
+        if key not in self._variants:
+            scaled, step = self._family(accumulates), self._to_record[RECORDED_AT[0]]
+            assert scaled is not None
+            profile_in = functools.partial(self._scaled_in, scaled, *key)
+            slices = not self.leaves_whole
+            self._variants[key] = Variants(self.how, step, whole, slices=slices, profile_in=profile_in)
+        return self._variants[key]
+
+    def _scaled_in(self, whole: Family, micro_batch: int, accumulates: bool, form: Form) -> Profile:
+        """The profile in a form, from two hollow records; where that cannot be, recorded."""
+        key = accumulates, in_one_slice(form)
+        if key not in self._hollow:
+            self._hollow[key] = self._hollow_family(whole, accumulates, form)
+        found, alignment_bytes = self._hollow[key], self.place.target.alignment_bytes
+        if found is not None:
+            step, at = self._to_record[RECORDED_AT[0]], found.family.at(micro_batch)
+            heads = found.heads_at(micro_batch)
+            if (graph := filled(at, heads, step, form, alignment_bytes)) is not None:
+                return self._costed(dataclasses.replace(graph, untraced_bytes=whole.at(micro_batch).untraced_bytes))
+        profile, step = self.recorded(micro_batch, SEVERAL if accumulates else 1)
+        return VariantProfiles(step, self.place, profile).profile(form)
+
+    def _hollow_family(self, whole: Family, accumulates: bool, form: Form) -> _Hollow | None:
+        records = []
+        for size, recorded in zip(RECORDED_AT, (whole.low, whole.high), strict=True):
+            step = self._to_record[size]
+            step.loop = self._loop(accumulates)
+            sliced = Resliced(step, alignment_bytes=1, whole=recorded.graph)
+            if (graph := sliced.hollow(form)) is None:
+                return None
+            records.append((dataclasses.replace(recorded, graph=graph), sliced.heads))
+        (low, low_heads), (high, high_heads) = records
+        found = family(low, high, self.place.target.alignment_bytes)
+        return None if found is None else _Hollow(found, low_heads, high_heads)
 
     def _to_scale(self, micro_batch: int, loop: TrainingLoop) -> Recorded:
         self.on_try(f"recording micro-batch {micro_batch}")
@@ -208,8 +307,8 @@ class MicroBatches:
         step = fake_step(self.workload.sized(micro_batch), self.place, loop=loop, compiled=compiled)
         return profile_step(step, self.place), step
 
-    def problem(self, window: Window) -> Problem:
-        key = (window.micro_batch, window.accumulation > 1)
+    def problem(self, window: Window, form: Form = CAPTURED) -> Problem:
+        key = (window.micro_batch, window.accumulation > 1, form)
         if key not in self._problems:
             found = self.profile(*key)
             self._problems[key] = self.how.pose(found, self.how.space(found.graph), self.budget.limit_bytes)
@@ -231,15 +330,16 @@ class MicroBatches:
     def windows(self, samples: int) -> list[Window]:
         """What may be tried, the largest micro-batch first. (Rule 1)"""
         sizes = set(divisors(samples))
-        if (most := self.largest(samples)) is not None:
-            sizes.add(most)
-        return [Window(samples, size) for size in sorted(sizes, reverse=True) if size <= (most or 1)]
+        whole = self.largest(samples, in_slices=False)
+        most = self.largest(samples, above=whole)
+        sizes.update({whole, most} - {0})
+        return [Window(samples, size) for size in sorted(sizes, reverse=True) if size <= max(most, 1)]
 
-    def largest(self, at_most: int) -> int | None:
-        """The largest micro-batch up to `at_most` that some plan fits; None where not even one sample does."""
-        if self.feasible(at_most, accumulates=False):
+    def largest(self, at_most: int, *, above: int = 0, in_slices: bool = True) -> int:
+        """The largest micro-batch up to `at_most` that some plan fits, where one of size `above` does; 0 for none."""
+        if above == at_most or self.feasible(at_most, accumulates=False, in_slices=in_slices):
             return at_most
-        return between(0, at_most, lambda size: self.feasible(size, accumulates=True)) or None
+        return between(above, at_most, lambda size: self.feasible(size, accumulates=True, in_slices=in_slices))
 
     def guess(self, *, accumulates: bool) -> int:
         """How many samples fit as they are, from forward and backward of two sizes; no fewer than 1."""
@@ -252,13 +352,21 @@ class MicroBatches:
         problem = self.problem(_even_window(micro_batch, accumulates))
         return int(problem.memory.curve(()).alive_bytes[: problem.graph.backward_end].max())
 
-    def feasible(self, micro_batch: int, *, accumulates: bool) -> bool:
-        """Whether some plan fits `micro_batch`."""
+    def feasible(self, micro_batch: int, *, accumulates: bool, in_slices: bool = True) -> bool:
+        """Whether some plan fits `micro_batch`; without `in_slices`, one that leaves losses whole."""
         window = _even_window(micro_batch, accumulates)
         if self.how.is_exact and self.problem(window).memory.peak_without_regions <= self.budget.limit_bytes:
             return True
         self.on_try(f"is there a plan for micro-batch {micro_batch}")
-        return self._solved(window, "every-block").fits or self._solved(window, "exact").fits
+        if self._whole(window, "every-block").fits:
+            return True
+        return (in_slices and self._fits_in_slices(window)) or self._whole(window, "exact").fits
+
+    def _fits_in_slices(self, window: Window) -> bool:
+        """Whether some plan fits that has the loss in slices, the finest first."""
+        forms = [variant.form for variant in self._variants_of(window) or ()]
+        problems = (self.problem(window, form) for form in reversed(forms))
+        return any(least_peak(each, self.limits).peak_bytes <= self.budget.limit_bytes for each in problems)
 
     def exact(self, window: Window, below_us: float = math.inf) -> Candidate | None:
         """The best plan at a micro-batch; None where its time cannot be below `below_us`. (Rule 1)"""
@@ -276,17 +384,64 @@ class MicroBatches:
             rungs[name] = next((found for found in fitting if found.fits), None)
         return rungs
 
-    def _solved(self, window: Window, strategy: str) -> Solution:
-        key = (window.micro_batch, window.accumulation > 1, strategy)
+    def _whole(self, window: Window, strategy: str) -> Solution:
+        """What a strategy does with the step as captured."""
+        key = (*_key(window), strategy)
         if key not in self._solutions:
             judge, problem = self.judge(window), self.problem(window)
             self._solutions[key] = solution_of(problem, self.how, strategy, judge, self.limits)
         return self._solutions[key]
 
-    def _candidate(self, window: Window, strategy: str, solution: Solution) -> Candidate:
-        problem, fits, regions = self.problem(window), solution.fits, solution.regions
+    def _solved(self, window: Window, strategy: str) -> Formed:
+        variants = self._variants_of(window) if strategy == "exact" else None
+        if variants is None:
+            return Formed(CAPTURED, self._whole(window, strategy))
+        if _key(window) not in self._fastest:
+            self._fastest[_key(window)] = self._fastest_of(window, variants)
+        return self._fastest[_key(window)]
+
+    def _variants_of(self, window: Window) -> Variants | None:
+        """Those that may run in this window, None where there are none. (Rule 4)"""
+        count = window.accumulation
+        if self.leaves_whole or not self.how.is_exact or window.last != window.micro_batch or count & (count - 1):
+            return None
+        found = self.variants(*_key(window))
+        return found if found.are_any else None
+
+    def _fastest_of(self, window: Window, variants: Variants) -> Formed:
+        """The plan of least price among the forms of a step."""
+
+        def draft(form: Form, limits: Limits, before: Plan | None = None) -> Draft:
+            problem = self.problem(window, form)
+            if form == CAPTURED:
+                solution = self._whole(window, "exact")
+            else:
+                solution = solution_of(problem, self.how, "exact", None, begun_from(limits, problem, before))
+            if solution.status == "infeasible":
+                raise infeasible(problem, self.limits)
+            if not solution.fits:
+                raise NoPlanInTime(f"no plan for micro-batch {window.micro_batch} with {form}.")
+            plan = assemble(problem, solution, self.profile(*_key(window), form), self.how, None)
+            return Draft(plan, lambda: plan)
+
+        try:
+            plan = fastest(
+                lambda: draft(CAPTURED, self.limits),
+                variants,
+                lambda variant, time_s, before: draft(variant.form, at_most(self.limits, time_s), before),
+            )
+        except (Infeasible, NoPlanInTime) as error:
+            return Formed(CAPTURED, Solution("exact", "infeasible" if isinstance(error, Infeasible) else "unknown"))
+        form, proof = form_of(plan.about), plan.solver
+        regions = from_refs(self.problem(window, form).graph, plan.regions)
+        objective_us, bound_us = plan.solver["objective_us"], plan.solver["bound_us"]
+        return Formed(form, Solution(proof["name"], proof["status"], regions, objective_us, bound_us), proof["gap"])
+
+    def _candidate(self, window: Window, strategy: str, found: Formed) -> Candidate:
+        form, solution = found.form, found.solution
+        problem, fits, regions = self.problem(window, form), solution.fits, solution.regions
         peak = peak_of(problem, strategy, regions) if solution.replayed_bytes is None else solution.replayed_bytes
-        plain_us, time_us = self._time_us(window, ()), self._time_us(window, regions)
+        plain_us, time_us = self._time_us(window, ()), self._time_us(window, regions, form)
         return Candidate(
             strategy=strategy,
             micro_batch=window.micro_batch,
@@ -296,16 +451,16 @@ class MicroBatches:
             time_us=time_us if fits else None,
             overhead=time_us / plain_us - 1 if fits and plain_us else None,
             regions=regions,
-            gap=solution.gap if strategy == "exact" and fits else None,
+            gap=found.gap if strategy == "exact" and fits else None,
+            slices=max((chunk.slices for chunk in form.chunks), default=0),
         )
 
-    def _time_us(self, window: Window, regions: tuple[Region, ...]) -> float:
+    def _time_us(self, window: Window, regions: tuple[Region, ...], form: Form = CAPTURED) -> float:
         """Time of one optimizer step: the full micro-batches, the last one, and the optimizer."""
-        key = (window.micro_batch, window.accumulation > 1)
-        full = self.profile(*key)
+        full = self.profile(*_key(window), form)
         if window.last == window.micro_batch:
             return self._update_us(full, window.accumulation, regions)
-        last = self.profile(window.last, True)
+        last = self.profile(window.last, True, form)
         rest = self._update_us(last, 1, regions) - self._update_us(last, 0, regions)
         return self._update_us(full, window.accumulation - 1, regions) + rest
 
@@ -320,8 +475,15 @@ class MicroBatches:
         """The plan at a micro-batch, recorded at that size, solved and replayed."""
         profile, step = self.recorded(window.micro_batch, window.accumulation)
         self.on_try(f"solving micro-batch {window.micro_batch}")
-        return plan_profile(profile, self.budget, limits=self.limits, step=step, execution=self.how, exact=True)
+        exact = self.leaves_whole
+        return plan_profile(profile, self.budget, limits=self.limits, step=step, execution=self.how, exact=exact)
 
     def refusal(self, window: Window) -> Infeasible:
         """Not even one sample at a time fits."""
-        return infeasible(self.problem(window), self.limits)
+        forms = [CAPTURED, *(variant.form for variant in self._variants_of(window) or ())]
+        refusals = (infeasible(self.problem(window, form), self.limits) for form in forms)
+        return min(refusals, key=lambda refusal: refusal.minimum_budget_bytes or 0)
+
+
+def _key(window: Window) -> tuple[int, bool]:
+    return window.micro_batch, window.accumulation > 1

@@ -62,9 +62,11 @@ class Variant:
 class Variants:
     """The variants of a step but the captured one, by rising number of slices; each is recorded when it is asked for.
 
+    step        of the model, at any batch size
     profile     of the captured step, priced for the execution
     slices      whether losses may run in slices        fuse  whether groups are fused
     on_variant  called with a form before it is recorded
+    profile_in  the profile of the step in a form; by default that of `step`, recorded
     """
 
     def __init__(
@@ -77,10 +79,11 @@ class Variants:
         *,
         slices: bool = True,
         fuse: bool = False,
+        profile_in: Callable[[Form], Profile] | None = None,
     ):
         self._execution, self._step, self._whole, self._on_replay = execution, step, profile, on_replay
         self._on_variant = on_variant or (lambda form: None)
-        self._slices, self.fuse = slices, fuse
+        self._slices, self.fuse, self._profile_in = slices, fuse, profile_in
         self._known: dict[Form, Variant] = {}
         self._alike: dict[int, bool] = {}
 
@@ -107,11 +110,11 @@ class Variants:
 
     def fused(self) -> Variant:
         """The variant with losses whole."""
-        return self._variant(Form(fused=True))
+        return self.of(Form(fused=True))
 
     def in_slices(self, slices: int) -> Variant:
         """The variant with every loss that is large enough in so many slices."""
-        return self._variant(self._cut(slices))
+        return self.of(self._cut(slices))
 
     def like_liger(self) -> Variant:
         """The variant with as many slices as Liger-Kernel's fused linear cross-entropy takes.
@@ -119,7 +122,7 @@ class Variants:
         (linkedin/Liger-Kernel, `fused_linear_cross_entropy.py`: as many times fewer rows as there are more classes than
         the width, rounded up to a power of two.)
         """
-        return self._variant(self._cut(max((self._liger_slices(head) for head in self._heads), default=1)))
+        return self.of(self._cut(max((self._liger_slices(head) for head in self._heads), default=1)))
 
     def _liger_slices(self, head: Chunk) -> int:
         rows, classes, width = self._step.shape_of(head)
@@ -147,7 +150,8 @@ class Variants:
             return []
         graph = self._whole.graph
         peak = Memory(graph).peak_without_regions
-        return [head for head, logits_bytes in self._step.heads if logits_bytes >= LARGE * peak]
+        times = graph.about["batch_size"] / self._step.workload.batch_size
+        return [head for head, logits_bytes in self._step.heads if times * logits_bytes >= LARGE * peak]
 
     @functools.cached_property
     def _untouched(self) -> dict[str, Any]:
@@ -156,21 +160,22 @@ class Variants:
         return {"peak_bytes": peak_bytes, "step_time_us": costs.step_time_us(graph)}
 
     @functools.cached_property
-    def _profiles(self) -> VariantProfiles:
+    def _recorded_in(self) -> Callable[[Form], Profile]:
         device = self._step.device if self._whole.costs.source == "measured" else None
-        return VariantProfiles(self._step, PlanningDevice(self._whole.target, device), self._whole)
+        return VariantProfiles(self._step, PlanningDevice(self._whole.target, device), self._whole).profile
 
     def _cut(self, slices: int) -> Form:
         return Form(tuple(dataclasses.replace(head, slices=slices) for head in self._heads), self.fuse)
 
-    def _variant(self, form: Form) -> Variant:
+    def of(self, form: Form) -> Variant:
+        """The variant in `form`."""
         if form not in self._known:
             self._on_variant(form)
             self._known[form] = self._recorded(form)
         return self._known[form]
 
     def _recorded(self, form: Form) -> Variant:
-        found = self._execution.price(self._profiles.profile(form))
+        found = self._execution.price((self._profile_in or self._recorded_in)(form))
         return Variant(
             form,
             found,

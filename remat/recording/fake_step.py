@@ -21,6 +21,7 @@ from remat.capture.circumstances import given_to
 from remat.capture.dynamo import GraphCalls, fake_model, without_cache
 from remat.capture.eager_answers import Answers
 from remat.capture.grouped_products import grouped_products
+from remat.capture.nodes import as_function
 from remat.capture.settling import settle
 from remat.chunking.heads import find_heads
 from remat.errors import CaptureError, RematError
@@ -245,10 +246,13 @@ class FakeStep:
         with autocast, self._views:
             yield
 
-    def run_node(self, tracker: Tracker, call: int, name: str, args: Sequence[Any]) -> Any:
-        """Run the forward of one node of a graph call by itself, on `args`, in the form that the step has now."""
+    def node(self, call: int, name: str) -> fx.Node:
+        """A node of a graph call, in the form that the step has now and with the kernels of the device."""
         ready = self._ready(call, self._called[call])
-        node = next(node for node in ready.graph.nodes if node.name == name)
+        return next(node for node in ready.graph.nodes if node.name == name)
+
+    def run_node(self, node: fx.Node, tracker: Tracker, args: Sequence[Any]) -> Any:
+        """Run the forward of a node by itself, on `args`."""
         with (
             self.mode,
             self.known.followed(),
@@ -257,7 +261,7 @@ class FakeStep:
             self._forward_context(),
             self._call_context(),
         ):
-            return node.target(*args)
+            return as_function(node)(*args)
 
     @contextlib.contextmanager
     def recompute_context(self) -> Iterator[None]:

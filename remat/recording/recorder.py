@@ -13,10 +13,11 @@ its state.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import platform
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from remat.capture.nodes import as_function, bracket_of, called, captured_nodes,
 from remat.capture.schemas import draws_random_numbers
 from remat.capture.settling import recording_models
 from remat.chunking.chunk import CHUNKED
+from remat.chunking.chunked_loss import ChunkedLoss
 from remat.errors import CaptureError, RematError
 from remat.evaluation.graph import (
     CALLED_MODULES,
@@ -49,7 +51,7 @@ from remat.evaluation.graph import (
 from remat.evaluation.identity import NodeId
 from remat.recording.fake_step import WRAPPED_NUMBER_BYTES, FakeStep, describe, execute_plainly
 from remat.recording.known_values import KnownValues
-from remat.recording.tracker import FIXED, Tracker
+from remat.recording.tracker import FIXED, Block, Moment, Tracker
 from remat.workload.workload import trainable
 
 
@@ -206,11 +208,36 @@ class Recorder(Tracker):
             }
         )
 
-    def note_head(self, given: tuple[Any, ...]) -> None:
-        """The current node is a chunked loss."""
+    @contextlib.contextmanager
+    def running(self, head: ChunkedLoss, given: Sequence[Any]) -> Iterator[None]:
+        """The current node is a chunked loss; of what it does again and again, one time is enough to see."""
         assert self._current is not None
+        node, before = self._current, head.watch
         with without_modes():
-            self.given_to_heads[self._current] = tree_map_only(torch.Tensor, _shape_of, given)
+            self.given_to_heads[node] = tree_map_only(torch.Tensor, _shape_of, tuple(given))
+        head.watch = dataclasses.replace(before, known=lambda what: self.known((node, what)))
+        try:
+            yield
+        finally:
+            head.watch = before
+
+    def _now(self) -> Moment:
+        return Moment(self.op_count, len(self.storages), len(self._saved_tensors), self.wrapped_numbers)
+
+    def repeat(self, block: Block) -> None:
+        now, begin, end = self._now(), block.begin, block.end
+        super().repeat(block)
+        later = now.ops - begin.ops
+        self._op_nodes += self._op_nodes[begin.ops : end.ops]
+        self._storage_nodes += self._storage_nodes[begin.storages : end.storages]
+        self.wrapped_numbers += end.numbers - begin.numbers
+        for row in self._saved_tensors[begin.saved : end.saved]:
+            again = {name: row[name] + later for name in ("at", "unpack", "used", "release")}
+            newer = row["storage"] >= begin.storages
+            storage = row["storage"] + now.storages - begin.storages if newer else row["storage"]
+            self._saved_tensors.append({**row, **again, "storage": storage})
+        assert self._current is not None
+        self._nodes[self._current]["end"] = self.op_count
 
     def finish(self, value: Any, bracket: int) -> None:
         assert self._current is not None
@@ -488,10 +515,10 @@ def _recorded(node: fx.Node, function: Callable[..., Any], recorder: Recorder, c
             if isinstance(argument, fx.Node) and argument.op == "placeholder" and isinstance(value, torch.Tensor)
         }
         recorder.begin(call, node.name, text, module, effect, graph_inputs, given, known)
-        if CHUNKED in node.meta:
-            recorder.note_head(args)
+        head = node.meta.get(CHUNKED)
         try:
-            value = function(*args, **kwargs)
+            with contextlib.nullcontext() if head is None else recorder.running(head, args):
+                value = function(*args, **kwargs)
         except RematError:
             raise
         except Exception as error:

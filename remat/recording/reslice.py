@@ -9,16 +9,59 @@ place in it. Where it is not, the step has to be recorded.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from remat.chunking.chunk import CHUNKED
 from remat.evaluation.form import Form, form_of
 from remat.evaluation.graph import WRAPPED_NUMBERS, Graph, OpKind, Storages
 from remat.recording.fake_step import WRAPPED_NUMBER_BYTES, FakeStep
 from remat.recording.recorder import Recorder, record_with
 from remat.recording.tracker import FIXED, TrackedStorage
+
+_AT_ONCE = OpKind("remat.chunked_loss.default", [[], {}], flops=0, moved_bytes=0, dtype="float32")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class HeadCall:
+    """A chunked loss in a record: the node, and what it was called with, of tensors the shapes."""
+
+    node: int
+    call: int
+    name: str
+    given: tuple[Any, ...]
+
+    def run(self, step: FakeStep, form: Form, alignment_bytes: int) -> Run:
+        """What it does in `form`."""
+        recorder = Recorder(alignment_bytes, (), step.known)
+        with step.in_form(form), step.mode:
+            given = [_fake_of(value, step.device) for value in self.given]
+            recorder.fix(given)
+            recorder.begin(self.call, self.name)
+            node = step.node(self.call, self.name)
+            with (
+                torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack),
+                recorder.running(node.meta[CHUNKED], given),
+            ):
+                loss = step.run_node(node, recorder, given)
+            recorder.finish(loss, 0)
+        return Run.of(recorder, loss)
+
+    def between(self, other: HeadCall, line: Callable[[int, int], int]) -> HeadCall:
+        """The same loss at another batch size; `line` gives a size of it, out of those of this and of `other`."""
+        pairs = zip(self.given, other.given, strict=True)
+        return dataclasses.replace(self, given=tuple(_between(one, two, line) for one, two in pairs))
+
+
+def _between(one: Any, other: Any, line: Callable[[int, int], int]) -> Any:
+    if not isinstance(one, torch.Tensor):
+        return one
+    shape, strides = (list(map(line, *pair)) for pair in ((one.shape, other.shape), (one.stride(), other.stride())))
+    found = torch.empty_strided(shape, strides, dtype=one.dtype, device="meta")
+    return found.requires_grad_(one.requires_grad)
 
 
 class Resliced:
@@ -27,48 +70,54 @@ class Resliced:
     def __init__(self, step: FakeStep, *, alignment_bytes: int, whole: Graph):
         self._step, self._alignment_bytes, self._whole = step, alignment_bytes, whole
         self._graph: Graph | None = None
-        self._given: dict[int, tuple[Any, ...]] = {}
-        self._runs: dict[tuple[int, Form], _Run] = {}
+        self.heads: list[HeadCall] = []
+        self._runs: dict[tuple[HeadCall, Form], Run] = {}
 
     def record(self, form: Form) -> Graph:
         """The record in `form`; raises CaptureError as `recorder.record` does."""
         if self._graph is None or (found := self._from_first(form)) is None:
             with self._step.in_form(form):
                 graph, recorder = record_with(self._step, alignment_bytes=self._alignment_bytes, whole=self._whole)
-            self._graph, self._given = graph, recorder.given_to_heads
-            self._runs.clear()
+            self._graph, self._runs = graph, {}
+            nodes = ((i, graph.nodes[i], given) for i, given in recorder.given_to_heads.items())
+            self.heads = [HeadCall(i, node.call, node.name, given) for i, node, given in nodes]
             return graph
         return found
+
+    def hollow(self, form: Form) -> Graph | None:
+        """The record in `form`, but that losses make what they keep at once; None where that cannot be told."""
+        graph = self.record(form)
+        runs = [self._run(head, form) for head in self.heads]
+        return _replaced(graph, self.heads, runs, [run.hollow for run in runs])
 
     def _from_first(self, form: Form) -> Graph | None:
         graph = self._graph
         assert graph is not None
         recorded_in = form_of(graph.about)
-        for head in self._given:
-            old, new = self._run(head, recorded_in), self._run(head, form)
-            try:
-                graph = _Replacement(graph, head, old, new).graph()
-            except _Differs:
-                return None
-        return dataclasses.replace(graph, about={**graph.about, **form.to_json()})
+        old, new = ([self._run(head, each) for head in self.heads] for each in (recorded_in, form))
+        found = _replaced(graph, self.heads, old, new)
+        return None if found is None else dataclasses.replace(found, about={**found.about, **form.to_json()})
 
-    def _run(self, head: int, form: Form) -> _Run:
+    def _run(self, head: HeadCall, form: Form) -> Run:
         if (head, form) not in self._runs:
-            self._runs[head, form] = self._by_itself(head, form)
+            self._runs[head, form] = head.run(self._step, form, self._alignment_bytes)
         return self._runs[head, form]
 
-    def _by_itself(self, head: int, form: Form) -> _Run:
-        assert self._graph is not None
-        node, step = self._graph.nodes[head], self._step
-        recorder = Recorder(self._alignment_bytes, (), step.known)
-        with step.in_form(form), step.mode:
-            given = [_fake_of(value, step.device) for value in self._given[head]]
-            recorder.fix(given)
-            recorder.begin(node.call, node.name)
-            with torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack):
-                loss = step.run_node(recorder, node.call, node.name, given)
-            recorder.finish(loss, 0)
-        return _Run.of(recorder, loss)
+
+def filled(graph: Graph, heads: Sequence[HeadCall], step: FakeStep, form: Form, alignment_bytes: int) -> Graph | None:
+    """A hollow record at any batch size, with what its `heads` do in `form`; None where it is not one of those."""
+    runs = [head.run(step, form, alignment_bytes) for head in heads]
+    found = _replaced(graph, heads, [run.hollow for run in runs], runs)
+    return None if found is None else dataclasses.replace(found, about={**found.about, **form.to_json()})
+
+
+def _replaced(graph: Graph, heads: Sequence[HeadCall], old: Sequence[Run], new: Sequence[Run]) -> Graph | None:
+    try:
+        for head, before, after in zip(heads, old, new, strict=True):
+            graph = _Replacement(graph, head.node, before, after).graph()
+    except _Differs:
+        return None
+    return graph
 
 
 class _Differs(Exception):
@@ -84,7 +133,7 @@ def _fake_of(value: Any, device: torch.device) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Run:
+class Run:
     """What a chunked loss does in forward.
 
     storages  each with its operators counted from the node's first; without a death where it is kept
@@ -97,7 +146,7 @@ class _Run:
     wrapped_numbers: int
 
     @classmethod
-    def of(cls, recorder: Recorder, loss: torch.Tensor) -> _Run:
+    def of(cls, recorder: Recorder, loss: torch.Tensor) -> Run:
         recorder.settle_saves()
         assert loss.grad_fn is not None
         gradients = loss.grad_fn.gradients  # type: ignore[attr-defined]  # of `ChunkedLoss`
@@ -108,6 +157,18 @@ class _Run:
             tuple(dataclasses.replace(storage) for storage in recorder.storages),
             tuple(kept),
             recorder.wrapped_numbers,
+        )
+
+    @property
+    def hollow(self) -> Run:
+        """One operator that makes all that is kept."""
+        kept = [self.storages[i] for i in self.kept if i != FIXED]
+        numbers = iter(range(len(kept)))
+        return Run(
+            (_AT_ONCE,),
+            tuple(TrackedStorage(each.size_bytes, 0) for each in kept),
+            tuple(FIXED if i == FIXED else next(numbers) for i in self.kept),
+            0,
         )
 
     @property
@@ -123,7 +184,7 @@ class _Run:
 class _Replacement:
     """A record in which a node runs as `new` says, where it runs as `old` says."""
 
-    def __init__(self, graph: Graph, node: int, old: _Run, new: _Run):
+    def __init__(self, graph: Graph, node: int, old: Run, new: Run):
         self._record, self._node, self._old, self._new = graph, node, old, new
         self._first, self._end = graph.nodes[node].first, graph.nodes[node].end
         self._more = len(new.kinds) - len(old.kinds)

@@ -13,8 +13,8 @@ import contextlib
 import dataclasses
 import json
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -65,6 +65,22 @@ class TrackedStorage:
     cast: bool = False
 
 
+class Moment(NamedTuple):
+    """How many operators, storages, tensors saved by autograd and wrapped numbers there were."""
+
+    ops: int
+    storages: int
+    saved: int = 0
+    numbers: int = 0
+
+
+class Block(NamedTuple):
+    """What happened between two moments."""
+
+    begin: Moment
+    end: Moment
+
+
 class Tracker(UnseenMode):
     """Numbers operators, and notes for every storage during which of them it is alive.
 
@@ -85,6 +101,7 @@ class Tracker(UnseenMode):
         self._kind_index: dict[str, int] = {}
         self._in_place = InPlace()
         self._taken_over: TrackedStorage | None = None  # what the last operator would have written its result over
+        self._blocks: dict[Hashable, Block] = {}
         self._ids: dict[int, int] = {}  # id of the Python storage -> index; entries die with their storage
         self._keep: dict[int, Any] = {}  # finalizers
 
@@ -194,6 +211,37 @@ class Tracker(UnseenMode):
         self.op_kinds.append(self._kind_index.setdefault(key, len(self._kind_index)))
         self._taken_over = None
         self.dispatched(op, None, (), {}, None)
+
+    @contextlib.contextmanager
+    def known(self, what: Hashable) -> Iterator[bool]:
+        """What runs within does the same whenever `what` is equal; gives whether that was noted, and is noted again.
+
+        It keeps nothing that it makes, and lets go of nothing that was there before: else it is noted by itself.
+        """
+        block = self._blocks.get(what)
+        if block is not None:
+            self.repeat(block)
+            yield True
+            return
+        begin = self._now()
+        yield False
+        block = Block(begin, self._now())
+        older = (s.death for s in self.storages[: begin.storages] if s.death is not None)
+        if all(s.death is not None for s in self.storages[begin.storages :]) and max(older, default=-1) < begin.ops:
+            self._blocks[what] = block
+
+    def _now(self) -> Moment:
+        return Moment(self.op_count, len(self.storages))
+
+    def repeat(self, block: Block) -> None:
+        """Note the operators and storages of `block` once more, as what happens now."""
+        now = self._now()
+        later = now.ops - block.begin.ops
+        self.op_kinds += self.op_kinds[block.begin.ops : block.end.ops]
+        for storage in self.storages[block.begin.storages : block.end.storages]:
+            assert storage.death is not None
+            birth, death = storage.birth + later, storage.death + later
+            self.storages.append(dataclasses.replace(storage, birth=birth, death=death))
 
     def _overwritten(self, op: int, func: Any, args: Any, out: Any) -> TrackedStorage | None:
         """The storage of the first argument, if training would write the result over it; see `in_place.py`."""

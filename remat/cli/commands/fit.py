@@ -10,7 +10,7 @@ import typer
 
 from remat.cli.commands import Answer
 from remat.cli.commands.files import about_with, file_name, require_writable
-from remat.cli.commands.options import BudgetOptions, ExecutionOptions, Json, SearchOptions, StepOptions
+from remat.cli.commands.options import BudgetOptions, Exact, ExecutionOptions, Json, SearchOptions, StepOptions
 from remat.cli.commands.source import Source, budget_for, headroom_on_top, opened, usable, workload_of
 from remat.errors import UsageError
 from remat.units import gib
@@ -36,6 +36,7 @@ def fit(
     out: Annotated[
         Path | None, typer.Option(help="The plan file.", show_default="NAME.plan.json in this folder")
     ] = None,
+    exact: Exact = False,
     as_json: Json = False,
 ) -> Answer:
     """Choose micro-batch, accumulation and plan together, for the least time per token."""
@@ -55,6 +56,7 @@ def fit(
         options: dict[str, Any] = {
             "loop": found.loop,
             "execution": how.name,
+            "exact": exact,
             "limits": search.limits(line),
             "on_try": line.say,
         }
