@@ -10,10 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from remat.capture.eager_answers import traced_as
 from remat.errors import CaptureError
 from remat.execution.apply import apply, counts_of
+from remat.models import REGISTRY, build
 from remat.recording.known_values import KnownValues
 from remat.validation.validating import validate
 from remat.workload.workload import Workload
@@ -85,6 +87,17 @@ def test_random_integers_of_a_batch_are_known_and_what_a_generator_gives_elsewhe
         ids[:, 2:4] = 50
         assert (ids == 50).sum() == 8 and ids[ids != 50].shape == (24,)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_the_integers_of_every_ready_made_batch_are_known_at_full_size(name: str) -> None:
+    """A vocabulary is no size of a tensor: 4,096 ids below 151,936 are few."""
+    found, workload = KnownValues(), build(name)
+    with FakeTensorMode(), found.of_batch():
+        batch = workload.batch(workload.batch_size, workload.seq_len)
+        given = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+        integers = [leaf for leaf in given if not leaf.is_floating_point()]
+        assert integers and all(found.of(leaf) is not None for leaf in integers)
 
 
 def test_a_stand_in_for_a_function_is_followed_as_the_function() -> None:

@@ -189,9 +189,14 @@ def _is_small(tensor: torch.Tensor) -> bool:
 
 
 def _is_small_factory(args: Any, kwargs: Any) -> bool:
-    """Whether what an operator without tensors makes is known to be small: by its sizes, or the end of its range."""
+    """Whether what an operator without tensors makes is known to be small: by its sizes, or the end of its range.
+
+    Where it is given a list, those are the sizes, and other numbers are values (`full`) or what they lie between
+    (`randint`).
+    """
     size = 1
-    for leaf in tree_leaves(args):
+    lists = [arg for arg in args if isinstance(arg, (list, tuple))]
+    for leaf in tree_leaves(lists or args):
         if isinstance(leaf, (int, float)) and not isinstance(leaf, bool):
             size *= max(1, int(abs(leaf))) if abs(leaf) < float("inf") else MOST_INTEGERS + 1
     return size <= MOST_INTEGERS
