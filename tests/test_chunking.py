@@ -30,13 +30,14 @@ from remat.chunking.products import round_alike
 from remat.chunking.withheld import Withheld
 from remat.cli.screen import plan_text
 from remat.costing.planning_device import find_planning_device
-from remat.errors import Infeasible, PlanMismatch, RematError
+from remat.errors import Infeasible, NoPlanInTime, PlanMismatch, RematError
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.form import Chunk, Form, chunks_of
 from remat.evaluation.plan import Plan, to_refs
 from remat.execution.eager.replay import replay
 from remat.execution.executions import load
 from remat.formulation.problem import Problem
+from remat.formulation.solution import Limits
 from remat.planning import variants
 from remat.planning.planner import plan, plan_profile
 from remat.planning.profiling import fake_step, profile_step
@@ -552,6 +553,51 @@ def test_a_plan_that_needs_more_as_it_runs_gives_way_to_the_next_best(
     assert chunks_of(made.about) != best
     assert made.predicted["judged_by"] == "replay"
     assert made.solver["objective_us"] >= expected.solver["objective_us"] >= made.solver["bound_us"]
+
+
+def test_a_search_that_is_interrupted_claims_no_proof_of_forms_that_it_did_not_try(
+    forms: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget = tight(LARGER)[0]
+    best = plan(LARGER, budget=budget, target="h100-80gb")
+
+    def interrupted(self: variants.Variants, form: Form) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(variants.Variants, "of", interrupted)
+    made = plan(LARGER, budget=budget, target="h100-80gb")
+    assert made.solver["interrupted"]
+    assert made.solver["objective_us"] > best.solver["objective_us"] >= made.solver["bound_us"]
+    assert made.solver["status"] == "feasible"
+
+
+def test_a_form_that_ran_out_of_time_is_not_said_to_be_infeasible(
+    forms: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss whole is, and so may be coarse slices; of finer ones nothing is known."""
+    attempt = variants._Search._try
+
+    def without_time(self: Any, variant: variants.Variant, time_s: float, before: Plan | None) -> bool | None:
+        if variant.form.chunks[0].slices == 1:
+            return attempt(self, variant, time_s, before)
+        self.refused.append(NoPlanInTime("no plan was found in time."))
+        return None
+
+    monkeypatch.setattr(variants._Search, "_try", without_time)
+    with pytest.raises(NoPlanInTime):
+        plan(LARGER, budget="70MiB", target="h100-80gb")
+
+
+def test_a_region_that_another_form_lacks_is_no_plan_to_begin_from() -> None:
+    fake = fake_step(LARGER, find_planning_device("h100-80gb"))
+    profile = profile_step(fake, find_planning_device("h100-80gb"))
+    how, limits = load("eager"), Limits()
+    made = plan(LARGER, budget=tight(LARGER)[0], target="h100-80gb", exact=True)
+    sliced = variants.Variants(how, fake, profile).in_slices(2).profile
+    problem = how.pose(sliced, how.space(sliced.graph), 1 << 40)
+    last = dataclasses.replace(made.regions[-1].last, ordinal=10**6)
+    other = dataclasses.replace(made, regions=(dataclasses.replace(made.regions[-1], last=last),))
+    assert variants.begun_from(limits, problem, other) is limits
 
 
 def test_float16_and_other_executions_leave_the_loss_whole() -> None:

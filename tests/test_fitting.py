@@ -139,6 +139,22 @@ def test_two_records_give_the_step_in_slices_at_any_batch(
     assert look.variants(3, accumulates)._profile_in is not None  # else each size would have a record of its own
 
 
+def test_steps_in_slices_are_those_of_the_loop_that_is_asked_for_whichever_was_recorded_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(variants, "LARGE", 0.0)
+    orders = []
+    for order in ((False, True), (True, False)):
+        place = find_planning_device(TARGET)
+        look = MicroBatches(LANGUAGE, place, Budget(GIB, GIB), TrainingLoop(), LIMITS, lambda what: None)
+        for accumulates in order:
+            look.profile(64, accumulates)
+        graphs = {accumulates: look.variants(64, accumulates).in_slices(2).profile.graph for accumulates in order}
+        orders.append([Memory(graphs[accumulates]).curve(()).alive_bytes.tolist() for accumulates in (False, True)])
+    assert orders[0] == orders[1]
+    assert orders[0][0] != orders[0][1]
+
+
 def test_steps_of_different_models_are_no_family() -> None:
     one, other = (Recorded(at(size, model), {}, ()) for size, model in ((2, "transformer"), (4, "convnet")))
     assert family(one, other, 1) is None

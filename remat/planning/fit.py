@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from remat.costing.planning_device import PlanningDevice
-from remat.errors import NoPlanInTime, UsageError
+from remat.errors import Infeasible, NoPlanInTime, UsageError
 from remat.evaluation.plan import Plan
 from remat.execution.executions import EAGER
 from remat.formulation.solution import Limits
@@ -166,15 +165,16 @@ def _fewer(size: int) -> Iterator[int]:
 
 
 def _reserving(choices: Iterable[T], plan: Callable[[T], Plan], budget: Budget) -> tuple[T, Plan]:
-    """The first of `choices` whose plan the caching allocator finds room for, where the budget is what it may reserve.
+    """The first of `choices` with a plan that keeps the budget, recorded at its size.
 
-    Sizes are chosen by what they request; what is then reserved is known of a finished plan only.
+    Sizes are chosen by what they request; what the caching allocator reserves, where the budget is that, is known of a
+    finished plan only.
     """
-    refused: NoPlanInTime | None = None
-    for choice in choices if budget.reserved_bytes is not None else itertools.islice(choices, 1):
+    refused: Infeasible | NoPlanInTime | None = None
+    for choice in choices:
         try:
             return choice, plan(choice)
-        except NoPlanInTime as error:
+        except (Infeasible, NoPlanInTime) as error:
             refused = refused or error
     assert refused is not None
     raise refused

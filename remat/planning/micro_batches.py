@@ -276,6 +276,8 @@ class MicroBatches:
         for size, recorded in zip(RECORDED_AT, (whole.low, whole.high), strict=True):
             step = self._to_record[size]
             step.loop = self._loop(accumulates)
+            if step.finish.loop != step.loop:  # its gradients and its optimizer are those of the other family
+                step.warm_up()
             sliced = Resliced(step, alignment_bytes=1, whole=recorded.graph)
             if (graph := sliced.hollow(form)) is None:
                 return None

@@ -7,7 +7,7 @@ one to begin from.
 Rule 1  A plan's price is what its step takes more than the captured one: what it recomputes, what its slices cost
         (smaller kernels, gradients added up), less what fusing saves. It may be negative.
 Rule 2  More slices cost more, where costs are estimated. So where slices alone cost as much as the best plan so far, no
-        finer ones are tried, and the bound of all of them is that cost.
+        finer ones are tried, and the bound of all of them is that cost. Where nothing needs to be recomputed, none are.
 Rule 3  Every variant is searched for a few seconds, and the best of them once more, for longer.
 Rule 4  On a device at hand, only as many slices are tried as leave every row's gradient bitwise what it was.
 Rule 5  Another form is taken where it is worth it: unless nothing else fits, by `WORTH` of the step.
@@ -238,7 +238,7 @@ def fastest(
     except KeyboardInterrupt:
         if not search.has_plan:
             raise
-        search.bounds_us.append(0.0)
+        search.is_interrupted = True
     best = search.settled()
     if best is None and search.is_cut_short:
         raise NoPlanInTime(
@@ -246,13 +246,17 @@ def fastest(
             "to look for plans that cut it finer; raise --time-limit."
         )
     if best is None:
-        raise min(search.refused, key=_least_budget)
+        in_time = [error for error in search.refused if isinstance(error, NoPlanInTime)]
+        raise min(in_time or search.refused, key=_least_budget)  # refused for good is only what no form can do
     untouched = search.untouched
     made = best.plan
-    if best is untouched and not search.has_dropped:
+    if best is untouched and not search.leaves_open:
         return made
     if untouched is not None and best is not untouched:
         made = dataclasses.replace(made, predicted={**made.predicted, WHOLE: untouched.plan.predicted["overhead"]})
+    if search.is_interrupted:
+        made = dataclasses.replace(made, solver={**made.solver, "interrupted": True})
+        search.bounds_us.append(-made.without_checkpointing["step_time_us"])  # what was not tried takes some time
     return _bounded(made, search.bound_us, search.least_us)
 
 
@@ -293,12 +297,17 @@ class _Search:
         self.tried: list[_Tried] = []
         self.bounds_us: list[float] = []
         self.refused: list[Infeasible | NoPlanInTime] = []
-        self.is_cut_short = False
+        self.is_cut_short = self.is_interrupted = False
         self.has_dropped = False  # a plan of a variant that does not keep the budget as it runs
 
     @property
     def has_plan(self) -> bool:
         return self.untouched is not None or bool(self.tried)
+
+    @property
+    def leaves_open(self) -> bool:
+        """Whether a variant may be better of which no plan is known."""
+        return self.has_dropped or self.is_cut_short or self.is_interrupted
 
     @property
     def _plans(self) -> list[_Tried]:
@@ -389,8 +398,8 @@ def begun_from(limits: Limits, problem: Problem, plan: Plan | None) -> Limits:
     """`limits`, to begin from the plan of another variant if that is one of the space."""
     if plan is None:
         return limits
-    start = from_refs(problem.graph, plan.regions)
     try:
+        start = from_refs(problem.graph, plan.regions)
         problem.runs_of(start)
     except KeyError:
         return limits

@@ -111,7 +111,7 @@ class KnownValues(UnseenMode):
         drawn = torch.Tag.nondeterministic_seeded in func.tags
         if name in _WITHOUT_VALUES or (drawn and (self._generator is None or func not in _RANDOM)):
             return False, None
-        if not leaves and not _is_small_factory(args, kwargs):
+        if not leaves and not _makes_little(func, args, kwargs):
             return False, None
         args, kwargs = tree_map(self._real_of, (args, kwargs))
         kwargs |= {key: value for key, value in _HOST.items() if key in kwargs}
@@ -184,19 +184,11 @@ def _view_of(tensor: torch.Tensor) -> _View:
     return tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
 
 
+def _makes_little(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether what a factory makes, on fakes, is small."""
+    made = (leaf for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, torch.Tensor))
+    return all(map(_is_small, made))
+
+
 def _is_small(tensor: torch.Tensor) -> bool:
     return tensor.numel() <= (MOST_FLOATS if tensor.is_floating_point() else MOST_INTEGERS)
-
-
-def _is_small_factory(args: Any, kwargs: Any) -> bool:
-    """Whether what an operator without tensors makes is known to be small: by its sizes, or the end of its range.
-
-    Where it is given a list, those are the sizes, and other numbers are values (`full`) or what they lie between
-    (`randint`).
-    """
-    size = 1
-    lists = [arg for arg in args if isinstance(arg, (list, tuple))]
-    for leaf in tree_leaves(lists or args):
-        if isinstance(leaf, (int, float)) and not isinstance(leaf, bool):
-            size *= max(1, int(abs(leaf))) if abs(leaf) < float("inf") else MOST_INTEGERS + 1
-    return size <= MOST_INTEGERS

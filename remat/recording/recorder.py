@@ -224,6 +224,10 @@ class Recorder(Tracker):
     def _now(self) -> Moment:
         return Moment(self.op_count, len(self.storages), len(self._saved_tensors), self.wrapped_numbers)
 
+    def is_closed(self, block: Block) -> bool:
+        saved = self._saved_tensors[block.begin.saved :]
+        return super().is_closed(block) and all(row["unpack"] >= 0 and row["release"] >= 0 for row in saved)
+
     def repeat(self, block: Block) -> None:
         now, begin, end = self._now(), block.begin, block.end
         super().repeat(block)
@@ -232,9 +236,10 @@ class Recorder(Tracker):
         self._storage_nodes += self._storage_nodes[begin.storages : end.storages]
         self.wrapped_numbers += end.numbers - begin.numbers
         for row in self._saved_tensors[begin.saved : end.saved]:
+            if row["storage"] < begin.storages:
+                continue  # what is saved in its place now is there all the time, and the save is over (`settle_saves`)
             again = {name: row[name] + later for name in ("at", "unpack", "used", "release")}
-            newer = row["storage"] >= begin.storages
-            storage = row["storage"] + now.storages - begin.storages if newer else row["storage"]
+            storage = row["storage"] + now.storages - begin.storages
             self._saved_tensors.append({**row, **again, "storage": storage})
         assert self._current is not None
         self._nodes[self._current]["end"] = self.op_count

@@ -226,9 +226,14 @@ class Tracker(UnseenMode):
         begin = self._now()
         yield False
         block = Block(begin, self._now())
-        older = (s.death for s in self.storages[: begin.storages] if s.death is not None)
-        if all(s.death is not None for s in self.storages[begin.storages :]) and max(older, default=-1) < begin.ops:
+        if self.is_closed(block):
             self._blocks[what] = block
+
+    def is_closed(self, block: Block) -> bool:
+        """Whether what `block` made is gone, and what was there before it is not."""
+        older = (s.death for s in self.storages[: block.begin.storages] if s.death is not None)
+        newer = self.storages[block.begin.storages :]
+        return all(s.death is not None for s in newer) and max(older, default=-1) < block.begin.ops
 
     def _now(self) -> Moment:
         return Moment(self.op_count, len(self.storages))
