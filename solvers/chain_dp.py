@@ -13,7 +13,8 @@ makes a transition for every run and a knapsack item for every segment of it, in
 Two things keep it from being exact, and both are made to err on one side:
 
 * Bytes are counted in grains, rounded down. The plan found that way may overstep the budget by a little; then the
-  best plan is taken for a start at as many bytes more.
+  best plan is taken for a start at as many bytes more. Where rounding is all that is between bound and plan, what a
+  table leaves is searched to the byte (`chain_labels.py`).
 * Shared storages outside the state are counted late, and a run's rows are two. That can only understate, so the bound
   stands; the evaluator judges the plan.
 
@@ -23,6 +24,7 @@ tell apart permutations that all cost the same.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -36,6 +38,7 @@ from remat.formulation.liveness import NS
 from remat.formulation.problem import Problem
 from remat.formulation.solution import Limits, Solution
 from remat.solvers.chain import MATTERS, Case, Chain
+from remat.solvers.chain_labels import TooManyLabels, optimum
 from remat.solvers.chain_table import Leg, Table, admits, choose_grain, lost_bytes, regions_of
 from remat.solvers.heuristic import Proposal
 from remat.solvers.polish import polish
@@ -61,6 +64,8 @@ NUMPY_LEVELS = 3_000  # that take as long as it takes to call numpy for any
 SPLIT_GAIN = 0.1  # of the gap: a split that closes less of it is the last
 PROGRESS = 0.02  # of the gap: less than that is none
 STALLS_S = 4.0  # without progress, before others have their turn
+LABELS_S = 3.0  # for those of one limit
+LIMITS = (0.125, 0.5, 1.0)  # of what is between bound and best plan: where labels are looked for
 COUNTS = 5  # of forward-held bytes, tried at the coarsest grain: all, none, and where the limits trade places
 
 
@@ -105,6 +110,8 @@ class Branch:
     count     of what is forward-held, with the best bound so far; None before the first table
     tables    that say what `bound_ns` is, the one with the best bound first
     whole_ns  the bound of the branch that it is a part of, None where its tables are of another grain than that one's
+    legs      the optimum to the byte of the first table's chain, None where it is not known
+    has_labels  whether it was looked for (`chain_labels.py`)
     is_recounted  whether it differs from that branch in nothing but where storages are counted
     """
 
@@ -116,6 +123,15 @@ class Branch:
     tables: tuple[Table, ...] = ()
     whole_ns: float | None = None
     is_recounted: bool = False
+    legs: tuple[Leg, ...] | None = None
+    has_labels: bool = False
+
+    @property
+    def plan(self) -> Sequence[Leg]:
+        """What costs no more than the bound says."""
+        legs = self.tables[0].legs() if self.legs is None else self.legs
+        assert legs is not None
+        return legs
 
     def has_gained(self, best_ns: float) -> bool:
         """Whether the last split closed more than a little of the gap to the best plan."""
@@ -130,11 +146,10 @@ class Branch:
     @functools.cached_property
     def says_more_at(self) -> int | None:
         """The next fineness that rules out the plan of its best table, so that its bound may rise by that alone."""
-        table = self.tables[0]
-        legs = table.legs()
-        assert legs is not None
-        finer = range(self.fineness + 1, len(LEVELS))
-        return next((f for f in finer if not admits(table.chain, legs, _grain(table.chain, f))), None)
+        if self.legs is not None:
+            return None
+        chain, finer = self.tables[0].chain, range(self.fineness + 1, len(LEVELS))
+        return next((f for f in finer if not admits(chain, self.plan, _grain(chain, f))), None)
 
     @property
     def next_fineness(self) -> int:
@@ -173,10 +188,11 @@ class Branch:
         that has not helped, one half counts the largest and in the other nobody keeps it. Where there are none, halves
         differ in how a segment runs, or in whether there is a cut: there tables of other shares disagree.
         """
-        table = self.tables[0]
-        problem, legs = table.chain.problem, table.legs()
-        assert legs is not None
-        half = dataclasses.replace(self, tables=(), whole_ns=self.bound_ns, is_recounted=False)
+        table, legs = self.tables[0], self.plan
+        problem = table.chain.problem
+        half = dataclasses.replace(
+            self, tables=(), whole_ns=self.bound_ns, is_recounted=False, legs=None, has_labels=False
+        )
         if uncounted := _uncounted(table.chain, self.case, legs):
             elsewhere = {u: site for u, site in uncounted if self.case.counted.get(u) != site}
             if elsewhere and (not self.is_recounted or self.has_gained(best_ns)):
@@ -352,6 +368,12 @@ class _Search:
             branch = self.open.pop(0)
             if any(each.bound_ns <= branch.bound_ns for each in self.exhausted):
                 return
+            if not branch.has_labels and self._is_rounding_alone(branch):
+                before_ns, branch = branch.bound_ns, self._to_the_byte(branch)
+                if branch.bound_ns > before_ns:
+                    self._keep(branch)
+                    self._tell()
+                    continue
             parts = self._parts(branch)
             if not parts:
                 self.exhausted.append(branch)
@@ -371,7 +393,9 @@ class _Search:
 
     def _add(self, branch: Branch) -> None:
         """Solve `branch`, and keep it where it may hold a better plan."""
-        branch = self._solve_branch(branch)
+        self._keep(self._solve_branch(branch))
+
+    def _keep(self, branch: Branch) -> None:
         self.open = sorted([*self.open, branch], key=lambda each: each.bound_ns)
         self.open = [each for each in self.open if each.bound_ns < self.found.objective_ns]
 
@@ -384,15 +408,23 @@ class _Search:
 
     def _parts(self, branch: Branch) -> list[Branch]:
         """`branch` in halves, or with a finer grain, whichever says more; none where neither can in time."""
-        table = branch.tables[0]
-        legs = table.legs()
-        assert legs is not None
-        regions = regions_of(self.problem, legs)
-        excess = self.problem.curve(regions).peak_bytes - self.problem.budget_bytes
-        is_rounding = branch.says_more_at is not None and excess <= lost_bytes(table.chain, legs, table.grain)
+        is_rounding = branch.says_more_at is not None and self._is_rounding(branch)
         in_vain = not branch.is_recounted and not branch.has_gained(self.found.objective_ns)
         ways = [self._refined, self._halved] if is_rounding or in_vain else [self._halved, self._refined]
         return next((parts for way in ways if (parts := way(branch))), [])
+
+    def _is_rounding(self, branch: Branch) -> bool:
+        """Whether the plan of the best table may overstep the budget for nothing but that bytes are rounded."""
+        table, legs = branch.tables[0], branch.plan
+        excess = self.problem.curve(regions_of(self.problem, legs)).peak_bytes - self.problem.budget_bytes
+        return branch.legs is None and excess <= lost_bytes(table.chain, legs, table.grain)
+
+    def _is_rounding_alone(self, branch: Branch) -> bool:
+        """Whether nothing else explains it: nothing that the chain does not count, nothing that is local in forward."""
+        chain, legs = branch.tables[0].chain, branch.plan
+        row = over_budget(self.problem, regions_of(self.problem, legs))
+        is_counted = row is not None and row.run is not None and not _uncounted(chain, branch.case, legs)
+        return is_counted and self._is_rounding(branch)
 
     def _halved(self, branch: Branch) -> list[Branch]:
         if self.found.regions is None:
@@ -437,6 +469,39 @@ class _Search:
         bound_ns = max(branch.bound_ns, tables[best][0])
         by_bound = sorted(tables.values(), key=lambda found: -found[0])
         return dataclasses.replace(branch, bound_ns=bound_ns, count=best, tables=tuple(table for _, table in by_bound))
+
+    def _to_the_byte(self, branch: Branch) -> Branch:
+        """`branch` with a bound that rounding does not lower, as far as labels do not get too many.
+
+        They are few where the limit is little above the bound: it goes up in steps, to the best plan known.
+        """
+        branch = dataclasses.replace(branch, has_labels=True)
+        below_ns = self.found.objective_ns - branch.bound_ns
+        limits = (branch.bound_ns + share * below_ns for share in LIMITS) if math.isfinite(below_ns) else ()
+        with contextlib.suppress(TooManyLabels):
+            for limit_ns in limits:
+                found = optimum(branch.tables[0], limit_ns, LABELS_S)
+                branch = dataclasses.replace(branch, bound_ns=max(branch.bound_ns, min(found.time_ns, limit_ns)))
+                if found.legs:
+                    branch = dataclasses.replace(branch, legs=found.legs)
+                    self._offer(branch.tables[0], found.legs)
+                    break
+                if self.found.late(self.limits):
+                    break
+        return branch
+
+    def _offer(self, table: Table, legs: Sequence[Leg]) -> None:
+        """Offer the plan `legs` or, as a chain understates, the best of those that keep so much less."""
+        spare = 0
+        for _ in range(TRIES):
+            regions = regions_of(self.problem, legs)
+            polished = polish(self.problem, regions)
+            if polished is not None:
+                self.found.offer(polished)
+            excess = self.problem.curve(regions).peak_bytes - self.problem.budget_bytes
+            spare += excess
+            if excess <= 0 or not (legs := optimum(table, self.found.objective_ns, LABELS_S, spare).legs):
+                return
 
     def _table(self, branch: Branch, count: Count) -> Table:
         chain = Chain(

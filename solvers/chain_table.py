@@ -148,7 +148,7 @@ class Table:
         for transition in chain.into[b]:
             after = self.values[b]
             if transition.saves:
-                at, after = folded.get(transition.never_again) or (b, self._after_saves(b))
+                at, after = folded.get(transition.never_again) or (b, self.after_saves(b))
                 while at > transition.a:
                     at -= 1
                     after = self._fold(after, at, transition)
@@ -158,7 +158,7 @@ class Table:
                 if through is not None:
                     yield transition, k, through
 
-    def _after_saves(self, b: int) -> Values:
+    def after_saves(self, b: int) -> Values:
         """R[b] where a region ends: what is kept there must leave room for its recomputation to begin."""
         found = [values.copy() for values in self.values[b]]
         for k, values in enumerate(found):
@@ -168,16 +168,16 @@ class Table:
     def _fold(self, after: Values, segment: int, transition: Transition) -> Values:
         """`after` with the choice of what regions that end as `transition` does save in `segment`."""
         for item in self.chain.items(segment, transition.b, transition.never_again):
-            after = self._fold_item(after, item)
-        return self._begun(after, segment, transition.b)
+            after = self.fold_item(after, item)
+        return self.begun(after, segment, transition.b)
 
-    def _fold_item(self, after: Values, item: Item) -> Values:
+    def fold_item(self, after: Values, item: Item) -> Values:
         """`after` with the choice of whether to save `item`."""
         if item.passes_on:
             return [self._saving(after[0], item, after[1])]
         return [self._saving(values, item, values) for values in after]
 
-    def _begun(self, after: Values, segment: int, b: int) -> Values:
+    def begun(self, after: Values, segment: int, b: int) -> Values:
         """`after` where `segment` begins: what is made there is not kept yet, and what is kept is limited."""
         state_storage = self.chain.state_storages[b]
         if state_storage is not None and state_storage.segment == segment:
@@ -258,12 +258,12 @@ class Table:
     def _saved(self, transition: Transition, k: int, level: int, value: float) -> tuple[Item, ...]:
         """What `transition` saves if, where its saves begin, `value` is R and `level` is kept."""
         folds: list[tuple[Item, Values]] = []
-        after = self._after_saves(transition.b)
+        after = self.after_saves(transition.b)
         for segment in range(transition.b - 1, transition.a - 1, -1):
             for item in self.chain.items(segment, transition.b, transition.never_again):
                 folds.append((item, after))
-                after = self._fold_item(after, item)
-            after = self._begun(after, segment, transition.b)
+                after = self.fold_item(after, item)
+            after = self.begun(after, segment, transition.b)
         saved = []
         for item, before in reversed(folds):
             if before[k][level] == value:

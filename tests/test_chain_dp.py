@@ -25,6 +25,7 @@ from remat.models import TEST_SIZES
 from remat.planning.profiling import fake_step, profile_step
 from remat.solvers import chain_dp, every_block
 from remat.solvers.chain import Case, Chain
+from remat.solvers.chain_labels import Optimum, optimum
 from remat.solvers.chain_table import Table, admits, choose_grain, regions_of
 from remat.solvers.least_peak import least_peak
 from remat.solvers.reduced_costs import useful_runs
@@ -48,6 +49,21 @@ def table_of(chain: Chain, levels: tuple[int, int] = (3000, 10000)) -> Table:
     return Table(chain, choose_grain(chain, levels))
 
 
+def with_labels(problem: Problem, grain: int, limit_ns: float) -> None:
+    """What labels say is what a table of single bytes says, and their plan is one of that time."""
+    of_bytes = Table(Chain(problem), 1).least_time_ns()
+    if Table(Chain(problem), grain).least_time_ns() is None:
+        assert of_bytes is None
+        return
+    found = optimum(Table(Chain(problem), grain), limit_ns)
+    if of_bytes is None or of_bytes >= limit_ns:
+        assert found == Optimum(math.inf)
+        return
+    assert found.time_ns == of_bytes
+    assert admits(Chain(problem), found.legs, 1)
+    assert max(problem.objective_ns(regions_of(problem, found.legs)), 0) == of_bytes
+
+
 def outside_the_state(problem: Problem) -> list[int]:
     """Shared storages that are no part of the chain's state."""
     in_state = {shared.storage for shared in Chain(problem).state_storages if shared is not None}
@@ -61,6 +77,27 @@ def tight_problems(draw: st.DrawFn) -> tuple[Problem, tuple[Region, ...]]:
     problem = Problem(graph, costs, draw(spaces(graph, most_segments=8, most_saves=6)), AMPLE)
     regions = draw(plans_of(problem))
     return problem.with_budget(problem.memory.curve(regions).peak_bytes), regions
+
+
+@given(tight_problems(), st.integers(1, 40), st.data())
+@MANY
+def test_labels_find_the_optimum_of_the_chain_to_the_byte(
+    problem_and_plan: tuple[Problem, tuple[Region, ...]], grain: int, data: st.DataObject
+) -> None:
+    problem, regions = problem_and_plan
+    time_ns = problem.objective_ns(regions)
+    with_labels(problem, grain, data.draw(st.sampled_from([math.inf, time_ns + 1.0, time_ns, 0.8 * time_ns])))
+
+
+@pytest.mark.exhaustive
+@given(tight_problems(), st.integers(1, 400))
+@TOO_MANY
+def test_labels_find_the_optimum_of_many_chains(
+    problem_and_plan: tuple[Problem, tuple[Region, ...]], grain: int
+) -> None:
+    problem, regions = problem_and_plan
+    with_labels(problem, grain, math.inf)
+    with_labels(problem, grain, float(problem.objective_ns(regions)))
 
 
 @given(problems(), st.data())
