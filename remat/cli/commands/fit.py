@@ -143,7 +143,7 @@ def _fit_text(found: Fit, path: Path) -> str:
     title = heading({**found.about, "accumulation": 1}, found.target, found.costs)
     unit = gib(found.budget_bytes).split()[1]
     rate = "tokens/s" if per_token else "samples/s"
-    header = ("", "micro-batch", "steps", f"peak\n{unit}", "recompute\n%", "time\nms", rate)
+    header = ("", "micro-batch", "steps", f"peak\n{unit}", "overhead\n%", "time\nms", rate)
     rows = [_cells(name, candidate, found, unit) for name, candidate in found.rungs.items()]
     above, lines = columns(header, rows)
     table = "\n".join(["  " + line.rstrip() for line in (*above, *lines)])
@@ -194,17 +194,19 @@ def _verdict(found: Fit) -> str:
         return f"{how} is {same} the best rung of the ladder, `{name}`: nothing is gained by recomputing differently."
     why = []
     if best.micro_batch > rival.micro_batch:
-        again = f"{100 * (best.overhead or 0):.1f} %"
-        why.append(f"a larger micro-batch than {rival.micro_batch} pays for recomputing {again}")
+        cost = f"{100 * (best.overhead or 0):.1f} %"
+        why.append(f"a larger micro-batch than {rival.micro_batch} is worth an overhead of {cost}")
     elif best.micro_batch < rival.micro_batch:
-        why.append(f"a smaller micro-batch than {rival.micro_batch} needs less recomputing")
+        why.append(f"a smaller micro-batch than {rival.micro_batch} has less overhead")
     else:
-        why.append(f"it recomputes {100 * (best.overhead or 0):.1f} % instead of {100 * (rival.overhead or 0):.1f} %")
+        why.append(f"an overhead of {100 * (best.overhead or 0):.1f} % instead of {100 * (rival.overhead or 0):.1f} %")
     return f"{how} is {100 * faster:.1f} % faster than the best rung of the ladder, `{name}`: {'; '.join(why)}."
 
 
 def _notes(found: Fit) -> list[str]:
     notes = []
+    if slices := found.best.slices:
+        notes.append(f"the loss runs in {slices} slice{'s' if slices > 1 else ''}; --exact leaves it whole")
     if found.best.last != found.best.micro_batch:
         weights = sorted(set(found.weights), reverse=True)
         first, last = weights[0], weights[-1]
