@@ -88,15 +88,14 @@ class Resliced:
         """The record in `form`, but that losses make what they keep at once; None where that cannot be told."""
         graph = self.record(form)
         runs = [self._run(head, form) for head in self.heads]
-        return _replaced(graph, self.heads, runs, [run.hollow for run in runs])
+        return _replaced(graph, self.heads, runs, [run.hollow for run in runs], form)
 
     def _from_first(self, form: Form) -> Graph | None:
         graph = self._graph
         assert graph is not None
         recorded_in = form_of(graph.about)
         old, new = ([self._run(head, each) for head in self.heads] for each in (recorded_in, form))
-        found = _replaced(graph, self.heads, old, new)
-        return None if found is None else dataclasses.replace(found, about={**found.about, **form.to_json()})
+        return _replaced(graph, self.heads, old, new, form)
 
     def _run(self, head: HeadCall, form: Form) -> Run:
         if (head, form) not in self._runs:
@@ -107,17 +106,19 @@ class Resliced:
 def filled(graph: Graph, heads: Sequence[HeadCall], step: FakeStep, form: Form, alignment_bytes: int) -> Graph | None:
     """A hollow record at any batch size, with what its `heads` do in `form`; None where it is not one of those."""
     runs = [head.run(step, form, alignment_bytes) for head in heads]
-    found = _replaced(graph, heads, [run.hollow for run in runs], runs)
-    return None if found is None else dataclasses.replace(found, about={**found.about, **form.to_json()})
+    return _replaced(graph, heads, [run.hollow for run in runs], runs, form)
 
 
-def _replaced(graph: Graph, heads: Sequence[HeadCall], old: Sequence[Run], new: Sequence[Run]) -> Graph | None:
+def _replaced(
+    graph: Graph, heads: Sequence[HeadCall], old: Sequence[Run], new: Sequence[Run], form: Form
+) -> Graph | None:
+    """`graph` as that of `form`, its `heads` doing what `new` says; None where they do not do what `old` says."""
     try:
         for head, before, after in zip(heads, old, new, strict=True):
             graph = _Replacement(graph, head.node, before, after).graph()
     except _Differs:
         return None
-    return graph
+    return dataclasses.replace(graph, about={**graph.about, **form.to_json()})
 
 
 class _Differs(Exception):
