@@ -24,6 +24,7 @@ from remat.execution.executions import EAGER
 from remat.formulation.solution import Limits
 from remat.planning.budget import Budget
 from remat.planning.micro_batches import Candidate, MicroBatches, Window, largest
+from remat.planning.variants import is_power_of_two
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 
@@ -150,7 +151,7 @@ def largest_batch(
     loop, on_try = loop or TrainingLoop(), on_try or (lambda what: None)
     limits = limits or Limits()
     sizes = MicroBatches(workload, place, budget, loop, limits, on_try, execution=execution, exact=exact)
-    guess, cuts = sizes.guess(accumulates=loop.accumulates), not loop.accumulation & (loop.accumulation - 1)
+    guess, cuts = sizes.guess(accumulates=loop.accumulates), is_power_of_two(loop.accumulation)
     found = largest(lambda size: sizes.feasible(size, accumulates=loop.accumulates, in_slices=cuts), guess=guess)
     if not found:
         raise sizes.refusal(Window(1, 1))
@@ -200,7 +201,7 @@ def longest_sequence(
         raise UsageError(f"{workload.name} has no sequences; ask for --max-batch.")
     step, size = max(workload.seq_len // SEQ_PARTS, 1), workload.batch_size
     loop, limits, on_try = loop or TrainingLoop(), limits or Limits(), on_try or (lambda what: None)
-    cuts = not loop.accumulation & (loop.accumulation - 1)
+    cuts = is_power_of_two(loop.accumulation)
 
     @functools.cache
     def at(parts: int) -> MicroBatches:

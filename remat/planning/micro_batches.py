@@ -42,7 +42,7 @@ from remat.planning.planner import plan_profile
 from remat.planning.profiling import VariantProfiles, fake_step, in_one_slice, profile_step
 from remat.planning.search import Draft, Judge
 from remat.planning.untraced import with_untraced
-from remat.planning.variants import Variants, at_most, begun_from, fastest
+from remat.planning.variants import Variants, at_most, begun_from, fastest, is_power_of_two
 from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
 from remat.recording.reslice import HeadCall, Resliced, filled
@@ -404,8 +404,8 @@ class MicroBatches:
 
     def _variants_of(self, window: Window) -> Variants | None:
         """Those that may run in this window, None where there are none. (Rule 4)"""
-        count = window.accumulation
-        if self.leaves_whole or not self.how.is_exact or window.last != window.micro_batch or count & (count - 1):
+        are_alike = window.last == window.micro_batch and is_power_of_two(window.accumulation)
+        if self.leaves_whole or not self.how.is_exact or not are_alike:
             return None
         found = self.variants(*_key(window))
         return found if found.are_any else None

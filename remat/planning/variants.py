@@ -204,13 +204,18 @@ def require_fusible(execution: Execution, step: FakeStep | None, *, exact: bool)
         raise UsageError("groups are not fused where states are sharded; leave `fuse` or `shard` out.")
 
 
+def is_power_of_two(count: int) -> bool:
+    """Whether so many micro-batches divide a loss without rounding."""
+    return not count & (count - 1)
+
+
 def why_whole(execution: Execution, step: FakeStep) -> str | None:
     """Why no loss of `step` may run in slices; None where it may."""
     if not execution.runs_forms:
         return f"execution {execution} runs no slices"
     if step.loop.shard is not None:
         return "states are sharded"
-    if step.loop.accumulation & (step.loop.accumulation - 1):
+    if not is_power_of_two(step.loop.accumulation):
         return "the loss is divided by a number of micro-batches that is no power of two"
     if step.computes_in_float16:
         return "gradients of a loss that is not scaled yet are too small for float16"
