@@ -6,9 +6,9 @@ running sum is exact. The profiler sees the calling thread, in which the backwar
 and no other.
 
 Peaks are *above the level at the start*. What was alive before (parameters, optimizer state) is the
-caller's to add. On the CPU nothing is credited for freeing it: the profiler does not know blocks older than
-itself. But those that an earlier observation saw made it knows, and takes what is freed off the peak: so garbage is
-collected first.
+caller's to add. On the CPU nothing is credited for freeing it: a release counts where its allocation was seen by the
+same observation. The profiler would credit more: it keeps the address of what an earlier observation saw made, does
+not see it freed in between, and takes whatever comes to lie there for it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
 _MEMORY_EVENT = "[memory]"
@@ -71,8 +70,7 @@ def measure_peak(
     """Run `function` once; the peak of allocated bytes above the level at the start.
 
     requested  count what was asked for instead of what CUDA's allocator rounds it to
-    collect    cyclic garbage first, unless that was just done: freed meanwhile, it would be taken off the peak where
-               its making was observed
+    collect    cyclic garbage first, unless that was just done: freed meanwhile, it would be taken off CUDA's peak
     """
     if collect:
         gc.collect()
@@ -134,7 +132,7 @@ def allocation_curve(function: Callable[[], object]) -> np.ndarray:
 
 
 def allocation_events(function: Callable[[], object]) -> list[tuple[int, int]]:
-    """Run `function` once on the CPU; (time in ns, signed bytes) of each allocation and release, in order."""
+    """Run `function` once on the CPU; (time in ns, signed bytes) of each allocation and its release, in order."""
     profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with _quiet_profiler():
         profiler.start()
@@ -144,12 +142,25 @@ def allocation_events(function: Callable[[], object]) -> list[tuple[int, int]]:
         with _quiet_profiler():
             profiler.stop()
     results: Any = profiler.profiler.kineto_results  # type: ignore[union-attr]
-    found = [
-        (event.start_ns(), event.nbytes())
-        for event in results.events()
-        if event.name() == _MEMORY_EVENT and event.device_type() == DeviceType.CPU
-    ]
-    return sorted(found, key=lambda event: event[0])  # stable: one instant's events stay as recorded
+    found: list[tuple[int, int]] = []
+    alive: set[int] = set()  # addresses
+    for event in sorted(_events(results.experimental_event_tree()), key=lambda event: event.start_time_ns):
+        if event.name != _MEMORY_EVENT or (block := event.extra_fields).device.type != "cpu":
+            continue
+        if block.alloc_size > 0:
+            alive.add(block.ptr)
+        elif block.ptr in alive:
+            alive.remove(block.ptr)
+        else:
+            continue
+        found.append((event.start_time_ns, block.alloc_size))
+    return found
+
+
+def _events(tree: Sequence[Any]) -> Iterator[Any]:
+    for event in tree:
+        yield event
+        yield from _events(event.children)
 
 
 @contextlib.contextmanager
