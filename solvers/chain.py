@@ -133,8 +133,8 @@ class Chain:
     held_at  operators of the forward at which those are local, of equal weight; by default the last that limits what
              is kept. They rule no plan out, whichever they are
 
-    into            for every cut the transitions that end there, the shortest first; those that others dominate are
-                    left out
+    all_into        for every cut the transitions that end there, by the index of their run
+    into            likewise the shortest first, without those that others dominate
     beside          for every pair of cuts the runs between them, those left out included
     state_storages  for every cut the storage whose being kept is part of the state, or None
     forward         for every cut and k what segments before it may keep while later ones run forward, forward-held
@@ -166,15 +166,17 @@ class Chain:
         self.backward = [self._backward_limits(cut) for cut in range(self.count + 1)]
         self.most_after = [0] * (self.count + 1)
         self.inside = [self._inside_limit(cut) for cut in range(self.count + 1)]
-        self.into: list[list[Transition]] = [[] for _ in range(self.count + 1)]
+        self.all_into: list[dict[int, Transition]] = [{} for _ in range(self.count + 1)]
         for index, run in enumerate(problem.runs):
             if keep is None or index in keep:
                 self._add(index, run)
         self.beside: dict[tuple[int, int], list[int]] = {}
-        for b, transitions in enumerate(self.into):
-            for transition in transitions:
+        self.into: list[list[Transition]] = []
+        for b, transitions in enumerate(self.all_into):
+            for transition in transitions.values():
                 self.beside.setdefault((transition.a, b), []).append(transition.index)
-            self.into[b] = sorted(self._undominated(transitions), key=lambda transition: -transition.a)
+            undominated = self._undominated(transitions.values())
+            self.into.append(sorted(undominated, key=lambda transition: -transition.a))
 
     @property
     def transition_count(self) -> int:
@@ -287,7 +289,7 @@ class Chain:
             return
         transition = self._plain_transition(index, run) if run.region is None else self._region_transition(index, run)
         if transition.most_bytes + (self.state_storage_bytes(run.a) if transition.counts else 0) >= 0:
-            self.into[run.b].append(transition)
+            self.all_into[run.b][index] = transition
 
     def _wants_what_is_absent(self, run: Run) -> bool:
         for u, until in self.case.absent.items():
@@ -298,7 +300,7 @@ class Chain:
                 return True
         return False
 
-    def _undominated(self, transitions: list[Transition]) -> list[Transition]:
+    def _undominated(self, transitions: Iterable[Transition]) -> list[Transition]:
         """Transitions without those that another one with the same ends is as fast as, wherever they fit."""
         found: dict[int, list[Transition]] = {}
         for transition in sorted(transitions, key=lambda transition: (transition.time_ns, not transition.saves)):

@@ -13,10 +13,12 @@ makes a transition for every run and a knapsack item for every segment of it, in
 Two things keep it from being exact, and both are made to err on one side:
 
 * Bytes are counted in grains, rounded down. The plan found that way may overstep the budget by a little; then the
-  best plan is taken for a start at as many bytes more. Where rounding is all that is between bound and plan, what a
-  table leaves is searched to the byte (`chain_labels.py`).
-* Shared storages outside the state are counted late, and a run's rows are two. That can only understate, so the bound
-  stands; the evaluator judges the plan.
+  best plan is taken for a start at as many bytes more.
+* One number of bytes stands for several that have limits of their own, shared storages outside the state are counted
+  late, and a run's rows are two. That can only understate, so the bound stands; the evaluator judges the plan.
+
+What a table leaves near its bound is searched with bytes counted exactly, and with as many numbers of them as plans
+overstep limits (`chain_labels.py`).
 
 The bound closes the exact program, whose own relaxation is weak where layers are isomorphic: the solver there has to
 tell apart permutations that all cost the same.
@@ -24,12 +26,11 @@ tell apart permutations that all cost the same.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from remat.evaluation.plan import Region
@@ -38,7 +39,7 @@ from remat.formulation.liveness import NS
 from remat.formulation.problem import Problem
 from remat.formulation.solution import Limits, Solution
 from remat.solvers.chain import MATTERS, Case, Chain
-from remat.solvers.chain_labels import TooManyLabels, optimum
+from remat.solvers.chain_labels import climb
 from remat.solvers.chain_table import Leg, Table, admits, choose_grain, lost_bytes, regions_of
 from remat.solvers.heuristic import Proposal
 from remat.solvers.polish import polish
@@ -64,8 +65,7 @@ NUMPY_LEVELS = 3_000  # that take as long as it takes to call numpy for any
 SPLIT_GAIN = 0.1  # of the gap: a split that closes less of it is the last
 PROGRESS = 0.02  # of the gap: less than that is none
 STALLS_S = 4.0  # without progress, before others have their turn
-LABELS_S = 3.0  # for those of one limit
-LIMITS = (0.125, 0.5, 1.0)  # of what is between bound and best plan: where labels are looked for
+LABELS_S = 3.0  # for those of one limit, and no more than all tables took so far
 COUNTS = 5  # of forward-held bytes, tried at the coarsest grain: all, none, and where the limits trade places
 
 
@@ -108,10 +108,11 @@ class Branch:
 
     fineness  index into LEVELS of its tables, or of those that are to come
     count     of what is forward-held, with the best bound so far; None before the first table
-    tables    that say what `bound_ns` is, the one with the best bound first
+    tables    that say what `bound_ns` is, by what they count, the one with the best bound first
     whole_ns  the bound of the branch that it is a part of, None where its tables are of another grain than that one's
-    legs      the optimum to the byte of the first table's chain, None where it is not known
-    has_labels  whether it was looked for (`chain_labels.py`)
+    counts    whose chains limit labels (`chain_labels.py`)
+    legs      the best plan within the limits of all of them, None where it is not known
+    has_labels  whether it was looked for
     is_recounted  whether it differs from that branch in nothing but where storages are counted
     """
 
@@ -120,16 +121,22 @@ class Branch:
     bound_ns: float = 0.0
     fineness: int = 0
     count: Count | None = None
-    tables: tuple[Table, ...] = ()
+    tables: Mapping[Count, Table] = dataclasses.field(default_factory=dict)
     whole_ns: float | None = None
     is_recounted: bool = False
+    counts: tuple[Count, ...] = ()
     legs: tuple[Leg, ...] | None = None
     has_labels: bool = False
 
     @property
+    def table(self) -> Table:
+        """The one with the best bound."""
+        return next(iter(self.tables.values()))
+
+    @property
     def plan(self) -> Sequence[Leg]:
         """What costs no more than the bound says."""
-        legs = self.tables[0].legs() if self.legs is None else self.legs
+        legs = self.table.legs() if self.legs is None else self.legs
         assert legs is not None
         return legs
 
@@ -141,14 +148,14 @@ class Branch:
 
     @property
     def transition_count(self) -> int:
-        return max(table.chain.transition_count for table in self.tables)
+        return max(table.chain.transition_count for table in self.tables.values())
 
     @functools.cached_property
     def says_more_at(self) -> int | None:
         """The next fineness that rules out the plan of its best table, so that its bound may rise by that alone."""
         if self.legs is not None:
             return None
-        chain, finer = self.tables[0].chain, range(self.fineness + 1, len(LEVELS))
+        chain, finer = self.table.chain, range(self.fineness + 1, len(LEVELS))
         return next((f for f in finer if not admits(chain, self.plan, _grain(chain, f))), None)
 
     @property
@@ -164,8 +171,8 @@ class Branch:
     def levels(self, fineness: int | None = None) -> int:
         """Levels of its tables, or of those that it would have at another fineness."""
         if fineness is None:
-            return max(table.levels for table in self.tables)
-        return max(table.levels * table.grain // _grain(table.chain, fineness) for table in self.tables)
+            return max(table.levels for table in self.tables.values())
+        return max(table.levels * table.grain // _grain(table.chain, fineness) for table in self.tables.values())
 
     def cells(self, fineness: int | None = None) -> int:
         return _cells(self.transition_count, self.levels(fineness))
@@ -173,7 +180,7 @@ class Branch:
     def useful_below(self, most_ns: float) -> set[int] | None:
         """The runs of which every table says that a plan faster than `most_ns` may contain them."""
         useful = self.useful
-        for table in self.tables:
+        for table in self.tables.values():
             of_table = useful_runs(table, most_ns)
             useful = of_table if useful is None else useful & of_table
         return useful
@@ -188,10 +195,10 @@ class Branch:
         that has not helped, one half counts the largest and in the other nobody keeps it. Where there are none, halves
         differ in how a segment runs, or in whether there is a cut: there tables of other shares disagree.
         """
-        table, legs = self.tables[0], self.plan
+        table, legs = self.table, self.plan
         problem = table.chain.problem
         half = dataclasses.replace(
-            self, tables=(), whole_ns=self.bound_ns, is_recounted=False, legs=None, has_labels=False
+            self, tables={}, whole_ns=self.bound_ns, is_recounted=False, legs=None, has_labels=False
         )
         if uncounted := _uncounted(table.chain, self.case, legs):
             elsewhere = {u: site for u, site in uncounted if self.case.counted.get(u) != site}
@@ -199,7 +206,8 @@ class Branch:
                 return [dataclasses.replace(half, case=self.case.counting(elsewhere), is_recounted=True)]
             return [dataclasses.replace(half, case=case) for case in self.case.split(*uncounted[0])]
         plan = _runs(problem, regions_of(problem, legs))
-        rivals = [regions_of(problem, found) for each in self.tables[1:] if (found := each.legs()) is not None]
+        others = [each for each in self.tables.values() if each is not table]
+        rivals = [regions_of(problem, found) for each in others if (found := each.legs()) is not None]
         useful = set(range(len(problem.runs))) if self.useful is None else self.useful
         without = _disagreement(table.chain, useful, plan, [_runs(problem, regions) for regions in rivals])
         without = without or _disagreement(table.chain, useful, plan, [_runs(problem, other)])
@@ -355,7 +363,7 @@ class _Search:
         self.problem, self.limits, self.found = problem, limits, found
         self.open: list[Branch] = []
         self.exhausted: list[Branch] = []  # of which no table says more, or none in time
-        self.spent_s, self.cells = 0.0, 0
+        self.spent_s, self.cells, self.labels_s = 0.0, 0, 0.0
         self.gained_at, self.gap_then_ns = found.started, math.inf
 
     def run(self) -> None:
@@ -368,7 +376,7 @@ class _Search:
             branch = self.open.pop(0)
             if any(each.bound_ns <= branch.bound_ns for each in self.exhausted):
                 return
-            if not branch.has_labels and self._is_rounding_alone(branch):
+            if not branch.has_labels and self._is_for_labels(branch):
                 before_ns, branch = branch.bound_ns, self._to_the_byte(branch)
                 if branch.bound_ns > before_ns:
                     self._keep(branch)
@@ -415,16 +423,18 @@ class _Search:
 
     def _is_rounding(self, branch: Branch) -> bool:
         """Whether the plan of the best table may overstep the budget for nothing but that bytes are rounded."""
-        table, legs = branch.tables[0], branch.plan
-        excess = self.problem.curve(regions_of(self.problem, legs)).peak_bytes - self.problem.budget_bytes
+        table, legs = branch.table, branch.plan
+        excess = _excess(self.problem, legs)
         return branch.legs is None and excess <= lost_bytes(table.chain, legs, table.grain)
 
-    def _is_rounding_alone(self, branch: Branch) -> bool:
-        """Whether nothing else explains it: nothing that the chain does not count, nothing that is local in forward."""
-        chain, legs = branch.tables[0].chain, branch.plan
-        row = over_budget(self.problem, regions_of(self.problem, legs))
-        is_counted = row is not None and row.run is not None and not _uncounted(chain, branch.case, legs)
-        return is_counted and self._is_rounding(branch)
+    def _is_for_labels(self, branch: Branch) -> bool:
+        """Whether its plan may overstep the budget for nothing but rounding and limits that the table mixes.
+
+        In all, labels take about as long as tables.
+        """
+        if self.found.regions is None or self.labels_s > self.spent_s:
+            return False
+        return not _uncounted(branch.table.chain, branch.case, branch.plan)
 
     def _halved(self, branch: Branch) -> list[Branch]:
         if self.found.regions is None:
@@ -448,7 +458,7 @@ class _Search:
             table = self._table(branch, count)
             of_table = table.least_time_ns()
             tables[count] = math.inf if of_table is None else of_table, table
-            overstepped = _offer_plan(table, self.found)
+            overstepped = _offer_plans(table, self.found)
             if overstepped is None or branch.count is not None or len(tables) == COUNTS:
                 break
             if not overstepped.in_forward:
@@ -465,43 +475,57 @@ class _Search:
                 break
             count = dataclasses.replace(count, percent=percent)
         self.spent_s += time.monotonic() - started
-        best = max(tables, key=lambda count: tables[count][0])
-        bound_ns = max(branch.bound_ns, tables[best][0])
-        by_bound = sorted(tables.values(), key=lambda found: -found[0])
-        return dataclasses.replace(branch, bound_ns=bound_ns, count=best, tables=tuple(table for _, table in by_bound))
+        by_bound = sorted(tables, key=lambda count: -tables[count][0])
+        best_ns = tables[by_bound[0]][0]
+        return dataclasses.replace(
+            branch,
+            bound_ns=max(branch.bound_ns, best_ns),
+            count=by_bound[0],
+            tables={count: tables[count][1] for count in by_bound},
+        )
 
     def _to_the_byte(self, branch: Branch) -> Branch:
-        """`branch` with a bound that rounding does not lower, as far as labels do not get too many.
+        """`branch` with a bound that neither rounding nor a mix of limits lowers, as far as labels do not get too many.
 
-        They are few where the limit is little above the bound: it goes up in steps, to the best plan known.
+        They are limited by the chain of the best table, and by those that count what plans of labels overstep by.
         """
-        branch = dataclasses.replace(branch, has_labels=True)
-        below_ns = self.found.objective_ns - branch.bound_ns
-        limits = (branch.bound_ns + share * below_ns for share in LIMITS) if math.isfinite(below_ns) else ()
-        with contextlib.suppress(TooManyLabels):
-            for limit_ns in limits:
-                found = optimum(branch.tables[0], limit_ns, LABELS_S)
-                branch = dataclasses.replace(branch, bound_ns=max(branch.bound_ns, min(found.time_ns, limit_ns)))
-                if found.legs:
-                    branch = dataclasses.replace(branch, legs=found.legs)
-                    self._offer(branch.tables[0], found.legs)
-                    break
-                if self.found.late(self.limits):
-                    break
+        started = time.monotonic()
+        assert branch.count is not None
+        others = (each for each in branch.counts if each != branch.count)
+        branch = dataclasses.replace(branch, has_labels=True, counts=(branch.count, *others))
+        tables = dict(branch.tables)
+        while not self.found.late(self.limits):
+            for count in branch.counts:
+                if count not in tables:
+                    tables[count] = self._table(branch, count)
+            among = [tables[count] for count in branch.counts]
+            optimum = climb(among, branch.bound_ns, self.found.objective_ns, min(LABELS_S, self.spent_s))
+            branch = dataclasses.replace(branch, bound_ns=optimum.bound_ns, legs=optimum.legs)
+            if optimum.legs is None:
+                break
+            overstepped = _offer(optimum.legs, self.found)
+            if overstepped is None:
+                break
+            count = Count(0, (overstepped.op,)) if overstepped.in_forward else Count()
+            if count in branch.counts:
+                self._offer_less(among, branch.bound_ns, overstepped.bytes)
+                break
+            branch = dataclasses.replace(branch, counts=(*branch.counts, count))
+        took_s = time.monotonic() - started
+        self.labels_s += took_s
+        self.gained_at += took_s  # that they come to nothing says little of tables
         return branch
 
-    def _offer(self, table: Table, legs: Sequence[Leg]) -> None:
-        """Offer the plan `legs` or, as a chain understates, the best of those that keep so much less."""
-        spare = 0
-        for _ in range(TRIES):
-            regions = regions_of(self.problem, legs)
-            polished = polish(self.problem, regions)
-            if polished is not None:
-                self.found.offer(polished)
-            excess = self.problem.curve(regions).peak_bytes - self.problem.budget_bytes
-            spare += excess
-            if excess <= 0 or not (legs := optimum(table, self.found.objective_ns, LABELS_S, spare).legs):
+    def _offer_less(self, tables: Sequence[Table], bound_ns: float, spare_bytes: int) -> None:
+        """Offer the best of the plans that keep so much less, as chains understate, and less again."""
+        for _ in range(TRIES - 1):
+            if self.found.late(self.limits):
                 return
+            optimum = climb(tables, bound_ns, self.found.objective_ns, LABELS_S, spare_bytes)
+            overstepped = _offer(optimum.legs, self.found) if optimum.legs is not None else None
+            if overstepped is None:
+                return
+            spare_bytes += overstepped.bytes
 
     def _table(self, branch: Branch, count: Count) -> Table:
         chain = Chain(
@@ -543,35 +567,45 @@ def _grain(chain: Chain, fineness: int) -> int:
     return choose_grain(chain, LEVELS[fineness], may_lose=0.0 if fineness else FIRST_MAY_LOSE)
 
 
-class _Overstepped(NamedTuple):
-    """The operator at which a plan needs most, and whether that is while the forward runs."""
+def _excess(problem: Problem, legs: Sequence[Leg]) -> int:
+    """What the plan of `legs` needs beyond the budget."""
+    return problem.curve(regions_of(problem, legs)).peak_bytes - problem.budget_bytes
 
+
+class _Overstepped(NamedTuple):
+    """By how much a plan oversteps the budget, at which operator most, and whether that is while the forward runs."""
+
+    bytes: int
     op: int
     in_forward: bool
 
 
-def _offer_plan(table: Table, found: Found) -> _Overstepped | None:
+def _offer(legs: Sequence[Leg], found: Found) -> _Overstepped | None:
+    """Offer the plan `legs`; where it oversteps the budget, None if it keeps it."""
+    problem, regions = found.problem, regions_of(found.problem, legs)
+    polished = polish(problem, regions)
+    if polished is not None:
+        found.offer(polished)
+    curve = problem.curve(regions)
+    if curve.peak_bytes <= problem.budget_bytes:
+        return None
+    op = int(curve.op[curve.peak_at])
+    in_forward = op < problem.graph.forward_end and curve.region[curve.peak_at] < 0
+    return _Overstepped(curve.peak_bytes - problem.budget_bytes, op, in_forward)
+
+
+def _offer_plans(table: Table, found: Found) -> _Overstepped | None:
     """Offer the best plan of `table` or, as a table understates, the best of those that keep so much less.
 
-    Returns where the first one oversteps the budget most, None if it keeps it.
+    Returns where the first one oversteps the budget, None if it keeps it.
     """
-    problem = table.chain.problem
-    overstepped: _Overstepped | None = None
+    first: _Overstepped | None = None
     spare = 0
-    for attempt in range(TRIES):
+    for _ in range(TRIES):
         legs = table.legs(spare)
-        if legs is None:
+        overstepped = _offer(legs, found) if legs is not None else None
+        if overstepped is None:
             break
-        regions = regions_of(problem, legs)
-        curve = problem.curve(regions)
-        excess = curve.peak_bytes - problem.budget_bytes
-        polished = polish(problem, regions)
-        if polished is not None:
-            found.offer(polished)
-        if excess <= 0:
-            break
-        if attempt == 0:
-            op = int(curve.op[curve.peak_at])
-            overstepped = _Overstepped(op, op < problem.graph.forward_end and curve.region[curve.peak_at] < 0)
-        spare += max(excess, table.grain)
-    return overstepped
+        first = first or overstepped
+        spare += max(overstepped.bytes, table.grain)
+    return first

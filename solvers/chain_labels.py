@@ -1,22 +1,25 @@
-"""The chain to the byte: what is left of its states when a table has ruled out most of them.
+"""The chain to the byte: what is left of its states when tables have ruled out most of them.
 
 A table (`chain_table.py`) counts bytes in grains, rounded down, and where hundreds of small sizes are rounded its bound
-stays below every plan, however fine the grain. Here a state is a label: the bytes that are kept and the least time so
-far, both exact. Labels go along the chain from the first cut to the last, and the table says what the rest costs at
-least: a label whose time and that reach the limit is dropped, and so is one that another beats in both. (Label setting
-with bounds on completion, as for shortest paths with resources: Dumitrescu and Boland 2003.) Where the limit is little
-above the bound, of some hundred thousand states a few hundred labels are left.
+stays below every plan, however fine the grain. And it counts one number of bytes, a surrogate of those that have limits
+of their own (`chain.py`). Here a state is a label: the bytes that are kept as each of several chains counts them, and
+the least time so far, all exact. Labels go along the chain from the first cut to the last, and the tables say what the
+rest costs at least: a label whose time and that reach the limit is dropped, and so is one that another beats in all.
+(Label setting with bounds on completion, as for shortest paths with resources: Dumitrescu and Boland 2003.) Where the
+limit is little above the bound, of some hundred thousand states a few hundred labels are left.
 
-What comes out is the chain's optimum if that is below the limit, with its plan; else the limit is a bound.
+What comes out is the best plan that is within the limits of every chain, if it is below the limit; else the limit is a
+bound.
 """
 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +27,9 @@ import numpy as np
 from remat.solvers.chain import Item, Transition
 from remat.solvers.chain_table import Leg, Table, Values
 
+LIMITS = (0.125, 0.5, 1.0)  # of what is between bound and best plan
 MOST_LABELS = 100_000  # at one cut, or where a region chooses what it saves
+BLOCK = 256  # labels that are held against others at once
 
 
 class TooManyLabels(Exception):
@@ -32,32 +37,63 @@ class TooManyLabels(Exception):
 
 
 class Labels(NamedTuple):
-    """Columns over labels: bytes that are kept, time so far in ns, and how they came to be (`_History`)."""
+    """Columns over labels: how they came to be (`_History`), time so far in ns, bytes kept as each chain counts."""
 
-    kept: np.ndarray
-    time: np.ndarray
     origin: np.ndarray
+    time: np.ndarray
+    kept: tuple[np.ndarray, ...]
 
-    def where(self, mask: np.ndarray) -> Labels:
-        return Labels(self.kept[mask], self.time[mask], self.origin[mask])
+    def where(self, which: np.ndarray) -> Labels:
+        return Labels(self.origin[which], self.time[which], tuple(kept[which] for kept in self.kept))
+
+    def later(self, time_ns: int, bytes_kept: Iterable[int]) -> Labels:
+        return Labels(
+            self.origin,
+            self.time + time_ns,
+            tuple(kept + more for kept, more in zip(self.kept, bytes_kept, strict=True)),
+        )
+
+    def within(self, most: Iterable[int]) -> Labels:
+        """Those that keep at most so many bytes."""
+        return self.where(np.all([kept <= limit for kept, limit in zip(self.kept, most, strict=True)], axis=0))
 
 
 @dataclasses.dataclass(frozen=True)
 class Optimum:
-    """The least time of the chain, and its plan; infinite, and none, where it is not below the limit."""
+    """A bound on plans within all limits, and the plan that it is the time of, where that is known."""
 
-    time_ns: float
-    legs: tuple[Leg, ...] = ()
+    bound_ns: float
+    legs: tuple[Leg, ...] | None = None
 
 
-def optimum(table: Table, limit_ns: float, time_s: float = math.inf, spare_bytes: int = 0) -> Optimum:
-    """The optimum of the table's chain, bytes counted exactly, if that is below `limit_ns`.
+def climb(
+    tables: Sequence[Table], bound_ns: float, most_ns: float, time_s: float = math.inf, spare_bytes: int = 0
+) -> Optimum:
+    """The optimum of `tables` if it is below `most_ns`, else a better bound than `bound_ns`, as far as labels are few.
 
-    With `spare_bytes` it is that of plans that keep so much less.
+    They are where the limit is little above the bound: so it goes up in steps, each of which may take `time_s`.
+    """
+    below_ns = most_ns - bound_ns
+    found = Optimum(bound_ns)
+    with contextlib.suppress(TooManyLabels):
+        for share in LIMITS:
+            found = optimum(tables, bound_ns + share * below_ns, time_s, spare_bytes)
+            if found.legs is not None:
+                break
+    return dataclasses.replace(found, bound_ns=max(found.bound_ns, bound_ns))
+
+
+def optimum(tables: Sequence[Table], limit_ns: float, time_s: float = math.inf, spare_bytes: int = 0) -> Optimum:
+    """The best plan within the limits of the tables' chains, bytes counted exactly, if it is below `limit_ns`.
+
+    Otherwise that is the bound.
+
+    tables       of chains that differ in nothing but what they count of what is forward-held
+    spare_bytes  so much less than the limits is kept
 
     Raises TooManyLabels where too many states may still be part of such a plan, or too many to look at in `time_s`.
     """
-    return _Search(table, limit_ns, time.monotonic() + time_s, spare_bytes).run()
+    return _Search(tables, limit_ns, time.monotonic() + time_s, spare_bytes).run()
 
 
 class _History:
@@ -101,9 +137,10 @@ class _Folds:
         self._until = {b: (0, self._after)}
         self._settled = b
 
-    def down_to(self, a: int) -> tuple[Values, list[tuple[Item | int, Values]]]:
+    def down_to(self, a: int, deadline_s: float) -> tuple[Values, list[tuple[Item | int, Values]]]:
         """R where a region begins at `a` and what it goes through from there, each with R of what comes later."""
         while self._settled > a:
+            _check_time(deadline_s)
             self._settled -= 1
             for item in self._table.chain.items(self._settled, self._b, self._never_again):
                 self._steps.append((item, self._after))
@@ -116,52 +153,70 @@ class _Folds:
 
 
 class _Search:
-    def __init__(self, table: Table, limit_ns: float, deadline_s: float, spare_bytes: int):
-        self._table, self._chain, self._limit_ns, self._deadline_s = table, table.chain, limit_ns, deadline_s
+    def __init__(self, tables: Sequence[Table], limit_ns: float, deadline_s: float, spare_bytes: int):
+        self._tables, self._chains = tables, [table.chain for table in tables]
+        self._limit_ns, self._deadline_s = limit_ns, deadline_s
         self._history = _History()
-        start = Labels(*(np.array([value], dtype=np.int64) for value in (spare_bytes, 0, 0)))
+        none = np.zeros(1, dtype=np.int64)
+        start = Labels(none, none, tuple(none + spare_bytes for _ in tables))
         self._at: list[dict[int, Labels]] = [self._settled(0, {0: [start]})]
 
     def run(self) -> Optimum:
-        for cut in range(1, self._chain.count + 1):
+        for cut in range(1, self._chains[0].count + 1):
             self._at.append(self._settled(cut, self._arriving(cut)))
-        best = min(self._at[-1].values(), key=lambda labels: labels.time[-1], default=None)  # the last is the fastest
+        best = min(self._at[-1].values(), key=lambda labels: labels.time.min(), default=None)
         if best is None:
-            return Optimum(math.inf)
-        return Optimum(max(float(best.time[-1]), 0.0), self._history.legs(int(best.origin[-1])))
+            return Optimum(self._limit_ns)
+        at = int(best.time.argmin())
+        return Optimum(max(float(best.time[at]), 0.0), self._history.legs(int(best.origin[at])))
 
     def _settled(self, cut: int, arriving: dict[int, list[Labels]]) -> dict[int, Labels]:
         """The labels at `cut` by k, those that none beats and that may lead to a plan below the limit."""
         found = {}
         for k, parts in arriving.items():
-            labels = _joined(parts)
-            kept = np.maximum(labels.kept, self._chain.problem.floor_bytes[cut])
-            labels = labels._replace(kept=kept).where(kept <= self._chain.most_at(cut, k))
-            labels = self._undominated(self._below_limit(labels, self._table.values[cut][k]))
-            if len(labels.kept):
+            labels, floor = _joined(parts), self._chains[0].problem.floor_bytes[cut]
+            labels = labels._replace(kept=tuple(np.maximum(kept, floor) for kept in labels.kept))
+            labels = labels.within(chain.most_at(cut, k) for chain in self._chains)
+            labels = self._undominated(self._below_limit(labels, [table.values[cut][k] for table in self._tables]))
+            if len(labels.time):
                 found[k] = labels
         return found
 
     def _arriving(self, b: int) -> dict[int, list[Labels]]:
         """What transitions make of the labels where they begin, by k at `b`."""
         found: dict[int, list[Labels]] = {}
-        folds: dict[frozenset[int], _Folds] = {}
-        for transition in self._chain.into[b]:
+        folds: dict[frozenset[int], list[_Folds]] = {}
+        for runs in self._runs_into(b):
+            transition = runs[0]
+            if transition.saves and transition.never_again not in folds:
+                folds[transition.never_again] = [_Folds(table, b, transition.never_again) for table in self._tables]
             for k, labels in self._at[transition.a].items():
-                goes_on, adds, most = self._chain.entry(transition, k)
-                labels = labels.where(labels.kept <= most)
-                labels = Labels(labels.kept + adds, labels.time + transition.time_ns, labels.origin)
-                if not len(labels.kept):
+                (goes_on, *_), adds, most = zip(
+                    *(chain.entry(each, k) for chain, each in zip(self._chains, runs, strict=True)), strict=True
+                )
+                labels = labels.within(most).later(transition.time_ns, adds)
+                if not len(labels.time):
                     continue
                 if transition.saves:
-                    known = folds.setdefault(transition.never_again, _Folds(self._table, b, transition.never_again))
-                    ends = self._saving(transition, k, goes_on, labels, *known.down_to(transition.a))
+                    down = [each.down_to(transition.a, self._deadline_s) for each in folds[transition.never_again]]
+                    ends = self._saving(transition, k, goes_on, labels, down)
                 else:
-                    labels = self._below_limit(labels, self._table.values[b][goes_on])
+                    labels = self._below_limit(labels, [table.values[b][goes_on] for table in self._tables])
                     ends = {goes_on: self._noted(labels, (transition, k))}
                 for end_k, each in ends.items():
                     found.setdefault(end_k, []).append(each)
         return found
+
+    def _runs_into(self, b: int) -> Iterator[tuple[Transition, ...]]:
+        """Every run that ends at `b` and may be part of a plan, as each chain sees it."""
+        if len(self._chains) == 1:
+            yield from zip(self._chains[0].into[b])
+            return
+        # What dominates a run in one chain may not do so in another.
+        first, *others = (chain.all_into[b] for chain in self._chains)
+        for index, transition in first.items():
+            if all(index in other for other in others):
+                yield transition, *(other[index] for other in others)
 
     def _saving(
         self,
@@ -169,47 +224,72 @@ class _Search:
         k: int,
         goes_on: int,
         labels: Labels,
-        after: Values,
-        steps: list[tuple[Item | int, Values]],
+        folds: list[tuple[Values, list[tuple[Item | int, Values]]]],
     ) -> dict[int, Labels]:
         """What a region makes of `labels`, by k at its end, with the choice of what it saves; `_Folds` of the rest."""
-        chain = self._chain
-        found = {goes_on: self._noted(self._below_limit(labels, after[goes_on]), (transition, k))}
-        for what, rest in steps:
-            if not any(len(each.kept) for each in found.values()):
+        afters, steps = zip(*folds, strict=True)
+        labels = self._below_limit(labels, [after[goes_on] for after in afters])
+        found = {goes_on: self._noted(labels, (transition, k))}
+        for step in zip(*steps, strict=True):
+            if not any(len(each.time) for each in found.values()):
                 return {}
+            (what, *_), rests = zip(*step, strict=True)
             parts: dict[int, list[Labels]] = {}
             for at, each in found.items():
                 if isinstance(what, int):
-                    each = each.where(each.kept <= chain.inside[what])
-                parts.setdefault(at, []).append(self._below_limit(each, rest[at]))
+                    each = each.within(chain.inside[what] for chain in self._chains)
+                parts.setdefault(at, []).append(self._below_limit(each, [rest[at] for rest in rests]))
                 if isinstance(what, Item):
-                    saved = Labels(each.kept + what.bytes, each.time - what.time_ns, each.origin)
+                    saved = each.later(-what.time_ns, (item.bytes for item, _ in step))
                     to = 1 if what.passes_on else at
-                    parts.setdefault(to, []).append(self._noted(self._below_limit(saved, rest[to]), what))
+                    saved = self._below_limit(saved, [rest[to] for rest in rests])
+                    parts.setdefault(to, []).append(self._noted(saved, what))
             found = {at: self._undominated(_joined(each)) if len(each) > 1 else each[0] for at, each in parts.items()}
-        return {at: each.where(each.kept <= chain.most_after_saves(transition.b, at)) for at, each in found.items()}
+        return {
+            at: each.within(chain.most_after_saves(transition.b, at) for chain in self._chains)
+            for at, each in found.items()
+        }
 
     def _noted(self, labels: Labels, step: tuple[Transition, int] | Item) -> Labels:
-        return labels._replace(origin=self._history.note(labels.origin, step)) if len(labels.kept) else labels
+        return labels._replace(origin=self._history.note(labels.origin, step)) if len(labels.time) else labels
 
-    def _below_limit(self, labels: Labels, rest: np.ndarray) -> Labels:
-        """Those of `labels` of which plans below the limit may come, where `rest` is R by level."""
-        levels = labels.kept // self._table.grain
-        fits = levels < self._table.levels
-        least = labels.time + rest[np.minimum(levels, self._table.levels - 1)]
-        return labels.where(fits & (least < self._limit_ns))
+    def _below_limit(self, labels: Labels, rests: Sequence[np.ndarray]) -> Labels:
+        """Those of `labels` of which plans below the limit may come, where `rests` are R by level."""
+        for at, (table, rest) in enumerate(zip(self._tables, rests, strict=True)):
+            levels = labels.kept[at] // table.grain
+            least = labels.time + rest[np.minimum(levels, table.levels - 1)]
+            labels = labels.where((levels < table.levels) & (least < self._limit_ns))
+        return labels
 
     def _undominated(self, labels: Labels) -> Labels:
-        """Labels without those that another keeps no more than and is as fast as; by rising bytes and falling time."""
-        if len(labels.kept) > MOST_LABELS or time.monotonic() > self._deadline_s:
+        """Labels without those that another keeps no more than and is as fast as; by rising bytes."""
+        if len(labels.time) > MOST_LABELS:
             raise TooManyLabels
-        labels = labels.where(np.lexsort((labels.time, labels.kept)))
+        _check_time(self._deadline_s)
+        labels = labels.where(np.lexsort((labels.time, *reversed(labels.kept))))
         faster = np.ones(len(labels.time), dtype=bool)
-        faster[1:] = labels.time[1:] < np.minimum.accumulate(labels.time)[:-1]
+        if len(labels.kept) == 1:
+            faster[1:] = labels.time[1:] < np.minimum.accumulate(labels.time)[:-1]
+            return labels.where(faster)
+        columns = np.stack([labels.time, *labels.kept])  # of a pair, only the first may beat the other
+        best = columns[:, :0]
+        for begin in range(0, len(labels.time), BLOCK):
+            block = columns[:, begin : begin + BLOCK]
+            beaten = (best[:, :, None] <= block[:, None]).all(axis=0).any(axis=0)
+            among = (block[:, :, None] <= block[:, None]).all(axis=0)
+            beaten |= np.triu(among, 1).any(axis=0)
+            faster[begin : begin + BLOCK] = ~beaten
+            best = np.concatenate([best, block[:, ~beaten]], axis=1)
+            _check_time(self._deadline_s)
         return labels.where(faster)
 
 
-def _joined(parts: Iterable[Labels]) -> Labels:
-    columns = [*zip(*parts, strict=True)] or [[np.zeros(0, dtype=np.int64)]] * 3
-    return Labels(*map(np.concatenate, columns))
+def _check_time(deadline_s: float) -> None:
+    if time.monotonic() > deadline_s:
+        raise TooManyLabels
+
+
+def _joined(parts: Sequence[Labels]) -> Labels:
+    origin, time_ns, kept = zip(*parts, strict=True)
+    each = (np.concatenate(of_chain) for of_chain in zip(*kept, strict=True))
+    return Labels(np.concatenate(origin), np.concatenate(time_ns), tuple(each))

@@ -6,9 +6,12 @@ Hypothesis draws graphs, spaces and budgets; `tests/oracle.py` knows every plan.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
+import operator
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +27,7 @@ from remat.formulation.solution import Limits
 from remat.models import TEST_SIZES
 from remat.planning.profiling import fake_step, profile_step
 from remat.solvers import chain_dp, every_block
-from remat.solvers.chain import Case, Chain
+from remat.solvers.chain import Case, Chain, Transition
 from remat.solvers.chain_labels import Optimum, optimum
 from remat.solvers.chain_table import Table, admits, choose_grain, regions_of
 from remat.solvers.least_peak import least_peak
@@ -55,12 +58,12 @@ def with_labels(problem: Problem, grain: int, limit_ns: float) -> None:
     if Table(Chain(problem), grain).least_time_ns() is None:
         assert of_bytes is None
         return
-    found = optimum(Table(Chain(problem), grain), limit_ns)
+    found = optimum([Table(Chain(problem), grain)], limit_ns)
     if of_bytes is None or of_bytes >= limit_ns:
-        assert found == Optimum(math.inf)
+        assert found == Optimum(limit_ns)
         return
-    assert found.time_ns == of_bytes
-    assert admits(Chain(problem), found.legs, 1)
+    assert found.bound_ns == of_bytes
+    assert found.legs is not None and admits(Chain(problem), found.legs, 1)
     assert max(problem.objective_ns(regions_of(problem, found.legs)), 0) == of_bytes
 
 
@@ -98,6 +101,101 @@ def test_labels_find_the_optimum_of_many_chains(
     problem, regions = problem_and_plan
     with_labels(problem, grain, math.inf)
     with_labels(problem, grain, float(problem.objective_ns(regions)))
+
+
+def least_time_within(chains: list[Chain]) -> float:
+    """Of all sequences of runs with all sets of saves, the least time of those that keep every chain's limits."""
+    first = chains[0]
+
+    @functools.cache
+    def least(cut: int, k: int, kept: tuple[int, ...]) -> float:
+        if any(bytes_ > chain.most_at(cut, k) for chain, bytes_ in zip(chains, kept, strict=True)):
+            return math.inf
+        if cut == first.count:
+            return 0.0
+        ends = (b for b in range(cut + 1, first.count + 1))
+        runs = ((b, i) for b in ends for i, each in first.all_into[b].items() if each.a == cut)
+        return min(
+            (through(b, i, k, kept) for b, i in runs if all(i in c.all_into[b] for c in chains)), default=math.inf
+        )
+
+    def through(b: int, index: int, k: int, kept: tuple[int, ...]) -> float:
+        each = [chain.all_into[b][index] for chain in chains]
+        entries = [chain.entry(transition, k) for chain, transition in zip(chains, each, strict=True)]
+        if any(bytes_ > most for bytes_, (_, _, most) in zip(kept, entries, strict=True)):
+            return math.inf
+        kept = tuple(bytes_ + adds for bytes_, (_, adds, _) in zip(kept, entries, strict=True))
+        goes_on, transition = entries[0][0], each[0]
+        if not transition.saves:
+            return transition.time_ns + least(b, goes_on, kept)
+        return transition.time_ns + saving(transition, transition.a, goes_on, kept)
+
+    def saving(transition: Transition, segment: int, k: int, kept: tuple[int, ...]) -> float:
+        b = transition.b
+        if segment == b:
+            fits = all(bytes_ <= chain.most_after_saves(b, k) for chain, bytes_ in zip(chains, kept, strict=True))
+            return least(b, k, kept) if fits else math.inf
+        if any(bytes_ > chain.inside[segment] for chain, bytes_ in zip(chains, kept, strict=True)):
+            return math.inf
+        items = [*zip(*(chain.items(segment, b, transition.never_again) for chain in chains), strict=True)]
+        found = math.inf
+        for chosen in itertools.chain.from_iterable(itertools.combinations(items, n) for n in range(len(items) + 1)):
+            more = [sum(item.bytes for item in of_chain) for of_chain in zip(*chosen, strict=True)] or [0] * len(kept)
+            to = int(k or any(item.passes_on for item, *_ in chosen))
+            then = saving(transition, segment + 1, to, tuple(map(operator.add, kept, more)))
+            found = min(found, then - sum(item.time_ns for item, *_ in chosen))
+        return found
+
+    return least(0, 0, (0,) * len(chains))
+
+
+class Lopsided(Chain):
+    """Counts of every storage no more than a share of its own, in percent."""
+
+    def __init__(self, problem: Problem, percent: list[int]) -> None:
+        self.percent = percent
+        super().__init__(problem)
+
+    @functools.cached_property
+    def _uncounted_bytes(self) -> np.ndarray:
+        sizes = self.problem.graph.storages.size_bytes
+        return sizes - sizes * np.resize(self.percent, len(sizes)) // 100
+
+
+@st.composite
+def several_chains(draw: st.DrawFn, problem: Problem) -> list[Chain]:
+    """Chains that agree on little: what one counts another leaves out."""
+    percent = st.lists(st.sampled_from([0, 50, 100]), min_size=3, max_size=12)
+    return [Lopsided(problem, each) for each in draw(st.lists(percent, min_size=2, max_size=3))]
+
+
+def labels_find_the_best_within_all_limits(
+    drawn: tuple[Problem, tuple[Region, ...]], grain: int, data: st.DataObject
+) -> None:
+    """And it bounds the plan that the budget allows."""
+    problem, regions = drawn
+    chains = data.draw(several_chains(problem))
+    found = optimum([Table(chain, grain) for chain in chains], math.inf)
+    assert found.bound_ns == max(least_time_within(chains), 0) <= problem.objective_ns(regions)
+    assert found.legs is not None
+    assert max(problem.objective_ns(regions_of(problem, found.legs)), 0) == found.bound_ns
+
+
+@given(tight_problems(), st.integers(1, 40), st.data())
+@MANY
+def test_labels_of_several_chains_find_the_best_within_all_limits(
+    drawn: tuple[Problem, tuple[Region, ...]], grain: int, data: st.DataObject
+) -> None:
+    labels_find_the_best_within_all_limits(drawn, grain, data)
+
+
+@pytest.mark.exhaustive
+@given(tight_problems(), st.integers(1, 40), st.data())
+@TOO_MANY
+def test_labels_of_several_chains_find_the_best_of_thousands(
+    drawn: tuple[Problem, tuple[Region, ...]], grain: int, data: st.DataObject
+) -> None:
+    labels_find_the_best_within_all_limits(drawn, grain, data)
 
 
 @given(problems(), st.data())
