@@ -39,8 +39,8 @@ from remat.formulation.liveness import NS
 from remat.formulation.problem import Problem
 from remat.formulation.solution import Limits, Solution
 from remat.solvers.chain import MATTERS, Case, Chain
-from remat.solvers.chain_labels import climb
-from remat.solvers.chain_table import Leg, Table, admits, choose_grain, lost_bytes, regions_of
+from remat.solvers.chain_labels import Optimum, climb
+from remat.solvers.chain_table import Leg, OutOfTime, Table, admits, choose_grain, lost_bytes, regions_of
 from remat.solvers.heuristic import Proposal
 from remat.solvers.polish import polish
 from remat.solvers.program import over_budget
@@ -177,11 +177,11 @@ class Branch:
     def cells(self, fineness: int | None = None) -> int:
         return _cells(self.transition_count, self.levels(fineness))
 
-    def useful_below(self, most_ns: float) -> set[int] | None:
-        """The runs of which every table says that a plan faster than `most_ns` may contain them."""
+    def useful_below(self, most_ns: float, deadline_s: float = math.inf) -> set[int] | None:
+        """The runs of which every table says that a plan faster than `most_ns` may contain them; None for all."""
         useful = self.useful
         for table in self.tables.values():
-            of_table = useful_runs(table, most_ns)
+            of_table = useful_runs(table, most_ns, deadline_s)
             useful = of_table if useful is None else useful & of_table
         return useful
 
@@ -327,17 +327,15 @@ class Found:
         """How many transitions are left to choose from."""
         return math.inf if self.left is None else sum(branch.transition_count for branch in self.left)
 
-    def useful(self) -> set[int] | None:
-        """The runs that a better plan may consist of; None for all."""
+    def useful(self, deadline_s: float = math.inf) -> set[int] | None:
+        """The runs that a better plan may consist of; None for all, or where that is not known by `deadline_s`."""
         if self.left is None:
             return None
-        union: set[int] = set()
-        for branch in self.left:
-            useful = branch.useful_below(self.objective_ns)
-            if useful is None:
-                return None
-            union |= useful
-        return union
+        try:
+            each = [branch.useful_below(self.objective_ns, deadline_s) for branch in self.left]
+        except OutOfTime:
+            return None
+        return None if None in each else set().union(*(runs for runs in each if runs is not None))
 
     def solution(self, limits: Limits) -> Solution:
         if self.infeasible:
@@ -365,15 +363,24 @@ class _Search:
         self.exhausted: list[Branch] = []  # of which no table says more, or none in time
         self.spent_s, self.cells, self.labels_s = 0.0, 0, 0.0
         self.gained_at, self.gap_then_ns = found.started, math.inf
+        self.deadline_s = math.inf if limits.time_s is None else found.started + limits.time_s
+        self.branch = Branch(Case())  # that is being solved, or refined, or split
 
     def run(self) -> None:
+        try:
+            self._branch_and_bound()
+        except OutOfTime:
+            self.exhausted.append(self.branch)
+            self._tell()
+
+    def _branch_and_bound(self) -> None:
         found = self.found
-        self._add(Branch(Case()))
+        self._add(self.branch)
         self._tell()
         while self.open:
             if found.late(self.limits) or found.closed(self.limits.gap) or self._stalls():
                 return
-            branch = self.open.pop(0)
+            self.branch = branch = self.open.pop(0)
             if any(each.bound_ns <= branch.bound_ns for each in self.exhausted):
                 return
             if not branch.has_labels and self._is_for_labels(branch):
@@ -455,7 +462,12 @@ class _Search:
         started, tables = time.monotonic(), dict[Count, tuple[float, Table]]()
         low, high, count = 0, 100, branch.count or Count()
         while count not in tables:
-            table = self._table(branch, count)
+            try:
+                table = self._table(branch, count)
+            except OutOfTime:
+                if not tables:
+                    raise
+                break
             of_table = table.least_time_ns()
             tables[count] = math.inf if of_table is None else of_table, table
             overstepped = _offer_plans(table, self.found)
@@ -499,7 +511,7 @@ class _Search:
                 if count not in tables:
                     tables[count] = self._table(branch, count)
             among = [tables[count] for count in branch.counts]
-            optimum = climb(among, branch.bound_ns, self.found.objective_ns, min(LABELS_S, self.spent_s))
+            optimum = self._climb(among, branch.bound_ns)
             branch = dataclasses.replace(branch, bound_ns=optimum.bound_ns, legs=optimum.legs)
             if optimum.legs is None:
                 break
@@ -516,12 +528,16 @@ class _Search:
         self.gained_at += took_s  # that they come to nothing says little of tables
         return branch
 
+    def _climb(self, tables: Sequence[Table], bound_ns: float, spare_bytes: int = 0) -> Optimum:
+        most_ns, step_s = self.found.objective_ns, min(LABELS_S, self.spent_s)
+        return climb(tables, bound_ns, most_ns, step_s=step_s, deadline_s=self.deadline_s, spare_bytes=spare_bytes)
+
     def _offer_less(self, tables: Sequence[Table], bound_ns: float, spare_bytes: int) -> None:
         """Offer the best of the plans that keep so much less, as chains understate, and less again."""
         for _ in range(TRIES - 1):
             if self.found.late(self.limits):
                 return
-            optimum = climb(tables, bound_ns, self.found.objective_ns, LABELS_S, spare_bytes)
+            optimum = self._climb(tables, bound_ns, spare_bytes)
             overstepped = _offer(optimum.legs, self.found) if optimum.legs is not None else None
             if overstepped is None:
                 return
@@ -531,7 +547,8 @@ class _Search:
         chain = Chain(
             self.problem, branch.case, branch.useful, forward_held_percent=count.percent, held_at=count.held_at
         )
-        table = Table(chain, _grain(chain, branch.fineness))
+        deadline_s = self.deadline_s if self.cells else math.inf  # without the first table there is no bound
+        table = Table(chain, _grain(chain, branch.fineness), deadline_s)
         self.cells += _cells(chain.transition_count, table.levels)
         return table
 
@@ -542,7 +559,9 @@ class _Search:
         table_s = self._expected_s([branch.cells(branch.next_fineness)])
         if filter_s + table_s / 2 > patience_s:  # a filter may well leave half
             return []
-        useful = branch.useful_below(self.found.objective_ns) if branch.is_filtered else branch.useful
+        useful = branch.useful
+        if branch.is_filtered:
+            useful = branch.useful_below(self.found.objective_ns, self.deadline_s)
         before = len(self.problem.runs) if branch.useful is None else len(branch.useful)
         fineness = branch.next_fineness
         if branch.says_more_at is None and useful is not None and len(useful) > FEWER * before:

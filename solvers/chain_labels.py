@@ -25,9 +25,9 @@ from typing import NamedTuple
 import numpy as np
 
 from remat.solvers.chain import Item, Transition
-from remat.solvers.chain_table import Leg, Table, Values
+from remat.solvers.chain_table import Leg, OutOfTime, Table, Values, check_time
 
-LIMITS = (0.125, 0.5, 1.0)  # of what is between bound and best plan
+LIMITS = (0.125, 0.25, 0.5, 1.0)  # of what is between bound and best plan
 MOST_LABELS = 100_000  # at one cut, or where a region chooses what it saves
 BLOCK = 256  # labels that are held against others at once
 
@@ -67,23 +67,30 @@ class Optimum:
 
 
 def climb(
-    tables: Sequence[Table], bound_ns: float, most_ns: float, time_s: float = math.inf, spare_bytes: int = 0
+    tables: Sequence[Table],
+    bound_ns: float,
+    most_ns: float,
+    *,
+    step_s: float = math.inf,
+    deadline_s: float = math.inf,
+    spare_bytes: int = 0,
 ) -> Optimum:
     """The optimum of `tables` if it is below `most_ns`, else a better bound than `bound_ns`, as far as labels are few.
 
-    They are where the limit is little above the bound: so it goes up in steps, each of which may take `time_s`.
+    They are where the limit is little above the bound: so it goes up in steps, each of which may take `step_s`.
     """
     below_ns = most_ns - bound_ns
     found = Optimum(bound_ns)
-    with contextlib.suppress(TooManyLabels):
+    with contextlib.suppress(TooManyLabels, OutOfTime):
         for share in LIMITS:
-            found = optimum(tables, bound_ns + share * below_ns, time_s, spare_bytes)
+            step_until_s = min(time.monotonic() + step_s, deadline_s)
+            found = optimum(tables, bound_ns + share * below_ns, deadline_s=step_until_s, spare_bytes=spare_bytes)
             if found.legs is not None:
                 break
     return dataclasses.replace(found, bound_ns=max(found.bound_ns, bound_ns))
 
 
-def optimum(tables: Sequence[Table], limit_ns: float, time_s: float = math.inf, spare_bytes: int = 0) -> Optimum:
+def optimum(tables: Sequence[Table], limit_ns: float, *, deadline_s: float = math.inf, spare_bytes: int = 0) -> Optimum:
     """The best plan within the limits of the tables' chains, bytes counted exactly, if it is below `limit_ns`.
 
     Otherwise that is the bound.
@@ -91,9 +98,9 @@ def optimum(tables: Sequence[Table], limit_ns: float, time_s: float = math.inf, 
     tables       of chains that differ in nothing but what they count of what is forward-held
     spare_bytes  so much less than the limits is kept
 
-    Raises TooManyLabels where too many states may still be part of such a plan, or too many to look at in `time_s`.
+    Raises TooManyLabels where too many states may still be part of such a plan, and OutOfTime after `deadline_s`.
     """
-    return _Search(tables, limit_ns, time.monotonic() + time_s, spare_bytes).run()
+    return _Search(tables, limit_ns, deadline_s, spare_bytes).run()
 
 
 class _History:
@@ -140,7 +147,7 @@ class _Folds:
     def down_to(self, a: int, deadline_s: float) -> tuple[Values, list[tuple[Item | int, Values]]]:
         """R where a region begins at `a` and what it goes through from there, each with R of what comes later."""
         while self._settled > a:
-            _check_time(deadline_s)
+            check_time(deadline_s)
             self._settled -= 1
             for item in self._table.chain.items(self._settled, self._b, self._never_again):
                 self._steps.append((item, self._after))
@@ -265,7 +272,7 @@ class _Search:
         """Labels without those that another keeps no more than and is as fast as; by rising bytes."""
         if len(labels.time) > MOST_LABELS:
             raise TooManyLabels
-        _check_time(self._deadline_s)
+        check_time(self._deadline_s)
         labels = labels.where(np.lexsort((labels.time, *reversed(labels.kept))))
         faster = np.ones(len(labels.time), dtype=bool)
         if len(labels.kept) == 1:
@@ -280,13 +287,8 @@ class _Search:
             beaten |= np.triu(among, 1).any(axis=0)
             faster[begin : begin + BLOCK] = ~beaten
             best = np.concatenate([best, block[:, ~beaten]], axis=1)
-            _check_time(self._deadline_s)
+            check_time(self._deadline_s)
         return labels.where(faster)
-
-
-def _check_time(deadline_s: float) -> None:
-    if time.monotonic() > deadline_s:
-        raise TooManyLabels
 
 
 def _joined(parts: Sequence[Labels]) -> Labels:

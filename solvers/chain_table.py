@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+import time
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -24,6 +25,16 @@ MOST_CELLS = 60_000_000  # of a table: longer chains get coarser grains
 FREQUENT_SIZES, PARTS = 60, 200  # from which grains are tried
 
 Values = list[np.ndarray]  # times by level: one array, or two, for k = 0 and 1
+
+
+class OutOfTime(Exception):
+    """A deadline has passed."""
+
+
+def check_time(deadline_s: float) -> None:
+    """Raises OutOfTime after `deadline_s`, a time of the monotonic clock."""
+    if time.monotonic() > deadline_s:
+        raise OutOfTime
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,9 +117,9 @@ def _sizes(chain: Chain) -> Iterator[int]:
 
 
 class Table:
-    """R, and for every entry the run that it goes on with."""
+    """R, and for every entry the run that it goes on with. Raises OutOfTime after `deadline_s`."""
 
-    def __init__(self, chain: Chain, grain: int):
+    def __init__(self, chain: Chain, grain: int, deadline_s: float = math.inf):
         self.chain = chain
         self.grain = grain
         self.levels = max(chain.room // self.grain + 1, 1)
@@ -120,6 +131,7 @@ class Table:
         for b in range(chain.count, 0, -1):
             self.cap_forward(self.values, b)
             self._lift(b)
+            check_time(deadline_s)
             for transition, k, through in self.through_transitions_into(b):
                 self._improve(transition, k, through)
         self.cap_forward(self.values, 0)

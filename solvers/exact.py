@@ -16,6 +16,7 @@ Those searches need OR-tools. Where it is not installed, the best plan is the an
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 
 from remat.formulation.liveness import NS
@@ -27,7 +28,7 @@ from remat.solvers.heuristic import Proposal, excess_bytes, fewest_that_fit, rec
 from remat.solvers.least_peak import least_peak
 
 SEARCH_S = 40.0  # of the search for a better plan than the chain's, where nobody set a time limit
-CHAIN_SHARE = 0.5  # of a time limit: a search of what is left often takes less than the finest tables
+CHAIN_SHARE = 0.8  # of a time limit: what it does not prove, the search of what is left rarely does
 ALONE_SHARE = 0.4  # of a time limit, for the plan without offloads: the one with them is never slower
 LATE = 0.3  # of a time limit: with less left no other search is begun
 MANY_RUNS = 500  # where SMALL_GAP is to be gained among so many, the search is not worth its time
@@ -122,7 +123,9 @@ def _searched(problem: Problem, limits: Limits, found: chain_dp.Found, start: So
     small = start.status == "feasible" and start.gap <= SMALL_GAP
     if small and found.transition_count() > MANY_TRANSITIONS:
         return start
-    useful = found.useful()
+    useful = found.useful(math.inf if limits.time_s is None else started + (1 - LATE) * limits.time_s)
+    if start.fits and _is_late(limits, started):
+        return start
     if small and (useful is None or len(useful) > MANY_RUNS):
         return start
     _tell(limits, start.objective_us, start.bound_us)

@@ -10,19 +10,22 @@ after it. It takes longer than R and may understate, in three ways:
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from remat.solvers.chain import Item, Transition
-from remat.solvers.chain_table import Table, Values
+from remat.solvers.chain_table import Table, Values, check_time
 
 RECENT = 2  # segments
 
 
-def useful_runs(table: Table, most_ns: float) -> set[int]:
-    """Runs that a plan faster than `most_ns` may contain."""
-    chain, reached = table.chain, _Reached(table).values
+def useful_runs(table: Table, most_ns: float, deadline_s: float = math.inf) -> set[int]:
+    """Runs that a plan faster than `most_ns` may contain. Raises OutOfTime after `deadline_s`."""
+    chain, reached = table.chain, _Reached(table, deadline_s).values
     found: set[int] = set()
     for b in range(chain.count, 0, -1):
+        check_time(deadline_s)
         for transition, k, through in table.through_transitions_into(b):
             before = reached[transition.a][k][: len(through)]
             if transition.index not in found and float((before + through).min()) < most_ns:
@@ -33,7 +36,7 @@ def useful_runs(table: Table, most_ns: float) -> set[int]:
 class _Reached:
     """V."""
 
-    def __init__(self, table: Table):
+    def __init__(self, table: Table, deadline_s: float):
         self.table, chain = table, table.chain
         self.values = [[np.full(table.levels, np.inf) for _ in values] for values in table.values]
         self.values[0][0][0] = 0.0
@@ -41,6 +44,7 @@ class _Reached:
         for transition in (transition for into in chain.into for transition in into):
             out_of[transition.a].append(transition)
         for a in range(chain.count):
+            check_time(deadline_s)
             table.cap_forward(self.values, a)
             self._lift(a)
             saving = [transition for transition in out_of[a] if transition.saves]
