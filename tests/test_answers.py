@@ -388,6 +388,7 @@ def one_step(workload: Workload, model: nn.Module, train: bool = True) -> list[t
     return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
+@pytest.mark.exhaustive
 def test_a_plan_fits_wherever_in_a_run_it_is_applied_to_a_model_that_installs_hooks() -> None:
     workload = mixture()
     graph = recorded(workload)[1]

@@ -339,6 +339,7 @@ class Wide(nn.Module):
 WIDE = Workload("wide", Wide, lambda size, length: (torch.randn(size, 8),), lambda m, b: m(*b), batch_size=256)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(COMPILER is None, reason="Inductor needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore")  # of Inductor's own
 def test_inductor_keeps_the_regions_and_needs_what_its_replay_says() -> None:

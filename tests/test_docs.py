@@ -17,6 +17,7 @@ TUTORIAL = (DOCS / "tutorial.md").read_text(encoding="utf-8")
 MOST_LINES = 150  # of README
 
 
+@pytest.mark.exhaustive
 def test_the_tutorial_is_a_program_that_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

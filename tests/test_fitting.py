@@ -114,11 +114,12 @@ def test_two_records_give_the_step_at_any_batch(model: str, accumulates: bool, s
         assert (scaled.about["batch_size"], scaled.fixed_bytes) == (size, real.fixed_bytes)
 
 
-@pytest.mark.fast("slices4-accumulates")
+@pytest.mark.fast("64-slices4-accumulates")
 @pytest.mark.parametrize("accumulates", [False, True], ids=["plain", "accumulates"])
 @pytest.mark.parametrize("slices", [1, 4], ids=["slices1", "slices4"])
+@pytest.mark.parametrize("sizes", [(64,), (3, 11)], ids=["64", "others"])
 def test_two_records_give_the_step_in_slices_at_any_batch(
-    slices: int, accumulates: bool, monkeypatch: pytest.MonkeyPatch
+    sizes: tuple[int, ...], slices: int, accumulates: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(variants, "LARGE", 0.0)
     look, place = search(GIB, LANGUAGE), find_planning_device(TARGET)
@@ -127,7 +128,7 @@ def test_two_records_give_the_step_in_slices_at_any_batch(
     for step in look._to_record.values():  # as where the other family was recorded last
         step.loop = other
         record(step)
-    for size in (3, 11, 64):
+    for size in sizes:
         scaled = look.variants(size, accumulates).in_slices(slices)
         step = fake_step(LANGUAGE.sized(size), place, loop=loop)
         whole = profile_step(step, place)
@@ -262,19 +263,20 @@ def slices_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(variants, "WORTH", 0.0)
 
 
+@pytest.mark.fast("slices")
+@pytest.mark.parametrize("exact", [False, True], ids=["slices", "exact"])
 @pytest.mark.usefixtures("slices_cost_nothing")
-def test_the_loss_runs_in_slices_where_that_makes_room() -> None:
+def test_the_loss_runs_in_slices_where_that_makes_room(exact: bool) -> None:
     place, limits = find_planning_device(TARGET), Limits(time_s=20)
     least = search(1 << 40, LANGUAGE)
     budget_bytes = least_peak(least.problem(Window(64, 64)), limits).peak_bytes
     budget = Budget(budget_bytes, budget_bytes)
-    found, whole = (fit(LANGUAGE, place, budget, 64, limits=limits, exact=exact) for exact in (False, True))
-    assert found.best.micro_batch == whole.best.micro_batch == 64
-    assert (found.best.slices, whole.best.slices) == (2, 0)
-    assert [chunk.slices for chunk in chunks_of(found.plan.about)] == [2]
-    assert not chunks_of(whole.plan.about)
+    found = fit(LANGUAGE, place, budget, 64, limits=limits, exact=exact)
+    assert found.best.micro_batch == 64
+    assert found.best.slices == (0 if exact else 2)
+    assert [chunk.slices for chunk in chunks_of(found.plan.about)] == ([] if exact else [2])
     assert found.best.peak_bytes == found.plan.predicted["peak_bytes"] <= budget_bytes
-    assert largest_batch(LANGUAGE, place, budget, limits=limits).about["batch_size"] > 64
+    assert exact or largest_batch(LANGUAGE, place, budget, limits=limits).about["batch_size"] > 64
 
 
 @pytest.mark.usefixtures("slices_cost_nothing")

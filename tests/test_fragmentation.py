@@ -59,6 +59,7 @@ def graph_of_two() -> Graph:
     return with_states(profile_of("gpt2").graph, fixed, *rows)
 
 
+@pytest.mark.exhaustive
 def test_parameters_come_first_and_states_one_by_one() -> None:
     graph = graph_of_two()
     assert list(before_first_step(graph)) == [3 * MIB, 5 * MIB, MIB]

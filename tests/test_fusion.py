@@ -380,6 +380,7 @@ def test_sums_in_stages_are_the_same_sums(rows: int, width: int, split: bool) ->
 # What it takes
 
 
+@pytest.mark.exhaustive
 @pytest.mark.fast("h100-80gb")
 @pytest.mark.parametrize("target", ["cpu", "a100-80gb", "h100-80gb"])
 def test_the_evaluator_s_peak_is_the_replay_s(target: str) -> None:

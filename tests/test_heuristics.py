@@ -375,6 +375,7 @@ def test_gpt2_saves_attention_and_its_products_by_name() -> None:
     ]
 
 
+@pytest.mark.fast("2")
 @pytest.mark.parametrize("every", [1, 2])
 def test_save_matmuls_knows_either_policy_for_the_first_layers(every: int) -> None:
     problem = recorded_problem("gpt2")

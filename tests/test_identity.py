@@ -637,6 +637,7 @@ def test_what_is_known_to_differ_is_named() -> None:
     assert len(text) < 800
 
 
+@pytest.mark.exhaustive
 def test_fields_of_a_configuration_are_named() -> None:
     transformers = pytest.importorskip("transformers")
     workload = models.TEST_SIZES["gpt2"]().sized(batch_size=1, seq_len=8)

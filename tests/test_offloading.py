@@ -511,6 +511,7 @@ def assert_no_plan_beats(solver: str, problem: Problem, percent: int) -> None:
 SOLVERS = pytest.mark.parametrize("solver", ["chain-dp", "cp-sat", "milp", "exact"])
 
 
+@pytest.mark.exhaustive
 @SOLVERS
 @given(problem=linked_problems(), percent=st.integers(0, 100))
 @settings(max_examples=examples(8, 25), deadline=None)
@@ -606,6 +607,7 @@ def test_a_plan_file_with_offloads_is_of_a_version_that_older_readers_refuse(tmp
     assert json.loads((tmp_path / "plan.json").read_text())["version"] == 3
 
 
+@pytest.mark.exhaustive
 def test_a_comparison_shows_what_offloading_by_hand_takes() -> None:
     step, profile = profiled()
     graph = profile.graph

@@ -119,6 +119,7 @@ def test_a_step_is_measured_after_its_warm_up() -> None:
     assert (measured.peak_bytes, measured.requested_bytes, measured.reserved_bytes) == (40, 40, None)
 
 
+@pytest.mark.exhaustive
 def test_the_profiler_prints_nothing() -> None:
     program = """
 import torch

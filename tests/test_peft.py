@@ -222,6 +222,7 @@ def test_a_plan_that_is_solved_for_keeps_its_budget(execution: str, recordings: 
 # What is before the first adapter
 
 
+@pytest.mark.exhaustive
 def test_a_region_before_the_first_adapter_keeps_nothing_and_is_not_recomputed(recordings: Any) -> None:
     graph = recordings["last layers"][1]
     regions, memory = every_block(graph), Memory(graph)

@@ -152,6 +152,9 @@ SLOW_COMMANDS = {
     "remat sweep --model gpt2 --plot gpt2.html": "another sweep is run, and test_cli.py plots one",
     "remat fit --model gpt2 --budget 20GiB --global-batch 256": "a fit; `--max-batch` is another",
     "remat compare --model gpt2 --budget 20GiB --target h100-80gb --offload activations --exact": "offloads for all",
+    "remat doctor run.pickle --plan gpt2.plan.json": "test_doctor.py",
+    "remat report gpt2.plan.json gpt2.curve.json --out report.html": "test_report.py, and a report of a plan alone",
+    "remat validate gpt2.plan.json": "test_validating.py and test_cli.py",
     "remat estimate --model gpt2 --advice": "records every lever; test_estimating.py",
     "remat plan --model gpt2 --budget 20GiB --target h200 --dtype bf16 --batch-size 32": "the same, elsewhere",
 }

@@ -274,6 +274,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert missing.value.name == "plotly"
 
 
+@pytest.mark.exhaustive
 def test_a_curve_with_offloads_lies_below_the_one_without(profile: Profile) -> None:
     link = Link(0.02 * profile.peak_without_checkpointing / profile.costs.step_time_us(profile.graph), 1 << 40)
     found = sweep(profile, points=3, limits=Limits(workers=1, time_s=2), strategies=[], link=link)

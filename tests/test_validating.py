@@ -301,6 +301,7 @@ def test_a_larger_batch_than_planned_is_run_where_it_is_asked_for(plan: Plan) ->
     assert on_cpu(TRANSFORMER.sized(batch_size=6), limited).batch_size == 6
 
 
+@pytest.mark.exhaustive
 def test_the_batch_is_halved_until_the_planned_step_fits(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = graph_of(TRANSFORMER.sized(batch_size=8))
     half = Memory(graph).peak_without_checkpointing  # room for the untouched step at 8, and the planned one at 16
