@@ -22,6 +22,7 @@ LONG = (
     "published",
     "matrix",
     "proofs",
+    "crossings",
     "slices",
     "fused",
     "offloads",

@@ -1,4 +1,5 @@
-"""Scale: how long it takes to pose and to solve, by layers: GPT-3's layer 12 to 96 times, and a chain of 1,000.
+"""Scale: how long it takes to pose and to solve, by layers: GPT-3's layer 12 to 96 times, and two chains of 1,000, all
+layers alike, or every twentieth a wider one.
 
 The budget lies half way between every block checkpointed and none, and nobody sets a time limit, as in `remat plan`.
 Then the least peak is asked for, as a refusal does. Times are of one run on one machine, by the clock and by the
@@ -28,7 +29,7 @@ from remat.units import GIB
 from remat.workload.workload import Workload
 
 LAYERS = (12, 24, 48, 96, 192)
-CHAIN = 1000
+CHAINS = {"1000": 0, "1000-odd": 20}  # layers: every so manieth is odd
 COLUMNS = ["model", "layers", "segments", "runs", "record_s", "record_cpu_s", "pose_s", "pose_cpu_s"]
 COLUMNS += ["solve_s", "solve_cpu_s", "status", "gap", "least_peak_s", "least_peak_cpu_s", "memory_gib"]
 
@@ -37,8 +38,9 @@ def main(*layers: str) -> None:
     about = {**report.provenance(torch.device("cpu")), "target": "h200", "costs": "estimated"}
     path = report.stem("scale", torch.device("cpu"))
     rows: list[dict[str, Any]] = []
-    for count in [int(text) for text in layers] or [*LAYERS, CHAIN]:
-        workload = mlp_chain(count) if count >= CHAIN else gpt3(count)
+    for text in layers or [*map(str, LAYERS), *CHAINS]:
+        count = int(text.removesuffix("-odd"))
+        workload = mlp_chain(count, odd=CHAINS[text]) if text in CHAINS else gpt3(count)
         rows.append({"model": workload.name, "layers": count, **row_of(workload)})
         print(rows[-1], flush=True)
         report.write(path, about, rows, COLUMNS)
@@ -51,10 +53,14 @@ def gpt3(layers: int) -> Workload:
 
 
 class Mlp(torch.nn.Module):
-    def __init__(self, layers: int, width: int):
+    def __init__(self, layers: int, width: int, odd: int):
         super().__init__()
+        wider = [2 * width if odd and at % odd == odd - 1 else width for at in range(layers)]
         self.layers = torch.nn.ModuleList(
-            torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.GELU()) for _ in range(layers)
+            torch.nn.Sequential(torch.nn.Linear(width, wide), torch.nn.GELU(), torch.nn.Linear(wide, width))
+            if wide > width
+            else torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.GELU())
+            for wide in wider
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -63,11 +69,11 @@ class Mlp(torch.nn.Module):
         return x
 
 
-def mlp_chain(layers: int, width: int = 1024) -> Workload:
-    """A chain of linear layers, each with a GELU."""
+def mlp_chain(layers: int, width: int = 1024, odd: int = 0) -> Workload:
+    """A chain of linear layers, each with a GELU; every `odd`-th has two, twice as wide between them."""
     return Workload(
-        name="mlp-chain",
-        build=lambda: Mlp(layers, width),
+        name="mlp-chain-odd" if odd else "mlp-chain",
+        build=lambda: Mlp(layers, width, odd),
         batch=lambda batch_size, seq_len: {"x": torch.randn(batch_size, width)},
         step=lambda model, batch: model(batch["x"]).square().mean(),
         batch_size=8192,
