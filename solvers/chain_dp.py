@@ -27,42 +27,28 @@ tell apart permutations that all cost the same.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from remat.evaluation.plan import Region
-from remat.formulation.choices import Run, SharedStorage
 from remat.formulation.liveness import NS
 from remat.formulation.problem import Problem
 from remat.formulation.solution import Limits, Solution
-from remat.solvers.chain import MATTERS, Case, Chain
+from remat.solvers.chain import Case, Chain
+from remat.solvers.chain_branch import LEVELS, Branch, Count, cells_of, grain_of, uncounted_in
 from remat.solvers.chain_labels import Optimum, climb
-from remat.solvers.chain_table import Leg, OutOfTime, Table, admits, choose_grain, lost_bytes, regions_of
-from remat.solvers.heuristic import Proposal
+from remat.solvers.chain_table import Leg, OutOfTime, Table, lost_bytes, regions_of
 from remat.solvers.polish import polish
-from remat.solvers.program import over_budget
-from remat.solvers.reduced_costs import useful_runs
 
 NAME = "chain-dp"
 TRIES = 6
 FINER_S = 20.0  # may finer tables take, where nobody set a time limit
 SMALL_GAP, TIRED_S = 0.005, 8.0  # so little is not worth more time than that
-LEVELS = (
-    (500, 10_000),
-    (10_000, 40_000),
-    (40_000, 150_000),
-    (300_000, 1_000_000),
-)  # grains in a budget, coarse to fine
-FIRST_MAY_LOSE = 0.002  # of the room, by rounding; a table that is too coarse costs little
 PLANS_S = 3.0  # for tables that promise no better bound, but may lead to a better plan
-FILTER_FROM = 4  # times as many levels: then it pays to drop runs first, ...
-FILTER_COST = 3  # ... which takes so many times as long as the table did
+FILTER_COST = 3  # times as long as its table takes a filter of runs
 FEWER = 0.9  # of the runs: where a filter leaves more, a table of the same grain would say the same
-NUMPY_LEVELS = 3_000  # that take as long as it takes to call numpy for any
-SPLIT_GAIN = 0.1  # of the gap: a split that closes less of it is the last
 PROGRESS = 0.02  # of the gap: less than that is none
 STALLS_S = 4.0  # without progress, before others have their turn
 LABELS_S = 3.0  # for those of one limit, and no more than all tables took so far
@@ -92,187 +78,6 @@ def explore(problem: Problem, limits: Limits) -> Found:
         found.interrupted = True
     found.wall_s = time.monotonic() - found.started
     return found
-
-
-@dataclasses.dataclass(frozen=True)
-class Count:
-    """How a chain counts what is forward-held (`chain.py`): a share of what is local at operators of the forward."""
-
-    percent: int = 100
-    held_at: tuple[int, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Branch:
-    """A case that may hold a better plan, made of the runs in `useful` (None: any).
-
-    fineness  index into LEVELS of its tables, or of those that are to come
-    count     of what is forward-held, with the best bound so far; None before the first table
-    tables    that say what `bound_ns` is, by what they count, the one with the best bound first
-    whole_ns  the bound of the branch that it is a part of, None where its tables are of another grain than that one's
-    counts    whose chains limit labels (`chain_labels.py`)
-    legs      the best plan within the limits of all of them, None where it is not known
-    has_labels  whether it was looked for
-    is_recounted  whether it differs from that branch in nothing but where storages are counted
-    """
-
-    case: Case
-    useful: set[int] | None = None
-    bound_ns: float = 0.0
-    fineness: int = 0
-    count: Count | None = None
-    tables: Mapping[Count, Table] = dataclasses.field(default_factory=dict)
-    whole_ns: float | None = None
-    is_recounted: bool = False
-    counts: tuple[Count, ...] = ()
-    legs: tuple[Leg, ...] | None = None
-    has_labels: bool = False
-
-    @property
-    def table(self) -> Table:
-        """The one with the best bound."""
-        return next(iter(self.tables.values()))
-
-    @property
-    def plan(self) -> Sequence[Leg]:
-        """What costs no more than the bound says."""
-        legs = self.table.legs() if self.legs is None else self.legs
-        assert legs is not None
-        return legs
-
-    def has_gained(self, best_ns: float) -> bool:
-        """Whether the last split closed more than a little of the gap to the best plan."""
-        if self.whole_ns is None:
-            return True
-        return self.bound_ns - self.whole_ns > SPLIT_GAIN * (best_ns - self.bound_ns)
-
-    @property
-    def transition_count(self) -> int:
-        return max(table.chain.transition_count for table in self.tables.values())
-
-    @functools.cached_property
-    def says_more_at(self) -> int | None:
-        """The next fineness that rules out the plan of its best table, so that its bound may rise by that alone."""
-        if self.legs is not None:
-            return None
-        chain, finer = self.table.chain, range(self.fineness + 1, len(LEVELS))
-        return next((f for f in finer if not admits(chain, self.plan, _grain(chain, f))), None)
-
-    @property
-    def next_fineness(self) -> int:
-        """The fineness to go on with. A chain of fewer runs may say more at the same."""
-        return self.fineness if self.says_more_at is None else self.says_more_at
-
-    @property
-    def is_filtered(self) -> bool:
-        """Whether it pays to filter runs before going on."""
-        return self.says_more_at is None or self.levels(self.next_fineness) >= FILTER_FROM * self.levels()
-
-    def levels(self, fineness: int | None = None) -> int:
-        """Levels of its tables, or of those that it would have at another fineness."""
-        if fineness is None:
-            return max(table.levels for table in self.tables.values())
-        return max(table.levels * table.grain // _grain(table.chain, fineness) for table in self.tables.values())
-
-    def cells(self, fineness: int | None = None) -> int:
-        return _cells(self.transition_count, self.levels(fineness))
-
-    def useful_below(self, most_ns: float, deadline_s: float = math.inf) -> set[int] | None:
-        """The runs of which every table says that a plan faster than `most_ns` may contain them; None for all."""
-        useful = self.useful
-        for table in self.tables.values():
-            of_table = useful_runs(table, most_ns, deadline_s)
-            useful = of_table if useful is None else useful & of_table
-        return useful
-
-    def parts(self, other: Proposal, best_ns: float) -> list[Branch]:
-        """This branch anew, or in halves, so that the plan of its best table, which oversteps the budget, is in none.
-
-        other    a plan that keeps the budget
-        best_ns  its recompute time
-
-        Storages that the plan keeps and the chain does not count are counted where the plan has its first reason. Where
-        that has not helped, one half counts the largest and in the other nobody keeps it. Where there are none, halves
-        differ in how a segment runs, or in whether there is a cut: there tables of other shares disagree.
-        """
-        table, legs = self.table, self.plan
-        problem = table.chain.problem
-        half = dataclasses.replace(
-            self, tables={}, whole_ns=self.bound_ns, is_recounted=False, legs=None, has_labels=False
-        )
-        if uncounted := _uncounted(table.chain, self.case, legs):
-            elsewhere = {u: site for u, site in uncounted if self.case.counted.get(u) != site}
-            if elsewhere and (not self.is_recounted or self.has_gained(best_ns)):
-                return [dataclasses.replace(half, case=self.case.counting(elsewhere), is_recounted=True)]
-            return [dataclasses.replace(half, case=case) for case in self.case.split(*uncounted[0])]
-        plan = _runs(problem, regions_of(problem, legs))
-        others = [each for each in self.tables.values() if each is not table]
-        rivals = [regions_of(problem, found) for each in others if (found := each.legs()) is not None]
-        useful = set(range(len(problem.runs))) if self.useful is None else self.useful
-        without = _disagreement(table.chain, useful, plan, [_runs(problem, regions) for regions in rivals])
-        without = without or _disagreement(table.chain, useful, plan, [_runs(problem, other)])
-        return [dataclasses.replace(half, useful=useful - runs) for runs in without]
-
-
-def _runs(problem: Problem, regions: Proposal) -> list[Run]:
-    """For every segment the run that holds it."""
-    found = sorted((problem.runs[i] for i in problem.runs_of(regions)), key=lambda run: run.a)
-    return [run for run in found for _ in range(run.a, run.b)]
-
-
-def _disagreement(
-    chain: Chain, useful: set[int], plan: list[Run], rivals: list[list[Run]]
-) -> tuple[set[int], set[int]] | tuple[()]:
-    """What of `useful` to rule out in two halves, of which neither holds `plan` and one of its rivals: runs, by index.
-
-    Of the segments that are plain in one of them, it is the one with most forward-held bytes: surrogates err there.
-    """
-    runs = chain.problem.runs
-
-    def differ(choice: Callable[[Run, int], bool], at: int) -> bool:
-        return any(choice(plan[at], at) != choice(rival[at], at) for rival in rivals)
-
-    at_segments = [at for at in range(len(plan)) if differ(lambda run, _: run.region is None, at)]
-    for at in sorted(at_segments, key=lambda at: (-chain.forward_held_in[at], -chain.problem.liveness.own_bytes[at])):
-        holding = {i for i in useful if runs[i].a <= at < runs[i].b}
-        plain = {i for i in holding if runs[i].region is None}
-        if plain and plain != holding:
-            return holding - plain, plain
-    for at in range(len(plan) - 1):
-        if differ(lambda run, at: run.b == at + 1, at):
-            across = {i for i in useful if runs[i].a <= at < runs[i].b - 1}
-            ending = {i for i in useful if at + 1 in (runs[i].a, runs[i].b)}
-            if across and ending:
-                return across, ending
-    return ()
-
-
-def _uncounted(chain: Chain, case: Case, legs: Sequence[Leg]) -> list[tuple[int, int]]:
-    """Storages that the plan of `legs` keeps where it oversteps the budget and `chain` does not count, the largest
-    first, each with the first site at which the plan has a reason to keep it.
-    """
-    problem = chain.problem
-    regions = regions_of(problem, legs)
-    row = over_budget(problem, regions)
-    if row is None or row.run is None:
-        return []
-    before, runs = row.before, _runs(problem, regions)
-    saved = {u for region in regions for node in region.saved for u in problem.liveness.saved_by[node]}
-    in_state = {shared.storage for shared in chain.state_storages if shared is not None}
-
-    def is_reason(shared: SharedStorage, site: int) -> bool:
-        return shared.is_reason(runs[site], site) or (site == shared.segment and shared.storage in saved)
-
-    found = []
-    for shared in problem.liveness.shared.values():
-        if shared.storage in in_state or shared.storage in case.pinned or shared.storage in row.alive:
-            continue
-        first = next((at for at in shared.sites if runs[at].b <= before and is_reason(shared, at)), None)
-        site = case.site(shared)
-        counted = runs[site].b <= before and is_reason(shared, site)
-        if first is not None and not counted and first > case.absent.get(shared.storage, -1):
-            found.append((shared.size_bytes, shared.storage, first))
-    return [(u, site) for size, u, site in sorted(found, reverse=True) if size > problem.budget_bytes // MATTERS]
 
 
 @dataclasses.dataclass
@@ -441,7 +246,7 @@ class _Search:
         """
         if self.found.regions is None or self.labels_s > self.spent_s:
             return False
-        return not _uncounted(branch.table.chain, branch.case, branch.plan)
+        return not uncounted_in(branch.table.chain, branch.case, branch.plan)
 
     def _halved(self, branch: Branch) -> list[Branch]:
         if self.found.regions is None:
@@ -548,8 +353,8 @@ class _Search:
             self.problem, branch.case, branch.useful, forward_held_percent=count.percent, held_at=count.held_at
         )
         deadline_s = self.deadline_s if self.cells else math.inf  # without the first table there is no bound
-        table = Table(chain, _grain(chain, branch.fineness), deadline_s)
-        self.cells += _cells(chain.transition_count, table.levels)
+        table = Table(chain, grain_of(chain, branch.fineness), deadline_s)
+        self.cells += cells_of(chain.transition_count, table.levels)
         return table
 
     def _refined(self, branch: Branch) -> list[Branch]:
@@ -575,15 +380,6 @@ class _Search:
 
     def _expected_s(self, cells: Iterable[int]) -> float:
         return self.spent_s * sum(cells) / max(self.cells, 1)
-
-
-def _cells(transition_count: int, levels: int) -> int:
-    """What the time of a table is proportional to."""
-    return transition_count * (levels + NUMPY_LEVELS)
-
-
-def _grain(chain: Chain, fineness: int) -> int:
-    return choose_grain(chain, LEVELS[fineness], may_lose=0.0 if fineness else FIRST_MAY_LOSE)
 
 
 def _excess(problem: Problem, legs: Sequence[Leg]) -> int:
