@@ -223,6 +223,10 @@ class _Search:
         found = self.found
         found.left = [*self.open, *self.exhausted]
         found.raise_bound(min((branch.bound_ns for branch in found.left), default=math.inf))
+        self._report()
+
+    def _report(self) -> None:
+        found = self.found
         if self.limits.on_progress is not None and found.regions is not None:
             self.limits.on_progress(found.objective_ns / NS, found.bound_ns / NS)
 
@@ -276,6 +280,9 @@ class _Search:
             of_table = table.least_time_ns()
             tables[count] = math.inf if of_table is None else of_table, table
             overstepped = _offer_plans(table, self.found)
+            if self.found.left is None and of_table is not None:  # of all plans: nobody waits for the next table
+                self.found.raise_bound(of_table)
+                self._report()
             if overstepped is None or branch.count is not None or len(tables) == COUNTS:
                 break
             if not overstepped.in_forward:
