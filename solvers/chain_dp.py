@@ -39,7 +39,8 @@ from remat.formulation.solution import Limits, Solution
 from remat.solvers.chain import Case, Chain
 from remat.solvers.chain_branch import LEVELS, Branch, Count, cells_of, grain_of, uncounted_in
 from remat.solvers.chain_labels import Optimum, climb
-from remat.solvers.chain_table import Leg, OutOfTime, Table, lost_bytes, regions_of
+from remat.solvers.chain_table import Leg, Table, lost_bytes, regions_of
+from remat.solvers.deadline import OutOfTime, deadline_of
 from remat.solvers.polish import polish
 
 NAME = "chain-dp"
@@ -168,7 +169,7 @@ class _Search:
         self.exhausted: list[Branch] = []  # of which no table says more, or none in time
         self.spent_s, self.cells, self.labels_s = 0.0, 0, 0.0
         self.gained_at, self.gap_then_ns = found.started, math.inf
-        self.deadline_s = math.inf if limits.time_s is None else found.started + limits.time_s
+        self.deadline_s = deadline_of(limits, found.started)
         self.branch = Branch(Case())  # that is being solved, or refined, or split
 
     def run(self) -> None:

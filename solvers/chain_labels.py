@@ -25,7 +25,8 @@ from typing import NamedTuple
 import numpy as np
 
 from remat.solvers.chain import Item, Transition
-from remat.solvers.chain_table import Leg, OutOfTime, Table, Values, check_time
+from remat.solvers.chain_table import Leg, Table, Values
+from remat.solvers.deadline import OutOfTime, check_time
 
 LIMITS = (0.125, 0.25, 0.5, 1.0)  # of what is between bound and best plan
 MOST_LABELS = 100_000  # at one cut, or where a region chooses what it saves

@@ -12,7 +12,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-import time
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -20,21 +19,12 @@ import numpy as np
 from remat.evaluation.plan import Region
 from remat.formulation.problem import Problem
 from remat.solvers.chain import Chain, Item, Transition
+from remat.solvers.deadline import check_time
 
 MOST_CELLS = 60_000_000  # of a table: longer chains get coarser grains
 FREQUENT_SIZES, PARTS = 60, 200  # from which grains are tried
 
 Values = list[np.ndarray]  # times by level: one array, or two, for k = 0 and 1
-
-
-class OutOfTime(Exception):
-    """A deadline has passed."""
-
-
-def check_time(deadline_s: float) -> None:
-    """Raises OutOfTime after `deadline_s`, a time of the monotonic clock."""
-    if time.monotonic() > deadline_s:
-        raise OutOfTime
 
 
 @dataclasses.dataclass(frozen=True)

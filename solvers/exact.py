@@ -16,7 +16,6 @@ Those searches need OR-tools. Where it is not installed, the best plan is the an
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 
 from remat.formulation.liveness import NS
@@ -24,6 +23,7 @@ from remat.formulation.problem import Problem
 from remat.formulation.solution import Limits, Solution
 from remat.solvers import chain_dp, chen_greedy, every_block, first_k, greedy, has_ortools, save_matmuls
 from remat.solvers.chain_dp import SMALL_GAP
+from remat.solvers.deadline import deadline_of
 from remat.solvers.heuristic import Proposal, excess_bytes, fewest_that_fit, recompute_ns
 from remat.solvers.least_peak import least_peak
 
@@ -123,7 +123,7 @@ def _searched(problem: Problem, limits: Limits, found: chain_dp.Found, start: So
     small = start.status == "feasible" and start.gap <= SMALL_GAP
     if small and found.transition_count() > MANY_TRANSITIONS:
         return start
-    useful = found.useful(math.inf if limits.time_s is None else started + (1 - LATE) * limits.time_s)
+    useful = found.useful(deadline_of(limits, started, 1 - LATE))
     if start.fits and _is_late(limits, started):
         return start
     if small and (useful is None or len(useful) > MANY_RUNS):

@@ -14,7 +14,9 @@ that is CP-SAT's (`program.py`).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 import time
 
 import numpy as np
@@ -24,6 +26,7 @@ from remat.formulation.problem import Problem
 from remat.formulation.solution import Limits
 from remat.solvers import has_ortools
 from remat.solvers.chain import Case, Chain, Transition, long_lived_storages
+from remat.solvers.deadline import OutOfTime, check_time, deadline_of
 
 NOTHING = -(1 << 62)  # what may be kept where nothing goes on
 
@@ -48,15 +51,17 @@ def least_peak(problem: Problem, limits: Limits) -> LeastPeak:
     best = LeastPeak(highest.budget_bytes, (), problem.optimizer_peak_bytes)
     solved = [_Extents(highest, Case())]
     best = _better(best, solved)
+    deadline_s = deadline_of(limits, started)
     if not best.proved and (long_lived := long_lived_storages(highest)):
         cases = [Case()]
         for storage in long_lived:
             shared = highest.liveness.shared[storage]
             site = next((site for site in shared.sites if site > shared.segment), shared.sites[-1])
             cases = [half for case in cases for half in case.split(storage, site)]
-        solved = [_Extents(highest, case) for case in cases]
-        best = _better(best, solved)
-    if best.proved:
+        with contextlib.suppress(OutOfTime):
+            solved = [_Extents(highest, case, deadline_s) for case in cases]
+            best = _better(best, solved)
+    if best.proved or time.monotonic() > deadline_s:
         return best
     keep = set.union(*(extents.useful(best.peak_bytes) for extents in solved))
     return _searched(highest, limits, best, keep, started)
@@ -106,13 +111,14 @@ def _without_workspace(problem: Problem, regions: tuple[Region, ...]) -> tuple[R
 
 
 class _Extents:
-    """M of one case, and with it the least that a plan of the case takes.
+    """M of one case, and with it the least that a plan of the case takes. Raises OutOfTime after `deadline_s`.
 
     A chain that counts forward-held bytes and one that does not both give a bound (`Chain.forward_held_percent`).
     Counting them is tighter where backward limits what is kept, as it does here.
     """
 
-    def __init__(self, problem: Problem, case: Case):
+    def __init__(self, problem: Problem, case: Case, deadline_s: float = math.inf):
+        check_time(deadline_s)
         self.problem = problem
         self.chain = chain = Chain(problem, case)
         self.most = [[NOTHING] * (1 if shared is None else 2) for shared in chain.state_storages]

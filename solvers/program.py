@@ -49,6 +49,7 @@ from remat.formulation.choices import Row, SharedStorage
 from remat.formulation.liveness import NS
 from remat.formulation.problem import Problem
 from remat.formulation.solution import Limits, Solution, Status
+from remat.solvers.deadline import OutOfTime, check_time, deadline_of
 
 GRAINS = 1 << 22  # a budget is this many grains at least
 MOST_ROUNDS = 60
@@ -126,8 +127,10 @@ def solve(
     best = _best_known(name, problem, limits, start)
     found = _Found(name, best, start.bound_us if start is not None else 0.0, limits)
     try:
-        program = _program(problem, limits, found, keep)
+        program = _program(problem, limits, found, keep, deadline_of(limits, started))
         _search(program, make(program), limits, found, started)
+    except OutOfTime:
+        pass
     except KeyboardInterrupt:
         found.interrupted = True
     return dataclasses.replace(found.solution(), wall_s=time.monotonic() - started)
@@ -161,11 +164,11 @@ class _Found:
         return dataclasses.replace(found, status="optimal" if closed else "feasible")
 
 
-def _program(problem: Problem, limits: Limits, found: _Found, keep: set[int] | None) -> Program:
+def _program(problem: Problem, limits: Limits, found: _Found, keep: set[int] | None, deadline_s: float) -> Program:
     hint = found.best.regions if found.best.status == "feasible" else limits.start
     if keep is not None and hint is not None:
         keep = keep | problem.runs_of(hint)
-    program = Program(problem, keep=keep)
+    program = Program(problem, keep=keep, deadline_s=deadline_s)
     program.bound_below(found.bound_us)
     program.hint(hint or ())
     return program
@@ -214,10 +217,13 @@ def least_peak(
     lowers a peak by more than a workspace.
     """
     started = time.monotonic()
-    program = Program(problem, least_peak=True, keep=keep)
-    backend = make(program)
     best, bound = problem.memory.peak_without_regions, float(problem.optimizer_peak_bytes)
     regions: tuple[Region, ...] = ()
+    try:
+        program = Program(problem, least_peak=True, keep=keep, deadline_s=deadline_of(limits, started))
+    except OutOfTime:
+        return best, regions, bound
+    backend = make(program)
     for _ in range(MOST_ROUNDS):
         left = limits.left(started).time_s
         if left == 0.0:
@@ -261,9 +267,18 @@ class Program:
 
     least_peak  minimise the peak, up to `problem.budget_bytes`, in place of (1); nothing is saved then
     keep        indices of the runs that may be chosen, None for all; nothing is built for the others
+
+    Raises OutOfTime after `deadline_s`.
     """
 
-    def __init__(self, problem: Problem, *, least_peak: bool = False, keep: set[int] | None = None):
+    def __init__(
+        self,
+        problem: Problem,
+        *,
+        least_peak: bool = False,
+        keep: set[int] | None = None,
+        deadline_s: float = math.inf,
+    ):
         self.problem = problem
         self.grain = max(1, problem.budget_bytes // GRAINS)
         self.variables: list[Variable] = []
@@ -282,11 +297,13 @@ class Program:
         self.k: dict[tuple[int, int], int] = {}
         self._opened: dict[int, list[tuple[SharedStorage, int]]] = {}
         for shared in problem.liveness.shared.values():
+            check_time(deadline_s)
             self._keep_for_every_reason(shared)
         self.prefix = self._prefixes()
         self.objective: Terms = ((self.peak, 1),) if self.peak is not None else self._recomputation()
         self._partition_segments()
         for index in self.x:
+            check_time(deadline_s)
             self._keep_budget(index)
         for row in problem.forward_rows:
             self._add(row, self.grain)

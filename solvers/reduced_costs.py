@@ -15,7 +15,8 @@ import math
 import numpy as np
 
 from remat.solvers.chain import Item, Transition
-from remat.solvers.chain_table import Table, Values, check_time
+from remat.solvers.chain_table import Table, Values
+from remat.solvers.deadline import check_time
 
 RECENT = 2  # segments
 
