@@ -52,7 +52,7 @@ FILTER_COST = 3  # times as long as its table takes a filter of runs
 FEWER = 0.9  # of the runs: where a filter leaves more, a table of the same grain would say the same
 PROGRESS = 0.02  # of the gap: less than that is none
 STALLS_S = 4.0  # without progress, before others have their turn
-LABELS_S = 3.0  # for those of one limit, and no more than all tables took so far
+LABELS_S, LEAST_S = 3.0, 2.0  # for labels of one limit: as long as tables took so far, but no longer, and no less
 COUNTS = 5  # of forward-held bytes, tried at the coarsest grain: all, none, and where the limits trade places
 
 
@@ -247,9 +247,9 @@ class _Search:
     def _is_for_labels(self, branch: Branch) -> bool:
         """Whether its plan may overstep the budget for nothing but rounding and limits that the table mixes.
 
-        In all, labels take about as long as tables.
+        And there is time for labels, which in all take about as long as tables.
         """
-        if self.found.regions is None or self.labels_s > self.spent_s:
+        if self.found.regions is None or self.labels_s > max(self.spent_s, LABELS_S):
             return False
         return not uncounted_in(branch.table.chain, branch.case, branch.plan)
 
@@ -319,10 +319,13 @@ class _Search:
         others = (each for each in branch.counts if each != branch.count)
         branch = dataclasses.replace(branch, has_labels=True, counts=(branch.count, *others))
         tables = dict(branch.tables)
-        while not self.found.late(self.limits):
-            for count in branch.counts:
-                if count not in tables:
-                    tables[count] = self._table(branch, count)
+        while True:
+            try:
+                for count in branch.counts:
+                    if count not in tables:
+                        tables[count] = self._table(branch, count)
+            except OutOfTime:
+                break
             among = [tables[count] for count in branch.counts]
             optimum = self._climb(among, branch.bound_ns)
             branch = dataclasses.replace(branch, bound_ns=optimum.bound_ns, legs=optimum.legs)
@@ -335,6 +338,8 @@ class _Search:
             if count in branch.counts:
                 self._offer_less(among, branch.bound_ns, overstepped.bytes)
                 break
+            if time.monotonic() - started > max(self.spent_s, LABELS_S):
+                break
             branch = dataclasses.replace(branch, counts=(*branch.counts, count))
         took_s = time.monotonic() - started
         self.labels_s += took_s
@@ -342,7 +347,7 @@ class _Search:
         return branch
 
     def _climb(self, tables: Sequence[Table], bound_ns: float, spare_bytes: int = 0) -> Optimum:
-        most_ns, step_s = self.found.objective_ns, min(LABELS_S, self.spent_s)
+        most_ns, step_s = self.found.objective_ns, min(LABELS_S, max(LEAST_S, self.spent_s))
         return climb(tables, bound_ns, most_ns, step_s=step_s, deadline_s=self.deadline_s, spare_bytes=spare_bytes)
 
     def _offer_less(self, tables: Sequence[Table], bound_ns: float, spare_bytes: int) -> None:
@@ -381,7 +386,7 @@ class _Search:
             fineness += 1  # which may still lead to a better plan
             if not self._is_cheap(branch, fineness, PLANS_S):
                 return []
-        return [Branch(branch.case, useful, branch.bound_ns, fineness, branch.count)]
+        return [Branch(branch.case, useful, branch.bound_ns, fineness, branch.count, counts=branch.counts)]
 
     def _is_cheap(self, branch: Branch, fineness: int, most_s: float) -> bool:
         return fineness < len(LEVELS) and self._expected_s([branch.cells(fineness)]) <= most_s

@@ -118,7 +118,7 @@ def _with_plan(problem: Problem, limits: Limits, solution: Solution, regions: Pr
 
 def _searched(problem: Problem, limits: Limits, found: chain_dp.Found, start: Solution, started: float) -> Solution:
     """`start`, or what the program makes of it where that is worth the time, and OR-tools is there to solve it."""
-    if not has_ortools() or (start.fits and _is_late(limits, started)):
+    if not has_ortools() or limits.left(started).time_s == 0 or (start.fits and _is_late(limits, started)):
         return start
     small = start.status == "feasible" and start.gap <= SMALL_GAP
     if small and found.transition_count() > MANY_TRANSITIONS:

@@ -101,6 +101,17 @@ def test_what_an_earlier_observation_saw_made_is_not_taken_off_the_peak() -> Non
     assert measure_peak(lets_go, CPU) == 8000
 
 
+def test_what_the_function_names_its_ranges_and_how_deep_they_are_makes_no_difference() -> None:
+    def deep() -> None:
+        with contextlib.ExitStack() as ranges:
+            for name in ["[memory]"] * 2000:
+                ranges.enter_context(torch.profiler.record_function(name))
+            torch.empty(25)
+
+    before = measure_peak(lambda: None, CPU)
+    assert measure_peak(deep, CPU) >= before + 100
+
+
 def test_an_error_in_the_function_ends_the_observation() -> None:
     with pytest.raises(ZeroDivisionError):
         measure_peak(lambda: 1 / 0, CPU)

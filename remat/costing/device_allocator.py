@@ -145,7 +145,8 @@ def allocation_events(function: Callable[[], object]) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     alive: set[int] = set()  # addresses
     for event in sorted(_events(results.experimental_event_tree()), key=lambda event: event.start_time_ns):
-        if event.name != _MEMORY_EVENT or (block := event.extra_fields).device.type != "cpu":
+        block = event.extra_fields
+        if event.name != _MEMORY_EVENT or not hasattr(block, "alloc_size") or block.device.type != "cpu":
             continue
         if block.alloc_size > 0:
             alive.add(block.ptr)
@@ -158,9 +159,12 @@ def allocation_events(function: Callable[[], object]) -> list[tuple[int, int]]:
 
 
 def _events(tree: Sequence[Any]) -> Iterator[Any]:
-    for event in tree:
+    """All events of a tree, each before those within it."""
+    ahead = [*reversed(tree)]
+    while ahead:
+        event = ahead.pop()
         yield event
-        yield from _events(event.children)
+        ahead.extend(reversed(event.children))
 
 
 @contextlib.contextmanager
