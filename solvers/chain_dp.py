@@ -39,7 +39,7 @@ from remat.formulation.solution import Limits, Solution
 from remat.solvers.chain import Case, Chain
 from remat.solvers.chain_branch import LEVELS, Branch, Count, cells_of, grain_of, uncounted_in
 from remat.solvers.chain_labels import Optimum, climb
-from remat.solvers.chain_table import Leg, Table, lost_bytes, regions_of
+from remat.solvers.chain_table import Leg, Table, admits, lost_bytes, regions_of
 from remat.solvers.deadline import OutOfTime, deadline_of
 from remat.solvers.polish import polish
 
@@ -52,7 +52,8 @@ FILTER_COST = 3  # times as long as its table takes a filter of runs
 FEWER = 0.9  # of the runs: where a filter leaves more, a table of the same grain would say the same
 PROGRESS = 0.02  # of the gap: less than that is none
 STALLS_S = 4.0  # without progress, before others have their turn
-LABELS_S, LEAST_S = 3.0, 2.0  # for labels of one limit: as long as tables took so far, but no longer, and no less
+LABELS_S = 3.0  # for those of one limit
+LABELS_GAP = 0.02  # so close to the bound the best plan has to be: else labels are too many
 COUNTS = 5  # of forward-held bytes, tried at the coarsest grain: all, none, and where the limits trade places
 
 
@@ -245,13 +246,17 @@ class _Search:
         return branch.legs is None and excess <= lost_bytes(table.chain, legs, table.grain)
 
     def _is_for_labels(self, branch: Branch) -> bool:
-        """Whether its plan may overstep the budget for nothing but rounding and limits that the table mixes.
+        """Whether its plan oversteps the budget for nothing but rounding, or a limit that the table mixes with others.
 
-        And there is time for labels, which in all take about as long as tables.
+        And labels may be few, and there is time for them: in all they take about as long as tables.
         """
-        if self.found.regions is None or self.labels_s > max(self.spent_s, LABELS_S):
+        if not self.found.closes(branch.bound_ns, LABELS_GAP) or self.labels_s > self.spent_s + LABELS_S:
             return False
-        return not uncounted_in(branch.table.chain, branch.case, branch.plan)
+        chain, legs = branch.table.chain, branch.plan
+        overstepped = _overstepped(self.problem, regions_of(self.problem, legs))
+        if overstepped is None or uncounted_in(chain, branch.case, legs):
+            return False
+        return overstepped.count != branch.count or not admits(chain, legs, 1)
 
     def _halved(self, branch: Branch) -> list[Branch]:
         if self.found.regions is None:
@@ -334,21 +339,21 @@ class _Search:
             overstepped = _offer(optimum.legs, self.found)
             if overstepped is None:
                 break
-            count = Count(0, (overstepped.op,)) if overstepped.in_forward else Count()
-            if count in branch.counts:
-                self._offer_less(among, branch.bound_ns, overstepped.bytes)
+            if overstepped.count in branch.counts:
+                if overstepped.bytes <= lost_bytes(branch.table.chain, optimum.legs, branch.table.grain):
+                    self._offer_less(among, branch.bound_ns, overstepped.bytes)
                 break
-            if time.monotonic() - started > max(self.spent_s, LABELS_S):
+            if time.monotonic() - started > self.spent_s + LABELS_S:
                 break
-            branch = dataclasses.replace(branch, counts=(*branch.counts, count))
+            branch = dataclasses.replace(branch, counts=(*branch.counts, overstepped.count))
         took_s = time.monotonic() - started
         self.labels_s += took_s
         self.gained_at += took_s  # that they come to nothing says little of tables
         return branch
 
     def _climb(self, tables: Sequence[Table], bound_ns: float, spare_bytes: int = 0) -> Optimum:
-        most_ns, step_s = self.found.objective_ns, min(LABELS_S, max(LEAST_S, self.spent_s))
-        return climb(tables, bound_ns, most_ns, step_s=step_s, deadline_s=self.deadline_s, spare_bytes=spare_bytes)
+        most_ns = self.found.objective_ns
+        return climb(tables, bound_ns, most_ns, step_s=LABELS_S, deadline_s=self.deadline_s, spare_bytes=spare_bytes)
 
     def _offer_less(self, tables: Sequence[Table], bound_ns: float, spare_bytes: int) -> None:
         """Offer the best of the plans that keep so much less, as chains understate, and less again."""
@@ -407,6 +412,21 @@ class _Overstepped(NamedTuple):
     op: int
     in_forward: bool
 
+    @property
+    def count(self) -> Count:
+        """What counts as much as that limits."""
+        return Count(0, (self.op,)) if self.in_forward else Count()
+
+
+def _overstepped(problem: Problem, regions: tuple[Region, ...]) -> _Overstepped | None:
+    """Where a plan oversteps the budget, None if it keeps it."""
+    curve = problem.curve(regions)
+    if curve.peak_bytes <= problem.budget_bytes:
+        return None
+    op = int(curve.op[curve.peak_at])
+    in_forward = op < problem.graph.forward_end and curve.region[curve.peak_at] < 0
+    return _Overstepped(curve.peak_bytes - problem.budget_bytes, op, in_forward)
+
 
 def _offer(legs: Sequence[Leg], found: Found) -> _Overstepped | None:
     """Offer the plan `legs`; where it oversteps the budget, None if it keeps it."""
@@ -414,12 +434,7 @@ def _offer(legs: Sequence[Leg], found: Found) -> _Overstepped | None:
     polished = polish(problem, regions)
     if polished is not None:
         found.offer(polished)
-    curve = problem.curve(regions)
-    if curve.peak_bytes <= problem.budget_bytes:
-        return None
-    op = int(curve.op[curve.peak_at])
-    in_forward = op < problem.graph.forward_end and curve.region[curve.peak_at] < 0
-    return _Overstepped(curve.peak_bytes - problem.budget_bytes, op, in_forward)
+    return _overstepped(problem, regions)
 
 
 def _offer_plans(table: Table, found: Found) -> _Overstepped | None:
