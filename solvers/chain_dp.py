@@ -256,7 +256,7 @@ class _Search:
         overstepped = _overstepped(self.problem, regions_of(self.problem, legs))
         if overstepped is None or uncounted_in(chain, branch.case, legs):
             return False
-        return overstepped.count != branch.count or not admits(chain, legs, 1)
+        return overstepped.limit != branch.count or not admits(chain, legs, 1)
 
     def _halved(self, branch: Branch) -> list[Branch]:
         if self.found.regions is None:
@@ -339,13 +339,13 @@ class _Search:
             overstepped = _offer(optimum.legs, self.found)
             if overstepped is None:
                 break
-            if overstepped.count in branch.counts:
+            if overstepped.limit in branch.counts:
                 if overstepped.bytes <= lost_bytes(branch.table.chain, optimum.legs, branch.table.grain):
                     self._offer_less(among, branch.bound_ns, overstepped.bytes)
                 break
             if time.monotonic() - started > self.spent_s + LABELS_S:
                 break
-            branch = dataclasses.replace(branch, counts=(*branch.counts, overstepped.count))
+            branch = dataclasses.replace(branch, counts=(*branch.counts, overstepped.limit))
         took_s = time.monotonic() - started
         self.labels_s += took_s
         self.gained_at += took_s  # that they come to nothing says little of tables
@@ -413,7 +413,7 @@ class _Overstepped(NamedTuple):
     in_forward: bool
 
     @property
-    def count(self) -> Count:
+    def limit(self) -> Count:
         """What counts as much as that limits."""
         return Count(0, (self.op,)) if self.in_forward else Count()
 
