@@ -53,7 +53,7 @@ FEWER = 0.9  # of the runs: where a filter leaves more, a table of the same grai
 PROGRESS = 0.02  # of the gap: less than that is none
 STALLS_S = 4.0  # without progress, before others have their turn
 LABELS_S = 3.0  # for those of one limit
-LABELS_GAP = 0.02  # so close to the bound the best plan has to be: else labels are too many
+LABELS_GAP = 0.03  # so close to the bound the best plan has to be: else labels are too many
 COUNTS = 5  # of forward-held bytes, tried at the coarsest grain: all, none, and where the limits trade places
 
 
