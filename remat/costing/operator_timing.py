@@ -95,7 +95,7 @@ def time_operators(
             row = known.row(kind)
             hits += row is not None
             if row is None and hits == index:
-                # Before the first: what was seen to be made must not be freed while bytes count.
+                # Before the first: garbage must not be freed while a GPU's bytes count.
                 gc.collect()
             if row is None:
                 try:
