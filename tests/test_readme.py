@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import itertools
 import re
 import sys
 import textwrap
@@ -102,7 +103,7 @@ def snippets() -> list[str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder for all of it: later commands read what earlier ones wrote."""
+    """A folder for all of it."""
     folder = tmp_path_factory.mktemp("readme")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -141,6 +142,25 @@ def made_once(name: str, *options: str) -> Plan:
     return Plan.load(name)
 
 
+WRITTEN_BY = {
+    "gpt2.plan.json": "remat plan --model gpt2 --budget 20GiB",
+    "gpt2.curve.json": "remat sweep --model gpt2 --points 4 --out gpt2.curve.json",
+}
+
+
+def reads(command: str) -> list[str]:
+    """The files of WRITTEN_BY that `command` is given: a test leans on no other, which may not be among those run."""
+    words = command.split()
+    return [word for before, word in itertools.pairwise(words) if word in WRITTEN_BY and before != "--out"]
+
+
+@functools.cache
+def written_once(name: str) -> bytes:
+    """Made on the first call, and no other: commands between two that read it may write one of their own."""
+    run(WRITTEN_BY[name])
+    return Path(name).read_bytes()
+
+
 def test_what_is_not_run_stands_on_a_page() -> None:
     assert set(NOT_RUN) <= set(commands())
 
@@ -164,6 +184,11 @@ def test_the_slow_commands_are_in_the_readme() -> None:
     assert set(SLOW_COMMANDS) <= set(commands())
 
 
+def test_what_writes_the_files_that_others_read_stands_on_a_page() -> None:
+    assert set(WRITTEN_BY.values()) <= set(commands())
+    assert {name for command in commands() for name in reads(command)} == set(WRITTEN_BY)
+
+
 @pytest.mark.parametrize(
     "command",
     [
@@ -178,8 +203,9 @@ def test_a_command_runs_as_written(command: str, here: Path) -> None:
     if "run.pickle" in command:
         write_snapshot(here)
         made_once("gpt2.plan.json").save("gpt2.plan.json")
-    if command.startswith("remat report"):  # other commands have written plans meanwhile
-        run("remat plan --model gpt2 --budget 20GiB")
+    else:
+        for name in reads(command):
+            (here / name).write_bytes(written_once(name))
     (here / "train.py").write_text(TRAIN)
     before = {path.name for path in here.iterdir()}
     run(command)
