@@ -643,12 +643,14 @@ class Memory:
         deaths[unused] = np.maximum(deaths[unused], r.last)
 
     def _mark_replayed(self, executed: np.ndarray, r: Recomputation) -> None:
-        counters = [i for i in self._counters if i in r.region]
-        for node in (*r.region.saved, *counters):
-            begin, end = max(self.node_first[node], r.first), min(self.node_end[node], r.stop)
-            for op in range(begin, end):
-                executed[r.positions(op)] = self.graph.is_made_again[op]
+        saved = [np.arange(self.node_first[node], self.node_end[node]) for node in r.region.saved]
+        ops = np.concatenate([*saved, self._counting])
+        ops = ops[(ops >= r.first) & (ops < r.stop)]
+        executed[r.positions(ops)] = self.graph.is_made_again[ops]
 
     @functools.cached_property
-    def _counters(self) -> list[int]:
-        return [i for i, node in enumerate(self.graph.nodes) if node.effect == "counter"]
+    def _counting(self) -> np.ndarray:
+        """The operators of nodes that count something, ascending: they are not recomputed."""
+        counters = [i for i, node in enumerate(self.graph.nodes) if node.effect == "counter"]
+        each = [np.arange(self.node_first[i], self.node_end[i]) for i in counters]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *each])

@@ -231,7 +231,7 @@ class Problem:
         again = np.flatnonzero(curve.region >= 0)
         return (
             self._point(run, curve, int(positions[alive.argmax()])),
-            self._point(run, curve, int(positions[(alive - spared).argmax()])) if len(again) else None,
+            self._point(run, curve, int(positions[(alive - spared).argmax()])),
             self._point(run, curve, int(again[0])) if len(again) else None,
         )
 
