@@ -30,15 +30,16 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
 from remat.formulation.choices import Row, Run, SharedStorage
 from remat.formulation.problem import Problem
 
-LONG_LIVED = 2  # sites of a storage beyond which it is settled by cases
-MOST_LONG_LIVED = 4
+NEVER = 1 << 30  # comes after every site
+BEYOND = 1 << 55  # bytes
+MOST_ASIDE = 62  # bits of an integer of numpy
 MATTERS = 2000  # a storage smaller than a 2000th of the budget is not worth it
 
 
@@ -50,11 +51,13 @@ class Case:
     absent  storage -> site: nothing at that site or before is a reason to keep it
     counted storage -> site: it is counted at that site, if the run there keeps it; at its last one by default. This
             rules no plan out, whichever site it is.
+    aside    storages that are counted nowhere, as labels count them (`chain_labels.py`): MOST_ASIDE at most
     """
 
     pinned: Mapping[int, int] = dataclasses.field(default_factory=dict)
     absent: Mapping[int, int] = dataclasses.field(default_factory=dict)
     counted: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    aside: tuple[int, ...] = ()
 
     def split(self, storage: int, site: int) -> tuple[Case, Case]:
         """The plans of this case that keep `storage` for a reason at `site` or before, and those that do not."""
@@ -69,22 +72,17 @@ class Case:
 
     def site(self, shared: SharedStorage) -> int:
         """Where `shared` is counted, unless it is a state storage."""
+        if shared.storage in self.aside:
+            return NEVER
         return self.pinned.get(shared.storage, self.counted.get(shared.storage, shared.sites[-1]))
 
 
-def long_lived_storages(problem: Problem) -> list[int]:
-    """Storages worth a split, the largest first: those outside the state, with many sites, and not too small."""
-    least = problem.budget_bytes // MATTERS
-    in_state = {
-        shared.storage for shared in _choose_state_storages(problem, len(problem.space.segments)) if shared is not None
-    }
-    long_lived = [
-        shared
-        for shared in problem.liveness.shared.values()
-        if len(shared.sites) > LONG_LIVED and shared.storage not in in_state
-    ]
-    long_lived = [shared for shared in long_lived if shared.size_bytes > least]
-    return [shared.storage for shared in sorted(long_lived, key=lambda shared: -shared.size_bytes)[:MOST_LONG_LIVED]]
+def storages_outside(problem: Problem, case: Case) -> tuple[int, ...]:
+    """Storages that are neither part of the state nor settled by `case`, the largest first: `Case.aside` for all."""
+    settled = {shared.storage for shared in _choose_state_storages(problem, len(problem.space.segments)) if shared}
+    outside = (u for u in problem.liveness.shared if u not in settled and u not in case.pinned)
+    sizes = {u: problem.liveness.shared[u].size_bytes for u in outside}
+    return tuple(sorted((u for u in sizes if sizes[u] > 0), key=lambda u: (-sizes[u], u))[:MOST_ASIDE])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,12 +90,14 @@ class Item:
     """A node that a region may save: bytes that it keeps then, ns that it spares.
 
     passes_on  the state storage of the region's end is among what it keeps
+    aside      which of `Case.aside` it keeps, a bit each
     """
 
     node: int
     bytes: int
     time_ns: int
     passes_on: bool = False
+    aside: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +111,8 @@ class Transition:
     passes_on    it is plain and keeps the state storage of `b`, which it made
     saves        it is a region that may save
     never_again  nodes that it does not recompute, so that saving them gains nothing (early stop)
+    wants_aside  which of `Case.aside` it has a reason of its own to keep, a bit each
+    alive_aside  which of them `most_bytes` has deducted
     """
 
     index: int
@@ -124,6 +126,8 @@ class Transition:
     passes_on: bool = False
     saves: bool = False
     never_again: frozenset[int] = frozenset()
+    wants_aside: int = 0
+    alive_aside: int = 0
 
 
 class Chain:
@@ -178,6 +182,11 @@ class Chain:
             undominated = self._undominated(transitions.values())
             self.into.append(sorted(undominated, key=lambda transition: -transition.a))
 
+    def counting_as(self, case: Case, keep: set[int]) -> Chain:
+        """Transitions of the runs in `keep` in another case, with the same count of what is forward-held."""
+        percent, held_at = self.forward_held_percent, self.held_at
+        return Chain(self.problem, case, keep, forward_held_percent=percent, held_at=held_at)
+
     @property
     def transition_count(self) -> int:
         return sum(map(len, self.into))
@@ -196,16 +205,68 @@ class Chain:
         """Whether the state storage of cut `a` is still that of `b`."""
         return self.state_storages[a] is not None and self.state_storages[a] is self.state_storages[b]
 
-    def entry(self, transition: Transition, k: int) -> tuple[int, int, int]:
-        """(k at the end of `transition`, bytes that it adds, bytes that may be kept before it), taken in state `k`."""
+    def entry(self, transition: Transition, k: int, aside: int = 0) -> tuple[int, int, int]:
+        """(k at the end of `transition`, bytes that it adds, bytes that may be kept before it), taken in state `k`.
+
+        aside  which of `Case.aside` are kept already, a bit each
+        """
+        goes_on, adds, backward = self.in_state(transition, k)
+        adds += self.counted_aside(transition.wants_aside & ~aside)
+        backward += self.bytes_aside(transition.alive_aside & aside)
+        most = self._surrogate(backward, self.forward[transition.a][k])
+        return goes_on, adds, min(most, self._least_inside(transition.a, transition.b) - adds)
+
+    def in_state(self, transition: Transition, k: int) -> tuple[int, int, int]:
+        """(k at the end of `transition`, bytes that it adds, its own limit on what is kept before it)."""
         adds = transition.keeps_bytes + (self.state_storage_bytes(transition.a) if transition.wants and not k else 0)
         state_storage = self.state_storages[transition.a] if k and transition.counts else None
         backward = transition.most_bytes + (state_storage.size_bytes if state_storage is not None else 0)
-        most = self._surrogate(backward, self.forward[transition.a][k])
-        most = min(most, self._least_inside(transition.a, transition.b) - adds)
-        if self.persists(transition.a, transition.b):
-            return int(bool(k or transition.wants)), adds, most
-        return int(transition.passes_on), adds, most
+        goes_on = k or transition.wants if self.persists(transition.a, transition.b) else transition.passes_on
+        return int(bool(goes_on)), adds, backward
+
+    @functools.cached_property
+    def lacking_aside(self) -> list[int]:
+        """For each of `Case.aside` what to lack it may cost at most, in bytes: once it is wanted, its size.
+
+        Where what counts as kept has a floor, it is beyond all limits: who keeps less may be lifted to that first.
+        """
+        has_floor = any(self.problem.floor_bytes)
+        return [BEYOND if has_floor else self.problem.liveness.shared[u].size_bytes for u in self.case.aside]
+
+    @functools.cached_property
+    def open_aside(self) -> list[int]:
+        """For every cut which of `Case.aside` matter to a run that begins there or later, a bit each."""
+        found = [0] * (self.count + 1)
+        for transition in (transition for into in self.all_into for transition in into.values()):
+            found[transition.a] |= transition.wants_aside | transition.alive_aside
+        for cut in range(self.count - 1, -1, -1):
+            found[cut] |= found[cut + 1]
+        return found
+
+    def item_bytes(self, item: Item, aside: int) -> int:
+        """What `item` adds, where of `Case.aside` those are kept already."""
+        return item.bytes + self.counted_aside(item.aside & ~aside)
+
+    def counted_aside(self, bits: int) -> int:
+        """What is counted of those of `Case.aside` where they are kept."""
+        return sum(self._counted(shared) for shared in self._set_aside(bits))
+
+    def bytes_aside(self, bits: int) -> int:
+        """What those of `Case.aside` hold."""
+        return sum(shared.size_bytes for shared in self._set_aside(bits))
+
+    def _set_aside(self, bits: int) -> Iterator[SharedStorage]:
+        while bits:
+            yield self.problem.liveness.shared[self.case.aside[bits.bit_length() - 1]]
+            bits -= 1 << bits.bit_length() - 1
+
+    def passing_on(self, transition: Transition) -> list[int]:
+        """Bytes of the saves of `transition` that would keep the state storage of its end."""
+        state_storage = self.state_storages[transition.b]
+        if state_storage is None or not transition.a <= state_storage.segment < transition.b:
+            return []
+        items = self.items(state_storage.segment, transition.b, transition.never_again)
+        return [item.bytes for item in items if item.passes_on]
 
     def most_at(self, cut: int, k: int) -> int:
         """What may be kept at `cut` in state `k`, whatever comes next."""
@@ -281,14 +342,16 @@ class Chain:
                 u for u in problem.liveness.saved_by[node] if problem.liveness.is_own(u)
             )
             size += sum(map(self._counted, late))
-            found.append(Item(node, size, problem.liveness.save_time_ns[node], passes_on))
+            aside = self.bits(problem.liveness.saved_by[node])
+            found.append(Item(node, size, problem.liveness.save_time_ns[node], passes_on, aside))
         return tuple(sorted(found, key=lambda item: item.passes_on))
 
     def _add(self, index: int, run: Run) -> None:
         if self._wants_what_is_absent(run):
             return
         transition = self._plain_transition(index, run) if run.region is None else self._region_transition(index, run)
-        if transition.most_bytes + (self.state_storage_bytes(run.a) if transition.counts else 0) >= 0:
+        at_most = transition.most_bytes + self.bytes_aside(transition.alive_aside)
+        if at_most + (self.state_storage_bytes(run.a) if transition.counts else 0) >= 0:
             self.all_into[run.b][index] = transition
 
     def _wants_what_is_absent(self, run: Run) -> bool:
@@ -341,8 +404,14 @@ class Chain:
         """For every segment the storages that are counted there."""
         found: list[list[SharedStorage]] = [[] for _ in range(self.count)]
         for shared in self.problem.liveness.shared.values():
-            found[self.case.site(shared)].append(shared)
+            if (site := self.case.site(shared)) < self.count:
+                found[site].append(shared)
         return found
+
+    def bits(self, storages: Iterable[int]) -> int:
+        """Those of `storages` that are set aside, a bit each."""
+        aside = self.case.aside
+        return sum(1 << aside.index(u) for u in set(storages).intersection(aside))
 
     def _plain_transition(self, index: int, run: Run) -> Transition:
         problem, at, end = self.problem, self.state_storages[run.a], self.state_storages[run.b]
@@ -365,6 +434,8 @@ class Chain:
             wants=at is not None and run.a in at.packed,
             counts=at is not None and at.storage in row.alive,
             passes_on=passes_on,
+            wants_aside=self.bits(u for u in self.case.aside if problem.liveness.shared[u].is_reason(run, run.a)),
+            alive_aside=self.bits(row.alive),
         )
 
     def _region_transition(self, index: int, run: Run) -> Transition:
@@ -381,7 +452,9 @@ class Chain:
             least = local + high.bytes - (high.spare_bytes if saves else 0) - (before if counts else 0)
         if saves:
             inputs = sum(
-                shared.size_bytes for shared in taken if shared is at or self._is_counted_before(shared, run.b)
+                shared.size_bytes
+                for shared in taken
+                if shared is at or shared.storage in self.case.aside or self._is_counted_before(shared, run.b)
             )
             begun = problem.fixed_bytes
             if (start := shape.start) is not None:
@@ -398,6 +471,8 @@ class Chain:
             counts=counts and at in taken,
             saves=saves,
             never_again=run.never_again if saves else frozenset(),
+            wants_aside=(aside := self.bits(shared.storage for shared in taken)),
+            alive_aside=aside if counts else 0,
         )
 
     def _forward_limits(self) -> list[list[int]]:

@@ -48,9 +48,11 @@ class Branch:
     tables    that say what `bound_ns` is, by what they count, the one with the best bound first
     whole_ns  the bound of the branch that it is a part of, None where its tables are of another grain than that one's
     counts    whose chains limit labels (`chain_labels.py`)
+    aside     the storages that labels count themselves
     legs      the best plan within the limits of all of them, None where it is not known
     has_labels  whether it was looked for
     is_recounted  whether it differs from that branch in nothing but where storages are counted
+    stays     whether to count them elsewhere again says no more
     """
 
     case: Case
@@ -61,7 +63,9 @@ class Branch:
     tables: Mapping[Count, Table] = dataclasses.field(default_factory=dict)
     whole_ns: float | None = None
     is_recounted: bool = False
+    stays: bool = False
     counts: tuple[Count, ...] = ()
+    aside: tuple[int, ...] = ()
     legs: tuple[Leg, ...] | None = None
     has_labels: bool = False
 
@@ -82,6 +86,18 @@ class Branch:
         if self.whole_ns is None:
             return True
         return self.bound_ns - self.whole_ns > SPLIT_GAIN * (best_ns - self.bound_ns)
+
+    @functools.cached_property
+    def uncounted(self) -> list[tuple[int, int]]:
+        """What its plan keeps where it oversteps the budget and nothing counts, the largest first (`uncounted_in`)."""
+        return uncounted_in(self.table.chain, dataclasses.replace(self.case, aside=self.aside), self.plan)
+
+    @property
+    def elsewhere(self) -> dict[int, int]:
+        """Where to count storages so that its plan is none, if that may say more."""
+        if self.stays or self.legs is not None:
+            return {}
+        return {u: site for u, site in self.uncounted if self.case.counted.get(u) != site}
 
     @property
     def transition_count(self) -> int:
@@ -135,12 +151,18 @@ class Branch:
         table, legs = self.table, self.plan
         problem = table.chain.problem
         half = dataclasses.replace(
-            self, tables={}, whole_ns=self.bound_ns, is_recounted=False, legs=None, has_labels=False
+            self,
+            tables={},
+            whole_ns=self.bound_ns,
+            is_recounted=False,
+            stays=False,
+            aside=(),
+            legs=None,
+            has_labels=False,
         )
-        if uncounted := uncounted_in(table.chain, self.case, legs):
-            elsewhere = {u: site for u, site in uncounted if self.case.counted.get(u) != site}
-            if elsewhere and (not self.is_recounted or self.has_gained(best_ns)):
-                return [dataclasses.replace(half, case=self.case.counting(elsewhere), is_recounted=True)]
+        if elsewhere := self.elsewhere:
+            return [dataclasses.replace(half, case=self.case.counting(elsewhere), is_recounted=True)]
+        if uncounted := self.uncounted:
             return [dataclasses.replace(half, case=case) for case in self.case.split(*uncounted[0])]
         plan = _runs(problem, regions_of(problem, legs))
         others = [each for each in self.tables.values() if each is not table]
@@ -203,6 +225,8 @@ def uncounted_in(chain: Chain, case: Case, legs: Sequence[Leg]) -> list[tuple[in
     found = []
     for shared in problem.liveness.shared.values():
         if shared.storage in in_state or shared.storage in case.pinned or shared.storage in row.alive:
+            continue
+        if shared.storage in case.aside:
             continue
         first = next((at for at in shared.sites if runs[at].b <= before and is_reason(shared, at)), None)
         site = case.site(shared)

@@ -36,9 +36,9 @@ from remat.evaluation.plan import Region
 from remat.formulation.liveness import NS
 from remat.formulation.problem import Problem
 from remat.formulation.solution import Limits, Solution
-from remat.solvers.chain import Case, Chain
-from remat.solvers.chain_branch import LEVELS, Branch, Count, cells_of, grain_of, uncounted_in
-from remat.solvers.chain_labels import Optimum, climb
+from remat.solvers.chain import Case, Chain, storages_outside
+from remat.solvers.chain_branch import LEVELS, Branch, Count, cells_of, grain_of
+from remat.solvers.chain_labels import Limit, Optimum, climb
 from remat.solvers.chain_table import Leg, Table, admits, lost_bytes, regions_of
 from remat.solvers.deadline import OutOfTime, deadline_of
 from remat.solvers.polish import polish
@@ -203,7 +203,7 @@ class _Search:
                 if found.late(self.limits):
                     self.exhausted.append(branch)  # stands for those that it is too late for
                     break
-                self._add(part)
+                self._add(part, branch)
             self._tell()
 
     def _stalls(self) -> bool:
@@ -213,9 +213,13 @@ class _Search:
             self.gained_at, self.gap_then_ns = now, gap_ns
         return now - self.gained_at > max(STALLS_S, self.gained_at - self.found.started)
 
-    def _add(self, branch: Branch) -> None:
-        """Solve `branch`, and keep it where it may hold a better plan."""
-        self._keep(self._solve_branch(branch))
+    def _add(self, branch: Branch, whole: Branch | None = None) -> None:
+        """Solve `branch`, which is `whole` or a part of it, and keep it where it may hold a better plan."""
+        solved = self._solve_branch(branch)
+        if solved.is_recounted and whole is not None and not solved.has_gained(self.found.objective_ns):
+            better = max(whole, solved, key=lambda each: each.table.least_time_ns() or math.inf)
+            solved = dataclasses.replace(better, bound_ns=solved.bound_ns, stays=True)
+        self._keep(solved)
 
     def _keep(self, branch: Branch) -> None:
         self.open = sorted([*self.open, branch], key=lambda each: each.bound_ns)
@@ -246,15 +250,18 @@ class _Search:
         return branch.legs is None and excess <= lost_bytes(table.chain, legs, table.grain)
 
     def _is_for_labels(self, branch: Branch) -> bool:
-        """Whether its plan oversteps the budget for nothing but rounding, or a limit that the table mixes with others.
+        """Whether its plan oversteps the budget for nothing but rounding, a limit that the table mixes with others, or
+        storages outside the state, wherever they are counted.
 
         And labels may be few, and there is time for them: in all they take about as long as tables.
         """
-        if not self.found.closes(branch.bound_ns, LABELS_GAP) or self.labels_s > self.spent_s + LABELS_S:
+        if self.found.regions is None or self.labels_s > self.spent_s + LABELS_S:
             return False
         chain, legs = branch.table.chain, branch.plan
         overstepped = _overstepped(self.problem, regions_of(self.problem, legs))
-        if overstepped is None or uncounted_in(chain, branch.case, legs):
+        if overstepped is None or branch.uncounted:
+            return overstepped is not None and not branch.elsewhere
+        if not self.found.closes(branch.bound_ns, LABELS_GAP):
             return False
         return overstepped.limit != branch.count or not admits(chain, legs, 1)
 
@@ -322,20 +329,21 @@ class _Search:
         started = time.monotonic()
         assert branch.count is not None
         others = (each for each in branch.counts if each != branch.count)
+        aside = storages_outside(self.problem, branch.case) if branch.uncounted else ()
         branch = dataclasses.replace(branch, has_labels=True, counts=(branch.count, *others))
-        tables = dict(branch.tables)
+        among: list[Limit] = []
         while True:
             try:
-                for count in branch.counts:
-                    if count not in tables:
-                        tables[count] = self._table(branch, count)
+                for count in branch.counts[len(among) :]:
+                    table = branch.tables[count] if count in branch.tables else self._table(branch, count)
+                    among.append(Limit.of(table, aside))
             except OutOfTime:
                 break
-            among = [tables[count] for count in branch.counts]
             optimum = self._climb(among, branch.bound_ns)
             branch = dataclasses.replace(branch, bound_ns=optimum.bound_ns, legs=optimum.legs)
             if optimum.legs is None:
                 break
+            branch = dataclasses.replace(branch, aside=aside)
             overstepped = _offer(optimum.legs, self.found)
             if overstepped is None:
                 break
@@ -351,16 +359,18 @@ class _Search:
         self.gained_at += took_s  # that they come to nothing says little of tables
         return branch
 
-    def _climb(self, tables: Sequence[Table], bound_ns: float, spare_bytes: int = 0) -> Optimum:
-        most_ns = self.found.objective_ns
-        return climb(tables, bound_ns, most_ns, step_s=LABELS_S, deadline_s=self.deadline_s, spare_bytes=spare_bytes)
+    def _climb(self, among: Sequence[Limit], bound_ns: float, spare_bytes: int = 0) -> Optimum:
+        """Labels that say what is set aside take the place of many tables, and may take as long."""
+        most_ns, is_set_aside = self.found.objective_ns, bool(among[0].chain.case.aside)
+        step_s = self.found.patience_s(self.limits) if is_set_aside else LABELS_S
+        return climb(among, bound_ns, most_ns, step_s=step_s, deadline_s=self.deadline_s, spare_bytes=spare_bytes)
 
-    def _offer_less(self, tables: Sequence[Table], bound_ns: float, spare_bytes: int) -> None:
+    def _offer_less(self, among: Sequence[Limit], bound_ns: float, spare_bytes: int) -> None:
         """Offer the best of the plans that keep so much less, as chains understate, and less again."""
         for _ in range(TRIES - 1):
             if self.found.late(self.limits):
                 return
-            optimum = self._climb(tables, bound_ns, spare_bytes)
+            optimum = self._climb(among, bound_ns, spare_bytes)
             overstepped = _offer(optimum.legs, self.found) if optimum.legs is not None else None
             if overstepped is None:
                 return

@@ -17,20 +17,34 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
+import functools
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from remat.solvers.chain import Item, Transition
+from remat.solvers.chain import Chain, Item, Transition
 from remat.solvers.chain_table import Leg, Table, Values
 from remat.solvers.deadline import OutOfTime, check_time
 
 LIMITS = (0.125, 0.25, 0.5, 1.0)  # of what is between bound and best plan
 MOST_LABELS = 100_000  # at one cut, or where a region chooses what it saves
+MORE = 1.5  # times as many as there were: then it pays to look for those that others beat
 BLOCK = 256  # labels that are held against others at once
+
+
+Added = int | np.ndarray
+Items = tuple[Item, Item]  # one item, as the chain and as the table counts it
+
+
+class Step(NamedTuple):
+    """What a region goes through: `segment` begins, or of that `items` may be saved; `rest` is R after it."""
+
+    segment: int
+    items: Items | None
+    rest: Values
 
 
 class TooManyLabels(Exception):
@@ -38,25 +52,62 @@ class TooManyLabels(Exception):
 
 
 class Labels(NamedTuple):
-    """Columns over labels: how they came to be (`_History`), time so far in ns, bytes kept as each chain counts."""
+    """Columns over labels.
+
+    origin   how they came to be (`_History`)
+    time     so far, in ns
+    kept     bytes kept, as each chain counts them
+    counted  those of them that each table counts; none where that is all
+    aside    which of what is set aside are among them, a bit each
+    """
 
     origin: np.ndarray
     time: np.ndarray
     kept: tuple[np.ndarray, ...]
+    counted: tuple[np.ndarray, ...]
+    aside: np.ndarray
 
     def where(self, which: np.ndarray) -> Labels:
-        return Labels(self.origin[which], self.time[which], tuple(kept[which] for kept in self.kept))
+        kept, counted = (tuple(column[which] for column in columns) for columns in (self.kept, self.counted))
+        return Labels(self.origin[which], self.time[which], kept, counted, self.aside[which])
 
-    def later(self, time_ns: int, bytes_kept: Iterable[int]) -> Labels:
+    def later(self, time_ns: int, kept: Sequence[Added], counted: Sequence[int], aside: int) -> Labels:
         return Labels(
             self.origin,
             self.time + time_ns,
-            tuple(kept + more for kept, more in zip(self.kept, bytes_kept, strict=True)),
+            tuple(before + more for before, more in zip(self.kept, kept, strict=True)),
+            tuple(before + more for before, more in zip(self.counted, counted, strict=False)),
+            self.aside | aside,
         )
 
-    def within(self, most: Iterable[int]) -> Labels:
+    def within(self, most: Iterable[Added]) -> Labels:
         """Those that keep at most so many bytes."""
         return self.where(np.all([kept <= limit for kept, limit in zip(self.kept, most, strict=True)], axis=0))
+
+    @property
+    def in_tables(self) -> tuple[np.ndarray, ...]:
+        """The bytes kept that each table counts."""
+        return self.counted or self.kept
+
+
+@dataclasses.dataclass(frozen=True)
+class Limit:
+    """What `chain` limits, and what `table` says that the rest costs at least.
+
+    The chain is that of the table, or counts some storages aside: then labels say which are kept.
+    """
+
+    table: Table
+    chain: Chain
+
+    @classmethod
+    def of(cls, table: Table, aside: tuple[int, ...] = ()) -> Limit:
+        """With the storages `aside` set aside, which are outside the chain's state and not settled by its case."""
+        chain = table.chain
+        if not aside:
+            return cls(table, chain)
+        keep = {index for into in chain.all_into for index in into}
+        return cls(table, chain.counting_as(dataclasses.replace(chain.case, aside=aside), keep))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +119,7 @@ class Optimum:
 
 
 def climb(
-    tables: Sequence[Table],
+    limits: Sequence[Limit],
     bound_ns: float,
     most_ns: float,
     *,
@@ -76,7 +127,7 @@ def climb(
     deadline_s: float = math.inf,
     spare_bytes: int = 0,
 ) -> Optimum:
-    """The optimum of `tables` if it is below `most_ns`, else a better bound than `bound_ns`, as far as labels are few.
+    """The optimum of `limits` if it is below `most_ns`, else a better bound than `bound_ns`, as far as labels are few.
 
     They are where the limit is little above the bound: so it goes up in steps, each of which may take `step_s`.
     """
@@ -85,23 +136,23 @@ def climb(
     with contextlib.suppress(TooManyLabels, OutOfTime):
         for share in LIMITS:
             step_until_s = min(time.monotonic() + step_s, deadline_s)
-            found = optimum(tables, bound_ns + share * below_ns, deadline_s=step_until_s, spare_bytes=spare_bytes)
+            found = optimum(limits, bound_ns + share * below_ns, deadline_s=step_until_s, spare_bytes=spare_bytes)
             if found.legs is not None:
                 break
     return dataclasses.replace(found, bound_ns=max(found.bound_ns, bound_ns))
 
 
-def optimum(tables: Sequence[Table], limit_ns: float, *, deadline_s: float = math.inf, spare_bytes: int = 0) -> Optimum:
-    """The best plan within the limits of the tables' chains, bytes counted exactly, if it is below `limit_ns`.
+def optimum(limits: Sequence[Limit], limit_ns: float, *, deadline_s: float = math.inf, spare_bytes: int = 0) -> Optimum:
+    """The best plan within the limits of all chains, bytes counted exactly, if it is below `limit_ns`.
 
     Otherwise that is the bound.
 
-    tables       of chains that differ in nothing but what they count of what is forward-held
+    limits       of chains that differ in nothing but what they count of what is forward-held
     spare_bytes  so much less than the limits is kept
 
     Raises TooManyLabels where too many states may still be part of such a plan, and OutOfTime after `deadline_s`.
     """
-    return _Search(tables, limit_ns, deadline_s, spare_bytes).run()
+    return _Search(limits, limit_ns, deadline_s, spare_bytes).run()
 
 
 class _History:
@@ -138,35 +189,59 @@ class _History:
 class _Folds:
     """What regions that end at one cut may save, from their last segment to the first, with R of what comes later."""
 
-    def __init__(self, table: Table, b: int, never_again: frozenset[int]):
-        self._table, self._b, self._never_again = table, b, never_again
-        self._after = table.after_saves(b)
-        self._steps: list[tuple[Item | int, Values]] = []  # an item, or a segment that begins
-        self._until = {b: (0, self._after)}
+    def __init__(self, limit: Limit, b: int, never_again: frozenset[int]):
+        self._table, self._chain, self._b, self._never_again = limit.table, limit.chain, b, never_again
+        self._after = self._table.after_saves(b)
+        self._steps: list[Step] = []
+        self._until = {b: self._after}
         self._settled = b
 
-    def down_to(self, a: int, deadline_s: float) -> tuple[Values, list[tuple[Item | int, Values]]]:
-        """R where a region begins at `a` and what it goes through from there, each with R of what comes later."""
+    def down_to(self, a: int, deadline_s: float) -> Values:
+        """R where a region begins at `a`."""
         while self._settled > a:
             check_time(deadline_s)
             self._settled -= 1
-            for item in self._table.chain.items(self._settled, self._b, self._never_again):
-                self._steps.append((item, self._after))
-                self._after = self._table.fold_item(self._after, item)
-            self._steps.append((self._settled, self._after))
+            where = self._settled, self._b, self._never_again
+            for items in zip(self._chain.items(*where), self._table.chain.items(*where), strict=True):
+                self._steps.append(Step(self._settled, items, self._after))
+                self._after = self._table.fold_item(self._after, items[1])
+            self._steps.append(Step(self._settled, None, self._after))
             self._after = self._table.begun(self._after, self._settled, self._b)
-            self._until[self._settled] = len(self._steps), self._after
-        count, after = self._until[a]
-        return after, self._steps[count - 1 :: -1] if count else []
+            self._until[self._settled] = self._after
+        return self._until[a]
+
+    def steps(self) -> Iterator[Step]:
+        """What a region goes through that begins as early as any, each with R of what comes later."""
+        return reversed(self._steps)
+
+
+class _Starts:
+    """Regions that end at one cut and recompute the same last nodes: labels where they begin, by cut and k."""
+
+    def __init__(self, folds: list[_Folds]):
+        self._folds = folds
+        self.labels: dict[int, dict[int, list[Labels]]] = {}
+
+    def rests(self, a: int, deadline_s: float) -> list[Values]:
+        """R where a region begins at `a`, by table."""
+        return [fold.down_to(a, deadline_s) for fold in self._folds]
+
+    def steps(self) -> Iterator[tuple[Step, ...]]:
+        """`_Folds.steps`, by table."""
+        return zip(*(fold.steps() for fold in self._folds), strict=True)
 
 
 class _Search:
-    def __init__(self, tables: Sequence[Table], limit_ns: float, deadline_s: float, spare_bytes: int):
-        self._tables, self._chains = tables, [table.chain for table in tables]
+    def __init__(self, limits: Sequence[Limit], limit_ns: float, deadline_s: float, spare_bytes: int):
+        self._limits = limits
+        self._tables, self._chains = [each.table for each in limits], [each.chain for each in limits]
+        self._aside = self._chains[0].case.aside
+        self._lacking = np.array(self._chains[0].lacking_aside, dtype=np.int64)
         self._limit_ns, self._deadline_s = limit_ns, deadline_s
         self._history = _History()
         none = np.zeros(1, dtype=np.int64)
-        start = Labels(none, none, tuple(none + spare_bytes for _ in tables))
+        kept = tuple(none + spare_bytes for _ in limits)
+        start = Labels(none, none, kept, kept if self._aside else (), none)
         self._at: list[dict[int, Labels]] = [self._settled(0, {0: [start]})]
 
     def run(self) -> Optimum:
@@ -183,7 +258,11 @@ class _Search:
         found = {}
         for k, parts in arriving.items():
             labels, floor = _joined(parts), self._chains[0].problem.floor_bytes[cut]
-            labels = labels._replace(kept=tuple(np.maximum(kept, floor) for kept in labels.kept))
+            labels = labels._replace(
+                kept=tuple(np.maximum(kept, floor) for kept in labels.kept),
+                counted=tuple(np.maximum(counted, floor) for counted in labels.counted),
+                aside=labels.aside & self._chains[0].open_aside[cut],
+            )
             labels = labels.within(chain.most_at(cut, k) for chain in self._chains)
             labels = self._undominated(self._below_limit(labels, [table.values[cut][k] for table in self._tables]))
             if len(labels.time):
@@ -193,70 +272,106 @@ class _Search:
     def _arriving(self, b: int) -> dict[int, list[Labels]]:
         """What transitions make of the labels where they begin, by k at `b`."""
         found: dict[int, list[Labels]] = {}
-        folds: dict[frozenset[int], list[_Folds]] = {}
+        starts: dict[frozenset[int], _Starts] = {}
         for runs in self._runs_into(b):
             transition = runs[0]
-            if transition.saves and transition.never_again not in folds:
-                folds[transition.never_again] = [_Folds(table, b, transition.never_again) for table in self._tables]
             for k, labels in self._at[transition.a].items():
-                (goes_on, *_), adds, most = zip(
-                    *(chain.entry(each, k) for chain, each in zip(self._chains, runs, strict=True)), strict=True
-                )
-                labels = labels.within(most).later(transition.time_ns, adds)
+                goes_on, _, _ = self._chains[0].in_state(transition, k)
+                added, most = self._entries(runs, k, labels.aside)
+                labels = labels.later(transition.time_ns, added, self._counted(runs, k), transition.wants_aside)
+                labels = labels.within(limit + more for limit, more in zip(most, added, strict=True))
                 if not len(labels.time):
                     continue
                 if transition.saves:
-                    down = [each.down_to(transition.a, self._deadline_s) for each in folds[transition.never_again]]
-                    ends = self._saving(transition, k, goes_on, labels, down)
+                    never_again = transition.never_again
+                    if never_again not in starts:
+                        starts[never_again] = _Starts([_Folds(limit, b, never_again) for limit in self._limits])
+                    rests = starts[never_again].rests(transition.a, self._deadline_s)
+                    to = starts[never_again].labels.setdefault(transition.a, {})
                 else:
-                    labels = self._below_limit(labels, [table.values[b][goes_on] for table in self._tables])
-                    ends = {goes_on: self._noted(labels, (transition, k))}
-                for end_k, each in ends.items():
-                    found.setdefault(end_k, []).append(each)
+                    rests, to = [table.values[b] for table in self._tables], found
+                labels = self._below_limit(labels, [rest[goes_on] for rest in rests])
+                to.setdefault(goes_on, []).append(self._noted(labels, (transition, k)))
+        for each in starts.values():
+            for k, labels in self._saving(b, each).items():
+                found.setdefault(k, []).append(labels)
+        return found
+
+    def _entries(
+        self, runs: Sequence[Transition], k: int, aside: np.ndarray
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """(bytes that a run adds, bytes that may be kept before it), by chain and label."""
+        added, most = [], []
+        for chain, run in zip(self._chains, runs, strict=True):
+            _, adds, limit = _by_aside(functools.partial(chain.entry, run, k), aside)
+            added.append(adds)
+            most.append(limit)
+        return added, most
+
+    def _counted(self, runs: Sequence[Transition], k: int) -> list[int]:
+        """What each table counts of what a run adds to that which is kept."""
+        if not self._aside:
+            return []
+        found = []
+        for table, run in zip(self._tables, runs, strict=True):
+            of_table = table.chain.all_into[run.b][run.index]
+            found.append(table.chain.in_state(of_table, k)[1])
         return found
 
     def _runs_into(self, b: int) -> Iterator[tuple[Transition, ...]]:
         """Every run that ends at `b` and may be part of a plan, as each chain sees it."""
-        if len(self._chains) == 1:
+        if len(self._chains) == 1 and not self._aside:
             yield from zip(self._chains[0].into[b])
             return
-        # What dominates a run in one chain may not do so in another.
+        # What dominates a run in one chain may not do so in another, nor where labels say what is kept aside.
         first, *others = (chain.all_into[b] for chain in self._chains)
         for index, transition in first.items():
             if all(index in other for other in others):
                 yield transition, *(other[index] for other in others)
 
-    def _saving(
-        self,
-        transition: Transition,
-        k: int,
-        goes_on: int,
-        labels: Labels,
-        folds: list[tuple[Values, list[tuple[Item | int, Values]]]],
-    ) -> dict[int, Labels]:
-        """What a region makes of `labels`, by k at its end, with the choice of what it saves; `_Folds` of the rest."""
-        afters, steps = zip(*folds, strict=True)
-        labels = self._below_limit(labels, [after[goes_on] for after in afters])
-        found = {goes_on: self._noted(labels, (transition, k))}
-        for step in zip(*steps, strict=True):
-            if not any(len(each.time) for each in found.values()):
-                return {}
-            (what, *_), rests = zip(*step, strict=True)
+    def _saving(self, b: int, starts: _Starts) -> dict[int, Labels]:
+        """What the choice of what they save makes of the labels in regions that end at `b`, by k there.
+
+        Those of regions that begin later join those of regions that began before: all may save the same from there.
+        """
+        found: dict[int, Labels] = {}
+        counts: dict[int, int] = {}
+        for step in starts.steps():
+            begun = starts.labels.get(step[0].segment, {}) if step[0].items is None else {}
             parts: dict[int, list[Labels]] = {}
-            for at, each in found.items():
-                if isinstance(what, int):
-                    each = each.within(chain.inside[what] for chain in self._chains)
-                parts.setdefault(at, []).append(self._below_limit(each, [rest[at] for rest in rests]))
-                if isinstance(what, Item):
-                    saved = each.later(-what.time_ns, (item.bytes for item, _ in step))
-                    to = 1 if what.passes_on else at
-                    saved = self._below_limit(saved, [rest[to] for rest in rests])
-                    parts.setdefault(to, []).append(self._noted(saved, what))
-            found = {at: self._undominated(_joined(each)) if len(each) > 1 else each[0] for at, each in parts.items()}
+            for at in {**found, **begun}:
+                labels = _joined([*([found[at]] if at in found else []), *begun.get(at, [])])
+                for to, part in self._after_step(labels, at, step):
+                    parts.setdefault(to, []).append(part)
+            found = {at: joined for at, each in parts.items() if len((joined := _joined(each)).time)}
+            for at, labels in found.items():
+                if len(labels.time) > MORE * counts.get(at, 0):
+                    found[at] = self._undominated(labels)
+                    counts[at] = len(found[at].time)
         return {
-            at: each.within(chain.most_after_saves(transition.b, at) for chain in self._chains)
-            for at, each in found.items()
+            at: labels.within(chain.most_after_saves(b, at) for chain in self._chains) for at, labels in found.items()
         }
+
+    def _after_step(self, labels: Labels, k: int, step: Sequence[Step]) -> Iterator[tuple[int, Labels]]:
+        """What a step of regions, as each table sees it, makes of `labels` in state `k`, and in which state."""
+        rests, items = [each.rest for each in step], [each.items for each in step if each.items is not None]
+        if not items:
+            labels = labels.within(chain.inside[step[0].segment] for chain in self._chains)
+        yield k, self._below_limit(labels, [rest[k] for rest in rests])
+        if items:
+            item, _ = items[0]
+            to = 1 if item.passes_on else k
+            saved = self._below_limit(self._with(labels, items), [rest[to] for rest in rests])
+            yield to, self._noted(saved, item)
+
+    def _with(self, labels: Labels, items: Sequence[Items]) -> Labels:
+        """`labels` with an item saved: as each chain and its table count it."""
+        item, _ = items[0]
+        kept: list[Added] = [each.bytes for each, _ in items]
+        if item.aside:
+            pairs = zip(self._chains, items, strict=True)
+            kept = [_by_aside(functools.partial(chain.item_bytes, each), labels.aside) for chain, (each, _) in pairs]
+        return labels.later(-item.time_ns, kept, [of_table.bytes for _, of_table in items], item.aside)
 
     def _noted(self, labels: Labels, step: tuple[Transition, int] | Item) -> Labels:
         return labels._replace(origin=self._history.note(labels.origin, step)) if len(labels.time) else labels
@@ -264,35 +379,84 @@ class _Search:
     def _below_limit(self, labels: Labels, rests: Sequence[np.ndarray]) -> Labels:
         """Those of `labels` of which plans below the limit may come, where `rests` are R by level."""
         for at, (table, rest) in enumerate(zip(self._tables, rests, strict=True)):
-            levels = labels.kept[at] // table.grain
+            levels = labels.in_tables[at] // table.grain
             least = labels.time + rest[np.minimum(levels, table.levels - 1)]
             labels = labels.where((levels < table.levels) & (least < self._limit_ns))
         return labels
 
     def _undominated(self, labels: Labels) -> Labels:
-        """Labels without those that another keeps no more than and is as fast as; by rising bytes."""
+        """Labels without those that another keeps no more than and is as fast as; by rising bytes.
+
+        What only the other one keeps aside counts as kept by both: no plan gains more by it.
+        """
         if len(labels.time) > MOST_LABELS:
             raise TooManyLabels
         check_time(self._deadline_s)
-        labels = labels.where(np.lexsort((labels.time, *reversed(labels.kept))))
+        order = np.lexsort((-labels.aside, labels.time, *reversed(labels.kept)))
+        labels = labels.where(order)
         faster = np.ones(len(labels.time), dtype=bool)
         if len(labels.kept) == 1:
-            faster[1:] = labels.time[1:] < np.minimum.accumulate(labels.time)[:-1]
-            return labels.where(faster)
+            return labels.where(self._faster(labels.time, labels.kept[0], labels.aside))
         columns = np.stack([labels.time, *labels.kept])  # of a pair, only the first may beat the other
-        best = columns[:, :0]
+        best, best_aside = columns[:, :0], labels.aside[:0]
         for begin in range(0, len(labels.time), BLOCK):
-            block = columns[:, begin : begin + BLOCK]
-            beaten = (best[:, :, None] <= block[:, None]).all(axis=0).any(axis=0)
-            among = (block[:, :, None] <= block[:, None]).all(axis=0)
+            block, aside = columns[:, begin : begin + BLOCK], labels.aside[begin : begin + BLOCK]
+            beaten = self._beats(best, best_aside, block, aside).any(axis=0)
+            among = self._beats(block, aside, block, aside)
             beaten |= np.triu(among, 1).any(axis=0)
             faster[begin : begin + BLOCK] = ~beaten
             best = np.concatenate([best, block[:, ~beaten]], axis=1)
+            best_aside = np.concatenate([best_aside, aside[~beaten]])
             check_time(self._deadline_s)
         return labels.where(faster)
 
+    def _faster(self, time_ns: np.ndarray, kept: np.ndarray, aside: np.ndarray) -> np.ndarray:
+        """Which labels, by rising bytes and then by time, none beats."""
+        groups = np.unique(aside) if self._aside else aside[:1]
+        best = []  # of each group those that none of it beats: where they are, bytes, times
+        for bits in groups:
+            at = np.flatnonzero(aside == bits) if len(groups) > 1 else np.arange(len(time_ns))
+            slowest = np.full(1, np.inf)
+            at = at[time_ns[at] < np.concatenate([slowest, np.minimum.accumulate(time_ns[at])[:-1]])]
+            best.append((at, kept[at], np.concatenate([slowest, time_ns[at]])))
+        missing = self._missing_bytes(groups, groups) if len(groups) > 1 else None
+        found = np.zeros(len(time_ns), dtype=bool)
+        for i, (at, bytes_, times) in enumerate(best):
+            stays = np.ones(len(at), dtype=bool)
+            for j, (_, others_bytes, others_times) in enumerate(best):
+                if missing is not None and i != j and others_bytes[0] + missing[j, i] <= bytes_[-1]:
+                    before = others_bytes.searchsorted(bytes_ - missing[j, i], side="right")
+                    stays &= others_times[before] > times[1:]
+            found[at[stays]] = True
+        return found
+
+    def _missing_bytes(self, aside: np.ndarray, others: np.ndarray) -> np.ndarray:
+        """What each of the first lacks of what each of `others` keeps aside, by pair (`Chain.lacking_aside`)."""
+        each, every = ((bits[:, None] >> np.arange(len(self._aside)) & 1) for bits in (aside, others))
+        return (1 - each) @ (every * self._lacking).T
+
+    def _beats(
+        self, columns: np.ndarray, aside: np.ndarray, others: np.ndarray, others_aside: np.ndarray
+    ) -> np.ndarray:
+        """Whether each label of the first, given as time and bytes, beats each of the others."""
+        beats = columns[0][:, None] <= others[0]
+        missing = self._missing_bytes(aside, others_aside)
+        for kept, other in zip(columns[1:], others[1:], strict=True):
+            beats &= kept[:, None] + missing <= other
+        return beats
+
+
+def _by_aside(function: Callable[[int], Any], aside: np.ndarray) -> np.ndarray:
+    """`function` of what is kept aside, label by label in the last dimension: few of them differ in it."""
+    each, which = np.unique(aside, return_inverse=True)
+    return np.array([function(bits) for bits in each.tolist()], dtype=np.int64).T[..., which]
+
 
 def _joined(parts: Sequence[Labels]) -> Labels:
-    origin, time_ns, kept = zip(*parts, strict=True)
-    each = (np.concatenate(of_chain) for of_chain in zip(*kept, strict=True))
-    return Labels(np.concatenate(origin), np.concatenate(time_ns), tuple(each))
+    if len(parts) == 1:
+        return parts[0]
+    origin, time_ns, kept, counted, aside = zip(*parts, strict=True)
+    each_kept, each_counted = (
+        tuple(np.concatenate(of_chain) for of_chain in zip(*columns, strict=True)) for columns in (kept, counted)
+    )
+    return Labels(np.concatenate(origin), np.concatenate(time_ns), each_kept, each_counted, np.concatenate(aside))

@@ -7,9 +7,10 @@ after it are to stay within the budget B,
 
 and no table: one number a cut, in bytes, without rounding. All limits are B less something, so M falls byte for byte
 with B, and B - M[0][0] is the least budget that the chain allows. It bounds every plan, those that save included. The
-plan read off M reaches it in most models. Where it does not, because storages cross the chain, the same is asked case
-by case; what is left to search then are the runs through which a lower peak than the best known may be reached, and
-that is CP-SAT's (`program.py`).
+plan read off M reaches it in most models. Where it does not, because storages outside the chain's state cross it, the
+fewest bytes kept at every cut are found for every set of those that are kept (`_Reach`), in a budget between the bound
+and the best plan, and again in half of what is between. What is left to search then are the runs through which a lower
+peak than the best known may be reached, and that is CP-SAT's (`program.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from remat.evaluation.plan import Region
 from remat.formulation.problem import Problem
 from remat.formulation.solution import Limits
 from remat.solvers import has_ortools
-from remat.solvers.chain import Case, Chain, Transition, long_lived_storages
+from remat.solvers.chain import Case, Chain, Transition, storages_outside
 from remat.solvers.deadline import OutOfTime, check_time, deadline_of
 
 NOTHING = -(1 << 62)  # what may be kept where nothing goes on
@@ -49,35 +50,46 @@ def least_peak(problem: Problem, limits: Limits) -> LeastPeak:
     started = time.monotonic()
     highest = problem.with_budget(problem.memory.peak_without_regions)
     best = LeastPeak(highest.budget_bytes, (), problem.optimizer_peak_bytes)
-    solved = [_Extents(highest, Case())]
-    best = _better(best, solved)
+    solved = _Extents(highest)
+    best = _better(best, highest, solved.plan())
+    best = dataclasses.replace(best, bound_bytes=min(max(best.bound_bytes, solved.least_bytes), best.peak_bytes))
     deadline_s = deadline_of(limits, started)
-    if not best.proved and (long_lived := long_lived_storages(highest)):
-        cases = [Case()]
-        for storage in long_lived:
-            shared = highest.liveness.shared[storage]
-            site = next((site for site in shared.sites if site > shared.segment), shared.sites[-1])
-            cases = [half for case in cases for half in case.split(storage, site)]
-        with contextlib.suppress(OutOfTime):
-            solved = [_Extents(highest, case, deadline_s) for case in cases]
-            best = _better(best, solved)
+    keep = solved.useful(best.peak_bytes)
+    if not best.proved and (aside := storages_outside(highest, Case())):
+        best = _halved(best, solved.chain.counting_as(Case(aside=aside), keep), deadline_s)
     if best.proved or time.monotonic() > deadline_s:
         return best
-    keep = set.union(*(extents.useful(best.peak_bytes) for extents in solved))
-    return _searched(highest, limits, best, keep, started)
+    return _searched(highest, limits, best, solved.useful(best.peak_bytes), started)
 
 
-def _better(best: LeastPeak, solved: list[_Extents]) -> LeastPeak:
-    """`best` with the best plan of `solved`, and with the least that every plan takes in one of them."""
-    for extents in solved:
-        if (regions := extents.plan()) is None:
-            continue
-        for plan in (regions, _without_workspace(extents.problem, regions)):
-            peak = extents.problem.with_budget(0).curve(plan).peak_bytes
-            if peak < best.peak_bytes:
-                best = dataclasses.replace(best, peak_bytes=peak, regions=plan)
-    bound = min(extents.least_bytes for extents in solved)
-    return dataclasses.replace(best, bound_bytes=min(max(best.bound_bytes, bound), best.peak_bytes))
+def _better(best: LeastPeak, problem: Problem, regions: tuple[Region, ...] | None) -> LeastPeak:
+    """`best`, or the plan `regions` where its peak is lower."""
+    if regions is None:
+        return best
+    for plan in (regions, _without_workspace(problem, regions)):
+        peak = problem.with_budget(0).curve(plan).peak_bytes
+        if peak < best.peak_bytes:
+            best = dataclasses.replace(best, peak_bytes=peak, regions=plan)
+    return best
+
+
+def _halved(best: LeastPeak, chain: Chain, deadline_s: float) -> LeastPeak:
+    """`best` with a bound that what is set aside does not lower, and with better plans that are found on the way.
+
+    First a budget of one byte less than the best plan's peak is tried, again where that finds a better one, as far as
+    there is time until `deadline_s`.
+    """
+    with contextlib.suppress(OutOfTime):
+        budget = highest = best.peak_bytes - 1
+        while best.bound_bytes <= highest:
+            before, regions = best.peak_bytes, _Reach(chain, budget, deadline_s).plan()
+            if regions is None:
+                best = dataclasses.replace(best, bound_bytes=budget + 1)
+            else:
+                best = _better(best, chain.problem, regions)
+                highest = min(budget, best.peak_bytes) - 1
+            budget = highest if best.peak_bytes < before else (best.bound_bytes + highest) // 2
+    return best
 
 
 def _searched(problem: Problem, limits: Limits, best: LeastPeak, keep: set[int], started: float) -> LeastPeak:
@@ -110,17 +122,19 @@ def _without_workspace(problem: Problem, regions: tuple[Region, ...]) -> tuple[R
     return (*regions[:top], dataclasses.replace(regions[top], saved=saved), *regions[top + 1 :])
 
 
+_State = tuple[int, int]  # k, and what is kept aside, a bit each
+
+
 class _Extents:
-    """M of one case, and with it the least that a plan of the case takes. Raises OutOfTime after `deadline_s`.
+    """M, and with it the least that a plan takes.
 
     A chain that counts forward-held bytes and one that does not both give a bound (`Chain.forward_held_percent`).
     Counting them is tighter where backward limits what is kept, as it does here.
     """
 
-    def __init__(self, problem: Problem, case: Case, deadline_s: float = math.inf):
-        check_time(deadline_s)
+    def __init__(self, problem: Problem):
         self.problem = problem
-        self.chain = chain = Chain(problem, case)
+        self.chain = chain = Chain(problem)
         self.most = [[NOTHING] * (1 if shared is None else 2) for shared in chain.state_storages]
         self.choice: list[list[Transition | None]] = [[None] * len(states) for states in self.most]
         self.most[-1] = [chain.most_at(chain.count, k) for k in range(len(self.most[-1]))]
@@ -150,26 +164,17 @@ class _Extents:
             return most[k], k
         ends = [(most[k], k)]
         if not k and len(most) == 2:
-            ends += [(most[1] - size, 1) for size in self._passing_on(transition)]
+            ends += [(most[1] - size, 1) for size in self.chain.passing_on(transition)]
         after, k = max(ends)
         return min(after, self.chain.most_after[transition.b]), k
 
-    def _passing_on(self, transition: Transition) -> list[int]:
-        """Bytes of the save that would keep the state storage of the end of `transition`."""
-        state_storage = self.chain.state_storages[transition.b]
-        assert state_storage is not None
-        if not transition.a <= state_storage.segment < transition.b:
-            return []
-        items = self.chain.items(state_storage.segment, transition.b, transition.never_again)
-        return [item.bytes for item in items if item.passes_on]
-
     @property
     def least_bytes(self) -> int:
-        """No plan of the case has a lower peak."""
+        """No plan has a lower peak."""
         return self.problem.budget_bytes - self.most[0][0]
 
     def plan(self) -> tuple[Region, ...] | None:
-        """The plan that M is read off, saves left out; None where the case has none."""
+        """The plan that M is read off, saves left out; None where there is none."""
         regions, cut, k = [], 0, 0
         while cut < self.chain.count:
             transition = self.choice[cut][k]
@@ -200,3 +205,76 @@ class _Extents:
                     if self.problem.budget_bytes + before - self._before(transition, k) < peak_bytes:
                         found.update(chain.beside[a, transition.b])
         return found
+
+
+class _Reach:
+    """The fewest bytes kept at every cut, by state and by what is kept of that which is set aside, within a budget.
+
+    Times are no matter, so of two with the same of both the one that keeps less is enough; so is one that keeps less
+    even with all that it lacks of the other's. Saves are left out, but for those of the state storage.
+
+    Raises OutOfTime after `deadline_s`.
+    """
+
+    def __init__(self, chain: Chain, budget_bytes: int, deadline_s: float = math.inf):
+        self._chain = chain
+        self._spare = chain.problem.budget_bytes - budget_bytes  # all limits are that much lower
+        self._kept: list[dict[_State, int]] = [{} for _ in range(chain.count + 1)]
+        self._came: dict[tuple[int, _State], tuple[Transition, _State]] = {}
+        self._kept[0][0, 0] = self._spare
+        out_of: list[list[Transition]] = [[] for _ in range(chain.count + 1)]
+        for transition in (transition for into in chain.all_into for transition in into.values()):
+            out_of[transition.a].append(transition)
+        for cut in range(chain.count + 1):
+            check_time(deadline_s)
+            self._kept[cut] = self._fewest(cut)
+            for transition in out_of[cut]:
+                for state, kept in self._kept[cut].items():
+                    self._take(transition, state, kept)
+
+    def _fewest(self, cut: int) -> dict[_State, int]:
+        """Of what is kept at `cut`, what is within its limit and no other state is better than."""
+        chain, floor = self._chain, self._chain.problem.floor_bytes[cut] + self._spare
+        found: dict[_State, int] = {}
+        for (k, aside), kept in sorted(self._kept[cut].items(), key=lambda each: (each[1], -each[0][1].bit_count())):
+            kept = max(kept, floor)
+            rivals = (each for each in found.items() if each[0][0] == k)
+            if kept <= chain.most_at(cut, k) and not any(
+                fewer + self._lacking(aside & ~has) <= kept for (_, has), fewer in rivals
+            ):
+                found[k, aside] = kept
+        return found
+
+    def _lacking(self, bits: int) -> int:
+        return sum(bytes_ for i, bytes_ in enumerate(self._chain.lacking_aside) if bits >> i & 1)
+
+    def _take(self, transition: Transition, state: _State, kept: int) -> None:
+        chain, (k, aside) = self._chain, state
+        goes_on, adds, most = chain.entry(transition, k, aside)
+        if kept > most:
+            return
+        b = transition.b
+        aside = (aside | transition.wants_aside) & chain.open_aside[b]
+        ends = [(goes_on, kept + adds)]
+        if transition.saves:
+            if not goes_on and len(chain.forward[b]) == 2:
+                ends += [(1, kept + adds + size) for size in chain.passing_on(transition)]
+            ends = [(end, bytes_) for end, bytes_ in ends if bytes_ <= chain.most_after[b]]
+        for end, bytes_ in ends:
+            if bytes_ < self._kept[b].get((end, aside), 1 << 62):
+                self._kept[b][end, aside] = bytes_
+                self._came[b, (end, aside)] = transition, state
+
+    def plan(self) -> tuple[Region, ...] | None:
+        """One that is within the budget as the chain counts; None where no plan is."""
+        cut = self._chain.count
+        state = next(iter(self._kept[cut]), None)
+        if state is None:
+            return None
+        regions = []
+        while cut:
+            transition, state = self._came[cut, state]
+            if (region := self._chain.problem.runs[transition.index].region) is not None:
+                regions.append(region)
+            cut = transition.a
+        return tuple(reversed(regions))

@@ -644,6 +644,20 @@ def toys(draw: st.DrawFn, *, most: int = 7) -> list[ToyNode]:
 
 
 @st.composite
+def crossing_toys(draw: st.DrawFn, *, most: int = 7) -> list[ToyNode]:
+    """A small graph in which much is read again late, as in a UNet or a DenseNet."""
+    nodes: list[ToyNode] = []
+    count = draw(st.integers(4, most))
+    for index in range(count):
+        earlier = draw(st.sets(st.integers(0, index - 1), max_size=3)) | {index - 1} if index else set()
+        unread = set(range(index)) - {i for node in nodes for i in node.inputs} if index == count - 1 else set()
+        keeps = draw(st.sampled_from([frozenset[str](), frozenset({"inputs"}), frozenset({"output"})]))
+        inputs = tuple(sorted(earlier | unread))
+        nodes.append(ToyNode(draw(st.integers(1, 12)), inputs, keeps, time_us=draw(st.integers(1, 12))))
+    return nodes
+
+
+@st.composite
 def spaces(draw: st.DrawFn, graph: Graph, *, most_segments: int = 5, most_saves: int = 3) -> Space:
     """A space small enough to enumerate: few segments, some of which must stay plain, and few nodes to save."""
     count = len(graph.nodes)

@@ -32,7 +32,7 @@ from remat.solvers.least_peak import least_peak
 from remat.solvers.program import Constraint, Outcome, Program
 from remat.streams import stdout_to_stderr
 from tests.examples import examples
-from tests.graphs import ToyNode, chain, every_cut, spaces, toy_graph, toys
+from tests.graphs import ToyNode, chain, crossing_toys, every_cut, spaces, toy_graph, toys
 from tests.oracle import Oracle, every_plan, is_kept
 
 HIGHS = functools.partial(milp.solve, engine="highs")
@@ -79,7 +79,7 @@ def assert_right(solver: str, problem: Problem, oracle: Oracle, budget_bytes: in
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
     """Toy problems in which some nodes take no time or no bytes, draw at random, or count."""
-    nodes = draw(toys())
+    nodes = draw(toys() | crossing_toys(most=6))
     alone = [i for i, node in enumerate(nodes) if node.kind == "new" and (nodes[i + 1 :] or nodes)[0].kind == "new"]
     free, empty = draw(st.sets(st.sampled_from(range(len(nodes))))), draw(st.sets(st.sampled_from(alone), max_size=2))
     nodes = [
