@@ -14,7 +14,8 @@ one of its sites, if the run there keeps it: at the last one, or wherever `Case.
 a plan needs and never overstates it: a bound stays a bound. Where it understates too much, cases settle it (`Case`):
 in one there is a reason to keep the storage at a certain site or before, and it is counted there; in the other there
 is none, and nothing may want it so far. (To count it where it is made would overstate: what only a later site wants is
-let go before backward comes back to the runs between.)
+let go before backward comes back to the runs between.) Or it is set aside (`Case.aside`): then no run counts it, and a
+bit for each says what is kept, so that the first run with a reason does (`chain_labels.py`, `least_peak.py`).
 
 A storage is *forward-held* if it is local at a certain point of the forward, by default its last, whatever the plan:
 autocast holds its copies of weights so long, for example. A plain run or a save may keep it for longer. At that point

@@ -8,6 +8,10 @@ rest costs at least: a label whose time and that reach the limit is dropped, and
 (Label setting with bounds on completion, as for shortest paths with resources: Dumitrescu and Boland 2003.) Where the
 limit is little above the bound, of some hundred thousand states a few hundred labels are left.
 
+Labels also say which storages outside the chain's state are kept (`Case.aside`), so that the first run or save with a
+reason counts them. A label beats another only if it keeps no more even with all that it lacks of the other's; so of the
+many sets that there may be few are left. Tables know nothing of it: they count their own number of bytes.
+
 What comes out is the best plan that is within the limits of every chain, if it is below the limit; else the limit is a
 bound.
 """
