@@ -52,7 +52,7 @@ class Case:
     absent  storage -> site: nothing at that site or before is a reason to keep it
     counted storage -> site: it is counted at that site, if the run there keeps it; at its last one by default. This
             rules no plan out, whichever site it is.
-    aside    storages that are counted nowhere, as labels count them (`chain_labels.py`): MOST_ASIDE at most
+    aside    storages that are counted nowhere: who asks says in a bitmask which of them are kept. MOST_ASIDE at most
     """
 
     pinned: Mapping[int, int] = dataclasses.field(default_factory=dict)
@@ -447,7 +447,7 @@ class Chain:
         earlier = [shared for shared in taken if shared is not at and self._is_counted_before(shared, run.a)]
         before = sum(shared.size_bytes for shared in earlier)
         local, saves = problem.local_bytes_at(run), not run.region.inner
-        least, counts = problem.fixed_bytes, False
+        least, counts, aside = problem.fixed_bytes, False, self.bits(shared.storage for shared in taken)
         if (high := shape.firm if saves else shape.highest) is not None:
             counts = high.recomputing or high.op <= shape.kept_until
             least = local + high.bytes - (high.spare_bytes if saves else 0) - (before if counts else 0)
@@ -472,7 +472,7 @@ class Chain:
             counts=counts and at in taken,
             saves=saves,
             never_again=run.never_again if saves else frozenset(),
-            wants_aside=(aside := self.bits(shared.storage for shared in taken)),
+            wants_aside=aside,
             alive_aside=aside if counts else 0,
         )
 
@@ -564,7 +564,7 @@ class Chain:
         return found
 
 
-def _is_taken(shared: SharedStorage, run: Run, until: int = 1 << 30) -> bool:
+def _is_taken(shared: SharedStorage, run: Run, until: int = NEVER) -> bool:
     """Whether a region takes `shared` at a site of its own up to `until`."""
     return any(source < run.a <= site < run.b and site <= until for source, site in shared.taken)
 

@@ -49,10 +49,11 @@ class Branch:
     whole_ns  the bound of the branch that it is a part of, None where its tables are of another grain than that one's
     counts    whose chains limit labels (`chain_labels.py`)
     aside     the storages that labels count themselves
-    legs      the best plan within the limits of all of them, None where it is not known
+    legs      the best plan within the limits of all of them, None where it is not known; its transitions are of chains
+              that set `aside` aside, so none of the tables'
     has_labels  whether it was looked for
     is_recounted  whether it differs from that branch in nothing but where storages are counted
-    stays     whether to count them elsewhere again says no more
+    stays     whether to count them elsewhere again says no more, at this grain
     """
 
     case: Case

@@ -217,7 +217,7 @@ class _Search:
         """Solve `branch`, which is `whole` or a part of it, and keep it where it may hold a better plan."""
         solved = self._solve_branch(branch)
         if solved.is_recounted and whole is not None and not solved.has_gained(self.found.objective_ns):
-            better = max(whole, solved, key=lambda each: each.table.least_time_ns() or math.inf)
+            better = max(whole, solved, key=lambda each: _or_infinite(each.table.least_time_ns()))
             solved = dataclasses.replace(better, bound_ns=solved.bound_ns, stays=True)
         self._keep(solved)
 
@@ -259,8 +259,10 @@ class _Search:
             return False
         chain, legs = branch.table.chain, branch.plan
         overstepped = _overstepped(self.problem, regions_of(self.problem, legs))
-        if overstepped is None or branch.uncounted:
-            return overstepped is not None and not branch.elsewhere
+        if overstepped is None:
+            return False
+        if branch.uncounted:
+            return not branch.elsewhere
         if not self.found.closes(branch.bound_ns, LABELS_GAP):
             return False
         return overstepped.limit != branch.count or not admits(chain, legs, 1)
@@ -291,7 +293,7 @@ class _Search:
                     raise
                 break
             of_table = table.least_time_ns()
-            tables[count] = math.inf if of_table is None else of_table, table
+            tables[count] = _or_infinite(of_table), table
             overstepped = _offer_plans(table, self.found)
             if self.found.left is None and of_table is not None:  # of all plans: nobody waits for the next table
                 self.found.raise_bound(of_table)
@@ -340,18 +342,22 @@ class _Search:
             except OutOfTime:
                 break
             optimum = self._climb(among, branch.bound_ns)
-            branch = dataclasses.replace(branch, bound_ns=optimum.bound_ns, legs=optimum.legs)
+            of_labels = () if optimum.legs is None else aside
+            branch = dataclasses.replace(branch, bound_ns=optimum.bound_ns, legs=optimum.legs, aside=of_labels)
             if optimum.legs is None:
                 break
-            branch = dataclasses.replace(branch, aside=aside)
             overstepped = _offer(optimum.legs, self.found)
             if overstepped is None:
                 break
+            is_late = time.monotonic() - started > self.spent_s + LABELS_S
             if overstepped.limit in branch.counts:
-                if overstepped.bytes <= lost_bytes(branch.table.chain, optimum.legs, branch.table.grain):
+                # Legs of labels that set something aside are none of the table's: of them too little is known to say.
+                chain, grain = branch.table.chain, branch.table.grain
+                is_slight = bool(aside) or overstepped.bytes <= lost_bytes(chain, optimum.legs, grain)
+                if is_slight and not is_late:
                     self._offer_less(among, branch.bound_ns, overstepped.bytes)
                 break
-            if time.monotonic() - started > self.spent_s + LABELS_S:
+            if is_late:
                 break
             branch = dataclasses.replace(branch, counts=(*branch.counts, overstepped.limit))
         took_s = time.monotonic() - started
@@ -361,9 +367,11 @@ class _Search:
 
     def _climb(self, among: Sequence[Limit], bound_ns: float, spare_bytes: int = 0) -> Optimum:
         """Labels that say what is set aside take the place of many tables, and may take as long."""
-        most_ns, is_set_aside = self.found.objective_ns, bool(among[0].chain.case.aside)
-        step_s = self.found.patience_s(self.limits) if is_set_aside else LABELS_S
-        return climb(among, bound_ns, most_ns, step_s=step_s, deadline_s=self.deadline_s, spare_bytes=spare_bytes)
+        most_ns, step_s, deadline_s = self.found.objective_ns, LABELS_S, self.deadline_s
+        if among[0].chain.case.aside:
+            step_s, until_s = math.inf, time.monotonic() + self.found.patience_s(self.limits)
+            deadline_s = min(deadline_s, until_s)
+        return climb(among, bound_ns, most_ns, step_s=step_s, deadline_s=deadline_s, spare_bytes=spare_bytes)
 
     def _offer_less(self, among: Sequence[Limit], bound_ns: float, spare_bytes: int) -> None:
         """Offer the best of the plans that keep so much less, as chains understate, and less again."""
@@ -408,6 +416,11 @@ class _Search:
 
     def _expected_s(self, cells: Iterable[int]) -> float:
         return self.spent_s * sum(cells) / max(self.cells, 1)
+
+
+def _or_infinite(time_ns: float | None) -> float:
+    """The time of a table that has no plan is infinite."""
+    return math.inf if time_ns is None else time_ns
 
 
 def _excess(problem: Problem, legs: Sequence[Leg]) -> int:

@@ -80,7 +80,7 @@ class Labels(NamedTuple):
             self.origin,
             self.time + time_ns,
             tuple(before + more for before, more in zip(self.kept, kept, strict=True)),
-            tuple(before + more for before, more in zip(self.counted, counted, strict=False)),
+            tuple(before + more for before, more in zip(self.counted, counted, strict=False)),  # none, or all
             self.aside | aside,
         )
 
@@ -396,25 +396,42 @@ class _Search:
         if len(labels.time) > MOST_LABELS:
             raise TooManyLabels
         check_time(self._deadline_s)
-        order = np.lexsort((-labels.aside, labels.time, *reversed(labels.kept)))
+        counted = () if self._table_allows_it else labels.counted
+        order = np.lexsort((-labels.aside, labels.time, *reversed((*labels.kept, *counted))))
         labels = labels.where(order)
-        faster = np.ones(len(labels.time), dtype=bool)
-        if len(labels.kept) == 1:
-            return labels.where(self._faster(labels.time, labels.kept[0], labels.aside))
-        columns = np.stack([labels.time, *labels.kept])  # of a pair, only the first may beat the other
+        if len(labels.kept) == 1 and not counted:
+            return labels.where(self._unbeaten(labels.time, labels.kept[0], labels.aside))
+        counted = () if self._table_allows_it else labels.counted
+        columns = np.stack([labels.time, *labels.kept, *counted])  # of a pair, only the first may beat the other
+        unbeaten = np.ones(len(labels.time), dtype=bool)
         best, best_aside = columns[:, :0], labels.aside[:0]
         for begin in range(0, len(labels.time), BLOCK):
             block, aside = columns[:, begin : begin + BLOCK], labels.aside[begin : begin + BLOCK]
             beaten = self._beats(best, best_aside, block, aside).any(axis=0)
             among = self._beats(block, aside, block, aside)
             beaten |= np.triu(among, 1).any(axis=0)
-            faster[begin : begin + BLOCK] = ~beaten
+            unbeaten[begin : begin + BLOCK] = ~beaten
             best = np.concatenate([best, block[:, ~beaten]], axis=1)
             best_aside = np.concatenate([best_aside, aside[~beaten]])
             check_time(self._deadline_s)
-        return labels.where(faster)
+        return labels.where(unbeaten)
 
-    def _faster(self, time_ns: np.ndarray, kept: np.ndarray, aside: np.ndarray) -> np.ndarray:
+    @functools.cached_property
+    def _table_allows_it(self) -> bool:
+        """Whether every end of a plan that a label allows is one that its table does, so that its R is no longer.
+
+        It is not where a limit mixes shares (what is alive there is deducted in full, and counted in part), nor where
+        what is kept is lifted to a floor. Then a label beats another only if the tables count no more in it, too: else
+        it might be dropped for what a table says, and the other for nothing.
+        """
+        every = (1 << len(self._aside)) - 1
+        is_whole = all(
+            chain.forward_held_percent == 100 and chain.counted_aside(every) == chain.bytes_aside(every)
+            for chain in self._chains
+        )
+        return is_whole and not any(self._chains[0].problem.floor_bytes)
+
+    def _unbeaten(self, time_ns: np.ndarray, kept: np.ndarray, aside: np.ndarray) -> np.ndarray:
         """Which labels, by rising bytes and then by time, none beats."""
         groups = np.unique(aside) if self._aside else aside[:1]
         best = []  # of each group those that none of it beats: where they are, bytes, times
@@ -442,11 +459,13 @@ class _Search:
     def _beats(
         self, columns: np.ndarray, aside: np.ndarray, others: np.ndarray, others_aside: np.ndarray
     ) -> np.ndarray:
-        """Whether each label of the first, given as time and bytes, beats each of the others."""
+        """Whether each label of the first, given as time and bytes kept and counted, beats each of the others."""
         beats = columns[0][:, None] <= others[0]
-        missing = self._missing_bytes(aside, others_aside)
-        for kept, other in zip(columns[1:], others[1:], strict=True):
+        missing, of_chains = self._missing_bytes(aside, others_aside), len(self._chains)
+        for kept, other in zip(columns[1 : of_chains + 1], others[1 : of_chains + 1], strict=True):
             beats &= kept[:, None] + missing <= other
+        for counted, other in zip(columns[of_chains + 1 :], others[of_chains + 1 :], strict=True):
+            beats &= counted[:, None] <= other
         return beats
 
 

@@ -29,7 +29,12 @@ from remat.solvers import has_ortools
 from remat.solvers.chain import Case, Chain, Transition, storages_outside
 from remat.solvers.deadline import OutOfTime, check_time, deadline_of
 
+MOST_STATES = 500  # at a cut
 NOTHING = -(1 << 62)  # what may be kept where nothing goes on
+
+
+class TooManyStates(Exception):
+    """What crosses is so small that no set of it is better than another."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +84,7 @@ def _halved(best: LeastPeak, chain: Chain, deadline_s: float) -> LeastPeak:
     First a budget of one byte less than the best plan's peak is tried, again where that finds a better one, as far as
     there is time until `deadline_s`.
     """
-    with contextlib.suppress(OutOfTime):
+    with contextlib.suppress(OutOfTime, TooManyStates):
         budget = highest = best.peak_bytes - 1
         while best.bound_bytes <= highest:
             before, regions = best.peak_bytes, _Reach(chain, budget, deadline_s).plan()
@@ -213,11 +218,11 @@ class _Reach:
     Times are no matter, so of two with the same of both the one that keeps less is enough; so is one that keeps less
     even with all that it lacks of the other's. Saves are left out, but for those of the state storage.
 
-    Raises OutOfTime after `deadline_s`.
+    Raises OutOfTime after `deadline_s`, and TooManyStates.
     """
 
     def __init__(self, chain: Chain, budget_bytes: int, deadline_s: float = math.inf):
-        self._chain = chain
+        self._chain, self._deadline_s = chain, deadline_s
         self._spare = chain.problem.budget_bytes - budget_bytes  # all limits are that much lower
         self._kept: list[dict[_State, int]] = [{} for _ in range(chain.count + 1)]
         self._came: dict[tuple[int, _State], tuple[Transition, _State]] = {}
@@ -229,6 +234,7 @@ class _Reach:
             check_time(deadline_s)
             self._kept[cut] = self._fewest(cut)
             for transition in out_of[cut]:
+                check_time(deadline_s)
                 for state, kept in self._kept[cut].items():
                     self._take(transition, state, kept)
 
@@ -236,7 +242,10 @@ class _Reach:
         """Of what is kept at `cut`, what is within its limit and no other state is better than."""
         chain, floor = self._chain, self._chain.problem.floor_bytes[cut] + self._spare
         found: dict[_State, int] = {}
+        if len(self._kept[cut]) > MOST_STATES:
+            raise TooManyStates
         for (k, aside), kept in sorted(self._kept[cut].items(), key=lambda each: (each[1], -each[0][1].bit_count())):
+            check_time(self._deadline_s)
             kept = max(kept, floor)
             rivals = (each for each in found.items() if each[0][0] == k)
             if kept <= chain.most_at(cut, k) and not any(

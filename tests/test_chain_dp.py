@@ -35,7 +35,7 @@ from remat.solvers.chain_table import Table, admits, choose_grain, regions_of
 from remat.solvers.least_peak import least_peak
 from remat.solvers.reduced_costs import useful_runs
 from tests.examples import examples
-from tests.graphs import chain, crossing_toys, every_cut, saveable, spaces, toy_graph, toys
+from tests.graphs import ToyNode, chain, crossing_toys, every_cut, saveable, spaces, toy_graph, toys
 from tests.oracle import Oracle, plans_of
 
 AMPLE = 10**6
@@ -189,8 +189,13 @@ def several_chains(draw: st.DrawFn, problem: Problem, case: Case) -> list[Chain]
     """Chains that agree on little: what one counts another leaves out."""
     percent = st.just([100]) | st.lists(st.sampled_from([0, 50, 100]), min_size=3, max_size=12)
     held_at = st.lists(st.integers(0, problem.graph.forward_end - 1), max_size=2)
-    drawn = draw(st.lists(st.tuples(percent, held_at), min_size=1, max_size=3))
-    return [Lopsided(problem, *each, case) for each in drawn]
+    lopsided = st.builds(lambda percent, held_at: Lopsided(problem, percent, held_at, case), percent, held_at)
+    shared_out = st.builds(
+        lambda share, held_at: Chain(problem, case, forward_held_percent=share, held_at=tuple(held_at)),
+        st.integers(0, 100),
+        held_at,
+    )
+    return draw(st.lists(lopsided | shared_out, min_size=1, max_size=3))
 
 
 @st.composite
@@ -218,6 +223,11 @@ def crossing_problems(draw: st.DrawFn) -> tuple[Problem, tuple[Region, ...]]:
     return problem.with_budget(problem.memory.curve(regions).peak_bytes), regions
 
 
+def counts_in_part(chain: Chain) -> bool:
+    every = (1 << len(chain.case.aside)) - 1
+    return chain.forward_held_percent < 100 or chain.counted_aside(every) < chain.bytes_aside(every)
+
+
 def labels_find_the_best_within_all_limits(
     drawn: tuple[Problem, tuple[Region, ...]], grain: int, data: st.DataObject
 ) -> None:
@@ -229,8 +239,10 @@ def labels_find_the_best_within_all_limits(
     chains = data.draw(several_chains(problem, case))
     limits = [Limit.of(Table(chain, grain), aside) for chain in chains]
     found = optimum(limits, math.inf)
-    assert found.bound_ns == max(least_time_within([limit.chain for limit in limits]), 0)
-    assert max(least_time_within(chains), 0) <= found.bound_ns <= problem.objective_ns(regions)
+    within = max(least_time_within([limit.chain for limit in limits]), 0)
+    assert max(within, least_time_within(chains)) <= found.bound_ns <= problem.objective_ns(regions)
+    # A table may rule out what a chain allows that mixes shares, of what is set aside.
+    assert found.bound_ns == within or (aside and any(counts_in_part(limit.chain) for limit in limits))
     assert found.legs is not None
     assert max(problem.objective_ns(regions_of(problem, found.legs)), 0) == found.bound_ns
 
@@ -266,6 +278,53 @@ def test_bound_and_verdict_hold_against_every_plan(problem: Problem, data: st.Da
     if solution.status in ("optimal", "feasible"):
         assert check(problem.with_budget(budget), solution) == []
         assert solution.status == "feasible" or solution.objective_us == pytest.approx(least)
+
+
+def proved_from_a_start(problem: Problem, data: st.DataObject) -> None:
+    """Labels are asked only then, and with what is outside the state set aside."""
+    oracle = Oracle(problem)
+    budget = data.draw(st.sampled_from(sorted(set(oracle.peaks))))
+    start = oracle.plans[oracle.peaks.index(min(oracle.peaks))]
+    solution = chain_dp.solve(problem.with_budget(budget), dataclasses.replace(EXACT, start=start))
+    least = oracle.least_time_us(budget)
+    assert least is not None
+    assert solution.bound_us <= least + 1e-6
+    assert check(problem.with_budget(budget), solution) == []
+    assert solution.status == "feasible" or solution.objective_us == pytest.approx(least)
+
+
+@given(problems(), st.data())
+@MANY
+def test_what_is_proved_from_a_start_is_the_oracles(problem: Problem, data: st.DataObject) -> None:
+    proved_from_a_start(problem, data)
+
+
+@pytest.mark.exhaustive
+@given(problems(), st.data())
+@TOO_MANY
+def test_what_is_proved_from_a_start_is_the_oracles_in_thousands(problem: Problem, data: st.DataObject) -> None:
+    proved_from_a_start(problem, data)
+
+
+def test_a_plan_of_labels_that_oversteps_a_limit_twice_is_no_error() -> None:
+    """Its legs count nothing of what is set aside: the table's chain cannot read them."""
+    nodes = [
+        ToyNode(4, (), frozenset({"output", "fixed"}), workspace_bytes=8, lingers=1),
+        ToyNode(5, (0,), frozenset(), cast=5, parameter=4, time_us=6),
+        ToyNode(4, (0, 1), frozenset({"cast", "inputs"}), parameter=1, time_us=9, lingers=2),
+    ]
+    graph, costs = toy_graph(nodes, fixed_bytes=3)
+    problem = Problem(graph, costs, dataclasses.replace(every_cut(graph), saveable=()), 30)
+    found = chain_dp.solve(problem, dataclasses.replace(EXACT, start=(Region(0, 3),)))
+    assert found.bound_us <= min(time for time in [Oracle(problem).least_time_us(30)] if time is not None)
+
+
+def test_what_a_start_saves_in_vain_is_no_time_gained() -> None:
+    """Early stop leaves the last nodes of a region out, saved or not."""
+    graph, costs = toy_graph(chain(*[4] * 4))
+    problem = Problem(graph, costs, every_cut(graph), AMPLE)
+    saved = tuple(v for v in problem.liveness.save_time_ns if v in Region(0, 4))
+    assert problem.objective_ns((Region(0, 4, saved),)) >= 0
 
 
 @given(tight_problems(), st.data())

@@ -303,9 +303,9 @@ class Problem:
 
     def objective_ns(self, regions: Sequence[Region]) -> int:
         """Recompute time of a plan of this space, as the program counts it."""
-        runs = self.runs_of(regions)
-        saved = (v for region in regions for v in region.saved)
-        return sum(self.runs[i].time_ns for i in runs) - sum(self.liveness.save_time_ns[v] for v in saved)
+        times = (self.runs[i].time_ns for i in self.runs_of(regions))
+        saved = (set(region.saved) - self.runs[self._run_of(region)].never_again for region in regions)
+        return sum(times) - sum(self.liveness.save_time_ns[v] for of_region in saved for v in of_region)
 
     # Rows
 
