@@ -52,7 +52,7 @@ class Case:
     absent  storage -> site: nothing at that site or before is a reason to keep it
     counted storage -> site: it is counted at that site, if the run there keeps it; at its last one by default. This
             rules no plan out, whichever site it is.
-    aside    storages that are counted nowhere: who asks says in a bitmask which of them are kept. MOST_ASIDE at most
+    aside   storages that are counted nowhere: who asks says in a bitmask which of them are kept. MOST_ASIDE at most
     """
 
     pinned: Mapping[int, int] = dataclasses.field(default_factory=dict)

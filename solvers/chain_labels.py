@@ -401,7 +401,7 @@ class _Search:
         labels = labels.where(order)
         if len(labels.kept) == 1 and not counted:
             return labels.where(self._unbeaten(labels.time, labels.kept[0], labels.aside))
-        counted = () if self._table_allows_it else labels.counted
+        counted = tuple(column[order] for column in counted)
         columns = np.stack([labels.time, *labels.kept, *counted])  # of a pair, only the first may beat the other
         unbeaten = np.ones(len(labels.time), dtype=bool)
         best, best_aside = columns[:, :0], labels.aside[:0]

@@ -59,9 +59,9 @@ def least_peak(problem: Problem, limits: Limits) -> LeastPeak:
     best = _better(best, highest, solved.plan())
     best = dataclasses.replace(best, bound_bytes=min(max(best.bound_bytes, solved.least_bytes), best.peak_bytes))
     deadline_s = deadline_of(limits, started)
-    keep = solved.useful(best.peak_bytes)
     if not best.proved and (aside := storages_outside(highest, Case())):
-        best = _halved(best, solved.chain.counting_as(Case(aside=aside), keep), deadline_s)
+        chain = solved.chain.counting_as(Case(aside=aside), solved.useful(best.peak_bytes))
+        best = _halved(best, chain, deadline_s)
     if best.proved or time.monotonic() > deadline_s:
         return best
     return _searched(highest, limits, best, solved.useful(best.peak_bytes), started)
