@@ -1,14 +1,15 @@
 """Cards: what the ready-made language models need, and up to which length they fit 24, 40 and 80 GiB.
 
-One sample a batch, on an H100's kernels and costs, whatever the card's size. Trained in two ways: fully, with weights,
-gradients and AdamW's state in bf16; and by LoRA (r=16), frozen weights in bf16, adapters and their state in fp32, under
-bf16 autocast. For each of `LENGTHS` the step is recorded and two peaks are found: without checkpointing, and the least
-of any plan, its loss in 16 slices where it can be cut. Both are bytes requested, as a budget is; what the allocator
-reserves on top is not counted.
+One sample a batch, on an H100's kernels and costs, whatever the card's size. Trained in three ways: fully, with
+weights, gradients and AdamW's state in bf16; by LoRA (r=16), frozen weights in bf16, adapters and their state in
+fp32, under bf16 autocast; and by QLoRA, where the linear layers' frozen weights are in 4 bits (nf4). For each of
+`LENGTHS` the step is recorded and two peaks are found: without checkpointing, and the least of any plan, its loss in
+16 slices where it can be cut. Both are bytes requested, as a budget is; what the allocator reserves on top is not
+counted.
 
 The longest sequence that fits a card is read off between two recorded lengths, a multiple of 256. There the peak is
 taken for linear in the length. Where attention is not fused it grows faster, so a little more would fit, never less.
-Beyond the longest recorded length nothing is said: `16384` means at least that. 0 means that 1,024 do not fit. A row
+Beyond the longest recorded length nothing is said: `65536` means at least that. 0 means that 1,024 do not fit. A row
 ends where parameters, gradients and optimizer state alone exceed the largest card.
 """
 
@@ -30,6 +31,7 @@ from remat.formulation.search_space import find_space
 from remat.formulation.solution import Limits
 from remat.models import build
 from remat.models.adapters import Lora, with_lora
+from remat.models.quantized import quantized
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.variants import SLICES, Variants
 from remat.solvers.least_peak import least_peak
@@ -52,8 +54,9 @@ MODELS = (
     "glm-4.7-flash",
 )
 CARDS_GIB = (24, 40, 80)
-LENGTHS, STEP = (1024, 4096, 16384), 256
-MOST = {"qwen3.5-9b": 4096}  # its delta rule in torch's own operators is a loop over pieces of 64 tokens
+LENGTHS, STEP = (1024, 8192, 65536), 256
+WAYS = ("LoRA", "QLoRA", "fully")
+MOST = {"qwen3.5-9b": 8192}  # its delta rule in torch's own operators is a loop over pieces of 64 tokens
 BF16_ADAMW = 8  # bytes a parameter: itself, its gradient, two moments
 PLENTY, SEARCH_S = 1 << 62, 20
 COLUMNS = ["model", "parameters", "trained"] + [f"{which}_at_{n}" for n in LENGTHS for which in ("peak", "least")]
@@ -65,7 +68,7 @@ def main(*names: str) -> None:
     rows: list[dict[str, Any]] = []
     path, about = report.stem("_".join(["cards", *names]), cpu), report.provenance(cpu)
     for name in names or MODELS:
-        for how in ("LoRA", "fully"):
+        for how in WAYS:
             rows.append({"model": name, "trained": how, **row_of(name, how)})
             print(rows[-1], file=sys.stderr, flush=True)
             report.write(path, about, rows, COLUMNS)  # so far
@@ -73,9 +76,9 @@ def main(*names: str) -> None:
 
 def row_of(name: str, how: str) -> dict[str, Any]:
     started = time.process_time()
-    workload = with_lora(build(name), Lora(16)) if how == "LoRA" else build(name).with_dtype("bf16")
+    workload = trained(build(name), how)
     with torch.device("meta"):
-        parameters = sum(p.numel() for p in workload.build().parameters())
+        parameters = sum(p.numel() for p in build(name).build().parameters())
     row: dict[str, Any] = {"parameters": parameters}
     if how == "fully" and parameters * BF16_ADAMW > CARDS_GIB[-1] * GIB:
         states = f"states alone take {parameters * BF16_ADAMW / GIB:.0f} GiB"
@@ -96,6 +99,13 @@ def row_of(name: str, how: str) -> dict[str, Any]:
     except (RematError, RuntimeError) as error:
         row["failure"] = f"{type(error).__name__}: {str(error)[:300]}"
     return {**row, "cpu_s": round(time.process_time() - started, 1)}
+
+
+def trained(workload: Workload, how: str) -> Workload:
+    """`workload`, trained in one of `WAYS`."""
+    if how == "fully":
+        return workload.with_dtype("bf16")
+    return with_lora(workload, Lora(16)) if how == "LoRA" else with_lora(quantized(workload, "nf4"), Lora(16), None)
 
 
 def longest(peaks: dict[int, int], limit_bytes: int) -> int:
