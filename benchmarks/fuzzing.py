@@ -1,7 +1,8 @@
 """Fuzzing: 250 random small models under eight random plans each; every one of the 2,000 is a claim of the package.
 
 `tests/random_models.py` makes a model from its number; `python -m benchmarks fuzzing:123` runs model 123 alone, and
-`fuzzing:250-499` others than the first 250.
+`fuzzing:250-499` others than the first 250. With `rows` before the numbers (`fuzzing:rows,0-249`) linear layers are
+MLPs, which run in 3 slices.
 `tests/fuzzing.py` judges it, and says what is claimed.
 
 Toys are small: a kernel's workspace that the prediction does not know weighs much more in them than in a model.
@@ -20,9 +21,11 @@ from typing import Any
 import torch
 
 from benchmarks import report
-from tests.fuzzing import CPU, STEPS, TOLERANCE, verdicts
+from remat.evaluation.form import CAPTURED, Form
+from tests.fuzzing import CPU, STEPS, TOLERANCE, few_rows, verdicts
 
 MODELS, PLANS = 250, 8
+ROWS, SLICES = "rows", 3
 COLUMNS = [
     "cases",
     "wrong",
@@ -39,13 +42,15 @@ COLUMNS = [
 def main(*models: str) -> None:
     torch.set_num_threads(1)  # toys are too small to share
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
-    numbers = [number for text in models or (f"0-{MODELS - 1}",) for number in numbers_of(text)]
+    form = Form(rows=SLICES) if ROWS in models else CAPTURED
+    which = [text for text in models if text != ROWS] or [f"0-{MODELS - 1}"]
+    numbers = [number for text in which for number in numbers_of(text)]
     path = report.stem("_".join(["fuzzing", *models]), CPU)
     about = {**report.provenance(CPU), "tolerance_percent": 100 * TOLERANCE, "steps_of_each": STEPS}
     started, rows = time.monotonic(), []
-    with quiet():
+    with quiet(), few_rows():
         for number in numbers:
-            found = verdicts(number, PLANS)
+            found = verdicts(number, PLANS, form)
             rows += found
             for row in found:
                 if row["failures"]:

@@ -85,6 +85,7 @@ def few_slices(request: pytest.FixtureRequest) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(variants, "SLICES", (2,))
+        patch.setattr(variants, "MOST_ROW_SLICES", 0)
         yield
 
 

@@ -10,23 +10,28 @@ A model is recorded once, and trained for two steps under each plan. Judged are
                 state of the generator, as a region with random nodes does, takes 5 KB: nothing in a model, and 8 % of a
                 toy, so here it is added to the prediction.
 
-A fused step is judged by the fused step under no plan; and that by the untouched model's, to which it must be `NEAR`.
+A step in another form (groups fused, MLPs in slices) is judged by that form under no plan; and that by the untouched
+model's, to which it must be `NEAR`.
 
 Toys are small: a kernel's workspace that the prediction does not know weighs much more in them than in a model.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import gc
 import random
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import nn
 
+from remat.chunking import chunked_loss
 from remat.costing.device_allocator import measure_peak
 from remat.costing.operator_timing import time_operator
 from remat.costing.timing_cache import NotMeasurable
@@ -60,7 +65,7 @@ CPU = torch.device("cpu")
 def verdicts(number: int, plans: int, form: Form = CAPTURED, copies: Copies | None = None) -> list[dict[str, Any]]:
     """What became of model `number` in `form` under each of its plans; with `copies`, plans have offloads."""
     draw = random.Random(number)
-    made = recipe(draw)
+    made = dataclasses.replace(recipe(draw), has_mlps=bool(form.rows))
     about = {"model": number, "of": str(made)}
     workload = workload_of(made, f"random-{number}", SAMPLES)
     try:
@@ -70,6 +75,13 @@ def verdicts(number: int, plans: int, form: Form = CAPTURED, copies: Copies | No
         return [{**about, "failures": [f"refused: {type(error).__name__}: {str(error)[:300]}"]}]
     finally:
         torch._dynamo.reset()
+
+
+@contextlib.contextmanager
+def few_rows() -> Iterator[None]:
+    """Slices of rows may be as short as toys are."""
+    with mock.patch.object(chunked_loss, "FEWEST_ROWS", 8):
+        yield
 
 
 def sensible(graph: Graph, chosen: tuple[Region, ...]) -> tuple[Region, ...]:
@@ -103,7 +115,7 @@ class Subject:
         self.model = apply(copy.deepcopy(untouched), plan_by_hand(self.graph, ()))
         self.expected = Trained(self, untouched).values
         self.far: list[str] = []
-        if form.fused:
+        if form != CAPTURED:
             found = Trained(self, self.model).values
             self.far, self.expected = far(self.expected, found, workload.autocast), found
 

@@ -49,7 +49,10 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A model: its layers by name, its program, the values that enter the loss, which layers are frozen."""
+    """A model: its layers by name, its program, the values that enter the loss, which layers are frozen.
+
+    has_mlps  each linear layer is one that acts by row and is wide inside
+    """
 
     layers: tuple[str, ...]
     lines: tuple[Line, ...]
@@ -60,6 +63,7 @@ class Recipe:
     accumulation: int
     optimizer: str
     holds: bool
+    has_mlps: bool = False
 
     def __str__(self) -> str:
         return f"{len(self.lines)} lines of {', '.join(self.layers)}" + (" under autocast" if self.autocast else "")
@@ -105,7 +109,22 @@ def recipe(draw: random.Random) -> Recipe:
     )
 
 
-def _layer(name: str) -> nn.Module:
+class Mlp(nn.Module):
+    """What a run in slices is made of: a norm, products that widen and narrow, a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.gate = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        return x + self.down(nn.functional.silu(self.gate(normed)) * self.up(normed))
+
+
+def _layer(name: str, has_mlps: bool) -> nn.Module:
+    if name == "linear" and has_mlps:
+        return Mlp()
     if name in ("linear", "wide", "narrow"):
         inputs, outputs = {"linear": (1, 1), "wide": (1, 2), "narrow": (2, 1)}[name]
         return nn.Linear(inputs * WIDTH, outputs * WIDTH)
@@ -119,7 +138,7 @@ class RandomModel(nn.Module):
         super().__init__()
         self.recipe = recipe
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(_layer(name) for name in recipe.layers)
+        self.layers = nn.ModuleList(_layer(name, recipe.has_mlps) for name in recipe.layers)
         for i in recipe.frozen:
             self.layers[i].requires_grad_(False)
         self.last = nn.Linear(WIDTH, WIDTH)

@@ -29,7 +29,7 @@ ROOMS = {
     "models": ("workload",),
     "evaluation": ("workload",),
     "capture": ("evaluation",),
-    "chunking": ("capture",),
+    "chunking": ("capture", "evaluation"),
     "fusion": ("capture", "chunking", "evaluation"),
     "recording": ("capture", "chunking", "evaluation", "fusion", "host", "workload"),
     "cuda_kernels": ("capture", "chunking", "fusion", "workload"),

@@ -1,4 +1,4 @@
-"""Chunk: a captured graph in which heads run in slices, each as one node."""
+"""Chunk: a captured graph in which heads, and runs that act by row, are one node each and run in slices."""
 
 from __future__ import annotations
 
@@ -10,22 +10,29 @@ from torch.nn import functional as F
 
 from remat._torch.training import without_modes
 from remat.capture.nodes import with_name
+from remat.chunking.bodies import chunked
 from remat.chunking.chunked_loss import ChunkedLoss
+from remat.chunking.chunked_rows import ChunkedRows
 from remat.chunking.heads import CASTS, Head, find_heads, kind_of, linear_arguments, loss_arguments
+from remat.chunking.rows import RowRun, find_row_runs
 from remat.chunking.withheld import Withheld
 
 WITHHELD = "withheld_logits"  # attribute of the graph module
 CHUNKED = "chunked_loss"  # what the node of a head calls, and the key of its meta for the `ChunkedLoss`
+ROWS = "chunked_rows"  # what the node of a run calls, and the key of its meta for the `ChunkedRows`
 
 
-def chunk(graph_module: fx.GraphModule, slices: Mapping[int, int]) -> fx.GraphModule:
+def chunk(graph_module: fx.GraphModule, slices: Mapping[int, int], rows: int = 0) -> fx.GraphModule:
     """A copy of `graph_module` whose heads number i run in `slices[i]` slices; other nodes are as they were.
+
+    rows  into how many slices runs that act by row (`rows.py`) are cut, all alike; 0: they are as they were
 
     Where there is no such head, it is another graph (one of before a model was settled, say), as its nodes will tell.
     """
     heads = dict(enumerate(find_heads(graph_module)))
     found = {heads[i].result: (heads[i], count) for i, count in slices.items() if i in heads}
-    return _Chunker(graph_module, found).module()
+    runs = find_row_runs(graph_module) if rows else ()
+    return _Chunker(graph_module, found, {run.result: (run, rows) for run in runs}).module()
 
 
 def chunked_losses(graph_module: fx.GraphModule) -> list[ChunkedLoss]:
@@ -33,9 +40,19 @@ def chunked_losses(graph_module: fx.GraphModule) -> list[ChunkedLoss]:
     return [node.meta[CHUNKED] for node in graph_module.graph.nodes if CHUNKED in node.meta]
 
 
+def chunked_rows(graph_module: fx.GraphModule) -> list[ChunkedRows]:
+    """What the chunked runs of a graph call."""
+    return [node.meta[ROWS] for node in graph_module.graph.nodes if ROWS in node.meta]
+
+
 class _Chunker:
-    def __init__(self, source: fx.GraphModule, chunked: Mapping[fx.Node, tuple[Head, int]]):
-        self._source, self._chunked = source, chunked
+    def __init__(
+        self,
+        source: fx.GraphModule,
+        chunked: Mapping[fx.Node, tuple[Head, int]],
+        runs: Mapping[fx.Node, tuple[RowRun, int]],
+    ):
+        self._source, self._chunked, self._runs = source, chunked, runs
         self._graph = fx.Graph()
         self._copies: dict[fx.Node, fx.Node] = {}
 
@@ -45,10 +62,13 @@ class _Chunker:
         if any(node.op == "output" for node in read):
             setattr(self._source, WITHHELD, Withheld(max(count for _, count in self._chunked.values())))
             self._copies = dict.fromkeys(replaced, self._graph.get_attr(WITHHELD))
+        inside = {node for run, _ in self._runs.values() for node in run.nodes}
         for node in self._source.graph.nodes:
             if node in self._chunked:
                 self._copies[node] = self._call(*self._chunked[node], node)
-            elif node not in replaced:
+            elif node in self._runs:
+                self._copies[node] = self._call_rows(*self._runs[node])
+            elif node not in replaced and node not in inside:
                 self._copies[node] = self._graph.node_copy(node, self._copies.__getitem__)
         found = fx.GraphModule(self._source, self._graph)
         found.graph.lint()
@@ -62,8 +82,15 @@ class _Chunker:
         function = ChunkedLoss(*parts, slices, given["ignore_index"], given["reduction"])
         arguments = (weight, bias, given["target"], *numbers)
         copied = [self._copies[value] if isinstance(value, fx.Node) else value for value in arguments]
-        call = self._graph.call_function(_calling(function), (self._rows(head, self._copies[rows]), *copied))
+        call = self._graph.call_function(_calling(function, CHUNKED), (self._rows(head, self._copies[rows]), *copied))
         call.meta = {**result.meta, "called": head.text, CHUNKED: function}
+        call.meta.pop("identity", None)
+        return call
+
+    def _call_rows(self, run: RowRun, slices: int) -> fx.Node:
+        function, arguments = chunked(run, slices), tuple(self._copies[node] for node in (run.given, *run.beside))
+        call = self._graph.call_function(_calling(function, ROWS), arguments)
+        call.meta = {**run.result.meta, "called": run.text, ROWS: function}
         call.meta.pop("identity", None)
         return call
 
@@ -86,11 +113,11 @@ def _nodes_of(head: Head) -> Sequence[fx.Node]:
     return (head.linear, *head.between, head.loss, *head.scalings)
 
 
-def _calling(function: ChunkedLoss) -> Any:
+def _calling(function: ChunkedLoss | ChunkedRows, name: str) -> Any:
     def call(*args: Any) -> Any:
         return function(*args)
 
-    return with_name(call, CHUNKED)
+    return with_name(call, name)
 
 
 def _opened_and_row_losses(head: Head) -> tuple[fx.GraphModule, fx.GraphModule]:

@@ -24,7 +24,7 @@ from rich.table import Column
 from rich.text import Text
 
 from remat.evaluation.form import CAPTURED, WHOLE, form_of
-from remat.evaluation.graph import NOT_UNTRACED
+from remat.evaluation.graph import CHUNKED_ROWS, NOT_UNTRACED
 from remat.units import gib, ms
 
 if TYPE_CHECKING:
@@ -175,12 +175,17 @@ def _form(plan: Plan) -> list[tuple[str, ...]]:
     for each in form.chunks:
         what = f"{each.module or 'the head'}: its logits are never there at once, its gradients are made in forward"
         rows.append(("" if rows else "loss", _count(each.slices, "slice"), what))
+    if form.rows:
+        runs = sum(node.op.startswith(CHUNKED_ROWS) for call in plan.identities for node in call)
+        what = f"in {form.rows} slices each: what is wide inside is never there at once, and is made again in backward"
+        rows.append(("MLPs", f"{runs}", what))
     if form.fused:
         groups = sum(node.op.startswith("fused(") for call in plan.identities for node in call)
         rows.append(("fused", _count(groups, "group"), "of pointwise and reducing nodes, each compiled by itself"))
     if rows:
         extra = plan.predicted["form_time_us"] / (plan.without_checkpointing["step_time_us"] or 1.0)
-        whole, kept = plan.predicted.get(WHOLE), "the step as it is" if form.fused else "the loss whole"
+        whole = plan.predicted.get(WHOLE)
+        kept = "the step as it is" if form.fused or form.rows else "the loss whole"
         other = f"{kept} (--exact) does not fit" if whole is None else f"{kept} (--exact): {100 * whole:+.1f} %"
         rows.append(("", f"{100 * extra:+.1f} %", f"of the step for {'it' if form.fused else 'them'}; {other}"))
     return rows

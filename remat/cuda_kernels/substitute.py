@@ -36,6 +36,7 @@ import dataclasses
 import functools
 import operator
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,8 +45,9 @@ from torch.overrides import TorchFunctionMode
 from remat._torch.dynamo import autocast_marks
 from remat._torch.recording import builtin_functions
 from remat.capture import nodes
-from remat.chunking.chunk import CHUNKED
+from remat.chunking.chunk import CHUNKED, ROWS
 from remat.chunking.chunked_loss import ChunkedLoss, as_given
+from remat.chunking.chunked_rows import ChunkedRows
 from remat.cuda_kernels.autocast import (
     Call,
     CudnnAttention,
@@ -84,6 +86,8 @@ def substitute(
             substitute(node.meta[FUSED].module, regions[-1], cudnn_attention=cudnn_attention)
         elif CHUNKED in node.meta:
             _chunked_on_cuda(node.meta[CHUNKED], Device(regions[-1], cudnn_attention))
+        elif ROWS in node.meta:
+            _rows_on_cuda(node.meta[ROWS], Device(regions[-1], cudnn_attention))
         else:
             function = _called(node)
             if function is not None and _differs(function, regions[-1]):
@@ -95,7 +99,18 @@ def _chunked_on_cuda(head: ChunkedLoss, device: Device) -> None:
     """What a chunked head runs inside, likewise."""
     for part in (head.opened, head.row_losses):
         substitute(part, device.autocast)
-    head.cast = functools.partial(cast, dtype=device.autocast) if device.autocast else as_given
+    head.cast = _cast_on(device)
+
+
+def _rows_on_cuda(rows: ChunkedRows, device: Device) -> None:
+    """What a chunked run of nodes runs inside, likewise."""
+    for part in (rows.body, rows.again):
+        substitute(part, device.autocast)
+    rows.cast = _cast_on(device)
+
+
+def _cast_on(device: Device) -> Callable[[Tensor], Tensor]:
+    return functools.partial(cast, dtype=device.autocast) if device.autocast else as_given
 
 
 @dataclasses.dataclass(frozen=True)

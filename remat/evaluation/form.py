@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 CHUNKS = "chunks"  # key of `Graph.about` and `Plan.about`
+ROWS = "rows"  # likewise
 FUSED = "fused"  # likewise
 WHOLE: Final = "whole_loss_overhead"  # key of `Plan.predicted`: of the plan for the step as captured, if one fits
 
@@ -39,17 +40,26 @@ def chunks_of(about: Mapping[str, Any]) -> tuple[Chunk, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What of a step runs otherwise than captured: `chunks` in slices, and, if it is `fused`, groups as kernels."""
+    """What of a step runs otherwise than captured.
+
+    chunks  losses, in slices                 fused  whether groups run as kernels
+    rows    into how many slices runs of nodes are cut that act by row (`chunking/rows.py`); 0: they are left whole
+    """
 
     chunks: tuple[Chunk, ...] = ()
     fused: bool = False
+    rows: int = 0
 
     def __str__(self) -> str:
-        return ", ".join([*map(str, self.chunks[:1]), *(["groups fused"] if self.fused else [])]) or "as captured"
+        rows = [f"MLPs in {self.rows} slices"] if self.rows else []
+        return (
+            ", ".join([*map(str, self.chunks[:1]), *rows, *(["groups fused"] if self.fused else [])]) or "as captured"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Entries of an `about`."""
-        return {CHUNKS: [dataclasses.asdict(chunk) for chunk in self.chunks], FUSED: self.fused}
+        rows = {ROWS: self.rows} if self.rows else {}
+        return {CHUNKS: [dataclasses.asdict(chunk) for chunk in self.chunks], FUSED: self.fused, **rows}
 
 
 CAPTURED = Form()
@@ -57,7 +67,7 @@ CAPTURED = Form()
 
 def form_of(about: Mapping[str, Any]) -> Form:
     """The form of a recorded step or a plan, out of its `about`."""
-    return Form(chunks_of(about), bool(about.get(FUSED)))
+    return Form(chunks_of(about), bool(about.get(FUSED)), int(about.get(ROWS, 0)))
 
 
 def slices_in(chunks: Sequence[Chunk], call: int) -> dict[int, int]:

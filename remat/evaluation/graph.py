@@ -36,6 +36,7 @@ OPTIMIZER_STATE = "optimizer state"  # in `Graph.fixed_bytes`: what the first st
 FROM_HOST = "remat.from_host.default"  # an operator: bytes of optimizer state that come from the host
 LIBRARY_WORKSPACES = "library workspaces"  # in `Graph.fixed_bytes`: what cuBLAS keeps, see `workspaces.py`
 WRAPPED_NUMBERS = "numbers"  # in `Graph.fixed_bytes`: Python numbers that autograd keeps as tensors on the CPU
+CHUNKED_ROWS = "chunked_rows("  # how `Node.op` of a run of nodes in slices begins
 OUTSIDE = -1  # Node.call of what the step computes outside the captured graphs
 CAST = "aten._to_copy.default"  # the operator kind that changes the dtype
 MADE_AGAIN = (CAST, "aten.lift_fresh.default")  # kinds whose result is never saved; the second brings in a constant

@@ -37,8 +37,9 @@ from remat.capture.dynamo import (
 )
 from remat.capture.eager_answers import Answers
 from remat.capture.settling import Before, Unsettled, complete, install_recording_hooks
-from remat.chunking.chunk import chunked_losses
+from remat.chunking.chunk import chunked_losses, chunked_rows
 from remat.chunking.chunked_loss import Watch
+from remat.chunking.chunked_rows import RowsWatch
 from remat.errors import CaptureError, PlanMismatch, UsageError, is_out_of_memory
 from remat.evaluation.form import CAPTURED, form_of
 from remat.evaluation.identity import Fit
@@ -99,7 +100,7 @@ class PlannedForward:
 
     def _prepare(self) -> None:
         self._placer = Placer(self.plan)
-        self.head_watch, self.group_watch = Watch(), GroupWatch()
+        self.head_watch, self.rows_watch, self.group_watch = Watch(), RowsWatch(), GroupWatch()
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}  # of the forward that is running
         self.calls = self._rewritten(observe=self.observe)
         self._fitting: dict[int, fx.GraphModule] = {}  # kept, so that an id stays its own
@@ -208,6 +209,8 @@ class PlannedForward:
         found = formed(graph_module, form_of(self.plan.about), call)
         for head in chunked_losses(found):
             head.watch = self.head_watch
+        for rows in chunked_rows(found):
+            rows.watch = self.rows_watch
         inside = [group for head in chunked_losses(found) for group in fused_groups(head.row_losses)]
         for group in [*fused_groups(found), *inside]:
             group.watch = self.group_watch
@@ -312,7 +315,7 @@ class PlannedForward:
         """
         watch = self.head_watch
         watch.unseen, watch.on_sums, watch.on_backward = recompute_context or contextlib.nullcontext, None, None
-        self.group_watch.on_run = None
+        self.rows_watch.on_run = self.group_watch.on_run = None
         self._placer = Placer(self.plan)
         self.calls = self._rewritten(observe=observe, recompute_context=recompute_context)
         return self.calls.counts

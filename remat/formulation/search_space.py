@@ -21,7 +21,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from remat.evaluation.graph import OUTSIDE, Graph, block_of
+from remat.evaluation.graph import CHUNKED_ROWS, OUTSIDE, Graph, block_of
 from remat.evaluation.plan import SpaceSize
 
 DEPTH = 2  # of nesting
@@ -137,7 +137,8 @@ def last_uses(graph: Graph) -> list[int]:
 def saveable(graph: Graph) -> tuple[int, ...]:
     """Nodes whose outputs a region may save: they allocate, and neither change a value nor have theirs changed.
 
-    What somebody holds through backward anyway is left out.
+    What somebody holds through backward anyway is left out, and so are runs in slices: they are made slice by slice
+    again in backward, whatever is saved of them.
     """
     changed = {producer for node in graph.nodes for producer in node.mutates}
     caller_held = graph.storages.death >= graph.forward_end
@@ -147,7 +148,12 @@ def saveable(graph: Graph) -> tuple[int, ...]:
     return tuple(
         i
         for i, node in enumerate(graph.nodes)
-        if node.call != OUTSIDE and not node.effect and not node.mutates and i not in changed and i in allocating
+        if node.call != OUTSIDE
+        and not node.effect
+        and not node.mutates
+        and i not in changed
+        and i in allocating
+        and not node.op.startswith(CHUNKED_ROWS)
     )
 
 

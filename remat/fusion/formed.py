@@ -14,7 +14,7 @@ from remat.fusion.fuse import as_group, fuse
 
 def formed(graph_module: fx.GraphModule, form: Form, call: int) -> fx.GraphModule:
     """A copy of the graph of call `call` as it runs in `form`: heads are cut first, and the rest is fused."""
-    chunked = chunk(graph_module, slices_in(form.chunks, call))
+    chunked = chunk(graph_module, slices_in(form.chunks, call), form.rows)
     if not form.fused:
         return chunked
     for head in chunked_losses(chunked):

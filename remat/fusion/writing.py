@@ -29,7 +29,7 @@ _PURE = """
     max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d
     adaptive_max_pool2d lp_pool2d glu prelu norm vector_norm linalg_vector_norm std std_mean var_mean size numel dim
     getattr item stride is_floating_point floordiv floor ceil round trunc sign remainder fmod mod bool long int
-    chunked_loss bmm cdist cosine_similarity kl_div huber_loss binary_cross_entropy nll_loss2d index scatter
+    chunked_loss chunked_rows cdist cosine_similarity kl_div huber_loss binary_cross_entropy nll_loss2d index scatter
     scatter_add index_add index_copy masked_scatter conj real imag polar view_as_real view_as_complex histc bincount
     diff diagonal diag trace prod logcumsumexp softmin log_softmax celu threshold log2 log10 sinh cosh tan atan atan2
 """

@@ -221,7 +221,7 @@ class MicroBatches:
             if scaled is None:
                 found, step = self.recorded(micro_batch, SEVERAL if accumulates else 1)
                 found = self.how.price(found)
-                self._variants[key] = Variants(self.how, step, found, slices=not self.leaves_whole)
+                self._variants[key] = Variants(self.how, step, found, slices=not self.leaves_whole, rows=False)
             else:
                 found = self.how.price(self._costed(scaled.at(micro_batch)))
             self._profiles[key] = found
@@ -254,7 +254,7 @@ class MicroBatches:
             assert scaled is not None
             profile_in = functools.partial(self._scaled_in, scaled, *key)
             slices = not self.leaves_whole
-            self._variants[key] = Variants(self.how, step, whole, slices=slices, profile_in=profile_in)
+            self._variants[key] = Variants(self.how, step, whole, slices=slices, rows=False, profile_in=profile_in)
         return self._variants[key]
 
     def _scaled_in(self, whole: Family, micro_batch: int, accumulates: bool, form: Form) -> Profile:

@@ -68,6 +68,7 @@ class Point:
     bound_us, gap  what is proved of both together; None for heuristics
     host_bytes     of activations that lie on the host between forward and backward
     form, slices   in which the step runs, for a person; into how many slices losses are cut, 0 where they are whole
+    rows           into how many MLPs are, likewise
     """
 
     strategy: str
@@ -86,6 +87,7 @@ class Point:
     form_time_us: float = 0.0
     form: str = str(CAPTURED)
     slices: int = 0
+    rows: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -184,7 +186,7 @@ def sweep(
         variants = Variants(how, step, profile, on_variant=on_variant, fuse=fuse)
     interrupted = False
     try:
-        for variant in variants or ():
+        for variant in (*variants, *variants.with_rows()) if variants else ():
             trace.may_run_as(variant.form, variant.profile, variant.extra_us)
         trace.find_curve(points)
         if variants is not None and trace.curve_has_forms:
@@ -488,6 +490,7 @@ class _Trace:
             form_time_us=form.extra_us,
             form=str(form.form),
             slices=max((chunk.slices for chunk in form.form.chunks), default=0),
+            rows=form.form.rows,
         )
 
     def _gap(self, solved: _Solved) -> float:

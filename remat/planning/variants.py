@@ -1,4 +1,4 @@
-"""Variants: a step as captured, and the same step in other forms, losses in slices and groups fused.
+"""Variants: a step as captured, and the same step in other forms: losses in slices, MLPs in slices, groups fused.
 
 A variant is a step of its own: recorded, costed, posed, solved and replayed like any other. Its nodes are the same, but
 that a loss head is one node, and a fused group. So a plan of one number of slices is a plan of the others, and a good
@@ -12,7 +12,10 @@ Rule 3  Every variant is searched for a few seconds, and the best of them once m
 Rule 4  On a device at hand, only as many slices are tried as leave every row's gradient bitwise what it was.
 Rule 5  Another form is taken where it is worth it: unless nothing else fits, by `WORTH` of the step.
 Rule 6  Where groups may be fused they are, in every variant.
-Rule 7  Plans are compared as the evaluator sees them, and the one to be taken is replayed. Where it does not keep the
+Rule 7  Runs of nodes that act by row (`chunking/rows.py`: MLPs) are cut all alike, into slices whose widest value has
+        about `WIDE` numbers, and beside a loss in `BESIDE_ROWS` slices. Their forward is made once more, whatever the
+        regions: where that alone costs as much as the best plan so far, none are tried. Not where groups are fused.
+Rule 8  Plans are compared as the evaluator sees them, and the one to be taken is replayed. Where it does not keep the
         budget as it runs, and what is found in its place is slower, all are compared again.
 """
 
@@ -21,10 +24,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from remat.chunking.products import round_alike
+from remat.chunking.rows import RowRun
 from remat.costing.planning_device import PlanningDevice
 from remat.costing.profile import Profile
 from remat.errors import Infeasible, NoPlanInTime, RematError, UsageError
@@ -39,6 +43,8 @@ from remat.planning.search import Draft, Judge, OnReplay
 from remat.recording.fake_step import FakeStep
 
 SLICES = (1, 2, 4, 8, 16)
+WIDE, MOST_ROW_SLICES = 1 << 25, 32  # numbers of the widest value in a slice of what acts by row; slices at most
+BESIDE_ROWS = (4, 16)  # slices of the loss there
 LARGE = 0.01  # of the peak: smaller logits are left whole
 WORTH = 0.01  # of the step without checkpointing
 QUICK_S, PATIENCE_S = 3.0, 12.0  # for the plan of a variant, at first and where it is the best
@@ -65,6 +71,7 @@ class Variants:
     step        of the model, at any batch size
     profile     of the captured step, priced for the execution
     slices      whether losses may run in slices        fuse  whether groups are fused
+    rows        whether, where losses may, so may what acts by row
     on_variant  called with a form before it is recorded
     profile_in  the profile of the step in a form; by default that of `step`, recorded
     """
@@ -79,18 +86,20 @@ class Variants:
         *,
         slices: bool = True,
         fuse: bool = False,
+        rows: bool = True,
         profile_in: Callable[[Form], Profile] | None = None,
     ):
         self._execution, self._step, self._whole, self._on_replay = execution, step, profile, on_replay
         self._on_variant = on_variant or (lambda form: None)
         self._slices, self.fuse, self._profile_in = slices, fuse, profile_in
+        self._may_cut_rows = slices and rows
         self._known: dict[Form, Variant] = {}
         self._alike: dict[int, bool] = {}
 
     @property
     def are_any(self) -> bool:
-        """Whether there is a loss to cut, or a group to fuse."""
-        return self.fuse or bool(self._heads)
+        """Whether there is something to cut, or a group to fuse."""
+        return self.fuse or bool(self._heads) or bool(self._row_runs)
 
     @property
     def are_losses(self) -> bool:
@@ -107,6 +116,48 @@ class Variants:
                 yield self.in_slices(slices)
             except RematError:  # the step, or a later graph, reads the logits
                 return
+
+    def with_rows(self) -> Iterator[Variant]:
+        """The variants in which what acts by row is cut too. (Rule 7)"""
+        for slices in BESIDE_ROWS if self._heads else (0,):
+            if (slices and not self._rounds_alike(slices)) or not self._row_slices:
+                continue
+            try:
+                yield self.of(dataclasses.replace(self._cut(slices), rows=self._row_slices))
+            except RematError:  # as above
+                return
+
+    @functools.cached_property
+    def rows_us(self) -> float:
+        """What cutting all that acts by row takes longer at least: its forward once more, but for the last products."""
+        graph, times = self._whole.graph, self._whole.costs.per_op_us(self._whole.graph)
+        first = {(node.call, node.name): node for node in graph.nodes}
+        again = [(call, node) for call, run in self._row_runs for node in run.nodes if node not in run.unmade]
+        made = (first[call, node.name] for call, node in again if (call, node.name) in first)
+        return float(sum(times[node.first : node.end].sum() for node in made))
+
+    @functools.cached_property
+    def _row_runs(self) -> list[tuple[int, RowRun]]:
+        are_asked = self._may_cut_rows and not self.fuse and MOST_ROW_SLICES > 1
+        may_run = self._execution.runs_forms and self._step.loop.shard is None
+        return list(self._step.row_runs) if are_asked and may_run else []
+
+    @functools.cached_property
+    def _row_slices(self) -> int:
+        """Into how many slices all that acts by row is cut; 0 where nothing is. (Rules 4 and 7)"""
+        if not self._row_runs:
+            return 0
+        widest = max(rows * classes for rows, classes, _ in self._product_shapes)
+        slices = min(max(round(widest / WIDE), 2), MOST_ROW_SLICES)
+        if self._whole.costs.source == "measured":
+            dtype, device = self._step.product_dtype, self._step.device
+            if any(round_alike(shape, slices, dtype, device) is False for shape in self._product_shapes):
+                return 0
+        return slices
+
+    @property
+    def _product_shapes(self) -> set[tuple[int, int, int]]:
+        return {shape for _, run in self._row_runs for shape in run.product_shapes}
 
     def fused(self) -> Variant:
         """The variant with losses whole."""
@@ -165,7 +216,7 @@ class Variants:
         return VariantProfiles(self._step, PlanningDevice(self._whole.target, device), self._whole).profile
 
     def _cut(self, slices: int) -> Form:
-        return Form(tuple(dataclasses.replace(head, slices=slices) for head in self._heads), self.fuse)
+        return Form(tuple(dataclasses.replace(head, slices=slices) for head in self._heads if slices), self.fuse)
 
     def of(self, form: Form) -> Variant:
         """The variant in `form`."""
@@ -228,7 +279,7 @@ Attempt = Callable[[Variant, float, Plan | None], Draft]
 def fastest(
     whole: Callable[[], Draft], variants: Variants, attempt: Attempt, is_over: Callable[[], bool] = bool
 ) -> Plan:
-    """The plan of least price, replayed. (Rules 1 to 5, and 7)
+    """The plan of least price, replayed. (Rules 1 to 5, 7 and 8)
 
     whole    the plan of the step as captured
     attempt  that of a variant, found in so many seconds; the plan of another variant is one to begin from
@@ -293,7 +344,7 @@ class _Tried:
 class _Search:
     """What was found for the step as captured and among variants; `bounds_us` are those of variants without a plan.
 
-    (Rules 2, 3 and 7)
+    (Rules 2, 3, 7 and 8)
     """
 
     def __init__(self, variants: Variants, attempt: Attempt, is_over: Callable[[], bool]):
@@ -336,7 +387,7 @@ class _Search:
             self.refused.append(error)
 
     def settled(self) -> _Tried | None:
-        """The plan to be taken, as the replay accepts it. (Rule 7)"""
+        """The plan to be taken, as the replay accepts it. (Rule 8)"""
         while (best := self._best()) is not None and not best.is_judged:
             try:
                 best.judge()
@@ -363,16 +414,30 @@ class _Search:
 
     def run(self) -> None:
         """Try variants that may cost less than the step as captured, and the best of them once more, for longer."""
-        most_us = math.inf if self.untouched is None else self.untouched.price_us
-        if most_us <= 0 and not self._variants.fuse:
+        if self._price_to_beat_us <= 0 and not self._variants.fuse:
             return
-        for variant in self._variants:
+        self._try_each(self._variants)
+        if self._variants.rows_us < self._price_to_beat_us:
+            self._try_each(self._variants.with_rows())
+        elif self._variants.rows_us:
+            self.bounds_us.append(self._variants.rows_us)
+        best = min(self.tried, key=lambda tried: tried.price_us, default=None)
+        if best is None or best.plan.solver["status"] == "optimal" or self._is_over():
+            return
+        if best.variant is not None and self._try(best.variant, PATIENCE_S, best.plan):
+            self.tried.remove(max(best, self.tried[-1], key=lambda tried: tried.price_us))
+
+    @property
+    def _price_to_beat_us(self) -> float:
+        return min((plan.price_us for plan in self._plans), default=math.inf)
+
+    def _try_each(self, variants: Iterable[Variant]) -> None:
+        for variant in variants:
             if self._is_over():
                 self.is_cut_short = True
                 self.bounds_us.append(min(variant.extra_us, 0.0))
                 break
-            least_us = min([most_us, *(tried.price_us for tried in self.tried)])
-            if variant.extra_us >= least_us:
+            if variant.extra_us >= self._price_to_beat_us:
                 self.bounds_us.append(variant.extra_us)
                 if variant.profile.costs.source == "estimated":
                     break
@@ -380,11 +445,6 @@ class _Search:
             before = self.tried[-1].plan if self.tried else None
             if self._try(variant, QUICK_S, before) is None and self._try(variant, PATIENCE_S, before) is None:
                 self.bounds_us.append(variant.extra_us)
-        best = min(self.tried, key=lambda tried: tried.price_us, default=None)
-        if best is None or best.plan.solver["status"] == "optimal" or self._is_over():
-            return
-        if best.variant is not None and self._try(best.variant, PATIENCE_S, best.plan):
-            self.tried.remove(max(best, self.tried[-1], key=lambda tried: tried.price_us))
 
     def _try(self, variant: Variant, time_s: float, before: Plan | None) -> bool | None:
         """Whether there is a plan; None where none was found in time."""

@@ -24,6 +24,7 @@ from remat.capture.grouped_products import grouped_products
 from remat.capture.nodes import as_function
 from remat.capture.settling import settle
 from remat.chunking.heads import find_heads
+from remat.chunking.rows import RowRun, find_row_runs
 from remat.errors import CaptureError, RematError
 from remat.evaluation.form import CAPTURED, Chunk, Form
 from remat.evaluation.graph import (
@@ -214,6 +215,13 @@ class FakeStep:
             for number, head in enumerate(find_heads(graph_module)):
                 if head.takes_contiguous_rows:
                     yield Chunk(call, number, 1, module_path(head.linear)), head.logits_bytes
+
+    @property
+    def row_runs(self) -> Iterator[tuple[int, RowRun]]:
+        """What acts by row and may run in slices, each with its graph call; known once the step has run."""
+        for call, graph_module in self._captured.values():
+            for run in find_row_runs(graph_module):
+                yield call, run
 
     def shape_of(self, head: Chunk) -> tuple[int, int, int]:
         """(rows, classes, width) of a head."""

@@ -16,13 +16,13 @@ import numpy as np
 
 from remat.costing.profile import Profile
 from remat.evaluation.evaluator import Memory
-from remat.evaluation.graph import Graph
+from remat.evaluation.graph import CHUNKED_ROWS, Graph
 from remat.evaluation.plan import Offload, Region
 from remat.report.changes import Change, Changes, leaf_regions
 
 Decision = Literal["kept", "saved", "recomputed", "offloaded", "in slices", "fused", "nothing to keep"]
 DECISIONS: tuple[Decision, ...] = ("kept", "in slices", "fused", "saved", "offloaded", "recomputed", "nothing to keep")
-SLICED_OP, FUSED_OP = "chunked_loss", "fused("  # how the operators of forms are spelled in a graph
+SLICED_OPS, FUSED_OP = ("chunked_loss", CHUNKED_ROWS), "fused("  # how the operators of forms are spelled in a graph
 MOST_CHANGES = 400  # other choices that are asked for, those of the largest results first
 MOST_ROWS = 4000  # nodes of which each has a row
 OUTSIDE_MODULES = "outside modules"
@@ -147,7 +147,7 @@ def _decision(graph: Graph, node: int, saved: bool, again: bool, on_host: bool, 
     if on_host:
         return "offloaded"
     op = graph.nodes[node].op
-    if SLICED_OP in op:
+    if any(each in op for each in SLICED_OPS):
         return "in slices"
     if op.startswith(FUSED_OP):
         return "fused"

@@ -10,6 +10,7 @@ from remat import shown
 from remat.units import gib, ms
 
 NOT_SEEN = "not seen (compiled)"
+MOST_NEAR = 6  # parameters shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +151,12 @@ def _allocator_rows(measured: dict[str, int], predicted: dict[str, int]) -> list
 
 
 def _near_rows(ratios: dict[str, float]) -> list[str]:
-    return [f"  near       {name}: {ratio:.3f} times as far" for name, ratio in ratios.items()]
+    """The few that are furthest."""
+    furthest = sorted(ratios.items(), key=lambda pair: -pair[1])
+    rows = [f"  near       {name}: {ratio:.3f} times as far" for name, ratio in furthest[:MOST_NEAR]]
+    if len(furthest) > MOST_NEAR:
+        rows.append(f"  near       {len(furthest) - MOST_NEAR} more, none further")
+    return rows
 
 
 def _offload_rows(counts: dict[str, int]) -> list[str]:

@@ -31,7 +31,7 @@ import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ from remat.costing.planning_device import PlanningDevice
 from remat.costing.timing_cache import device_name
 from remat.errors import PlanMismatch, UsageError, ValidationFailed, is_out_of_memory
 from remat.evaluation.evaluator import Memory
-from remat.evaluation.form import chunks_of, form_of
+from remat.evaluation.form import form_of
 from remat.evaluation.graph import Graph
 from remat.evaluation.plan import Offload, Plan, Region, RegionRef, to_refs, traced_branches
 from remat.execution import executions
@@ -307,6 +307,11 @@ class _FirstStep:
     kernels: list[str]
 
 
+def _first_few(names: Collection[str], most: int = 3) -> str:
+    more = len(names) - most
+    return ", ".join([*names][:most]) + (f" and {more} more" if more > 0 else "")
+
+
 def _first_step(training: Training, kernels: KernelLog | None) -> _FirstStep:
     """A compiled step has no `kernels` that could be logged one by one."""
     with kernels or contextlib.nullcontext():
@@ -522,18 +527,24 @@ class _Validation:
         return found, {"peak_bytes": peak, "step_time_us": round(measured.time_us)}
 
     def _compare(self, training: Training, expected: _FirstStep) -> _Comparison:
-        fused, far = form_of(self.plan.about).fused, list[str]()
+        form, far = form_of(self.plan.about), list[str]()
+        fused, kernels_expected = form.fused, expected.kernels
         if fused:
             expected, far = self._unrecomputed(training, expected)
+            kernels_expected = expected.kernels
+        elif form.rows:
+            kernels_expected = self._kernels_unrecomputed(training)
         self._apply(training, self.plan.regions)
-        kernels, sums = self._log(), SumsSeen(training.model)
-        groups = GroupsSeen(kernels.paused if kernels else contextlib.nullcontext)
+        kernels = self._log()
+        unseen = kernels.paused if kernels else contextlib.nullcontext
+        sums, groups = SumsSeen(training.model, unseen), GroupsSeen(unseen)
         if kernels is None:
             counts = counts_of(training.model)
         else:
             counts = planned_forward(training.model).watch(observe=True, recompute_context=kernels.paused)
-            if chunks_of(self.plan.about):
+            if form.chunks:
                 sums.watch(planned_forward(training.model).head_watch)
+            sums.watch_rows(planned_forward(training.model).rows_watch)
             if fused:
                 planned_forward(training.model).group_watch.on_run = groups
         found = _first_step(training, kernels)
@@ -550,12 +561,13 @@ class _Validation:
         if not distance.equal:
             del found.gradients[:]
             distance = self._against_noise(training, expected, distance, set(sums.ratios))
-        kernels_of_untouched = expected.kernels
-        if chunks_of(self.plan.about):
-            kernels_of_untouched = without_heads(expected.kernels, found.kernels)
+        if form.rows:
+            self.notes.append("Kernels are compared with those of MLPs in slices, nothing recomputed.")
+        elif form.chunks:
+            kernels_expected = without_heads(kernels_expected, found.kernels)
             self.notes.append("Kernels are compared outside of the chunked loss.")
         if sums.ratios:
-            self.notes.append(f"Gradients of {', '.join(sums.ratios)} are summed in slices: they are held to float64.")
+            self.notes.append(f"Gradients of {_first_few(sums.ratios)} are summed in slices: they are held to float64.")
         return _Comparison(
             bool(_distance([expected.loss], [found.loss]).equal),
             distance,
@@ -564,7 +576,7 @@ class _Validation:
             [*far, *too_far, *groups.too_far],
             _observed_nodes(counts, self.compared),
             offloads,
-            () if self._is_own_checkpointing else kernel_differences(kernels_of_untouched, found.kernels),
+            () if self._is_own_checkpointing else kernel_differences(kernels_expected, found.kernels),
         )
 
     def _moved(self, training: Training) -> dict[str, int]:
@@ -583,8 +595,8 @@ class _Validation:
         apply(training.model, plan)  # a larger batch was chosen on purpose
         training.call_as(self.how.prepare)
 
-    def _unrecomputed(self, training: Training, untouched: _FirstStep) -> tuple[_FirstStep, list[str]]:
-        """The first step in the plan's form, nothing recomputed; and parameters that are far from the untouched one."""
+    def _first_unrecomputed(self, training: Training) -> _FirstStep:
+        """The first step in the plan's form, nothing recomputed."""
         self._apply(training, ())
         kernels = self._log()
         if kernels is not None:
@@ -592,6 +604,15 @@ class _Validation:
         found = _first_step(training, kernels)
         training.finish()
         remove(training.model)
+        return found
+
+    def _kernels_unrecomputed(self, training: Training) -> Any:
+        """The kernels of that step."""
+        return self._first_unrecomputed(training).kernels
+
+    def _unrecomputed(self, training: Training, untouched: _FirstStep) -> tuple[_FirstStep, list[str]]:
+        """The first step in the plan's form, nothing recomputed; and parameters that are far from the untouched one."""
+        found = self._first_unrecomputed(training)
         names = [name for name, p in training.model.named_parameters() if p.requires_grad]
         narrow = bool(self.compared.workload.autocast) or self.compared.step.product_dtype.itemsize < 4
         far = far_from(untouched.gradients, found.gradients, names, narrow)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 WIDEST, HEIGHT = 72, 14  # of the chart, in characters
 CURVE, MARKS = "●", "□△◇▽✚×○▷◁☆▪▴"
 NO_BREAK = "\u00a0"
+MLPS = " + MLPs"
 PLAIN_CURVE, PLAIN_MARKS = "@", "abcdefghijklmnopqrstuvwxyz"  # where there is only ASCII
 
 
@@ -121,7 +122,7 @@ class Screen:
         yield Text(aligned([without]) + "\n")
         unit = gib(plain["peak_bytes"]).split()[1]
         hosted = any(point.host_bytes for point in found.points)
-        sliced = any(point.slices for point in found.points)
+        sliced = any(point.slices or point.rows for point in found.points)
         titles = (
             f"budget\n{unit}",
             f"peak\n{unit}",
@@ -154,7 +155,7 @@ def _cells(point: Point, unit: str, hosted: bool, sliced: bool) -> list[str]:
         f"{point.saved}",
         f"{point.wall_s:.1f}",
         *([f"{point.host_bytes / size:.2f}"] if hosted else []),
-        *([f"{point.slices or 'whole'}"] if sliced else []),
+        *([f"{point.slices or 'whole'}{MLPS if point.rows else ''}"] if sliced else []),
     ]
 
 
@@ -206,6 +207,8 @@ def _notes(found: Sweep, files: tuple[str, ...]) -> Iterator[str]:
     others = found.by_strategy()
     if any(point.slices for point in found.points):
         yield "loss slices: into how many the loss is cut; gradients of weights in them sum in another order"
+    if rows := max((point.rows for point in found.points), default=0):
+        yield f"{MLPS.strip()}: so are MLPs, into {rows}; they are made once more in backward"
     if LOSS_WHOLE in others:
         yield f"{LOSS_WHOLE}: the best with the loss whole, as with --exact"
     if LIGER_LIKE in others:

@@ -1,0 +1,56 @@
+"""Bodies: what a run of nodes makes of rows, in graphs of its own in which rows are the first of two dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from torch import fx
+
+from remat.capture.nodes import autocast
+from remat.chunking.chunked_rows import ChunkedRows, unmade_addmm, unmade_linear
+from remat.chunking.heads import CASTS, kind_of, linear_arguments
+from remat.chunking.rows import SPLITS, RowRun, is_view, product_weights
+
+
+def chunked(run: RowRun, slices: int) -> ChunkedRows:
+    """What computes `run` in so many slices."""
+    weights = {each for node in run.products for each in product_weights(node)}
+    of_products = frozenset(i for i, node in enumerate(run.beside) if node in weights)
+    bodies = _body(run), _body(run, unmade=run.unmade), _body(run, precise=True)
+    return ChunkedRows(*bodies, of_products, slices)
+
+
+def _body(run: RowRun, unmade: Collection[fx.Node] = (), *, precise: bool = False) -> fx.GraphModule:
+    """(rows, *beside) -> the result; without the values of `unmade`, or without casts."""
+    graph = fx.Graph()
+    copies = {run.given: graph.placeholder("rows")}
+    copies.update((node, graph.placeholder(f"beside_{i}")) for i, node in enumerate(run.beside))
+    for node in run.nodes:
+        if is_view(node) or (precise and kind_of(node) in CASTS):
+            copies[node] = copies[node.args[0]]  # type: ignore[index]
+        elif node in unmade:
+            copies[node] = _unmade(graph, node, copies)
+        else:
+            args, kwargs = fx.map_arg(_arguments(node), copies.__getitem__)
+            copies[node] = graph.create_node(node.op, node.target, args, kwargs)
+    graph.output(copies[run.result])
+    return fx.GraphModule({}, graph)
+
+
+def _arguments(node: fx.Node) -> tuple[Any, Any]:
+    """Those of `node`, where all dimensions but the last are one."""
+    if kind_of(node) not in SPLITS:
+        return node.args, node.kwargs
+    return node.args[:2], {**{name: value for name, value in node.kwargs.items() if name != "dim"}, "dim": -1}
+
+
+def _unmade(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+    is_linear = kind_of(node) == "linear"
+    weight, bias = product_weights(node)
+    rows: Any = linear_arguments(node)[0] if is_linear else node.args[1]
+    cast = graph.call_function(autocast, (copies[rows],))
+    weights = (copies[weight], None if bias is None else copies[bias])
+    if is_linear:
+        return graph.call_function(unmade_linear, (cast, *weights))
+    return graph.call_function(unmade_addmm, (weights[1], cast, weights[0]))

@@ -1,0 +1,203 @@
+"""A run of nodes that act by row, run slice by slice.
+
+Forward makes the result slice by slice and keeps what the run is given, nothing of what is inside. Backward makes one
+slice again at a time, and its gradients. So of what is wide only a slice is ever there; the price is the run's own
+forward once more, without its last products, whose values no derivative asks for.
+
+Rule 1  Every row's result, and the gradient of every row, are what the untouched nodes compute: bitwise, where a
+        product's rows do not depend on how many there are.
+Rule 2  Gradients of weights inside are sums over all rows, and are added up slice by slice in float32: they differ from
+        the untouched step's by the order of a sum.
+Rule 3  Under autocast the weights of products are cast once for all slices; their gradients are as wide as they are.
+Rule 4  What backward needs is packed before anything runs. So where a region ends in such a run, its recomputation
+        stops in front of it (early stop), and the run is not made twice more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
+
+from remat.capture.nodes import autocast
+from remat.chunking.chunked_loss import as_given, slices_of
+from remat.errors import RematError
+
+
+@dataclasses.dataclass
+class RowsWatch:
+    """on_run  called in backward with a run, what it was given (rows, and what is beside them), the gradient of its
+    result, and the sums that were made: gradients of what is beside, or None
+    """
+
+    on_run: Callable[[ChunkedRows, Tensor, Sequence[Any], Tensor, Sequence[Tensor | None]], None] | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class ChunkedRows:
+    """What a chunked run calls.
+
+    body     (rows (N, width), *beside) -> the result (N, other width), every row by itself
+    again    the same for backward: products whose values no derivative asks for are not computed
+    precise  the same as `body`, without casts
+    weights  which of `beside` products take
+    slices   into how many the rows are cut at most
+    cast     of what a product takes; a target's kernels put in another
+    """
+
+    body: fx.GraphModule
+    again: fx.GraphModule
+    precise: fx.GraphModule
+    weights: frozenset[int]
+    slices: int
+    cast: Callable[[Tensor], Tensor] = autocast
+    watch: RowsWatch = dataclasses.field(default_factory=RowsWatch)
+
+    def __call__(self, rows: Tensor, *beside: Any) -> Tensor:
+        """The result (..., other width) of `rows` (..., width)."""
+        held = _Held.apply(rows, *beside)  # Rule 4
+        result: Tensor = _Sliced.apply(self, held, rows, *beside)
+        return result
+
+    def whole(self) -> ChunkedRows:
+        """The same in one slice, whose sums are those of the untouched step."""
+        return dataclasses.replace(self, slices=1, watch=RowsWatch())
+
+    def in_float64(self) -> ChunkedRows:
+        """The same in float64 and in other slices, for rows and what is beside them that are."""
+        parts: dict[str, Any] = {"body": self.precise, "again": self.precise, "cast": as_given}
+        return dataclasses.replace(self, **parts, slices=2 * self.slices + 1, watch=RowsWatch())
+
+    def forward(self, rows: Tensor, beside: Sequence[Any]) -> Tensor:
+        """The result, without gradients of its own: call it where autograd is off."""
+        flat, prepared = rows.flatten(0, -2), self._prepared(beside)
+        result: Tensor | None = None
+        for cut in slices_of(flat.shape[0], self.slices):
+            made = self.body(flat[cut], *prepared)
+            if result is None:
+                result = made.new_empty(*rows.shape[:-1], made.shape[-1])  # no view: somebody may write to it
+            result.view(-1, made.shape[-1])[cut] = made
+            del made
+        assert result is not None
+        return result
+
+    def gradients(
+        self, rows: Tensor, beside: Sequence[Any], gradient: Tensor, wanted: Sequence[bool]
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """(gradient of the rows, sums of what is beside them) where `wanted`: of the rows, and each of the others."""
+        flat, given = rows.detach().flatten(0, -2), gradient.flatten(0, -2)
+        leaves = [_leaf(each, asks) for each, asks in zip(self._prepared(beside), wanted[1:], strict=True)]
+        of_rows = torch.empty_like(flat) if wanted[0] else None
+        sums: list[Tensor | None] = [None] * len(leaves)
+        for cut in slices_of(flat.shape[0], self.slices):
+            here = _leaf(flat[cut], wanted[0])
+            with torch.enable_grad(), saved_tensors_hooks(as_given, as_given):
+                made = self.again(here, *leaves)
+                asked = [each for each, asks in zip((here, *leaves), wanted, strict=True) if asks]
+                found = iter(torch.autograd.grad(made, asked, given[cut], allow_unused=True))
+            del made, asked
+            if of_rows is not None:
+                of_rows[cut] = _or_zeros(next(found), here)
+            for i, asks in enumerate(wanted[1:]):
+                if asks and (part := next(found)) is not None:
+                    sums[i] = _added(sums[i], part)
+                    del part
+            del found, here
+        return None if of_rows is None else of_rows.view(rows.shape), sums
+
+    def _prepared(self, beside: Sequence[Any]) -> list[Any]:
+        """What is beside the rows, as the body takes it. (Rule 3)"""
+        detached = (each.detach() if isinstance(each, Tensor) else each for each in beside)
+        return [self.cast(each) if i in self.weights else each for i, each in enumerate(detached)]
+
+
+class _Held(Function):
+    """Keeps what it is given for backward, and gives nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, *beside: Any) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(rows, *beside)
+        return rows.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return (None,) * len(ctx.needs_input_grad)
+
+
+class _Sliced(Function):
+    @staticmethod
+    def forward(ctx: Any, run: ChunkedRows, held: Tensor, rows: Tensor, *beside: Any) -> Tensor:
+        kind = rows.device.type
+        ctx.run, ctx.held = run, held.grad_fn
+        ctx.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        return run.forward(rows.detach(), beside)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise RematError(
+                "a chunked run of nodes has first derivatives only, and backward was called with create_graph=True; "
+                "make a plan without (exact=True, --exact)."
+            )
+        run: ChunkedRows = ctx.run
+        rows, *beside = ctx.held.saved_tensors
+        kind, dtype, enabled = ctx.autocast
+        with torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False):
+            of_rows, sums = run.gradients(rows, beside, gradient, ctx.needs_input_grad[2:])
+            if run.watch.on_run is not None:
+                run.watch.on_run(run, rows, beside, gradient, sums)
+        found = [None if each is None else each.to(beside[i].dtype) for i, each in enumerate(sums)]
+        del sums
+        return None, None, of_rows, *found
+
+
+class UnmadeProduct(Function):
+    """A product of rows and a weight (out, in), of which only the derivative is wanted."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        return rows.new_empty(rows.shape[0], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        rows, weight = ctx.saved_tensors
+        for_rows, for_weight, for_bias = ctx.needs_input_grad
+        return (
+            torch.mm(gradient, weight) if for_rows else None,
+            torch.mm(gradient.t(), rows) if for_weight else None,
+            gradient.sum(0) if for_bias else None,
+        )
+
+
+def unmade_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear` without its value."""
+    made: Tensor = UnmadeProduct.apply(rows, weight, bias)
+    return made
+
+
+def unmade_addmm(bias: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+    """`torch.addmm` of a bias, without its value."""
+    made: Tensor = UnmadeProduct.apply(rows, weight.t(), bias)
+    return made
+
+
+def _leaf(value: Any, asks: bool) -> Any:
+    return value.detach().requires_grad_(asks) if isinstance(value, Tensor) else value
+
+
+def _or_zeros(found: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if found is None else found
+
+
+def _added(total: Tensor | None, part: Tensor) -> Tensor:
+    """A sum, in float32 or better. (Rule 2)"""
+    if total is None:
+        return part.to(torch.promote_types(part.dtype, torch.float32))
+    return total.add_(part)

@@ -1,0 +1,302 @@
+"""Rows: runs of nodes in a captured graph that act on every row by itself, and are wide inside.
+
+A row is one token, or one sample. What a transformer does between two attentions is such a run: a norm, products that
+make each row several times wider, an activation, a product that makes it narrow again, the residual added. Run slice by
+slice, of what is wide only a slice ever exists. Rules for what a run is, by analysis of the graph:
+
+Rule 1  All its nodes have a rule for acting by row: products with weights, what acts on every number by itself, norms
+        and means over the last dimension, splits of it, changes of dtype, and views that leave it alone.
+        What has no rule (attention, a dropout that is on, batch normalisation) ends it. So does a write in place, and a
+        border of a context (autocast, no_grad).
+Rule 2  It takes one value that has rows. All else that it takes is given to the graph: weights, biases, constants.
+Rule 3  It gives one value to the nodes after it.
+Rule 4  It holds a product that widens, and all that reads what is wide. It begins as early as Rules 1 to 3 allow
+        without another product, and ends as soon as they do, or behind what follows and need not be made again for
+        backward: the residual's addition.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from remat.capture.anchors import writes
+from remat.capture.nodes import bracket_of, captured_nodes, may_draw
+from remat.chunking.heads import CASTS, COPIES, FLATTENINGS, kind_of, linear_arguments
+from remat.evaluation.graph import CHUNKED_ROWS
+
+PRODUCTS = frozenset({"linear", "addmm"})
+_POINTWISE = """
+    add sub mul truediv div neg pow square sqrt rsqrt exp abs clamp tanh sigmoid silu gelu relu relu6 leaky_relu elu
+    mish softplus hardswish
+"""
+POINTWISE = frozenset(_POINTWISE.split())
+VALUE_FREE = frozenset({"add", "sub", "neg", *CASTS, *FLATTENINGS, *COPIES})  # their derivatives ask for no value
+_NORMS = frozenset({"layer_norm", "rms_norm"})
+SPLITS = frozenset({"chunk", "split"})
+
+
+@dataclasses.dataclass(frozen=True)
+class RowRun:
+    """Consecutive nodes that act by row.
+
+    nodes   in the graph's order; the last one makes the result        given  the value with rows that they take
+    beside  what else they take of the graph: weights and biases, each once
+    """
+
+    nodes: tuple[fx.Node, ...]
+    given: fx.Node
+    beside: tuple[fx.Node, ...]
+
+    @property
+    def result(self) -> fx.Node:
+        return self.nodes[-1]
+
+    @property
+    def products(self) -> list[fx.Node]:
+        return [node for node in self.nodes if kind_of(node) in PRODUCTS]
+
+    @property
+    def rows(self) -> int:
+        """How many rows it takes; of open sizes what they were traced with."""
+        return _rows_of(self.given)
+
+    @property
+    def product_shapes(self) -> set[tuple[int, int, int]]:
+        """(rows, classes, width) of its products: a row of `width` numbers becomes one of `classes`."""
+        return {(self.rows, _width(node), _width(_rows_argument(node))) for node in self.products}
+
+    @property
+    def text(self) -> str:
+        """What its nodes do, by which such runs are told apart."""
+        return f"{CHUNKED_ROWS}{','.join(kind_of(node) for node in self.nodes if not is_view(node))})"
+
+    @property
+    def unmade(self) -> set[fx.Node]:
+        """Products whose values no derivative asks for: they need not be made again for backward."""
+        asked: set[fx.Node] = set()
+        inside = set(self.nodes)
+        for node in reversed(self.nodes):
+            users = [user for user in node.users if user in inside]
+            if any(user in asked or not _is_value_free(user) for user in users):
+                asked.add(node)
+        return {node for node in self.products if node not in asked}
+
+
+def find_row_runs(graph_module: fx.GraphModule) -> list[RowRun]:
+    """The runs of a captured graph, in order; no two share a node."""
+    found = []
+    for stretch in _stretches(captured_nodes(graph_module)):
+        end = 0
+        while (run := _next_run(stretch, end)) is not None:
+            found.append(run)
+            end = stretch.index(run.result) + 1
+    return found
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether `node` leaves rows as they are: their numbers, their order, their width."""
+    return kind_of(node) in FLATTENINGS or "dropout" in kind_of(node)
+
+
+def product_weights(node: fx.Node) -> tuple[Any, Any]:
+    """(weight, bias) of a product."""
+    if kind_of(node) == "addmm":
+        bias, _, weight = node.args
+        return weight, bias
+    _, weight, bias = linear_arguments(node)
+    return weight, bias
+
+
+def _stretches(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
+    """Longest runs of nodes that all act by row, on as many rows."""
+    stretch: list[fx.Node] = []
+    rows: Any = None
+    for node in nodes:
+        found = _rows_of(node) if _acts_by_row(node) else None
+        if found is None or (stretch and found not in (rows, 0)):
+            if stretch:
+                yield stretch
+            stretch, rows = [], None
+        if found is not None:
+            stretch.append(node)
+            rows = found or rows
+    if stretch:
+        yield stretch
+
+
+def _next_run(stretch: Sequence[fx.Node], begin: int) -> RowRun | None:
+    """The first run of `stretch` from its node `begin` on. (Rules 2 to 4)"""
+    for first in range(begin, len(stretch)):
+        if kind_of(stretch[first]) not in PRODUCTS or (hull := _wide(stretch, first)) is None:
+            continue
+        low = first
+        while low > begin and kind_of(stretch[low - 1]) not in PRODUCTS:
+            low -= 1
+        runs = (_shortest(stretch, a, hull) for a in range(low, first + 1))
+        best = max((run for run in runs if run is not None), key=lambda run: len(run.nodes), default=None)
+        if best is not None:
+            return best
+    return None
+
+
+def _shortest(stretch: Sequence[fx.Node], begin: int, end: int) -> RowRun | None:
+    """The run from `begin` past `end` that is soonest over, and what may follow without being made again."""
+    found: RowRun | None = None
+    while end <= len(stretch) and (found is None or _is_value_free(stretch[end - 1])):
+        if found is None or not _renames(stretch[end - 1]):
+            found = _run(stretch[begin:end]) or found
+        end += 1
+    return found
+
+
+def _wide(stretch: Sequence[fx.Node], first: int) -> int | None:
+    """Behind the last reader of what a widening product `first` makes wide; None where it does not."""
+    width = _width(_rows_argument(stretch[first]))
+    if _width(stretch[first]) <= width:
+        return None
+    where = {node: i for i, node in enumerate(stretch)}
+    end, i = first + 1, first
+    while i < end:
+        node = stretch[i]
+        if _width(node) > width:
+            readers = [user for user in node.users if user.op != "output"]
+            if any(user not in where for user in readers) or len(readers) < len(node.users):
+                return None  # what is wide leaves the stretch
+            end = max([end, *(where[user] + 1 for user in readers)])
+        i += 1
+    return end
+
+
+def _run(nodes: Sequence[fx.Node]) -> RowRun | None:
+    """`nodes` as a run, if they are one. (Rules 2 and 3)"""
+    inside = set(nodes)
+    taken = dict.fromkeys(source for node in nodes for source in _sources(node) if source not in inside)
+    beside = [source for source in taken if source.op in ("placeholder", "get_attr") and _is_weight(source)]
+    given = [source for source in taken if source not in beside]
+    left = [node for node in nodes if any(user not in inside for user in node.users)]
+    if len(given) != 1 or left != [nodes[-1]] or _tensor(nodes[-1]) is None or is_view(nodes[0]):
+        return None
+    value = _tensor(given[0])
+    if value is None or value.dim() < 2 or not value.is_floating_point() or _count(value) != _rows_of(nodes[-1]):
+        return None
+    return RowRun(tuple(nodes), given[0], tuple(beside))
+
+
+def _sources(node: fx.Node) -> list[fx.Node]:
+    """What a node takes; a view's sizes aside."""
+    return [node.args[0]] if is_view(node) else node.all_input_nodes  # type: ignore[list-item]
+
+
+def _is_weight(node: fx.Node) -> bool:
+    """Whether a graph's input has no rows: a weight, a bias, a number."""
+    value = node.meta.get("example_value")
+    return isinstance(value, torch.nn.Parameter) or (isinstance(value, torch.Tensor) and value.dim() <= 1)
+
+
+def _acts_by_row(node: fx.Node) -> bool:
+    """Rule 1."""
+    kind, value = kind_of(node), _first_tensor(node)
+    if value is None or not value.is_floating_point() or bracket_of(node) or writes(node) or may_draw(node):
+        return False
+    if kind in PRODUCTS:
+        return _is_product(node)
+    if kind in _NORMS:
+        if not all(map(_has_no_rows_or_all, node.all_input_nodes)):
+            return False
+        sizes = node.args[1] if len(node.args) > 1 else node.kwargs.get("normalized_shape")
+        return isinstance(sizes, (tuple, list, torch.Size)) and len(sizes) == 1
+    if kind == "mean":
+        dims = node.args[1:2] or [node.kwargs.get("dim")]
+        return dims[0] in (-1, [-1], (-1,)) and node.kwargs.get("keepdim") is True
+    if is_view(node):
+        return _width(node) == _width(node.args[0]) and isinstance(node.args[0], fx.Node)
+    if kind in SPLITS:
+        dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+        given = _tensor(node.args[0])
+        return given is not None and dim in (-1, given.dim() - 1)
+    if kind == "getitem":
+        return _takes_part(node)
+    if kind in CASTS:
+        return all(not isinstance(each, fx.Node) for each in (*node.args[1:], *node.kwargs.values()))
+    writes_or_mixes = node.kwargs.get("out") is not None or any(each is True for each in node.args[1:])  # inplace
+    return kind in POINTWISE | COPIES and not writes_or_mixes and all(map(_has_no_rows_or_all, node.all_input_nodes))
+
+
+def _has_no_rows_or_all(source: fx.Node) -> bool:
+    """Whether what a node takes is one number a column, or a value with rows: not an embedding of positions, say."""
+    value = _tensor(source)
+    return value is not None and (value.dim() <= 1 or source.op not in ("placeholder", "get_attr"))
+
+
+def _is_product(node: fx.Node) -> bool:
+    rows, (weight, bias) = _rows_argument(node), product_weights(node)
+    if kind_of(node) == "addmm" and (node.kwargs or len(node.args) != 3):
+        return False
+    weights = [each for each in (weight, bias) if each is not None]
+    given = all(isinstance(each, fx.Node) and each.op in ("placeholder", "get_attr") for each in weights)
+    return given and isinstance(rows, fx.Node) and _tensor(weight) is not None and _tensor(weight).dim() == 2  # type: ignore[union-attr]
+
+
+def _rows_argument(product: fx.Node) -> Any:
+    return product.args[1] if kind_of(product) == "addmm" else linear_arguments(product)[0]
+
+
+def _takes_part(node: fx.Node) -> bool:
+    """Whether an indexing takes one of several parts, or a slice of the last dimension."""
+    given, index = node.args
+    if isinstance(given, fx.Node) and kind_of(given) in SPLITS:
+        return isinstance(index, int)
+    if not isinstance(index, tuple) or len(index) != 2 or index[0] is not Ellipsis or not isinstance(index[1], slice):
+        return False
+    return all(isinstance(each, int | None) for each in (index[1].start, index[1].stop, index[1].step))
+
+
+def _renames(node: fx.Node) -> bool:
+    """Whether a node gives the numbers that it is given, in another shape or dtype: it belongs to what comes after."""
+    return is_view(node) or kind_of(node) in CASTS | COPIES
+
+
+def _is_value_free(node: fx.Node) -> bool:
+    if kind_of(node) in ("mul", "truediv", "div"):
+        return len(node.all_input_nodes) == 1 and len(node.args) == 2 and node.args[0] is not node.args[1]
+    return kind_of(node) in VALUE_FREE
+
+
+def _rows_of(node: fx.Node) -> int:
+    """How many rows the value of a node has; 0 for one computed out of weights alone."""
+    found = _first_tensor(node)
+    return 0 if found is None or found.dim() < 2 else _count(found)
+
+
+def _count(value: torch.Tensor) -> int:
+    rows = 1
+    for size in value.shape[:-1]:
+        rows *= _size(size)
+    return rows
+
+
+def _size(size: Any) -> int:
+    return size if isinstance(size, int) else int(size.node.hint or 1)
+
+
+def _width(node: Any) -> int:
+    found = _first_tensor(node)
+    return 0 if found is None or found.dim() == 0 else _size(found.shape[-1])
+
+
+def _first_tensor(node: Any) -> torch.Tensor | None:
+    """The example value of a node, the first of several."""
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    if isinstance(value, (tuple, list)) and value:
+        value = value[0]
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _tensor(node: Any) -> torch.Tensor | None:
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return value if isinstance(value, torch.Tensor) else None

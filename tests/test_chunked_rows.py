@@ -1,0 +1,513 @@
+"""MLPs in slices: results and gradients are those of the untouched step, but that weights inside are summed in another
+order; what is predicted is what is measured; and a plan takes them where they pay.
+
+The oracle is the untouched model. Sums are held to float64.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import fx, nn
+from torch.nn import functional as F
+
+import remat
+from remat.capture.dynamo import GraphCalls
+from remat.chunking.chunk import chunk, chunked_rows
+from remat.chunking.chunked_rows import ChunkedRows
+from remat.chunking.rows import find_row_runs
+from remat.cli.screen import plan_text
+from remat.costing.planning_device import find_planning_device
+from remat.errors import Infeasible, RematError
+from remat.evaluation.evaluator import Memory
+from remat.evaluation.form import Form, form_of
+from remat.evaluation.plan import Plan, Region, to_refs
+from remat.execution.eager.replay import replay
+from remat.planning import variants
+from remat.planning.planner import plan
+from remat.planning.profiling import fake_step, profile_step
+from remat.recording.fake_step import FakeStep
+from remat.validation.sums import NEAR
+from remat.validation.validating import validate
+from remat.workload.workload import Workload
+from tests.cached import cached
+from tests.examples import examples
+from tests.fuzzing import few_rows, verdicts
+from tests.graphs import DYNAMO_LOOKS_AT_GRAD
+from tests.toys import CPU, every_block
+
+pytestmark = [pytest.mark.usefixtures("fresh_dynamo", "one_thread"), pytest.mark.every_slice]
+
+WIDTH, WIDE, LENGTH = 16, 96, 80
+
+
+class Half(nn.Module):
+    """The half of a block that acts by row; what subclasses make of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDE), nn.Linear(WIDE, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Gated(Half):
+    """As in Llama: two products that widen, an RMS norm by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, WIDE, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        normed = self.norm.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+
+class Split(Half):
+    """As in Phi: one product makes both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.up(self.norm(x)).chunk(2, dim=2)
+        return x + self.down(F.silu(gate) * up)
+
+
+class Flattened(Half):
+    """As in GPT-2: rows are flattened for each product, by `addmm`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels = nn.ParameterList([0.1 * torch.randn(WIDTH, WIDE), 0.1 * torch.randn(WIDE, WIDTH)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up, down = self.kernels
+        wide = torch.addmm(self.up.bias, self.norm(x).view(-1, WIDTH), up).view(*x.shape[:-1], WIDE)
+        return x + torch.addmm(self.down.bias, torch.tanh(wide).view(-1, WIDE), down).view(x.shape)
+
+
+class Adapted(Half):
+    """A frozen product with a low-rank one beside it, as LoRA has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.high = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDE, bias=False)
+        self.up.requires_grad_(False)
+        self.down.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(x)
+        return x + self.down(F.gelu(self.up(normed) + 0.5 * self.high(self.low(normed))))
+
+
+ROWS = (Half, Gated, Split, Flattened, Adapted)
+
+
+class Dropped(Half):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.dropout(F.gelu(self.up(self.norm(x))), 0.1, self.training))
+
+
+class Placed(Half):
+    """A number for every position lies in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = nn.Parameter(torch.randn(LENGTH, WIDE))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x)) + self.place))
+
+
+class Mixed(Half):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(self.norm(x)).softmax(dim=1))
+
+
+class Averaged(Half):
+    """Batch normalisation of what is wide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.statistics = nn.BatchNorm1d(WIDE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.statistics(self.up(self.norm(x)).flatten(0, 1)).view(*x.shape[:-1], WIDE))
+
+
+class Written(Half):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.relu(self.up(self.norm(x)), inplace=True))
+
+
+class Shown(Half):
+    """Somebody else reads what is wide."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = F.gelu(self.up(self.norm(x)))
+        return x + self.down(wide) + wide.square().mean()
+
+
+class Masked(Half):
+    """It takes a second value with rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = x.roll(1, dims=1)[..., :1]
+        return x + self.down(F.gelu(self.up(self.norm(x)) * mask))
+
+
+NOT_ROWS = (Dropped, Placed, Mixed, Averaged, Written, Shown, Masked)
+
+
+class Model(nn.Module):
+    """Layers that mix rows, each followed by a half that does not, and a loss."""
+
+    def __init__(self, half: type[Half], layers: int = 3):
+        super().__init__()
+        self.embed = nn.Embedding(50, WIDTH)
+        self.mixers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(layers)])
+        self.halves = nn.ModuleList([half() for _ in range(layers)])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for mixer, half in zip(self.mixers, self.halves, strict=True):
+            x = x + mixer(x).cumsum(1).tanh()
+            x = half(x)
+        return x.float().square().mean()
+
+
+def batch(samples: int, length: int | None) -> torch.Tensor:
+    return torch.randint(50, (samples, length or LENGTH))
+
+
+def step(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(ids)
+    return loss
+
+
+def workload(half: type[Half], samples: int = 16) -> Workload:
+    return Workload(half.__name__, functools.partial(Model, half), batch, step, batch_size=samples, seq_len=LENGTH)
+
+
+def captured(half: type[Half]) -> fx.GraphModule:
+    fake = FakeStep(workload(half), device=CPU)
+    fake.warm_up()
+    ((_, graph_module),) = fake._captured.values()
+    return graph_module
+
+
+# Which runs are found
+
+
+@pytest.mark.parametrize("half", ROWS, ids=lambda half: half.__name__)
+def test_what_acts_by_row_is_found_from_the_norm_to_the_residual(half: type[Half]) -> None:
+    runs = find_row_runs(captured(half))
+    assert len(runs) == 3
+    first, *_ = runs
+    assert first.text.endswith(("linear,add)", "addmm,add)"))
+    assert (first.rows, first.given.meta["example_value"].shape[-1]) == (16 * LENGTH, WIDTH)
+    assert len(first.unmade) == 1  # the product before the residual's addition
+
+
+@pytest.mark.parametrize("half", NOT_ROWS, ids=lambda half: half.__name__)
+def test_what_mixes_rows_or_has_another_reader_is_left_whole(half: type[Half]) -> None:
+    graph_module = captured(half)
+    assert find_row_runs(graph_module) == []
+    assert chunked_rows(chunk(graph_module, {}, 2)) == []
+
+
+def test_a_dropout_that_is_off_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: Half, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.dropout(F.gelu(self.up(self.norm(x))), 0.0, self.training))
+
+    monkeypatch.setattr(Dropped, "forward", forward)
+    assert len(find_row_runs(captured(Dropped))) == 3
+
+
+# What slices compute
+
+
+@dataclasses.dataclass
+class Stepped:
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+
+
+def stepped(model: nn.Module, forward: Callable[..., Any], autocast: bool) -> Stepped:
+    model.zero_grad()
+    torch.manual_seed(3)
+    ids = batch(16, LENGTH)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = forward(ids)
+    loss.backward()
+    return Stepped(loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+
+
+def in_slices(model: nn.Module, slices: int) -> GraphCalls:
+    """The forward of `model`, its halves in slices."""
+
+    def run(call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
+        found = chunk(graph_module, {}, slices)
+        assert len(chunked_rows(found)) == 3
+        return found(*args)
+
+    return GraphCalls(model.forward, run)
+
+
+POLICIES = {"float32": (torch.float32, False), "autocast": (torch.float32, True), "bfloat16": (torch.bfloat16, False)}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("half", ROWS, ids=lambda half: half.__name__)
+def test_loss_and_gradients_are_the_untouched_ones_but_for_sums(half: type[Half], policy: str) -> None:
+    dtype, autocast = POLICIES[policy]
+    torch.manual_seed(0)
+    model = Model(half).to(dtype).train()
+    plain = stepped(model, model, autocast)
+    double = copy.deepcopy(model).double()
+    exact = stepped(double, double, False)
+    found = stepped(model, in_slices(model, 4), autocast)
+    assert torch.equal(plain.loss, found.loss)
+    assert plain.gradients.keys() == found.gradients.keys()
+    for name, gradient in plain.gradients.items():
+        if not name.startswith("halves"):
+            assert torch.equal(gradient, found.gradients[name]), name
+        else:
+            assert found.gradients[name].dtype == gradient.dtype
+            truth = exact.gradients[name]
+            apart, own = ((each.double() - truth).norm() for each in (found.gradients[name], gradient))
+            assert apart <= 1.5 * own + 1e-6 * truth.norm(), name  # `sums.py` holds sums alone to float64
+
+
+def calls(rows: int = 256, width: int = WIDTH) -> tuple[ChunkedRows, torch.Tensor, list[torch.Tensor]]:
+    """A run by itself, rows for it, and what is beside them."""
+    (function, *_) = chunked_rows(chunk(captured(Half), {}, 2))
+    torch.manual_seed(0)
+    half = Half()
+    beside = [half.norm.weight, half.norm.bias, half.up.weight, half.up.bias, half.down.weight, half.down.bias]
+    return function, torch.randn(rows, width, requires_grad=True), list(beside)
+
+
+def test_backward_twice_needs_the_graph_to_be_retained() -> None:
+    run, rows, beside = calls()
+    loss = run(rows, *beside).sum()
+    loss.backward(retain_graph=True)
+    first = rows.grad.clone() if rows.grad is not None else None
+    loss.backward()
+    assert first is not None and rows.grad is not None and torch.equal(rows.grad, 2 * first)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_second_derivatives_are_refused() -> None:
+    run, rows, beside = calls()
+    (first,) = torch.autograd.grad(run(rows, *beside).sum(), rows, retain_graph=True)
+    assert first.shape == rows.shape
+    with pytest.raises(RematError, match="first derivatives only"):
+        torch.autograd.grad(run(rows, *beside).sum(), rows, create_graph=True)
+
+
+def test_rows_without_gradient_and_frozen_weights_get_none() -> None:
+    run, rows, beside = calls()
+    run(rows.detach(), *beside).sum().backward()
+    assert all(each.grad is not None for each in beside)
+    for each in beside:
+        each.grad = None
+        each.requires_grad_(False)
+    run(rows, *beside).sum().backward()
+    assert rows.grad is not None and all(each.grad is None for each in beside)
+    assert run(rows.detach(), *beside).grad_fn is None
+
+
+def test_the_result_may_be_written_to() -> None:
+    run, rows, beside = calls()
+    plain = run(rows, *beside) * 3.0
+    (expected,) = torch.autograd.grad(plain.sum(), rows)
+    written = run(rows, *beside)
+    written *= 3.0
+    (found,) = torch.autograd.grad(written.sum(), rows)
+    assert torch.equal(plain, written) and torch.equal(expected, found)
+
+
+def test_rows_that_are_written_to_before_backward_are_an_error() -> None:
+    run, rows, beside = calls()
+    given = rows * 1.0
+    made = run(given, *beside).sum()
+    given.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        made.backward()
+
+
+# What they need
+
+
+@pytest.mark.fast("Gated-amp-h100-80gb", "Adapted--cpu")
+@pytest.mark.parametrize("target", ["cpu", "h100-80gb"])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["", "amp"])
+@pytest.mark.parametrize("half", ROWS, ids=lambda half: half.__name__)
+def test_the_evaluator_s_bytes_are_the_replay_s(half: type[Half], autocast: torch.dtype | None, target: str) -> None:
+    place = find_planning_device(target)
+    fake = fake_step(dataclasses.replace(workload(half), autocast=autocast), place)
+    fake.warm_up()
+    with fake.in_form(Form(rows=3)):
+        from tests.test_chunking import recorded_here
+
+        profile = profile_step(fake, place) if target != "cpu" else recorded_here(fake)
+        graph, costs = profile.graph, profile.costs
+        runs = [i for i, node in enumerate(graph.nodes) if node.op.startswith("chunked_rows(")]
+        assert len(runs) == 3
+        ending = tuple(Region(i - 3, i + 1) for i in runs)  # each ends in a run: early stop is in front of it
+        around = (Region(runs[0] - 3, runs[2] + 1),)
+        nested = (Region(runs[0] - 3, runs[2] + 1, inner=ending),)
+        for each in ((), ending, around, nested):
+            alive = replay(
+                fake,
+                to_refs(graph, each),
+                alignment_bytes=place.target.alignment_bytes,
+                workspace_of=costs.workspace_of(graph),
+            )
+            evaluated = Memory(graph, costs.workspace_per_op(graph)).curve(each)
+            assert np.array_equal(alive + graph.unseen_bytes, evaluated.alive_bytes)
+
+
+@given(number=st.integers(0, 10**9))
+@settings(
+    max_examples=examples(3, 12),
+    phases=(Phase.explicit, Phase.generate),  # a smaller number is no smaller model
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+@pytest.mark.filterwarnings(DYNAMO_LOOKS_AT_GRAD)
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+def test_a_random_model_with_mlps_in_slices_keeps_its_promises_under_random_plans(number: int) -> None:
+    with few_rows():
+        assert [row for row in verdicts(number, 3, Form(rows=3)) if row["failures"]] == []
+
+
+def test_a_region_that_ends_in_a_run_stops_in_front_of_it() -> None:
+    place = find_planning_device("h100-80gb")
+    fake = fake_step(workload(Gated), place)
+    fake.warm_up()
+    with fake.in_form(Form(rows=2)):
+        graph = profile_step(fake, place).graph
+    run = next(i for i, node in enumerate(graph.nodes) if node.op.startswith("chunked_rows("))
+    curve = Memory(graph).curve((Region(run - 3, run + 1),))
+    again = set(graph.op_node[curve.op[curve.region >= 0]].tolist())
+    assert again and run not in again
+
+
+# Plans
+
+
+@cached
+def tight() -> tuple[int, int]:
+    """(the least that any plan needs with MLPs whole, and with MLPs in slices), on an H100."""
+    least = []
+    for exact in (True, False):
+        with pytest.raises(Infeasible) as refused:
+            plan(workload(Gated), budget=1, target="h100-80gb", exact=exact)
+        assert refused.value.minimum_budget_bytes is not None
+        least.append(refused.value.minimum_budget_bytes)
+    return least[0], least[1]
+
+
+def test_a_plan_cuts_mlps_where_nothing_else_fits() -> None:
+    whole, cut = tight()
+    assert cut < whole
+    made = plan(workload(Gated), budget=(whole + cut) // 2, target="h100-80gb")
+    assert form_of(made.about).rows >= 2
+    assert made.predicted["peak_bytes"] <= made.budget_bytes
+    assert made.predicted["form_time_us"] > 0
+    assert "MLPs" in plan_text(made)
+
+
+def test_where_a_plan_is_cheaper_mlps_are_left_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, _ = tight()
+    made = plan(workload(Gated), budget=4 * whole, target="h100-80gb")
+    assert form_of(made.about).rows == 0
+
+
+@functools.cache
+def planned() -> Plan:
+    """A plan for this CPU with MLPs in slices, and regions."""
+    place = find_planning_device("cpu")
+    found = workload(Gated, samples=64)
+    fake = fake_step(found, place)
+    whole = profile_step(fake, place)
+    with fake.in_form(Form(rows=4)):
+        profile = profile_step(fake, place)
+    least = Memory(profile.graph, profile.costs.workspace_per_op(profile.graph))
+    regions = [Region(i - 3, i + 1) for i, n in enumerate(profile.graph.nodes) if n.op.startswith("chunked_rows(")]
+    budget = least.curve(tuple(regions)).peak_bytes
+    assert budget < Memory(whole.graph).curve(tuple(every_block(whole.graph))).peak_bytes
+    from remat.planning.budget import Budget
+    from remat.planning.planner import plan_profile
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(variants, "WIDE", 64 * LENGTH * WIDE // 4)
+        patch.setattr(variants, "round_alike", lambda *about: True)
+        return plan_profile(whole, Budget(budget, budget), step=fake)
+
+
+def test_a_plan_with_mlps_in_slices_validates() -> None:
+    made = planned()
+    assert form_of(made.about).rows == 4
+    report = validate(workload(Gated, samples=64), made, repeats=1)
+    assert report.passed, str(report)
+    assert report.gradients_near and all(name.startswith("halves.") for name in report.gradients_near)
+    weights = [name for name in report.gradients_near if name.endswith(("up.weight", "gate.weight", "down.weight"))]
+    assert all(report.gradients_near[name] <= NEAR for name in weights)
+    assert report.measured["peak_bytes"] == pytest.approx(made.predicted["peak_bytes"], rel=0.0005)
+    assert report.measured["peak_bytes"] <= made.budget_bytes
+
+
+@pytest.mark.parametrize("wrong", ["rows", "sums"])
+def test_wrong_gradients_of_a_run_fail_its_validation(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    right = ChunkedRows.gradients
+
+    def gradients(self: ChunkedRows, *given: Any) -> Any:
+        of_rows, sums = right(self, *given)
+        if self.slices != 4:  # what a validation computes again
+            return of_rows, sums
+        if wrong == "rows":
+            return None if of_rows is None else of_rows * (1 + 1e-6), sums
+        return of_rows, [None if each is None else each * (1 + 1e-4) for each in sums]
+
+    monkeypatch.setattr(ChunkedRows, "gradients", gradients)
+    report = validate(workload(Gated, samples=64), planned(), repeats=1)
+    assert not report.passed and not report.gradients_equal
+
+
+def test_a_saved_plan_trains_at_every_batch_size(tmp_path: Path) -> None:
+    path = tmp_path / "rows.plan.json"
+    planned().save(path)
+    torch.manual_seed(0)
+    untouched = Model(Gated).train()
+    model = remat.apply(copy.deepcopy(untouched), str(path))
+    for samples, length in ((64, LENGTH), (7, LENGTH), (5, 33), (64, 40)):
+        ids = batch(samples, length)
+        expected, found = step(untouched, ids), step(model, ids)
+        assert torch.equal(expected, found)
+        expected.backward()
+        found.backward()
+        for one, other in zip(untouched.parameters(), model.parameters(), strict=True):
+            assert (one.grad is None) == (other.grad is None)  # a bias of `Gated`'s norm gets none
+            if one.grad is not None and other.grad is not None:
+                assert torch.allclose(one.grad, other.grad, rtol=1e-4, atol=1e-7)
+        untouched.zero_grad()
+        model.zero_grad()
+    model.eval()
+    assert torch.equal(step(untouched.eval(), ids), step(model, ids))
