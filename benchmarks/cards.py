@@ -9,8 +9,8 @@ counted.
 
 The longest sequence that fits a card is read off between two recorded lengths, a multiple of 256. There the peak is
 taken for linear in the length. Where attention is not fused it grows faster, so a little more would fit, never less.
-Beyond the longest recorded length nothing is said: `65536` means at least that. 0 means that 1,024 do not fit. A row
-ends where parameters, gradients and optimizer state alone exceed the largest card.
+The longest recorded length is 65,536, or as many positions as the model has: there it means at least that. 0 means
+that 1,024 do not fit. A row ends where parameters, gradients and optimizer state alone exceed the largest card.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ WAYS = ("LoRA", "QLoRA", "fully")
 MOST = {"qwen3.5-9b": 8192}  # its delta rule in torch's own operators is a loop over pieces of 64 tokens
 BF16_ADAMW = 8  # bytes a parameter: itself, its gradient, two moments
 PLENTY, SEARCH_S = 1 << 62, 20
-COLUMNS = ["model", "parameters", "trained"] + [f"{which}_at_{n}" for n in LENGTHS for which in ("peak", "least")]
+COLUMNS = ["model", "parameters", "positions", "trained"] + [
+    f"{which}_at_{n}" for n in LENGTHS for which in ("peak", "least")
+]
 COLUMNS += [f"{how}_{card}" for card in CARDS_GIB for how in ("without", "planned")] + ["cpu_s", "failure"]
 
 
@@ -78,8 +80,9 @@ def row_of(name: str, how: str) -> dict[str, Any]:
     started = time.process_time()
     workload = trained(build(name), how)
     with torch.device("meta"):
-        parameters = sum(p.numel() for p in build(name).build().parameters())
-    row: dict[str, Any] = {"parameters": parameters}
+        model: Any = build(name).build()
+    parameters, most = sum(p.numel() for p in model.parameters()), MOST.get(name, positions_of(model))
+    row: dict[str, Any] = {"parameters": parameters, "positions": most}
     if how == "fully" and parameters * BF16_ADAMW > CARDS_GIB[-1] * GIB:
         states = f"states alone take {parameters * BF16_ADAMW / GIB:.0f} GiB"
         return {
@@ -89,16 +92,23 @@ def row_of(name: str, how: str) -> dict[str, Any]:
         }
     peaks: dict[int, tuple[int, int]] = {}
     try:
-        for length in LENGTHS:
-            if length <= MOST.get(name, length) and (not peaks or min(peaks[max(peaks)]) <= CARDS_GIB[-1] * GIB):
+        for named in LENGTHS:
+            length = min(named, most)
+            if length not in peaks and (not peaks or min(peaks[max(peaks)]) <= CARDS_GIB[-1] * GIB):
                 peaks[length] = peaks_of(workload.sized(1, length))
-                row |= {f"peak_at_{length}": _gib(peaks[length][0]), f"least_at_{length}": _gib(peaks[length][1])}
+                row |= {f"peak_at_{named}": _gib(peaks[length][0]), f"least_at_{named}": _gib(peaks[length][1])}
         for card in CARDS_GIB:
             for which, each in enumerate(("without", "planned")):
                 row[f"{each}_{card}"] = longest({n: found[which] for n, found in peaks.items()}, card * GIB)
     except (RematError, RuntimeError) as error:
         row["failure"] = f"{type(error).__name__}: {str(error)[:300]}"
     return {**row, "cpu_s": round(time.process_time() - started, 1)}
+
+
+def positions_of(model: Any) -> int:
+    """The longest sequence that a model has positions for."""
+    config = getattr(model.config, "text_config", model.config)
+    return int(config.max_position_embeddings)
 
 
 def trained(workload: Workload, how: str) -> Workload:
