@@ -1,4 +1,4 @@
-"""What the examples share: two small models, data made on the spot, and a table of what they found.
+"""What the examples share: small models, data made on the spot, and a table of what they found.
 
 The text is sums, character by character ("17+25=42;"); the images are bars in one of four directions, under noise.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import gc
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -50,6 +52,45 @@ def gpt2() -> nn.Module:
     model = GPT2LMHeadModel(config).train()
     model.loss_type = "ForCausalLM"  # the library would read it off the class's name, with a warning in the first step
     return model
+
+
+def llama() -> Any:
+    """Llama with four layers, always the same, for what loads a model and its `tokenizer`."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=len(CHARACTERS) + 1,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=len(CHARACTERS),
+        bos_token_id=CHARACTERS.index(";"),
+        eos_token_id=CHARACTERS.index(";"),
+    )
+    return LlamaForCausalLM(config)
+
+
+@functools.cache
+def tokenizer() -> Any:
+    """One token a character, without a download."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {character: i for i, character in enumerate([*CHARACTERS, "<pad>"])}
+    made = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token=";")
+
+
+@functools.cache
+def sums(rows: int = 4000) -> list[dict[str, str]]:
+    """Rows of one to nine sums, of which a trainer packs several into one."""
+    rng = torch.Generator(device="cpu").manual_seed(0)
+    numbers = torch.randint(0, 50, (rows, 9, 2), generator=rng, device="cpu").tolist()
+    return [{"text": "".join(f"{a}+{b}={a + b};" for a, b in row[: 1 + i % 9])} for i, row in enumerate(numbers)]
 
 
 def text(samples: int, length: int | None = LENGTH) -> dict[str, torch.Tensor]:

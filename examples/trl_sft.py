@@ -5,19 +5,15 @@ python examples/trl_sft.py [--steps 50] [--budget 90MiB]
 
 from __future__ import annotations
 
-import functools
 import os
 import tempfile
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from common import CHARACTERS, DEVICE, TrainingResult, observed, options, report
+from common import DEVICE, TrainingResult, llama, observed, options, report, sums, tokenizer
 from datasets import Dataset, disable_progress_bars
 from peft import LoraConfig
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 from remat.integrations.transformers import RematCallback
@@ -43,7 +39,7 @@ def script(folder: str, steps: int, *callbacks: RematCallback) -> SFTTrainer:
     return SFTTrainer(
         llama(),
         arguments,
-        train_dataset=sums(),
+        train_dataset=Dataset.from_list(sums()),
         processing_class=tokenizer(),
         peft_config=LoraConfig(r=16, target_modules="all-linear", lora_dropout=0.1),
         callbacks=list(callbacks),
@@ -58,41 +54,6 @@ QUIET: dict[str, Any] = {
     "use_cpu": DEVICE.type == "cpu",
     "dataloader_pin_memory": DEVICE.type != "cpu",
 }
-
-
-def llama() -> nn.Module:
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=len(CHARACTERS) + 1,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        pad_token_id=len(CHARACTERS),
-        bos_token_id=CHARACTERS.index(";"),
-        eos_token_id=CHARACTERS.index(";"),
-    )
-    return LlamaForCausalLM(config)
-
-
-@functools.cache
-def sums() -> Dataset:
-    """Rows of one to nine sums, of which are packed into one of `LENGTH`."""
-    rng = torch.Generator(device="cpu").manual_seed(0)
-    numbers = torch.randint(0, 50, (4000, 9, 2), generator=rng, device="cpu").tolist()
-    return Dataset.from_list(
-        [{"text": "".join(f"{a}+{b}={a + b};" for a, b in row[: 1 + i % 9])} for i, row in enumerate(numbers)]
-    )
-
-
-@functools.cache
-def tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character, without a download."""
-    words = {character: i for i, character in enumerate([*CHARACTERS, "<pad>"])}
-    made = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token=";")
 
 
 def main(arguments: Sequence[str] | None = None) -> tuple[TrainingResult, TrainingResult]:

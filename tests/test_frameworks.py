@@ -57,6 +57,8 @@ def costs_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
         ("lightning_trainer", "lightning"),
         pytest.param("lora", "peft", marks=pytest.mark.exhaustive),
         pytest.param("trl_sft", "trl", marks=pytest.mark.exhaustive),
+        pytest.param("axolotl_yaml", "axolotl", marks=pytest.mark.exhaustive),
+        pytest.param("llama_factory", "llamafactory", marks=pytest.mark.exhaustive),
     ],
 )
 def test_an_example_trains_alike_in_less_memory(

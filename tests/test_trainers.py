@@ -269,6 +269,54 @@ def test_a_batch_has_padding_where_batches_of_rows_of_several_lengths_have(tmp_p
     assert (mask_of(several) == 0).sum() == 1 and mask_of(several).shape == (4, LENGTH)
 
 
+def collate_packed(rows: list[list[dict[str, Any]]]) -> dict[str, torch.Tensor]:
+    """A row of each list of rows."""
+    return {
+        name: torch.tensor([[value for each in row for value in each[name]] for row in rows])
+        for name in ("input_ids", "labels")
+    }
+
+
+def test_a_batch_is_what_a_sampler_packs_that_packs_as_it_samples(tmp_path: Path) -> None:
+    """As axolotl's: a batch of it is a list of rows, each a list of indices."""
+
+    class Packing(torch.utils.data.BatchSampler):
+        def __init__(self) -> None:
+            super().__init__(torch.utils.data.SequentialSampler(range(6)), 3, True)
+
+        def __iter__(self) -> Any:
+            torch.rand(1)  # shuffles
+            return iter([[[0, 1], [2, 3]], [[4, 5, 0], [1, 2]]])
+
+    made = trainer(tmp_path, data=rows(6, lambda i: 8 + i), collate=collate_packed)
+    made.get_train_dataloader = lambda: torch.utils.data.DataLoader(
+        made.train_dataset, batch_sampler=Packing(), collate_fn=collate_packed
+    )
+    before = torch.random.get_rng_state()
+    workload = workload_of(made)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert (workload.batch_size, workload.seq_len) == (2, 12 + 13 + 8)
+    assert workload.batch(1, 33)["inputs"]["input_ids"].shape == (1, 33)
+    assert workload.batch(3, 20)["inputs"]["input_ids"].shape == (3, 20)
+    assert workload.batch(1, 50)["inputs"]["input_ids"].shape == (1, 50)
+
+
+def test_what_a_loss_notes_in_the_state_of_a_trainer_while_it_is_planned_is_not_there_afterwards(
+    tmp_path: Path,
+) -> None:
+    """axolotl counts tokens there: shapes alone would meet numbers in the first step."""
+
+    class Counting(transformers.Trainer):  # type: ignore[name-defined]
+        def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            self.state.seen = getattr(self.state, "seen", 0) + (inputs["labels"] != -100).sum()
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    made = trainer(tmp_path)
+    made.__class__ = Counting
+    recorded(workload_of(made))
+    assert not hasattr(made.state, "seen")
+
+
 # The callback
 
 
@@ -309,6 +357,21 @@ def test_the_models_own_checkpointing_gives_way_to_the_plan(
     assert capsys.readouterr().err.count("gradient_checkpointing is off") == 1
     losses_of(made)  # a second training turns it on again
     assert not checkpoints_itself(made.model)
+
+
+def test_checkpointing_that_a_loader_has_turned_on_gives_way_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """LLaMA-Factory's does, and the Trainer's arguments say nothing of it."""
+    expected = losses_of(trainer(tmp_path))
+    monkeypatch.setattr(planner, "plan", by_hand)
+    made = trainer(tmp_path, callback := RematCallback(budget="1MiB", cache=tmp_path))
+    made.model.gradient_checkpointing_enable()
+    assert not checkpoints_itself(workload_of(made).build()) and checkpoints_itself(made.model)
+    assert losses_of(made) == expected
+    assert callback.plan is not None and counts_of(made.model).regions == 2 * len(callback.plan.regions) > 0
+    assert not checkpoints_itself(made.model)
+    assert capsys.readouterr().err.count("gradient_checkpointing is off") == 1
 
 
 # Long runs

@@ -23,6 +23,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import itertools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -37,12 +38,14 @@ from remat._torch.recording import untraced
 from remat._torch.training import UnseenMode, fakes_are_on, without_modes
 from remat.capture.beside_parameters import HOLDERS, carry_over, tensors_beside
 from remat.errors import UsageError
+from remat.execution.planned_forward import checkpoints_itself
 from remat.integrations.settings import outputs_in_fp32
 from remat.workload.optimizers import MakeOptimizer
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 
 MOST_ROWS = 1000  # of a data set that are looked at for the longest
+MOST_BATCHES = 100  # of a sampler that packs, the same
 LENGTHS = "seq_lengths"  # of the sequences that TRL packed into a row
 
 Batch = dict[str, Any]
@@ -59,7 +62,7 @@ def workload_of(trainer: Any) -> Workload:
     autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(trainer.accelerator.mixed_precision))
     return Workload(
         name=f"{type(trainer).__name__} of {type(trainer.model).__name__}",
-        build=functools.partial(_copied, trainer.model, checkpoints=not own_checkpointing(trainer.args)),
+        build=functools.partial(_copied, trainer.model, checkpoints=not own_checkpointing(trainer.args, trainer.model)),
         batch=rows.batch,
         step=functools.partial(_step, trainer, autocast, _bare_reference(trainer)),
         batch_size=rows.batch_size,
@@ -87,9 +90,13 @@ def is_trainer(value: Any) -> bool:
     )
 
 
-def own_checkpointing(args: Any) -> bool:
-    """Whether the Trainer will turn on the model's own checkpointing, under the name that its version has for it."""
-    return any(getattr(args, name, False) for name in ("gradient_checkpointing", "activation_checkpointing"))
+def own_checkpointing(args: Any, model: nn.Module) -> bool:
+    """Whether the model's own checkpointing is on (LLaMA-Factory's loader does that), or the Trainer will turn it on.
+
+    The argument for it has two names, by the version of transformers.
+    """
+    named = ("gradient_checkpointing", "activation_checkpointing")
+    return any(getattr(args, name, False) for name in named) or checkpoints_itself(model)
 
 
 def turn_off_checkpointing(model: nn.Module) -> None:
@@ -239,7 +246,9 @@ class _Rows:
         with _real():
             loader = trainer.get_train_dataloader()
             self._collate: Callable[[list[Any]], Any] = loader.collate_fn
-            sampled = self._sampled(loader)
+            packed = _packed(loader)
+            self.batch_size = len(packed[0]) if packed else self.batch_size
+            sampled = self._sampled(loader, packed)
             self._rows = sampled[: self.batch_size]
             self._padded = self._masks_with_padding(sampled)
         self.length = _length(self._rows[0]) if self._rows else None
@@ -247,10 +256,12 @@ class _Rows:
         with _real():
             self._reference = _tensors_of(_reference_of(trainer))
 
-    def _sampled(self, loader: Any) -> list[Any]:
-        """Rows of the data set, the longest first."""
+    def _sampled(self, loader: Any, packed: list[Any]) -> list[Any]:
+        """Rows of the data set, the longest first; where its sampler packs, each is the list of those in one."""
         data = loader.dataset
-        if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        if packed:
+            rows: list[Any] = [[data[i] for i in row] for batch in packed for row in batch]
+        elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
             every = -(-len(data) // MOST_ROWS)
             rows = [data[i] for i in range(0, len(data), every)]
         else:
@@ -290,20 +301,39 @@ class _Rows:
         return {"inputs": inputs, "items": items, "waiting": [inputs] * self._waiting}
 
 
+def _packed(loader: Any) -> list[Any]:
+    """Batches of a sampler that packs as it samples (axolotl's): each of rows, each a list of indices; else none."""
+    sampler: Any = getattr(loader, "batch_sampler", None)
+    while type(sampler).__module__.startswith("accelerate."):  # which shares batches among processes
+        sampler = sampler.batch_sampler
+    if sampler is None or type(sampler).__module__.startswith("torch."):
+        return []
+    with torch.random.fork_rng(devices=[]):
+        batches = list(itertools.islice(sampler, MOST_BATCHES))
+    return batches if batches and batches[0] and isinstance(batches[0][0], (list, tuple)) else []
+
+
 def _size(row: Any) -> int:
     """How much is in a row: tokens, in whatever columns they are."""
+    if isinstance(row, list):
+        return sum(map(_size, row))
     values = row.values() if isinstance(row, Mapping) else ()
     return sum(len(value) for value in values if hasattr(value, "__len__") and not isinstance(value, (str, bytes)))
 
 
 def _length(row: Any) -> int | None:
+    if isinstance(row, list) and row and all(isinstance(each, Mapping) for each in row):
+        return sum(_length(each) or 0 for each in row)
     ids = row.get("input_ids") if isinstance(row, Mapping) else None
     return len(ids) if ids is not None and hasattr(ids, "__len__") else None
 
 
-def _resized(row: Mapping[str, Any], length: int) -> dict[str, Any]:
-    """`row` of text, cut or repeated to `length` tokens."""
+def _resized(row: Any, length: int) -> Any:
+    """`row` of text, or what is packed in one, cut or repeated to `length` tokens."""
     was = _length(row)
+    if was and isinstance(row, list):
+        each = [_length(member) or 0 for member in row]
+        return [_resized(row[i % len(row)], cut) for i, cut in enumerate(_cut(each, length)) if cut]
     if not was:
         return dict(row)
     made: dict[str, Any] = {}
@@ -457,6 +487,7 @@ def _stand_in(trainer: Any, model: nn.Module) -> Any:
     """`trainer` with another model, whose notes of what it saw are its own."""
     made = copy.copy(trainer)
     made.__dict__.update({name: copy.deepcopy(value) for name, value in vars(trainer).items() if _is_notes(value)})
+    made.state = dataclasses.replace(trainer.state)  # less what is noted there beside its fields (axolotl's tokens)
     made.model = made.model_wrapped = model
     made.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
     return made

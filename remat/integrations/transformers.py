@@ -68,8 +68,8 @@ class RematCallback(TrainerCallback):
     on_larger  see `remat.apply`
     options    as `remat.plan` takes them, with `budget`: `exact=True`, `limits=`, ...
 
-    The plan decides what is recomputed: the model's own checkpointing is turned off, whatever the Trainer's arguments
-    say (TRL's say that it is on).
+    The plan decides what is recomputed: the model's own checkpointing is turned off, whatever turned it on (TRL's
+    arguments do, and LLaMA-Factory's loader), unless the plan was made for a model with it.
 
     Raises UsageError or PlanMismatch where the arguments of the Trainer cannot go with the plan.
     """
@@ -108,7 +108,8 @@ class RematCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         model = kwargs["model"]
-        if own_checkpointing(args):
+        gives_way = own_checkpointing(args, model) and not (self.plan and self.plan.about.get("own_checkpoints"))
+        if gives_way:
             turn_off_checkpointing(model)
         if has_plan(model):
             if self.plan is not None:
@@ -121,7 +122,7 @@ class RematCallback(TrainerCallback):
         if plan is None:
             assert self._budget is not None
             plan = plan_of(trainer, self._budget, self._cache, **self._options)
-        if own_checkpointing(args):
+        if gives_way:
             tell(trainer, "the plan decides what is recomputed: the Trainer's own gradient_checkpointing is off")
         with beneath_autocast(model, trainer.accelerator):
             apply(model, plan, on_larger=self.on_larger)
