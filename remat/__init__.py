@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from remat.evaluation.plan import Plan as Plan
     from remat.execution.apply import apply as apply
     from remat.execution.apply import remove as remove
+    from remat.execution.planned_step import planned_step as planned_step
     from remat.formulation.solution import Limits as Limits
     from remat.host.optimizer_state import offload_optimizer as offload_optimizer
     from remat.integrations.trainer_workload import loop_of as loop_of
@@ -54,6 +55,7 @@ _HOMES = {
     "loop_of": "remat.integrations.trainer_workload",
     "offload_optimizer": "remat.host.optimizer_state",
     "plan": "remat.planning.planner",
+    "planned_step": "remat.execution.planned_step",
     "profile": "remat.planning.profiling",
     "remove": "remat.execution.apply",
     "validate": "remat.validation.validating",

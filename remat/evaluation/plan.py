@@ -281,7 +281,7 @@ class Plan:
                 f"  peak       {gib(predicted['peak_bytes'])} predicted, "
                 f"{gib(plain['peak_bytes'])} without checkpointing",
                 f"  step time  {ms(predicted['step_time_us'])} ({self.costs}), "
-                f"+{100 * predicted['overhead']:.1f} % recomputation",
+                f"{100 * predicted['overhead']:+.1f} % recomputation",
                 f"  solver     {self.solver['name']}: {self.solver['status']}, gap {100 * self.solver['gap']:.2f} %",
                 *(f"  traced     {sentence}" for sentence in traced_branches(self.about)),
             ]

@@ -12,6 +12,7 @@ from remat.evaluation.plan import Plan
 from remat.execution.eager.rewrite import Counts
 from remat.execution.executions import executor
 from remat.execution.planned_forward import OnLarger, PlannedForward
+from remat.workload.workload import WITH_STEP, Stepped
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -34,6 +35,11 @@ def apply(
         raise UsageError(f"apply needs a torch.nn.Module, not {type(model).__name__}.")
     if not isinstance(plan, Plan):
         plan = Plan.load(plan)
+    if plan.about.get(WITH_STEP) and not isinstance(model, Stepped):
+        raise UsageError(
+            "the plan is for the model and the step that computes its loss: `step = remat.planned_step(step, plan)`, "
+            "and then `loss = step(model, batch)`."
+        )
     remove(model)
     planned = executor(plan.execution)(model, plan, on_larger, observe)
     planned.install()

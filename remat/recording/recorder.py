@@ -52,7 +52,7 @@ from remat.evaluation.identity import NodeId
 from remat.recording.fake_step import WRAPPED_NUMBER_BYTES, FakeStep, describe, execute_plainly
 from remat.recording.known_values import KnownValues
 from remat.recording.tracker import FIXED, Block, Moment, Tracker
-from remat.workload.workload import trainable
+from remat.workload.workload import WITH_STEP, Stepped, trainable
 
 
 def record(step: FakeStep, *, alignment_bytes: int = 1, whole: Graph | None = None) -> Graph:
@@ -123,6 +123,7 @@ def _about(step: FakeStep) -> dict[str, Any]:
         "opaque_functions": sorted(answers.opaque) if (answers := step.calls.answers) else [],
         "recording_models": recording_models(step.model),
         "own_checkpoints": step.calls.own_checkpoints,
+        **({WITH_STEP: True} if isinstance(step.model, Stepped) else {}),
         **step.form.to_json(),
         **step.loop.to_json(),
         "torch": torch.__version__,

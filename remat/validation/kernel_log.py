@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from remat._torch.training import UnseenMode
 from remat.capture.schemas import is_view
 
+SELECTING = tuple(f"aten.{name}.default" for name in ("_to_copy", "slice_backward", "clone", "zeros", "new_zeros"))
 MOST_DIFFERENCES = 5
 _CASTS = {torch.ops.aten._to_copy.default, torch.ops.aten.to.dtype}
 
@@ -80,19 +81,27 @@ def _value(value: Any) -> str:
     return type(value).__name__
 
 
-def without_heads(untouched: Sequence[str], planned: Sequence[str]) -> list[str]:
-    """The kernels of an untouched step without those of its loss heads, which the planned one runs in slices, unseen.
+def without_heads(untouched: Sequence[str], planned: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The kernels of both steps without those of loss heads, which the planned one runs in slices, unseen.
 
     They are stretches that only the untouched step has: from the product that makes the logits to the backward of the
-    loss, and, apart from it, casts of the weight and of its gradient.
+    loss, and, apart from it, casts of the weight and of its gradient. In place of the former the planned step may
+    select rows before there are logits.
     """
     kept: list[str] = []
-    for tag, a, b, _, _ in difflib.SequenceMatcher(None, untouched, planned, autojunk=False).get_opcodes():
-        stretch = untouched[a:b]
-        of_head = any("nll_loss" in kernel for kernel in stretch) or all("_to_copy" in kernel for kernel in stretch)
-        if tag != "delete" or not of_head:
+    others: list[str] = []
+    for tag, a, b, c, d in difflib.SequenceMatcher(None, untouched, planned, autojunk=False).get_opcodes():
+        stretch, other = untouched[a:b], planned[c:d]
+        has_loss = any("nll_loss" in kernel for kernel in stretch)
+        is_head = tag == "delete" and (has_loss or all("_to_copy" in kernel for kernel in stretch))
+        if not is_head and not (tag == "replace" and has_loss and all(map(_selects, other))):
             kept += stretch
-    return kept
+            others += other
+    return kept, others
+
+
+def _selects(kernel: str) -> bool:
+    return kernel.partition("(")[0] in SELECTING
 
 
 def kernel_differences(untouched: Sequence[str], planned: Sequence[str]) -> tuple[str, ...]:

@@ -557,14 +557,14 @@ class _Validation:
         for i, name in enumerate(names):
             if name in sums.ratios:
                 expected.gradients[i] = found.gradients[i] = None
-        distance = _distance(expected.gradients, found.gradients)
+        kernels_found, distance = found.kernels, _distance(expected.gradients, found.gradients)
         if not distance.equal:
             del found.gradients[:]
             distance = self._against_noise(training, expected, distance, set(sums.ratios))
         if form.rows:
             self.notes.append("Kernels are compared with those of MLPs in slices, nothing recomputed.")
         elif form.chunks:
-            kernels_expected = without_heads(kernels_expected, found.kernels)
+            kernels_expected, kernels_found = without_heads(kernels_expected, found.kernels)
             self.notes.append("Kernels are compared outside of the chunked loss.")
         if sums.ratios:
             self.notes.append(f"Gradients of {_first_few(sums.ratios)} are summed in slices: they are held to float64.")
@@ -576,7 +576,7 @@ class _Validation:
             [*far, *too_far, *groups.too_far],
             _observed_nodes(counts, self.compared),
             offloads,
-            () if self._is_own_checkpointing else kernel_differences(kernels_expected, found.kernels),
+            () if self._is_own_checkpointing else kernel_differences(kernels_expected, kernels_found),
         )
 
     def _moved(self, training: Training) -> dict[str, int]:

@@ -17,6 +17,9 @@ from torch import nn
 from remat.errors import UsageError
 from remat.workload.optimizers import MakeOptimizer, MasterWeights
 
+Step = Callable[[nn.Module, Any], torch.Tensor]
+WITH_STEP = "with_step"  # key of `Plan.about`: the plan is for model and step, not for the model's forward alone
+
 DTYPE_POLICIES = ("amp", "fp32", "bf16", "bf16-master", "bf16-master-grads")
 DTypePolicy = Literal["amp", "fp32", "bf16", "bf16-master", "bf16-master-grads"]
 
@@ -29,7 +32,7 @@ class Workload:
     build       () -> nn.Module, in training mode, any initialisation
     batch       (batch_size, seq_len) -> anything that `step` takes; tensors on the default device
     step        (model, batch) -> loss, a scalar tensor; what it computes outside `model` is counted in the
-                step's memory, and is never part of a region
+                step's memory, and is never part of a region, see `with_planned_step`
     batch_size  default number of samples
     seq_len     default sequence length, None where there is none
     optimizer   (parameters) -> Optimizer, or None for forward and backward alone
@@ -39,7 +42,7 @@ class Workload:
     name: str
     build: Callable[[], nn.Module]
     batch: Callable[[int, int | None], Any]
-    step: Callable[[nn.Module, Any], torch.Tensor]
+    step: Step
     batch_size: int
     seq_len: int | None = None
     optimizer: MakeOptimizer | None = torch.optim.AdamW
@@ -66,6 +69,12 @@ class Workload:
             seq_len=self.seq_len if seq_len is None else seq_len,
         )
 
+    def with_planned_step(self) -> Workload:
+        """The same workload, of which all that `step` computes may be in regions and slices: a loss that is computed
+        outside of the model's forward too. Its plans are for `remat.planned_step`."""
+        build, step = self.build, self.step
+        return dataclasses.replace(self, build=lambda: Stepped(build(), step), step=_loss_of)
+
     def with_dtype(self, policy: DTypePolicy) -> Workload:
         """The same workload under another dtype policy.
 
@@ -84,6 +93,23 @@ class Workload:
             optimizer=optimizer,
             autocast=torch.bfloat16 if policy == "amp" else None,
         )
+
+
+class Stepped(nn.Module):
+    """A model and a step as one module, from a batch to its loss."""
+
+    def __init__(self, model: nn.Module, step: Step):
+        super().__init__()
+        self.model, self.step = model, step
+        self.training = model.training
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        return self.step(self.model, batch)
+
+
+def _loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(batch)
+    return loss
 
 
 def weights_and_optimizer(

@@ -1,0 +1,65 @@
+"""A planned step: a plan for all that a training script computes until its loss, not for the model's forward alone."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from remat.errors import UsageError
+from remat.evaluation.plan import Plan
+from remat.execution.apply import apply
+from remat.execution.planned_forward import OnLarger
+from remat.workload.workload import WITH_STEP, Step, Stepped
+
+
+def planned_step(step: Step, plan: Plan | str | os.PathLike[str], *, on_larger: OnLarger = "warn") -> PlannedStep:
+    """`step` under a plan for `workload.with_planned_step()`: `loss = planned_step(step, plan)(model, batch)`.
+
+    step       (model, batch) -> loss, as in the Workload
+    on_larger  see `remat.apply`
+
+    The model stays as it is, and so does its forward: only this call runs under the plan, and only while the model is
+    in training mode and gradients are on.
+
+    Raises UsageError for an unreadable plan, one for a model's forward alone, and a model that
+    `DistributedDataParallel` has wrapped; PlanMismatch as `remat.apply` does.
+    """
+    if not callable(step):
+        raise UsageError(f"planned_step needs a function (model, batch) -> loss, not {type(step).__name__}.")
+    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+    if not plan.about.get(WITH_STEP):
+        raise UsageError(
+            "the plan is for a model's forward: give it to remat.apply, or make one for "
+            "`workload.with_planned_step()`, whose regions and slices reach as far as the loss."
+        )
+    return PlannedStep(step, plan, on_larger)
+
+
+class PlannedStep:
+    """What `planned_step` returns. It keeps the models that it was called with, and what was traced of them."""
+
+    def __init__(self, step: Step, plan: Plan, on_larger: OnLarger):
+        self.step, self.plan = step, plan
+        self._on_larger = on_larger
+        self._known: dict[int, Stepped] = {}  # by the id of a model, which is kept
+
+    def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        """The loss."""
+        stepped = self.of(model)
+        stepped.training = model.training
+        loss: torch.Tensor = stepped(batch)
+        return loss
+
+    def of(self, model: nn.Module) -> Stepped:
+        """`model` and the step as one module, with the plan in it."""
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            raise UsageError(
+                "planned_step takes the model itself: what DistributedDataParallel does around its forward would be "
+                "traced with it. Plan the model's forward, and apply that plan before the model is wrapped."
+            )
+        if id(model) not in self._known:
+            self._known[id(model)] = apply(Stepped(model, self.step), self.plan, on_larger=self._on_larger)
+        return self._known[id(model)]

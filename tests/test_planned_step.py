@@ -1,0 +1,177 @@
+"""A plan for a step whose loss is computed outside of the model's forward: bitwise, in slices where that pays."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import remat
+from remat.costing.planning_device import find_planning_device
+from remat.errors import PlanMismatch, UsageError
+from remat.evaluation.evaluator import Memory
+from remat.evaluation.form import chunks_of
+from remat.evaluation.plan import Plan
+from remat.planning import variants
+from remat.planning.budget import Budget
+from remat.planning.planner import plan_profile
+from remat.planning.profiling import fake_step, profile_step
+from remat.validation.validating import validate
+from remat.workload.workload import Workload
+from tests.toys import Block, every_block
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
+
+WIDTH, CLASSES, LENGTH, SAMPLES = 16, 640, 48, 24
+
+
+class Language(nn.Module):
+    """Ids to logits: the loss is somebody else's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, CLASSES, bias=False)
+        self.layers = nn.ModuleList([Block(WIDTH, 0.1) for _ in range(2)])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+def batch(samples: int, length: int | None) -> dict[str, torch.Tensor]:
+    ids = torch.randint(CLASSES, (samples, length or LENGTH))
+    return {"ids": ids, "labels": ids.roll(-1, dims=1)}
+
+
+def step(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    logits = model(batch["ids"])
+    return F.cross_entropy(logits.view(-1, CLASSES), batch["labels"].view(-1))
+
+
+OUTSIDE = Workload("outside", Language, batch, step, batch_size=SAMPLES, seq_len=LENGTH)
+PLANNED = OUTSIDE.with_planned_step()
+
+
+@functools.cache
+def planned() -> Plan:
+    """A plan for this CPU with less memory than the logits leave."""
+    place = find_planning_device("cpu")
+    fake = fake_step(PLANNED, place)
+    profile = profile_step(fake, place)
+    memory = Memory(profile.graph, profile.costs.workspace_per_op(profile.graph))
+    budget = int(0.93 * memory.curve(tuple(every_block(profile.graph))).peak_bytes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(variants, "WORTH", 0.0)
+        return plan_profile(profile, Budget(budget, budget), step=fake)
+
+
+def test_a_loss_outside_of_the_model_is_cut_and_validates() -> None:
+    made = planned()
+    assert chunks_of(made.about)
+    report = validate(PLANNED, made, repeats=1)
+    assert report.passed, str(report)
+    assert set(report.gradients_near) == {"model.head.weight"}
+
+
+def test_rows_that_are_selected_before_the_loss_are_no_other_kernels() -> None:
+    """Labels of the next token: the last row has none, and in slices it is left out before there are logits."""
+
+    def shifted(model: nn.Module, given: dict[str, torch.Tensor]) -> torch.Tensor:
+        logits = model(given["ids"])[:, :-1].float().reshape(-1, CLASSES)
+        return F.cross_entropy(logits, given["ids"][:, 1:].reshape(-1))
+
+    workload = dataclasses.replace(OUTSIDE, step=shifted, autocast=torch.bfloat16).with_planned_step()
+    place = find_planning_device("cpu")
+    fake = fake_step(workload, place)
+    profile = profile_step(fake, place)
+    budget = int(0.9 * Memory(profile.graph).peak_without_regions)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(variants, "WORTH", 0.0)
+        made = plan_profile(profile, Budget(budget, budget), step=fake)
+    assert chunks_of(made.about)
+    report = validate(workload, made, repeats=1)
+    assert report.passed, str(report)
+
+
+@pytest.mark.parametrize("kept", ["plan", "file"])
+def test_a_planned_step_trains_as_the_step_does(tmp_path: Path, kept: str) -> None:
+    plan: Any = planned()
+    if kept == "file":
+        plan.save(plan := tmp_path / "step.plan.json")
+    torch.manual_seed(0)
+    model = Language().train()
+    other = copy.deepcopy(model)
+    names = list(model.state_dict())
+    planned_step = remat.planned_step(step, plan)
+    optimizers = [torch.optim.AdamW(each.parameters()) for each in (model, other)]
+    for samples, length in ((SAMPLES, LENGTH), (SAMPLES, LENGTH), (5, 31)):
+        given = batch(samples, length)
+        torch.manual_seed(1)
+        expected = step(model, given)
+        torch.manual_seed(1)
+        found = planned_step(other, given)
+        assert torch.equal(expected, found)
+        expected.backward()
+        found.backward()
+        for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
+            assert one.grad is not None and two.grad is not None
+            if name == "head.weight":
+                assert torch.allclose(one.grad, two.grad, rtol=1e-4, atol=1e-7)
+                two.grad = one.grad.clone()  # so that the steps after it can be compared
+            assert torch.equal(one.grad, two.grad), name
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert list(other.state_dict()) == names and "forward" not in vars(other)
+    given = batch(3, LENGTH)
+    assert torch.equal(step(model.eval(), given), planned_step(other.eval(), given))
+    with torch.no_grad():
+        assert torch.equal(model.train()(given["ids"]).isnan(), other.train()(given["ids"]).isnan())
+
+
+def test_parts_that_are_in_evaluation_mode_stay_so() -> None:
+    model = Language().train()
+    model.layers[0].eval()
+    remat.planned_step(step, planned()).of(model)
+    assert not model.layers[0].training and model.layers[1].training
+
+
+def test_what_belongs_elsewhere_is_refused_and_says_where_to() -> None:
+    whole = dataclasses.replace(planned(), about={k: v for k, v in planned().about.items() if k != "with_step"})
+    with pytest.raises(UsageError, match=r"give it to remat\.apply"):
+        remat.planned_step(step, whole)
+    with pytest.raises(UsageError, match=r"remat\.planned_step\(step, plan\)"):
+        remat.apply(Language(), planned())
+    with pytest.raises(UsageError, match="needs a function"):
+        remat.planned_step(3, planned())  # type: ignore[arg-type]
+
+
+def test_another_step_than_planned_is_refused() -> None:
+    def penalised(model: nn.Module, given: dict[str, torch.Tensor]) -> torch.Tensor:
+        return step(model, given) + model(given["ids"]).square().mean()
+
+    with pytest.raises(PlanMismatch):
+        remat.planned_step(penalised, planned())(Language().train(), batch(SAMPLES, LENGTH))
+
+
+def test_a_planned_step_that_is_gone_lets_go_of_its_model() -> None:
+    model = Language().train()
+    planned_step = remat.planned_step(step, planned())
+    planned_step(model, batch(2, LENGTH)).backward()
+    gone = weakref.ref(model)
+    del model, planned_step
+    torch._dynamo.reset()
+    gc.collect()
+    assert gone() is None
