@@ -24,6 +24,7 @@ LONG = (
     "proofs",
     "crossings",
     "slices",
+    "sliced_here",
     "fused",
     "offloads",
     "cards",

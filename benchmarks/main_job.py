@@ -76,7 +76,7 @@ def _rows(name: str, workload: Workload, dtype: DTypePolicy, target: str) -> Ite
         row: dict[str, Any] = {"workload": name, "dtype": dtype, "budget_mib": _mib(budget)}
         try:
             plan = plan_profile(profile, Budget(budget, budget), step=step, space=space, limits=Limits(time_s=60))
-            row |= _measured(workload, plan, target)
+            row |= measured(workload, plan, target)[0]
             if share == 0.0:
                 row["infeasible_1_percent_below"] = _is_infeasible(profile, int(0.99 * least), step, space)
         except RematError as error:
@@ -86,13 +86,14 @@ def _rows(name: str, workload: Workload, dtype: DTypePolicy, target: str) -> Ite
         yield row
 
 
-def _measured(workload: Workload, plan: Any, target: str) -> dict[str, Any]:
+def measured(workload: Workload, plan: Any, target: str) -> tuple[dict[str, Any], dict[str, float]]:
+    """What validating a plan found, for a row; and what it held to float64, see `Report.gradients_near`."""
     found = validate(workload, plan, device=target, repeats=1).to_json()
-    measured, predicted = found["measured"]["peak_bytes"], plan.predicted["peak_bytes"]
-    return {
+    peak, predicted = (found[which]["peak_bytes"] for which in ("measured", "predicted"))  # of the batch that ran
+    row = {
         "predicted_mib": _mib(predicted),
-        "measured_mib": _mib(measured),
-        "error_percent": round(100 * (predicted - measured) / measured, 3),
+        "measured_mib": _mib(peak),
+        "error_percent": round(100 * (predicted - peak) / peak, 3),
         "within_budget": found["within_budget"],
         "loss_equal": found["loss_equal"],
         "gradients_equal": found["gradients_equal"],
@@ -106,6 +107,7 @@ def _measured(workload: Workload, plan: Any, target: str) -> dict[str, Any]:
         "predicted_step_us": plan.predicted["step_time_us"],
         "untouched": found["untouched"],
     }
+    return row, found["gradients_near"]
 
 
 def _is_infeasible(profile: Any, budget: int, step: Any, space: Any) -> bool:

@@ -24,11 +24,13 @@ import torch
 import typer
 from torch import nn
 
+import remat
 from remat import models
 from remat.cli import main as cli
 from remat.cli.main import app
 from remat.evaluation.plan import Plan
 from remat.execution.apply import counts_of, planned_forward
+from remat.integrations.axolotl_settings import PLUGIN, RematArgs
 from remat.models import gpt2
 from remat.planning import planner
 from remat.units import MIB
@@ -417,6 +419,16 @@ def on_the_host(snippet: str, here: Path) -> None:
     assert not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+def whole_step(snippet: str, here: Path) -> None:
+    workload = small().sized(SAMPLES, LENGTH)
+    with planned():  # where files go
+        remat.plan(workload.with_planned_step(), budget="64GiB", target="cpu").save("step.plan.json")
+    with torch.autocast("cpu", torch.bfloat16, enabled=workload.autocast is not None):
+        found = execute(snippet, step=workload.step, model=build_model(), batch=next(iter(loader())))
+    found["loss"].backward()
+    assert all(p.grad is not None for p in found["model"].parameters())
+
+
 def checked(snippet: str, here: Path) -> None:
     pytest.importorskip("fastjsonschema")
     with planned():
@@ -433,6 +445,7 @@ HANDLERS: dict[str, Callable[[str, Path], None]] = {  # by what stands in the sn
     "_dump_snapshot": recording,
     "fastjsonschema": checked,
     "remat.offload_optimizer(": on_the_host,
+    "remat.planned_step(": whole_step,
 }
 
 
@@ -452,11 +465,18 @@ def test_a_snippet_runs_as_written(key: str, here: Path) -> None:
 
 
 def test_no_snippet_is_left_out() -> None:
-    assert {kind for kind, _ in BLOCKS} <= {"sh", "python", ""}
+    assert {kind for kind, _ in BLOCKS} <= {"sh", "python", "yaml", ""}
     (tree,) = [text for kind, text in BLOCKS if not kind]  # nothing to run
     assert tree.startswith("remat/ ")
     for text in snippets():
         assert sum(key in text for key in HANDLERS) == 1, text
+
+
+def test_a_yaml_of_axolotl_names_the_plugin_and_its_keys() -> None:
+    """test_axolotl.py reads such a file with axolotl, where that is installed."""
+    found = [dict(line.split(": ") for line in text.strip().splitlines()) for kind, text in BLOCKS if kind == "yaml"]
+    assert [keys.pop("plugins") for keys in found] == [f"[{PLUGIN}]"]
+    assert all(RematArgs(**keys) and keys.keys() <= RematArgs.model_fields.keys() for keys in found)
 
 
 # What sentences name

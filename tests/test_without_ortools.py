@@ -40,7 +40,7 @@ for share in map(float, sys.argv[1:]):
     budget = round(least + share * (most - least))
     said.append(plan_profile(profile, Budget(budget, budget), step=step).solver)
 try:
-    plan_profile(profile, Budget(least // 2, least // 2), step=step)
+    plan_profile(profile, Budget(least // 2, least // 2), step=step, exact=True)
 except Infeasible as error:
     refusal = [str(error), error.minimum_budget_bytes]
 print(json.dumps({"solvers": said, "refusal": refusal, "least": least, "ortools": bool(sys.modules.get("ortools"))}))
