@@ -1,8 +1,8 @@
 """Slices on this CPU: predicted against measured peak, and promised against found numbers, with losses and MLPs cut.
 
-Every workload family at test size, at three budgets that no plan keeps with all of it whole: the least of all forms, one
-just below the least of the captured step, and one in between. So every plan here runs something in slices. A family of
-which nothing can be cut says so. `gradients_near` counts the parameters that are summed in slices, `furthest` is the
+Every workload family at test size, at three budgets that no plan keeps with all of it whole: the least of all forms,
+one just below the least of the captured step, and one in between. So every plan here runs something in slices. A family
+of which nothing can be cut says so. `gradients_near` counts the parameters that are summed in slices, `furthest` is the
 largest ratio of their distances from float64, `furthest_matrix` that of the ones with two dimensions.
 """
 

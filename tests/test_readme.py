@@ -476,7 +476,7 @@ def test_a_yaml_of_axolotl_names_the_plugin_and_its_keys() -> None:
     """test_axolotl.py reads such a file with axolotl, where that is installed."""
     found = [dict(line.split(": ") for line in text.strip().splitlines()) for kind, text in BLOCKS if kind == "yaml"]
     assert [keys.pop("plugins") for keys in found] == [f"[{PLUGIN}]"]
-    assert all(RematArgs(**keys) and keys.keys() <= RematArgs.model_fields.keys() for keys in found)
+    assert all(RematArgs.model_validate(keys) and keys.keys() <= RematArgs.model_fields.keys() for keys in found)
 
 
 # What sentences name
