@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from remat.chunking import chunked_loss
+from remat.chunking import chunked_rows
 from remat.costing.device_allocator import measure_peak
 from remat.costing.operator_timing import time_operator
 from remat.costing.timing_cache import NotMeasurable
@@ -80,7 +80,7 @@ def verdicts(number: int, plans: int, form: Form = CAPTURED, copies: Copies | No
 @contextlib.contextmanager
 def few_rows() -> Iterator[None]:
     """Slices of rows may be as short as toys are."""
-    with mock.patch.object(chunked_loss, "FEWEST_ROWS", 8):
+    with mock.patch.object(chunked_rows, "FEWEST_ROWS", 8), mock.patch.object(chunked_rows, "ALIGNED_ROWS", 8):
         yield
 
 

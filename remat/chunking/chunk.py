@@ -52,7 +52,9 @@ class _Chunker:
         chunked: Mapping[fx.Node, tuple[Head, int]],
         runs: Mapping[fx.Node, tuple[RowRun, int]],
     ):
-        self._source, self._chunked, self._runs = source, chunked, runs
+        self._source, self._chunked = source, chunked
+        of_heads = {node for head, _ in chunked.values() for node in _nodes_of(head)}
+        self._runs = {node: run for node, run in runs.items() if of_heads.isdisjoint(run[0].nodes)}
         self._graph = fx.Graph()
         self._copies: dict[fx.Node, fx.Node] = {}
 

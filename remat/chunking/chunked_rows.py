@@ -4,8 +4,8 @@ Forward makes the result slice by slice and keeps what the run is given, nothing
 slice again at a time, and its gradients. So of what is wide only a slice is ever there; the price is the run's own
 forward once more, without its last products, whose values no derivative asks for.
 
-Rule 1  Every row's result, and the gradient of every row, are what the untouched nodes compute: bitwise, where a
-        product's rows do not depend on how many there are.
+Rule 1  Every row's result, and the gradient of every row, are what the untouched nodes compute: bitwise, where what a
+        kernel makes of a row does not depend on how many there are.
 Rule 2  Gradients of weights inside are sums over all rows, and are added up slice by slice in float32: they differ from
         the untouched step's by the order of a sum.
 Rule 3  Under autocast the weights of products are cast once for all slices; their gradients are as wide as they are.
@@ -16,7 +16,7 @@ Rule 4  What backward needs is packed before anything runs. So where a region en
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,8 +25,10 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
 from remat.capture.nodes import autocast
-from remat.chunking.chunked_loss import as_given, slices_of
+from remat.chunking.chunked_loss import as_given
 from remat.errors import RematError
+
+ALIGNED_ROWS, FEWEST_ROWS = 64, 128  # of a slice: where it begins, and how many there are at least
 
 
 @dataclasses.dataclass
@@ -64,20 +66,28 @@ class ChunkedRows:
         result: Tensor = _Sliced.apply(self, held, rows, *beside)
         return result
 
-    def whole(self) -> ChunkedRows:
-        """The same in one slice, whose sums are those of the untouched step."""
-        return dataclasses.replace(self, slices=1, watch=RowsWatch())
+    def untouched(
+        self, rows: Tensor, beside: Sequence[Any], gradient: Tensor, wanted: Sequence[bool], *, precise: bool = False
+    ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
+        """(result, gradient of the rows, those of what is beside them) as autograd makes them of all rows at once.
 
-    def in_float64(self) -> ChunkedRows:
-        """The same in float64 and in other slices, for rows and what is beside them that are."""
-        parts: dict[str, Any] = {"body": self.precise, "again": self.precise, "cast": as_given}
-        return dataclasses.replace(self, **parts, slices=2 * self.slices + 1, watch=RowsWatch())
+        precise  in float64, for arguments that are, without casts
+        """
+        prepared = list(beside) if precise else self._prepared(beside)
+        here = _leaf(rows, wanted[0])
+        leaves = [_leaf(each, asks) for each, asks in zip(prepared, wanted[1:], strict=True)]
+        with torch.enable_grad(), saved_tensors_hooks(as_given, as_given):
+            made = (self.precise if precise else self.body)(here.flatten(0, -2), *leaves)
+            asked = [each for each, asks in zip((here, *leaves), wanted, strict=True) if asks]
+            parts = iter(torch.autograd.grad(made, asked, gradient.flatten(0, -2), allow_unused=True))
+        found = [next(parts) if asks else None for asks in wanted]
+        return made.detach(), found[0], found[1:]
 
     def forward(self, rows: Tensor, beside: Sequence[Any]) -> Tensor:
         """The result, without gradients of its own: call it where autograd is off."""
         flat, prepared = rows.flatten(0, -2), self._prepared(beside)
         result: Tensor | None = None
-        for cut in slices_of(flat.shape[0], self.slices):
+        for cut in row_slices(flat.shape[0], self.slices):
             made = self.body(flat[cut], *prepared)
             if result is None:
                 result = made.new_empty(*rows.shape[:-1], made.shape[-1])  # no view: somebody may write to it
@@ -94,7 +104,7 @@ class ChunkedRows:
         leaves = [_leaf(each, asks) for each, asks in zip(self._prepared(beside), wanted[1:], strict=True)]
         of_rows = torch.empty_like(flat) if wanted[0] else None
         sums: list[Tensor | None] = [None] * len(leaves)
-        for cut in slices_of(flat.shape[0], self.slices):
+        for cut in row_slices(flat.shape[0], self.slices):
             here = _leaf(flat[cut], wanted[0])
             with torch.enable_grad(), saved_tensors_hooks(as_given, as_given):
                 made = self.again(here, *leaves)
@@ -103,9 +113,10 @@ class ChunkedRows:
             del made, asked
             if of_rows is not None:
                 of_rows[cut] = _or_zeros(next(found), here)
+            known: set[int] = set()
             for i, asks in enumerate(wanted[1:]):
                 if asks and (part := next(found)) is not None:
-                    sums[i] = _added(sums[i], part)
+                    sums[i] = _added(sums[i], part, known)
                     del part
             del found, here
         return None if of_rows is None else of_rows.view(rows.shape), sums
@@ -196,8 +207,26 @@ def _or_zeros(found: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if found is None else found
 
 
-def _added(total: Tensor | None, part: Tensor) -> Tensor:
-    """A sum, in float32 or better. (Rule 2)"""
-    if total is None:
-        return part.to(torch.promote_types(part.dtype, torch.float32))
-    return total.add_(part)
+def _added(total: Tensor | None, part: Tensor, known: set[int]) -> Tensor:
+    """A sum, in float32 or better, in a storage that is not among the `known` ones and is from now on. (Rule 2)
+
+    Autograd gives one tensor as the gradient of two values that are added to each other.
+    """
+    if total is not None:
+        return total.add_(part)
+    total = part.to(torch.promote_types(part.dtype, torch.float32))
+    if (key := int(total.untyped_storage()._cdata)) in known:
+        total = total.clone()
+    known.add(key)
+    return total
+
+
+def row_slices(rows: int, slices: int) -> Iterator[slice]:
+    """So many rows in so many slices, or fewer: they begin at multiples of `ALIGNED_ROWS`.
+
+    Where a slice ended in between, the last numbers of it would go to another kernel than in the untouched step, on a
+    CPU.
+    """
+    most = max(-(-rows // slices), FEWEST_ROWS)
+    step = -(-most // ALIGNED_ROWS) * ALIGNED_ROWS
+    yield from (slice(begin, min(begin + step, rows)) for begin in range(0, max(rows, 1), step))

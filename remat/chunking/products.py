@@ -1,4 +1,4 @@
-"""Whether products of a slice round as those of all rows do, on the device at hand.
+"""Whether slices round as all rows do, on the device at hand.
 
 A row of a matrix product is a sum over the inner dimension, in an order that the kernel chooses, and some choose it by
 how many rows there are (seen on a CPU, in float32 and bfloat16). It depends on sizes, not on numbers, so it can be seen
@@ -10,7 +10,9 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from remat.chunking.bodies import chunked
 from remat.chunking.chunked_loss import slices_of
+from remat.chunking.rows import RowRun
 
 MOST_OPERATIONS = {"cpu": 2e11, "cuda": 2e14}  # a few seconds; larger products are not tried
 
@@ -36,3 +38,26 @@ def round_alike(shape: tuple[int, int, int], slices: int, dtype: torch.dtype, de
             if not torch.equal(again, logits[cut]) or not torch.equal(torch.mm(again, weight), found[cut]):
                 return False
     return True
+
+
+def rows_round_alike(run: RowRun, slices: int, device: torch.device, autocast: torch.dtype | None) -> bool | None:
+    """Whether a run's result and its gradient of the rows are bitwise the same in slices; None as `round_alike`.
+
+    Some kernels of a CPU compute the last few numbers that they are given in another way.
+    """
+    if run.operations > MOST_OPERATIONS[device.type]:
+        return None
+    generator = torch.Generator(device).manual_seed(0)
+    values = [
+        torch.randn(shape, generator=generator, device=device).to(dtype) / (shape[-1] ** 0.5 if len(shape) > 1 else 1)
+        for shape, dtype in run.signature[1:]
+    ]
+    rows, beside, function = values[0], values[1:], chunked(run, slices)
+    wanted = [True, *(False for _ in beside)]
+    with torch.no_grad(), torch.autocast(device.type, autocast, enabled=autocast is not None, cache_enabled=False):
+        made = function.forward(rows, beside)
+        gradient = torch.randn(made.shape, generator=generator, device=device).to(made.dtype)
+        whole, of_rows, _ = function.untouched(rows, beside, gradient, wanted)
+        found, _ = function.gradients(rows, beside, gradient, wanted)
+    assert of_rows is not None and found is not None
+    return torch.equal(made.flatten(0, -2), whole) and torch.equal(found, of_rows)

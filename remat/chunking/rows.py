@@ -8,21 +8,26 @@ Rule 1  All its nodes have a rule for acting by row: products with weights, what
         and means over the last dimension, splits of it, changes of dtype, and views that leave it alone.
         What has no rule (attention, a dropout that is on, batch normalisation) ends it. So does a write in place, and a
         border of a context (autocast, no_grad).
-Rule 2  It takes one value that has rows. All else that it takes is given to the graph: weights, biases, constants.
-Rule 3  It gives one value to the nodes after it.
+Rule 2  It takes one value that has rows, contiguous. All else that it takes is given to the graph: weights of products,
+        and values with one number a column. None of it is written to later: what it takes it keeps for backward.
+Rule 3  It gives one value to the nodes after it, of the same leading dimensions as the value that it takes, contiguous.
 Rule 4  It holds a product that widens, and all that reads what is wide. It begins as early as Rules 1 to 3 allow
         without another product, and ends as soon as they do, or behind what follows and need not be made again for
         backward: the residual's addition.
+Rule 5  Where the value that it takes is read after it too, it reads it once: the gradients of three readings are added
+        up in another order if two of them are inside.
+Rule 6  What a product takes as its weight or bias, nothing else in it reads: under autocast it is cast for products.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from remat.capture.anchors import writes
 from remat.capture.nodes import bracket_of, captured_nodes, may_draw
@@ -66,9 +71,20 @@ class RowRun:
         return _rows_of(self.given)
 
     @property
-    def product_shapes(self) -> set[tuple[int, int, int]]:
-        """(rows, classes, width) of its products: a row of `width` numbers becomes one of `classes`."""
-        return {(self.rows, _width(node), _width(_rows_argument(node))) for node in self.products}
+    def widest(self) -> int:
+        """Numbers in a row where it is widest."""
+        return max(map(_width, self.nodes))
+
+    @property
+    def operations(self) -> float:
+        """Multiplications and additions of its products, forward and backward."""
+        return sum(6.0 * self.rows * _width(node) * _width(_rows_argument(node)) for node in self.products)
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """What such runs have in common that compute the same of other numbers."""
+        values = (node.meta["example_value"] for node in (self.given, *self.beside))
+        return self.text, *((tuple(map(_size, value.shape)), value.dtype) for value in values)
 
     @property
     def text(self) -> str:
@@ -89,17 +105,18 @@ class RowRun:
 
 def find_row_runs(graph_module: fx.GraphModule) -> list[RowRun]:
     """The runs of a captured graph, in order; no two share a node."""
-    found = []
-    for stretch in _stretches(captured_nodes(graph_module)):
+    found, nodes = [], captured_nodes(graph_module)
+    place = {node: i for i, node in enumerate(nodes)}
+    for stretch in _stretches(nodes):
         end = 0
-        while (run := _next_run(stretch, end)) is not None:
+        while (run := _next_run(stretch, end, place)) is not None:
             found.append(run)
             end = stretch.index(run.result) + 1
-    return found
+    return [run for run in found if not _is_written_to(run, nodes[place[run.nodes[0]] :])]
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether `node` leaves rows as they are: their numbers, their order, their width."""
+    """Whether `node` leaves rows, their width and their order as they are: a view, or a dropout that is off."""
     return kind_of(node) in FLATTENINGS or "dropout" in kind_of(node)
 
 
@@ -129,27 +146,27 @@ def _stretches(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
         yield stretch
 
 
-def _next_run(stretch: Sequence[fx.Node], begin: int) -> RowRun | None:
-    """The first run of `stretch` from its node `begin` on. (Rules 2 to 4)"""
+def _next_run(stretch: Sequence[fx.Node], begin: int, place: Mapping[fx.Node, int]) -> RowRun | None:
+    """The first run of `stretch` from its node `begin` on. (Rules 2 to 6)"""
     for first in range(begin, len(stretch)):
         if kind_of(stretch[first]) not in PRODUCTS or (hull := _wide(stretch, first)) is None:
             continue
         low = first
         while low > begin and kind_of(stretch[low - 1]) not in PRODUCTS:
             low -= 1
-        runs = (_shortest(stretch, a, hull) for a in range(low, first + 1))
+        runs = (_shortest(stretch, a, hull, place) for a in range(low, first + 1))
         best = max((run for run in runs if run is not None), key=lambda run: len(run.nodes), default=None)
         if best is not None:
             return best
     return None
 
 
-def _shortest(stretch: Sequence[fx.Node], begin: int, end: int) -> RowRun | None:
+def _shortest(stretch: Sequence[fx.Node], begin: int, end: int, place: Mapping[fx.Node, int]) -> RowRun | None:
     """The run from `begin` past `end` that is soonest over, and what may follow without being made again."""
     found: RowRun | None = None
     while end <= len(stretch) and (found is None or _is_value_free(stretch[end - 1])):
         if found is None or not _renames(stretch[end - 1]):
-            found = _run(stretch[begin:end]) or found
+            found = _run(stretch[begin:end], place) or found
         end += 1
     return found
 
@@ -172,30 +189,92 @@ def _wide(stretch: Sequence[fx.Node], first: int) -> int | None:
     return end
 
 
-def _run(nodes: Sequence[fx.Node]) -> RowRun | None:
-    """`nodes` as a run, if they are one. (Rules 2 and 3)"""
+def _run(nodes: Sequence[fx.Node], place: Mapping[fx.Node, int]) -> RowRun | None:
+    """`nodes` as a run, if they are one. (Rules 2, 3, 5 and 6)"""
     inside = set(nodes)
     taken = dict.fromkeys(source for node in nodes for source in _sources(node) if source not in inside)
-    beside = [source for source in taken if source.op in ("placeholder", "get_attr") and _is_weight(source)]
+    products = [node for node in nodes if kind_of(node) in PRODUCTS]
+    weights = {each for node in products for each in product_weights(node) if each is not None}
+    beside = [source for source in taken if _is_beside(source, weights)]
     given = [source for source in taken if source not in beside]
     left = [node for node in nodes if any(user not in inside for user in node.users)]
-    if len(given) != 1 or left != [nodes[-1]] or _tensor(nodes[-1]) is None or is_view(nodes[0]):
+    if len(given) != 1 or left != [nodes[-1]] or is_view(nodes[0]):
         return None
-    value = _tensor(given[0])
-    if value is None or value.dim() < 2 or not value.is_floating_point() or _count(value) != _rows_of(nodes[-1]):
+    value, result = _tensor(given[0]), _tensor(nodes[-1])
+    if value is None or result is None or value.dim() < 2 or not value.is_floating_point():
+        return None
+    if _leading(value) != _leading(result) or not (_is_contiguous(value) and _is_contiguous(result)):
+        return None
+    first = place[nodes[0]]
+    read_later = any(place.get(user, first) > first for user in given[0].users if user not in inside)
+    if read_later and _readings(given[0], inside) > 1:
+        return None
+    if any(_reads_otherwise(node, weights) for node in nodes):
         return None
     return RowRun(tuple(nodes), given[0], tuple(beside))
+
+
+def _is_beside(source: fx.Node, weights: set[fx.Node]) -> bool:
+    """Whether what a run takes has no rows: a weight of a product, or one number a column, given to the graph."""
+    value = _tensor(source)
+    given = source.op in ("placeholder", "get_attr") and value is not None
+    return given and (source in weights or (value is not None and value.dim() <= 1))
+
+
+def _readings(node: fx.Node, inside: set[fx.Node]) -> int:
+    """How often autograd sees nodes `inside` read the value of `node`; what gives it on as it is, is none of them."""
+    count = 0
+    for user in inside.intersection(node.users):
+        if _gives_on(user, node):
+            count += _readings(user, inside)
+        else:
+            count += sum(each is node for each in tree_leaves((user.args, user.kwargs)))
+    return count
+
+
+def _gives_on(user: fx.Node, node: fx.Node) -> bool:
+    """Whether the value of `user` may be that of `node` itself: a cast to its own dtype, a dropout that is off."""
+    given, found = _tensor(node), _tensor(user)
+    may = kind_of(user) in CASTS | COPIES or "dropout" in kind_of(user)
+    return may and given is not None and found is not None and found.dtype == given.dtype
+
+
+def _reads_otherwise(node: fx.Node, weights: set[fx.Node]) -> bool:
+    """Whether `node` takes a product's weight or bias as anything else. (Rule 6)"""
+    if kind_of(node) in PRODUCTS:
+        return _rows_argument(node) in weights
+    return not weights.isdisjoint(node.all_input_nodes)
+
+
+def _is_written_to(run: RowRun, later: Sequence[fx.Node]) -> bool:
+    """Whether a node of the run or after it writes to what the run takes. (Rule 2)"""
+    own = {key for node in (run.given, *run.beside) for key in _storages(node)}
+    return any(writes(node) and node.args and not own.isdisjoint(_storages(node.args[0])) for node in later)
+
+
+def _storages(node: Any) -> set[int]:
+    value = _tensor(node)
+    return set() if value is None else {int(value.untyped_storage()._cdata)}
+
+
+def _leading(value: torch.Tensor) -> list[str]:
+    """All sizes but the last, open ones by their names."""
+    return list(map(str, value.shape[:-1]))
+
+
+def _is_contiguous(value: torch.Tensor) -> bool:
+    """As `Tensor.is_contiguous`, which must not be asked of open sizes: it would close them."""
+    expected = 1
+    for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
+        if _size(size) != 1 and _size(stride) != expected:
+            return False
+        expected *= _size(size)
+    return True
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:
     """What a node takes; a view's sizes aside."""
     return [node.args[0]] if is_view(node) else node.all_input_nodes  # type: ignore[list-item]
-
-
-def _is_weight(node: fx.Node) -> bool:
-    """Whether a graph's input has no rows: a weight, a bias, a number."""
-    value = node.meta.get("example_value")
-    return isinstance(value, torch.nn.Parameter) or (isinstance(value, torch.Tensor) and value.dim() <= 1)
 
 
 def _acts_by_row(node: fx.Node) -> bool:
@@ -205,16 +284,20 @@ def _acts_by_row(node: fx.Node) -> bool:
         return False
     if kind in PRODUCTS:
         return _is_product(node)
+    if not node.args or not all(map(_has_no_rows_or_all, node.all_input_nodes)):
+        return False
+    if kind not in POINTWISE and not isinstance(node.args[0], fx.Node):
+        return False
+    if any(isinstance(each, torch.memory_format) for each in (*node.args, *node.kwargs.values())):
+        return False
     if kind in _NORMS:
-        if not all(map(_has_no_rows_or_all, node.all_input_nodes)):
-            return False
         sizes = node.args[1] if len(node.args) > 1 else node.kwargs.get("normalized_shape")
         return isinstance(sizes, (tuple, list, torch.Size)) and len(sizes) == 1
     if kind == "mean":
         dims = node.args[1:2] or [node.kwargs.get("dim")]
         return dims[0] in (-1, [-1], (-1,)) and node.kwargs.get("keepdim") is True
     if is_view(node):
-        return _width(node) == _width(node.args[0]) and isinstance(node.args[0], fx.Node)
+        return _width(node) == _width(node.args[0])
     if kind in SPLITS:
         dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
         given = _tensor(node.args[0])
@@ -224,13 +307,14 @@ def _acts_by_row(node: fx.Node) -> bool:
     if kind in CASTS:
         return all(not isinstance(each, fx.Node) for each in (*node.args[1:], *node.kwargs.values()))
     writes_or_mixes = node.kwargs.get("out") is not None or any(each is True for each in node.args[1:])  # inplace
-    return kind in POINTWISE | COPIES and not writes_or_mixes and all(map(_has_no_rows_or_all, node.all_input_nodes))
+    return kind in POINTWISE | COPIES and not writes_or_mixes
 
 
 def _has_no_rows_or_all(source: fx.Node) -> bool:
-    """Whether what a node takes is one number a column, or a value with rows: not an embedding of positions, say."""
-    value = _tensor(source)
-    return value is not None and (value.dim() <= 1 or source.op not in ("placeholder", "get_attr"))
+    """Whether what a node takes is one number a column, or made by the graph: no embedding of positions, say, which
+    may have as many rows as a small batch has."""
+    value = _first_tensor(source)
+    return value is None or value.dim() <= 1 or source.op not in ("placeholder", "get_attr")
 
 
 def _is_product(node: fx.Node) -> bool:
@@ -238,8 +322,10 @@ def _is_product(node: fx.Node) -> bool:
     if kind_of(node) == "addmm" and (node.kwargs or len(node.args) != 3):
         return False
     weights = [each for each in (weight, bias) if each is not None]
-    given = all(isinstance(each, fx.Node) and each.op in ("placeholder", "get_attr") for each in weights)
-    return given and isinstance(rows, fx.Node) and _tensor(weight) is not None and _tensor(weight).dim() == 2  # type: ignore[union-attr]
+    if not all(isinstance(each, fx.Node) and each.op in ("placeholder", "get_attr") for each in weights):
+        return False
+    made, matrix = _tensor(rows), _tensor(weight)
+    return made is not None and matrix is not None and made.dim() >= 2 and matrix.dim() == 2
 
 
 def _rows_argument(product: fx.Node) -> Any:
@@ -262,9 +348,12 @@ def _renames(node: fx.Node) -> bool:
 
 
 def _is_value_free(node: fx.Node) -> bool:
-    if kind_of(node) in ("mul", "truediv", "div"):
-        return len(node.all_input_nodes) == 1 and len(node.args) == 2 and node.args[0] is not node.args[1]
-    return kind_of(node) in VALUE_FREE
+    """Whether the derivative of a node asks for no value that it takes."""
+    kind = kind_of(node)
+    if kind in ("mul", "truediv", "div"):  # by a number; a number divided by a value is another matter
+        numbers = [not isinstance(each, fx.Node) for each in node.args]
+        return not node.kwargs and (numbers == [False, True] or (kind == "mul" and numbers == [True, False]))
+    return kind in VALUE_FREE or "dropout" in kind
 
 
 def _rows_of(node: fx.Node) -> int:

@@ -27,7 +27,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from remat.chunking.products import round_alike
+from remat.chunking.products import round_alike, rows_round_alike
 from remat.chunking.rows import RowRun
 from remat.costing.planning_device import PlanningDevice
 from remat.costing.profile import Profile
@@ -119,13 +119,20 @@ class Variants:
 
     def with_rows(self) -> Iterator[Variant]:
         """The variants in which what acts by row is cut too. (Rule 7)"""
-        for slices in BESIDE_ROWS if self._heads else (0,):
-            if (slices and not self._rounds_alike(slices)) or not self._row_slices:
+        if not self._row_slices:
+            return
+        made = 0
+        for slices in (*BESIDE_ROWS, 0) if self._heads else (0,):
+            if made and not slices:
+                return
+            if slices and not self._rounds_alike(slices):
                 continue
             try:
-                yield self.of(dataclasses.replace(self._cut(slices), rows=self._row_slices))
-            except RematError:  # as above
-                return
+                found = self.of(dataclasses.replace(self._cut(slices), rows=self._row_slices))
+            except RematError:  # as above: then the loss is left whole
+                continue
+            made += 1
+            yield found
 
     @functools.cached_property
     def rows_us(self) -> float:
@@ -147,17 +154,14 @@ class Variants:
         """Into how many slices all that acts by row is cut; 0 where nothing is. (Rules 4 and 7)"""
         if not self._row_runs:
             return 0
-        widest = max(rows * classes for rows, classes, _ in self._product_shapes)
+        widest = max(run.rows * run.widest for _, run in self._row_runs)
         slices = min(max(round(widest / WIDE), 2), MOST_ROW_SLICES)
         if self._whole.costs.source == "measured":
-            dtype, device = self._step.product_dtype, self._step.device
-            if any(round_alike(shape, slices, dtype, device) is False for shape in self._product_shapes):
+            device, autocast = self._step.device, self._step.workload.autocast
+            different = {run.signature: run for _, run in self._row_runs}.values()
+            if any(rows_round_alike(run, slices, device, autocast) is False for run in different):
                 return 0
         return slices
-
-    @property
-    def _product_shapes(self) -> set[tuple[int, int, int]]:
-        return {shape for _, run in self._row_runs for shape in run.product_shapes}
 
     def fused(self) -> Variant:
         """The variant with losses whole."""

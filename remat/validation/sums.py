@@ -76,13 +76,14 @@ class SumsSeen:
         """Distances of `sums`, from what the run was given."""
         wanted = [False, *(found is not None for found in sums)]
         with self._unseen():
-            _, at_once = run.whole().gradients(rows, beside, gradient, wanted)
+            *_, at_once = run.untouched(rows, beside, gradient, wanted)
             with torch.autocast(rows.device.type, enabled=False):
                 exactly = rows.double(), [_as_product_takes(run, i, each) for i, each in enumerate(beside)]
-                _, exact = run.in_float64().gradients(*exactly, gradient.double(), wanted)
+                *_, exact = run.untouched(*exactly, gradient.double(), wanted, precise=True)
             for each, found, whole, truth in zip(beside, sums, at_once, exact, strict=True):
-                if found is not None and whole is not None and truth is not None:
-                    self._note(self._names[_key(each)], _distances(found, whole, truth))
+                name = self._names.get(_key(each))
+                if name is not None and found is not None and whole is not None and truth is not None:
+                    self._note(name, _distances(found, whole, truth))
 
     def _note(self, name: str, distances: _Distances) -> None:
         """Remember the distances of a gradient; of one that several runs add to, of their sum at most."""

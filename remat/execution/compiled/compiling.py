@@ -107,9 +107,9 @@ def require_kept(regions: Sequence[CallRegion] | Sequence[RegionRef], inner: str
 def require_whole(plan: Plan) -> None:
     """Raise UsageError where `plan` runs a loss in slices or groups fused, which no compiler is handed."""
     if (form := form_of(plan.about)) != CAPTURED:
-        what = f"{form.chunks[0]}" if form.chunks else "fused groups"
+        what = "fused groups" if form.fused and not form.chunks else str(form)
         raise UsageError(
-            f"this plan runs {what}, which does not go through torch.compile: make a plan that leaves the loss whole "
+            f"this plan runs {what}, which does not go through torch.compile: make a plan that cuts nothing "
             "and fuses nothing (`exact=True`) and without nesting (`depth=1`), or run this one without torch.compile."
         )
 
