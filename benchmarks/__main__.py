@@ -25,6 +25,7 @@ LONG = (
     "crossings",
     "slices",
     "sliced_here",
+    "mlps",
     "fused",
     "offloads",
     "cards",

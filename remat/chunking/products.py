@@ -47,6 +47,13 @@ def rows_round_alike(run: RowRun, slices: int, device: torch.device, autocast: t
     """
     if run.operations > MOST_OPERATIONS[device.type]:
         return None
+    try:
+        return _rounds_alike(run, slices, device, autocast)
+    except torch.OutOfMemoryError:
+        return None
+
+
+def _rounds_alike(run: RowRun, slices: int, device: torch.device, autocast: torch.dtype | None) -> bool:
     generator = torch.Generator(device).manual_seed(0)
     values = [
         torch.randn(shape, generator=generator, device=device).to(dtype) / (shape[-1] ** 0.5 if len(shape) > 1 else 1)
