@@ -109,8 +109,9 @@ def require_whole(plan: Plan) -> None:
     if (form := form_of(plan.about)) != CAPTURED:
         what = "fused groups" if form.fused and not form.chunks else str(form)
         raise UsageError(
-            f"this plan runs {what}, which does not go through torch.compile: make a plan that cuts nothing "
-            "and fuses nothing (`exact=True`) and without nesting (`depth=1`), or run this one without torch.compile."
+            f"this plan runs {what}, which does not go through torch.compile: make a plan that leaves losses and MLPs "
+            "whole and fuses nothing (`exact=True`), without nesting (`depth=1`), or run this one without "
+            "torch.compile."
         )
 
 
