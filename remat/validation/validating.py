@@ -544,7 +544,8 @@ class _Validation:
             counts = planned_forward(training.model).watch(observe=True, recompute_context=kernels.paused)
             if form.chunks:
                 sums.watch(planned_forward(training.model).head_watch)
-            sums.watch_rows(planned_forward(training.model).rows_watch)
+            if form.rows:
+                sums.watch_rows(planned_forward(training.model).rows_watch)
             if fused:
                 planned_forward(training.model).group_watch.on_run = groups
         found = _first_step(training, kernels)
