@@ -371,6 +371,7 @@ def in_slices(model: nn.Module, slices: int) -> GraphCalls:
 POLICIES = {"float32": (torch.float32, False), "autocast": (torch.float32, True), "bfloat16": (torch.bfloat16, False)}
 
 
+@pytest.mark.fast("Gated-autocast", "Split-float32", "Flattened-bfloat16", "Adapted-autocast")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("half", ROWS, ids=lambda half: half.__name__)
 def test_loss_and_gradients_are_the_untouched_ones_but_for_sums(half: type[Half], policy: str) -> None:
@@ -393,6 +394,7 @@ def test_loss_and_gradients_are_the_untouched_ones_but_for_sums(half: type[Half]
             assert apart <= 1.5 * own + 1e-6 * truth.norm(), name  # `sums.py` holds sums alone to float64
 
 
+@pytest.mark.fast("TwoShifts-float32-16", "SharedBias-autocast-16", "Flat-float32-16", "SmallBatch-float32-1")
 @pytest.mark.parametrize("samples", [16, 1])
 @pytest.mark.parametrize("policy", ["float32", "autocast"])
 @pytest.mark.parametrize("half", ODD, ids=lambda half: half.__name__)
