@@ -77,9 +77,9 @@ class Head:
     @property
     def shape(self) -> tuple[int, int, int]:
         """(rows, classes, width); of open sizes what they were traced with."""
-        *rows, classes = map(_size, self.linear.meta["example_value"].shape)
+        *rows, classes = map(size_hint, self.linear.meta["example_value"].shape)
         given, *_ = linear_arguments(self.linear)
-        return math.prod(rows), classes, _size(given.meta["example_value"].shape[-1])
+        return math.prod(rows), classes, size_hint(given.meta["example_value"].shape[-1])
 
     @property
     def logits_bytes(self) -> int:
@@ -88,7 +88,8 @@ class Head:
         return rows * classes * int(self.linear.meta["example_value"].element_size())
 
 
-def _size(size: Any) -> int:
+def size_hint(size: Any) -> int:
+    """A size as a number; of an open one what it was traced with."""
     return size if isinstance(size, int) else int(size.node.hint or 1)
 
 

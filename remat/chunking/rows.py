@@ -22,6 +22,7 @@ Rule 6  What a product takes as its weight or bias, nothing else in it reads: un
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 
 from remat.capture.anchors import writes
 from remat.capture.nodes import bracket_of, captured_nodes, may_draw
-from remat.chunking.heads import CASTS, COPIES, FLATTENINGS, kind_of, linear_arguments
+from remat.chunking.heads import CASTS, COPIES, FLATTENINGS, kind_of, linear_arguments, size_hint
 from remat.evaluation.graph import CHUNKED_ROWS
 
 PRODUCTS = frozenset({"linear", "addmm"})
@@ -84,7 +85,7 @@ class RowRun:
     def signature(self) -> tuple[Any, ...]:
         """What such runs have in common that compute the same of other numbers."""
         values = (node.meta["example_value"] for node in (self.given, *self.beside))
-        return self.text, *((tuple(map(_size, value.shape)), value.dtype) for value in values)
+        return self.text, *((tuple(map(size_hint, value.shape)), value.dtype) for value in values)
 
     @property
     def text(self) -> str:
@@ -217,8 +218,9 @@ def _run(nodes: Sequence[fx.Node], place: Mapping[fx.Node, int]) -> RowRun | Non
 def _is_beside(source: fx.Node, weights: set[fx.Node]) -> bool:
     """Whether what a run takes has no rows: a weight of a product, or one number a column, given to the graph."""
     value = _tensor(source)
-    given = source.op in ("placeholder", "get_attr") and value is not None
-    return given and (source in weights or (value is not None and value.dim() <= 1))
+    if source.op not in ("placeholder", "get_attr") or value is None:
+        return False
+    return source in weights or value.dim() <= 1
 
 
 def _readings(node: fx.Node, inside: set[fx.Node]) -> int:
@@ -266,9 +268,9 @@ def _is_contiguous(value: torch.Tensor) -> bool:
     """As `Tensor.is_contiguous`, which must not be asked of open sizes: it would close them."""
     expected = 1
     for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
-        if _size(size) != 1 and _size(stride) != expected:
+        if size_hint(size) != 1 and size_hint(stride) != expected:
             return False
-        expected *= _size(size)
+        expected *= size_hint(size)
     return True
 
 
@@ -363,19 +365,12 @@ def _rows_of(node: fx.Node) -> int:
 
 
 def _count(value: torch.Tensor) -> int:
-    rows = 1
-    for size in value.shape[:-1]:
-        rows *= _size(size)
-    return rows
-
-
-def _size(size: Any) -> int:
-    return size if isinstance(size, int) else int(size.node.hint or 1)
+    return math.prod(map(size_hint, value.shape[:-1]))
 
 
 def _width(node: Any) -> int:
     found = _first_tensor(node)
-    return 0 if found is None or found.dim() == 0 else _size(found.shape[-1])
+    return 0 if found is None or found.dim() == 0 else size_hint(found.shape[-1])
 
 
 def _first_tensor(node: Any) -> torch.Tensor | None:

@@ -1,7 +1,7 @@
 """Form: in which of its forms a step runs, as profiles and plans name it.
 
-A step has one form as it was captured. In others losses run in slices (`chunking/`), or groups of nodes as one kernel
-each (`fusion/`). Each form is a step of its own: recorded, costed, posed and replayed like any other.
+A step has one form as it was captured. In others losses or MLPs run in slices (`chunking/`), or groups of nodes as
+one kernel each (`fusion/`). Each form is a step of its own: recorded, costed, posed and replayed like any other.
 """
 
 from __future__ import annotations

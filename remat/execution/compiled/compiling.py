@@ -105,7 +105,7 @@ def require_kept(regions: Sequence[CallRegion] | Sequence[RegionRef], inner: str
 
 
 def require_whole(plan: Plan) -> None:
-    """Raise UsageError where `plan` runs a loss in slices or groups fused, which no compiler is handed."""
+    """Raise UsageError where `plan` runs losses or MLPs in slices or groups fused, which no compiler is handed."""
     if (form := form_of(plan.about)) != CAPTURED:
         what = "fused groups" if form.fused and not form.chunks else str(form)
         raise UsageError(
