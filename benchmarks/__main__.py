@@ -25,6 +25,7 @@ LONG = (
     "crossings",
     "slices",
     "sliced_here",
+    "equal_peaks",
     "mlps",
     "fused",
     "offloads",

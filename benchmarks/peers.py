@@ -138,7 +138,7 @@ class Peers:
     def _measure_eager(self) -> None:
         self.untouched = self._training(None).step
         self._measure(UNTOUCHED, "", contextlib.nullcontext)
-        self._measure(HUGGING_FACE, "every block", contextlib.nullcontext, _checkpoint_blocks)
+        self._measure(HUGGING_FACE, "every block", contextlib.nullcontext, checkpoint_blocks)
 
     def _measure_compiled(self, backend: str, ratio: float) -> None:
         self._measure(COMPILED, f"{ratio:.1f}", lambda: _memory_budget(ratio), _compile_with(backend))
@@ -229,7 +229,7 @@ class Peers:
         }
 
 
-def _checkpoint_blocks(model: Any) -> None:
+def checkpoint_blocks(model: Any) -> None:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
