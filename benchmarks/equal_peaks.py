@@ -75,8 +75,8 @@ def _gpt2() -> Workload:
 
 
 def _llama() -> Workload:
-    shape = {"width": WIDTH, "layers": LAYERS, "heads": 4, "kv_heads": 2, "mlp": 704, "tied": True}
-    return llama.workload("llama", **shape, batch_size=SAMPLES, seq_len=LENGTH, positions=LENGTH, vocab=VOCAB)
+    shape = {"width": WIDTH, "layers": LAYERS, "heads": 4, "kv_heads": 2, "mlp": 704, "batch_size": SAMPLES}
+    return llama.workload("llama", **shape, tied=True, seq_len=LENGTH, positions=LENGTH, vocab=VOCAB)
 
 
 class Contest:

@@ -19,6 +19,7 @@ from remat.chunking.withheld import Withheld
 
 WITHHELD = "withheld_logits"  # attribute of the graph module
 CHUNKED = "chunked_loss"  # what the node of a head calls, and the key of its meta for the `ChunkedLoss`
+HEAD = "head"  # key of its meta for the head's number
 ROWS = "chunked_rows"  # what the node of a run calls, and the key of its meta for the `ChunkedRows`
 
 
@@ -30,7 +31,7 @@ def chunk(graph_module: fx.GraphModule, slices: Mapping[int, int], rows: int = 0
     Where there is no such head, it is another graph (one of before a model was settled, say), as its nodes will tell.
     """
     heads = dict(enumerate(find_heads(graph_module)))
-    found = {heads[i].result: (heads[i], count) for i, count in slices.items() if i in heads}
+    found = {heads[i].result: (heads[i], i, count) for i, count in slices.items() if i in heads}
     runs = find_row_runs(graph_module) if rows else ()
     return _Chunker(graph_module, found, {run.result: (run, rows) for run in runs}).module()
 
@@ -49,20 +50,20 @@ class _Chunker:
     def __init__(
         self,
         source: fx.GraphModule,
-        chunked: Mapping[fx.Node, tuple[Head, int]],
+        chunked: Mapping[fx.Node, tuple[Head, int, int]],
         runs: Mapping[fx.Node, tuple[RowRun, int]],
     ):
         self._source, self._chunked = source, chunked
-        of_heads = {node for head, _ in chunked.values() for node in _nodes_of(head)}
+        of_heads = {node for head, *_ in chunked.values() for node in _nodes_of(head)}
         self._runs = {node: run for node, run in runs.items() if of_heads.isdisjoint(run[0].nodes)}
         self._graph = fx.Graph()
         self._copies: dict[fx.Node, fx.Node] = {}
 
     def module(self) -> fx.GraphModule:
-        replaced = {node for head, _ in self._chunked.values() for node in _nodes_of(head)}
+        replaced = {node for head, *_ in self._chunked.values() for node in _nodes_of(head)}
         read = {user for node in replaced for user in node.users} - replaced
         if any(node.op == "output" for node in read):
-            setattr(self._source, WITHHELD, Withheld(max(count for _, count in self._chunked.values())))
+            setattr(self._source, WITHHELD, Withheld(max(count for *_, count in self._chunked.values())))
             self._copies = dict.fromkeys(replaced, self._graph.get_attr(WITHHELD))
         inside = {node for run, _ in self._runs.values() for node in run.nodes}
         for node in self._source.graph.nodes:
@@ -76,7 +77,7 @@ class _Chunker:
         found.graph.lint()
         return found
 
-    def _call(self, head: Head, slices: int, result: fx.Node) -> fx.Node:
+    def _call(self, head: Head, number: int, slices: int, result: fx.Node) -> fx.Node:
         given = loss_arguments(head.loss)
         rows, weight, bias = linear_arguments(head.linear)
         scaled, numbers = _scaled(head)
@@ -85,7 +86,7 @@ class _Chunker:
         arguments = (weight, bias, given["target"], *numbers)
         copied = [self._copies[value] if isinstance(value, fx.Node) else value for value in arguments]
         call = self._graph.call_function(_calling(function, CHUNKED), (self._rows(head, self._copies[rows]), *copied))
-        call.meta = {**result.meta, "called": head.text, CHUNKED: function}
+        call.meta = {**result.meta, "called": head.text, CHUNKED: function, HEAD: number}
         call.meta.pop("identity", None)
         return call
 

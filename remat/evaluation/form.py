@@ -56,6 +56,11 @@ class Form:
             ", ".join([*map(str, self.chunks[:1]), *rows, *(["groups fused"] if self.fused else [])]) or "as captured"
         )
 
+    @property
+    def in_one_slice(self) -> Form:
+        """What forms that differ in slices of losses alone have in common."""
+        return dataclasses.replace(self, chunks=tuple(dataclasses.replace(each, slices=1) for each in self.chunks))
+
     def to_json(self) -> dict[str, Any]:
         """Entries of an `about`."""
         rows = {ROWS: self.rows} if self.rows else {}

@@ -39,7 +39,7 @@ from remat.planning.assemble import assemble, infeasible
 from remat.planning.budget import Budget
 from remat.planning.comparison import peak_of, solution_of
 from remat.planning.planner import plan_profile
-from remat.planning.profiling import VariantProfiles, fake_step, in_one_slice, profile_step
+from remat.planning.profiling import VariantProfiles, fake_step, profile_step
 from remat.planning.search import Draft, Judge
 from remat.planning.untraced import with_untraced
 from remat.planning.variants import Variants, at_most, begun_from, fastest, is_power_of_two
@@ -259,7 +259,7 @@ class MicroBatches:
 
     def _scaled_in(self, whole: Family, micro_batch: int, accumulates: bool, form: Form) -> Profile:
         """The profile in a form, from two hollow records; where that cannot be, recorded."""
-        key = accumulates, in_one_slice(form)
+        key = accumulates, form.in_one_slice
         if key not in self._hollow:
             self._hollow[key] = self._hollow_family(whole, accumulates, form)
         found, alignment_bytes = self._hollow[key], self.place.target.alignment_bytes

@@ -93,18 +93,13 @@ class VariantProfiles:
     def profile(self, form: Form) -> Profile:
         """The profile of the step in `form`."""
         known, alignment_bytes = self._known, self._place.target.alignment_bytes
-        alike = in_one_slice(form)
+        alike = form.in_one_slice
         if alike not in self._records:
             self._records[alike] = Resliced(self._step, alignment_bytes=alignment_bytes, whole=known)
         whole, costs = _costed(self._records[alike].record(form), self._place)
         about = {name: known.about[name] for name in (NOT_UNTRACED,) if name in known.about}
         whole = dataclasses.replace(whole, untraced_bytes=known.untraced_bytes, about={**whole.about, **about})
         return _profile(whole, costs, self._step, self._place)
-
-
-def in_one_slice(form: Form) -> Form:
-    """What forms that differ in slices alone have in common."""
-    return dataclasses.replace(form, chunks=tuple(dataclasses.replace(each, slices=1) for each in form.chunks))
 
 
 def _costed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,12 +22,13 @@ from remat.capture.circumstances import given_to
 from remat.capture.dynamo import GraphCalls, fake_model, without_cache
 from remat.capture.eager_answers import Answers
 from remat.capture.grouped_products import grouped_products
-from remat.capture.nodes import as_function
 from remat.capture.settling import settle
+from remat.chunking.chunk import CHUNKED, HEAD
+from remat.chunking.chunked_loss import ChunkedLoss
 from remat.chunking.heads import find_heads
 from remat.chunking.rows import RowRun, find_row_runs
 from remat.errors import CaptureError, RematError
-from remat.evaluation.form import CAPTURED, Chunk, Form
+from remat.evaluation.form import CAPTURED, Chunk, Form, slices_in
 from remat.evaluation.graph import (
     OPTIMIZER_STATE,
     Parameter,
@@ -254,13 +256,25 @@ class FakeStep:
         with autocast, self._views:
             yield
 
-    def node(self, call: int, name: str) -> fx.Node:
-        """A node of a graph call, in the form that the step has now and with the kernels of the device."""
-        ready = self._ready(call, self._called[call])
-        return next(node for node in ready.graph.nodes if node.name == name)
+    def chunked_loss(self, call: int, name: str) -> ChunkedLoss:
+        """What a node of a graph call is in the form that the step has now, with the kernels of the device.
 
-    def run_node(self, node: fx.Node, tracker: Tracker, args: Sequence[Any]) -> Any:
-        """Run the forward of a node by itself, on `args`."""
+        It is found where a form with other slices is prepared already: a graph of thousands of nodes takes a second.
+        """
+        graph_module, alike = self._called[call], self.form.in_one_slice
+        prepared = (
+            known
+            for (which, form), known in self._prepared.items()
+            if (which, form.in_one_slice) == (id(graph_module), alike)
+        )
+        ready = next(prepared, None) or self._ready(call, graph_module)
+        node = next(node for node in ready.graph.nodes if node.name == name)
+        first, _ = self._captured[id(graph_module)]
+        found: ChunkedLoss = node.meta[CHUNKED]
+        return dataclasses.replace(found, slices=slices_in(self.form.chunks, first)[node.meta[HEAD]])
+
+    def run(self, function: Callable[..., Any], tracker: Tracker, args: Sequence[Any]) -> Any:
+        """Run the forward of what a node calls by itself, on `args`."""
         with (
             self.mode,
             self.known.followed(),
@@ -269,7 +283,7 @@ class FakeStep:
             self._forward_context(),
             self._call_context(),
         ):
-            return as_function(node)(*args)
+            return function(*args)
 
     @contextlib.contextmanager
     def recompute_context(self) -> Iterator[None]:

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from remat.chunking.chunk import CHUNKED
 from remat.evaluation.form import Form, form_of
 from remat.evaluation.graph import WRAPPED_NUMBERS, Graph, OpKind, Storages
 from remat.recording.fake_step import WRAPPED_NUMBER_BYTES, FakeStep
@@ -41,12 +40,12 @@ class HeadCall:
             given = [_fake_of(value, step.device) for value in self.given]
             recorder.fix(given)
             recorder.begin(self.call, self.name)
-            node = step.node(self.call, self.name)
+            head = step.chunked_loss(self.call, self.name)
             with (
                 torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack),
-                recorder.running(node.meta[CHUNKED], given),
+                recorder.running(head, given),
             ):
-                loss = step.run_node(node, recorder, given)
+                loss = step.run(head, recorder, given)
             recorder.finish(loss, 0)
         return Run.of(recorder, loss)
 
