@@ -29,6 +29,7 @@ LONG = (
     "mlps",
     "fused",
     "offloads",
+    "offloads_here",
     "cards",
     "trainers",
 )

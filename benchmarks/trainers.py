@@ -100,8 +100,8 @@ def _first(one: Any, other: Any) -> int:
 
 def _all() -> list[tuple[str, str, Make, int]]:
     import trl_sft  # type: ignore[import-not-found]
+    from common import llama
 
-    llama = trl_sft.llama
     return [
         ("SFT", "Llama in 4 bits (nf4), LoRA", functools.partial(_trl, "SFT", nf4, text, adapters=True), STEPS),
         ("SFT", "gpt-oss, LoRA", functools.partial(_trl, "SFT", experts, text, adapters=True), STEPS),
@@ -130,9 +130,10 @@ def _trl(
     """TRL's Trainer of that name."""
     import trl
     import trl.trainer.utils
+    from common import CHARACTERS, tokenizer
     from datasets import Dataset
     from peft import LoraConfig
-    from trl_sft import CHARACTERS, QUIET, tokenizer
+    from trl_sft import QUIET
 
     trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE = len(CHARACTERS) + 1
     own = {"max_completion_length": 8} if name == "GRPO" else {"max_length": LENGTH}
@@ -184,8 +185,8 @@ def judged() -> list[dict[str, Any]]:
 
 
 def scored() -> nn.Module:
+    from common import llama
     from transformers import LlamaForSequenceClassification
-    from trl_sft import llama
 
     config: Any = llama().config
     torch.manual_seed(1)
@@ -194,8 +195,8 @@ def scored() -> nn.Module:
 
 def nf4() -> nn.Module:
     """Llama as transformers quantises it when it loads one."""
+    from common import llama
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-    from trl_sft import llama
 
     with tempfile.TemporaryDirectory() as folder:
         llama().save_pretrained(folder)
