@@ -231,7 +231,7 @@ def _flash_backward(ctx: Any, gradient: Tensor, *_: Any) -> Any:
         probabilities = (inputs[0] @ inputs[1].mT).softmax(-1)
         out = (probabilities * _kept_weights(probabilities, ctx.rate)) @ inputs[2]
         found = torch.autograd.grad(out, inputs, gradient)
-    return (*found, None, None, None, None)
+    return (*found, None, None, None)  # of what is positional
 
 
 def _flash_context(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:

@@ -9,7 +9,7 @@ from torch import fx
 
 from remat.capture.nodes import autocast
 from remat.chunking.chunked_rows import ChunkedRows, unmade_addmm, unmade_linear
-from remat.chunking.heads import CASTS, kind_of, linear_arguments
+from remat.chunking.heads import CASTS, FLATTENINGS, kind_of, linear_arguments
 from remat.chunking.rows import SPLITS, RowRun, is_view, product_weights
 
 
@@ -18,7 +18,8 @@ def chunked(run: RowRun, slices: int) -> ChunkedRows:
     weights = {each for node in run.products for each in product_weights(node)}
     of_products = frozenset(i for i, node in enumerate(run.beside) if node in weights)
     bodies = _body(run), _body(run, unmade=run.unmade), _body(run, precise=True)
-    return ChunkedRows(*bodies, of_products, slices)
+    residual = kind_of(run.result) == "add" and run.given in run.result.args
+    return ChunkedRows(*bodies, of_products, residual, slices)
 
 
 def _body(run: RowRun, unmade: Collection[fx.Node] = (), *, precise: bool = False) -> fx.GraphModule:
@@ -28,7 +29,9 @@ def _body(run: RowRun, unmade: Collection[fx.Node] = (), *, precise: bool = Fals
     copies.update((node, graph.placeholder(f"beside_{i}")) for i, node in enumerate(run.beside))
     for node in run.nodes:
         if is_view(node) or (precise and kind_of(node) in CASTS):
-            copies[node] = copies[node.args[0]]  # type: ignore[index]
+            given = copies[node.args[0]]  # type: ignore[index]
+            # Gradients are added up at a view first, and then at what it is a view of.
+            copies[node] = graph.call_method("view_as", (given, given)) if _adds_up(node) else given
         elif node in unmade:
             copies[node] = _unmade(graph, node, copies)
         else:
@@ -36,6 +39,11 @@ def _body(run: RowRun, unmade: Collection[fx.Node] = (), *, precise: bool = Fals
             copies[node] = graph.create_node(node.op, node.target, args, kwargs)
     graph.output(copies[run.result])
     return fx.GraphModule({}, graph)
+
+
+def _adds_up(node: fx.Node) -> bool:
+    """Whether a view and what it is a view of are both read more than once."""
+    return kind_of(node) in FLATTENINGS and len(node.users) > 1 and len(node.args[0].users) > 1  # type: ignore[union-attr]
 
 
 def _arguments(node: fx.Node) -> tuple[Any, Any]:

@@ -15,6 +15,7 @@ Rule 4  What backward needs is packed before anything runs. So where a region en
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -31,13 +32,16 @@ from remat.errors import RematError
 ALIGNED_ROWS, FEWEST_ROWS = 64, 128  # of a slice: where it begins, and how many there are at least
 
 
+Under = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
 @dataclasses.dataclass
 class RowsWatch:
     """on_run  called in backward with a run, what it was given (rows, and what is beside them), the gradient of its
-    result, and the sums that were made: gradients of what is beside, or None
+    result, the sums that were made (gradients of what is beside, or None), and what its forward ran under
     """
 
-    on_run: Callable[[ChunkedRows, Tensor, Sequence[Any], Tensor, Sequence[Tensor | None]], None] | None = None
+    on_run: Callable[[ChunkedRows, Tensor, Sequence[Any], Tensor, Sequence[Tensor | None], Under], None] | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -48,6 +52,7 @@ class ChunkedRows:
     again    the same for backward: products whose values no derivative asks for are not computed
     precise  the same as `body`, without casts
     weights  which of `beside` products take
+    residual whether what it is given is added to what is made of it, last
     slices   into how many the rows are cut at most
     cast     of what a product takes; a target's kernels put in another
     """
@@ -56,6 +61,7 @@ class ChunkedRows:
     again: fx.GraphModule
     precise: fx.GraphModule
     weights: frozenset[int]
+    residual: bool
     slices: int
     cast: Callable[[Tensor], Tensor] = autocast
     watch: RowsWatch = dataclasses.field(default_factory=RowsWatch)
@@ -67,19 +73,27 @@ class ChunkedRows:
         return result
 
     def untouched(
-        self, rows: Tensor, beside: Sequence[Any], gradient: Tensor, wanted: Sequence[bool], *, precise: bool = False
+        self,
+        rows: Tensor,
+        beside: Sequence[Any],
+        gradient: Tensor,
+        wanted: Sequence[bool],
+        *,
+        under: Under = contextlib.nullcontext,
+        precise: bool = False,
     ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
         """(result, gradient of the rows, those of what is beside them) as autograd makes them of all rows at once.
 
+        under    what forward runs under: autocast
         precise  in float64, for arguments that are, without casts
         """
-        prepared = list(beside) if precise else self._prepared(beside)
-        here = _leaf(rows, wanted[0])
-        leaves = [_leaf(each, asks) for each, asks in zip(prepared, wanted[1:], strict=True)]
-        with torch.enable_grad(), saved_tensors_hooks(as_given, as_given):
+        with under(), torch.enable_grad(), saved_tensors_hooks(as_given, as_given):
+            prepared = list(beside) if precise else self._prepared(beside)
+            here = _leaf(rows, wanted[0])
+            leaves = [_leaf(each, asks) for each, asks in zip(prepared, wanted[1:], strict=True)]
             made = (self.precise if precise else self.body)(here.flatten(0, -2), *leaves)
-            asked = [each for each, asks in zip((here, *leaves), wanted, strict=True) if asks]
-            parts = iter(torch.autograd.grad(made, asked, gradient.flatten(0, -2), allow_unused=True))
+        asked = [each for each, asks in zip((here, *leaves), wanted, strict=True) if asks]
+        parts = iter(torch.autograd.grad(made, asked, gradient.flatten(0, -2), allow_unused=True))
         found = [next(parts) if asks else None for asks in wanted]
         return made.detach(), found[0], found[1:]
 
@@ -97,19 +111,29 @@ class ChunkedRows:
         return result
 
     def gradients(
-        self, rows: Tensor, beside: Sequence[Any], gradient: Tensor, wanted: Sequence[bool]
+        self,
+        rows: Tensor,
+        beside: Sequence[Any],
+        gradient: Tensor,
+        wanted: Sequence[bool],
+        *,
+        under: Under = contextlib.nullcontext,
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """(gradient of the rows, sums of what is beside them) where `wanted`: of the rows, and each of the others."""
+        """(gradient of the rows, sums of what is beside them) where `wanted`: of the rows, and each of the others.
+
+        under  what forward ran under: autocast. Derivatives are made under what backward runs under
+        """
         flat, given = rows.detach().flatten(0, -2), gradient.flatten(0, -2)
-        leaves = [_leaf(each, asks) for each, asks in zip(self._prepared(beside), wanted[1:], strict=True)]
+        with under():
+            leaves = [_leaf(each, asks) for each, asks in zip(self._prepared(beside), wanted[1:], strict=True)]
         of_rows = torch.empty_like(flat) if wanted[0] else None
         sums: list[Tensor | None] = [None] * len(leaves)
         for cut in row_slices(flat.shape[0], self.slices):
             here = _leaf(flat[cut], wanted[0])
-            with torch.enable_grad(), saved_tensors_hooks(as_given, as_given):
+            with under(), torch.enable_grad(), saved_tensors_hooks(as_given, as_given):
                 made = self.again(here, *leaves)
-                asked = [each for each, asks in zip((here, *leaves), wanted, strict=True) if asks]
-                found = iter(torch.autograd.grad(made, asked, given[cut], allow_unused=True))
+            asked = [each for each, asks in zip((here, *leaves), wanted, strict=True) if asks]
+            found = iter(torch.autograd.grad(made, asked, given[cut], allow_unused=True))
             del made, asked
             if of_rows is not None:
                 of_rows[cut] = _or_zeros(next(found), here)
@@ -119,7 +143,10 @@ class ChunkedRows:
                     sums[i] = _added(sums[i], part, known)
                     del part
             del found, here
-        return None if of_rows is None else of_rows.view(rows.shape), sums
+        if of_rows is None:
+            return None, sums
+        of_rows = of_rows.view(rows.shape)
+        return _laid_out_like(gradient, of_rows) if self.residual else of_rows, sums
 
     def _prepared(self, beside: Sequence[Any]) -> list[Any]:
         """What is beside the rows, as the body takes it. (Rule 3)"""
@@ -159,10 +186,13 @@ class _Sliced(Function):
         run: ChunkedRows = ctx.run
         rows, *beside = ctx.held.saved_tensors
         kind, dtype, enabled = ctx.autocast
-        with torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False):
-            of_rows, sums = run.gradients(rows, beside, gradient, ctx.needs_input_grad[2:])
-            if run.watch.on_run is not None:
-                run.watch.on_run(run, rows, beside, gradient, sums)
+
+        def under() -> torch.autocast:
+            return torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False)
+
+        of_rows, sums = run.gradients(rows, beside, gradient, ctx.needs_input_grad[2:], under=under)
+        if run.watch.on_run is not None:
+            run.watch.on_run(run, rows, beside, gradient, sums, under)
         found = [None if each is None else each.to(beside[i].dtype) for i, each in enumerate(sums)]
         del sums
         return None, None, of_rows, *found
@@ -203,6 +233,14 @@ def _leaf(value: Any, asks: bool) -> Any:
     return value.detach().requires_grad_(asks) if isinstance(value, Tensor) else value
 
 
+def _laid_out_like(gradient: Tensor, found: Tensor) -> Tensor:
+    """What autograd makes of a gradient to which it adds another: numbers lie as in the first, if without gaps."""
+    if gradient.is_contiguous():
+        return found
+    made = torch.empty_like(gradient, dtype=found.dtype)
+    return found if made.is_contiguous() or made.stride() != gradient.stride() else made.copy_(found)
+
+
 def _or_zeros(found: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if found is None else found
 
@@ -229,4 +267,7 @@ def row_slices(rows: int, slices: int) -> Iterator[slice]:
     """
     most = max(-(-rows // slices), FEWEST_ROWS)
     step = -(-most // ALIGNED_ROWS) * ALIGNED_ROWS
-    yield from (slice(begin, min(begin + step, rows)) for begin in range(0, max(rows, 1), step))
+    begins = [*range(0, max(rows, 1), step)]
+    if len(begins) > 1 and rows - begins[-1] < FEWEST_ROWS:  # a product of a few rows takes another kernel
+        begins.pop()
+    yield from map(slice, begins, [*begins[1:], rows])

@@ -8,21 +8,24 @@ Rule 1  All its nodes have a rule for acting by row: products with weights, what
         and means over the last dimension, splits of it, changes of dtype, and views that leave it alone.
         What has no rule (attention, a dropout that is on, batch normalisation) ends it. So does a write in place, and a
         border of a context (autocast, no_grad).
-Rule 2  It takes one value that has rows, contiguous. All else that it takes is given to the graph: weights of products,
-        and values with one number a column. None of it is written to later: what it takes it keeps for backward.
+Rule 2  It takes one value that has rows, contiguous. All else that it takes is given to the graph, and made by nothing
+        that learns: weights of products, and values with one number a column. What it takes it keeps for backward: so
+        the value is not written to later, nor does the graph give it out, and what is beside it is never written to.
 Rule 3  It gives one value to the nodes after it, of the same leading dimensions as the value that it takes, contiguous.
 Rule 4  It holds a product that widens, and all that reads what is wide. It begins as early as Rules 1 to 3 allow
         without another product, and ends as soon as they do, or behind what follows and need not be made again for
         backward: the residual's addition.
-Rule 5  Where the value that it takes is read after it too, it reads it once: the gradients of three readings are added
-        up in another order if two of them are inside.
+Rule 5  Where the value that it takes is read after it too, by whatever name, it reads it once: the gradients of three
+        readings are added up in another order if two of them are inside.
 Rule 6  What a product takes as its weight or bias, nothing else in it reads: under autocast it is cast for products.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -113,7 +116,7 @@ def find_row_runs(graph_module: fx.GraphModule) -> list[RowRun]:
         while (run := _next_run(stretch, end, place)) is not None:
             found.append(run)
             end = stretch.index(run.result) + 1
-    return [run for run in found if not _is_written_to(run, nodes[place[run.nodes[0]] :])]
+    return [run for run in found if not _is_written_to(run, nodes[place[run.nodes[0]] :], nodes)]
 
 
 def is_view(node: fx.Node) -> bool:
@@ -206,9 +209,7 @@ def _run(nodes: Sequence[fx.Node], place: Mapping[fx.Node, int]) -> RowRun | Non
         return None
     if _leading(value) != _leading(result) or not (_is_contiguous(value) and _is_contiguous(result)):
         return None
-    first = place[nodes[0]]
-    read_later = any(place.get(user, first) > first for user in given[0].users if user not in inside)
-    if read_later and _readings(given[0], inside) > 1:
+    if _is_read_later(given[0], inside, place) and _readings(given[0], inside) > 1:
         return None
     if any(_reads_otherwise(node, weights) for node in nodes):
         return None
@@ -218,9 +219,28 @@ def _run(nodes: Sequence[fx.Node], place: Mapping[fx.Node, int]) -> RowRun | Non
 def _is_beside(source: fx.Node, weights: set[fx.Node]) -> bool:
     """Whether what a run takes has no rows: a weight of a product, or one number a column, given to the graph."""
     value = _tensor(source)
-    if source.op not in ("placeholder", "get_attr") or value is None:
+    return value is not None and _is_given(source) and (source in weights or value.dim() <= 1)
+
+
+def _is_given(source: Any) -> bool:
+    """Whether a value is given to the graph by nobody who learns from its gradient in turn."""
+    value = _tensor(source)
+    if value is None or source.op not in ("placeholder", "get_attr"):
         return False
-    return source in weights or value.dim() <= 1
+    return value.is_leaf or not value.requires_grad
+
+
+def _is_read_later(given: fx.Node, inside: set[fx.Node], place: Mapping[fx.Node, int]) -> bool:
+    """Whether the value of `given`, or what may be that itself, is read after what is inside."""
+    first = min(place[node] for node in inside)
+    while given.args and isinstance(given.args[0], fx.Node) and _gives_on(given, given.args[0]):
+        given = given.args[0]
+    names, ahead = set[fx.Node](), [given]
+    while ahead:
+        names.add(name := ahead.pop())
+        ahead += [user for user in name.users if user not in inside and _gives_on(user, name)]
+    readers = {user for name in names for user in name.users} - inside - names
+    return any(user.op == "output" or place.get(user, first) > first for user in readers)
 
 
 def _readings(node: fx.Node, inside: set[fx.Node]) -> int:
@@ -230,7 +250,8 @@ def _readings(node: fx.Node, inside: set[fx.Node]) -> int:
         if _gives_on(user, node):
             count += _readings(user, inside)
         else:
-            count += sum(each is node for each in tree_leaves((user.args, user.kwargs)))
+            times = 2 if kind_of(user) == "rms_norm" else 1  # which on some devices is a square and a product
+            count += times * sum(each is node for each in tree_leaves((user.args, user.kwargs)))
     return count
 
 
@@ -248,10 +269,34 @@ def _reads_otherwise(node: fx.Node, weights: set[fx.Node]) -> bool:
     return not weights.isdisjoint(node.all_input_nodes)
 
 
-def _is_written_to(run: RowRun, later: Sequence[fx.Node]) -> bool:
-    """Whether a node of the run or after it writes to what the run takes. (Rule 2)"""
-    own = {key for node in (run.given, *run.beside) for key in _storages(node)}
-    return any(writes(node) and node.args and not own.isdisjoint(_storages(node.args[0])) for node in later)
+def _is_written_to(run: RowRun, later: Sequence[fx.Node], all_nodes: Sequence[fx.Node]) -> bool:
+    """Whether what the run keeps may be another by the time of its backward. (Rule 2)"""
+    rows, beside = _storages(run.given), {key for node in run.beside for key in _storages(node)}
+    given_out = {key for user in run.given.graph.output_node().all_input_nodes for key in _storages(user)}
+    written = (
+        {key for source in node.all_input_nodes for key in _storages(source)} for node in later if _may_write(node)
+    )
+    if not rows.isdisjoint(given_out.union(*written)):
+        return True
+    return any(not beside.isdisjoint(_storages(s)) for n in all_nodes if _may_write(n) for s in n.all_input_nodes)
+
+
+def _may_write(node: fx.Node) -> bool:
+    """Whether a node may write to something that it takes, however it is told to."""
+    if writes(node) or node.kwargs.get("out") is not None or kind_of(node).removesuffix("_") != kind_of(node):
+        return True
+    schema = getattr(node.target, "_schema", None)
+    if schema is not None:
+        return bool(schema.is_mutable)
+    return isinstance(node.target, types.FunctionType) and _is_in_place(node.target, node)
+
+
+def _is_in_place(function: types.FunctionType, node: fx.Node) -> bool:
+    """Whether a call asks a function of Python to work in place, by position too."""
+    try:
+        return inspect.signature(function).bind(*node.args, **node.kwargs).arguments.get("inplace", False) is not False
+    except (TypeError, ValueError):  # it will fail
+        return True
 
 
 def _storages(node: Any) -> set[int]:
@@ -320,14 +365,14 @@ def _has_no_rows_or_all(source: fx.Node) -> bool:
 
 
 def _is_product(node: fx.Node) -> bool:
-    rows, (weight, bias) = _rows_argument(node), product_weights(node)
     if kind_of(node) == "addmm" and (node.kwargs or len(node.args) != 3):
         return False
-    weights = [each for each in (weight, bias) if each is not None]
-    if not all(isinstance(each, fx.Node) and each.op in ("placeholder", "get_attr") for each in weights):
+    (weight, bias), made = product_weights(node), _tensor(_rows_argument(node))
+    if not _is_given(weight) or not (bias is None or _is_given(bias)):
         return False
-    made, matrix = _tensor(rows), _tensor(weight)
-    return made is not None and matrix is not None and made.dim() >= 2 and matrix.dim() == 2
+    dimensions = [0 if each is None else each.dim() for each in map(_tensor, (weight, bias))]
+    # Of rows with gaps between them, a product with a bias rounds otherwise in three dimensions than in two.
+    return made is not None and made.dim() >= 2 and dimensions in ([2, 0], [2, 1]) and _is_contiguous(made)
 
 
 def _rows_argument(product: fx.Node) -> Any:

@@ -129,7 +129,7 @@ class Variants:
                 continue
             try:
                 found = self.of(dataclasses.replace(self._cut(slices), rows=self._row_slices))
-            except RematError:  # as above: then the loss is left whole
+            except (RematError, RuntimeError):  # as above: then the loss is left whole; or a kernel takes no slices
                 continue
             made += 1
             yield found

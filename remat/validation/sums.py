@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from remat.chunking.chunked_loss import ChunkedLoss, Given, Sums, Watch
-from remat.chunking.chunked_rows import ChunkedRows, RowsWatch
+from remat.chunking.chunked_rows import ChunkedRows, RowsWatch, Under
 
 NEAR = 1.1
 CHANCE = 3.0  # standard deviations of the logarithm of a ratio
@@ -71,14 +71,22 @@ class SumsSeen:
         watch.on_run = self._compare_rows
 
     def _compare_rows(
-        self, run: ChunkedRows, rows: Tensor, beside: Sequence[Any], gradient: Tensor, sums: Sequence[Tensor | None]
+        self,
+        run: ChunkedRows,
+        rows: Tensor,
+        beside: Sequence[Any],
+        gradient: Tensor,
+        sums: Sequence[Tensor | None],
+        under: Under,
     ) -> None:
         """Distances of `sums`, from what the run was given."""
         wanted = [False, *(found is not None for found in sums)]
         with self._unseen():
-            *_, at_once = run.untouched(rows, beside, gradient, wanted)
+            *_, at_once = run.untouched(rows, beside, gradient, wanted, under=under)
+            with under():
+                taken = [_as_product_takes(run, i, each) for i, each in enumerate(beside)]
             with torch.autocast(rows.device.type, enabled=False):
-                exactly = rows.double(), [_as_product_takes(run, i, each) for i, each in enumerate(beside)]
+                exactly = rows.double(), taken
                 *_, exact = run.untouched(*exactly, gradient.double(), wanted, precise=True)
             for each, found, whole, truth in zip(beside, sums, at_once, exact, strict=True):
                 name = self._names.get(_key(each))
