@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
+from remat._torch.recording import unwrapped
 from remat.capture.nodes import bracket_of, called, captured_nodes, may_draw
 from remat.evaluation.identity import Identity, NodeId, canonical
 
@@ -130,24 +131,25 @@ class _Storages:
         self._maker: dict[int, fx.Node] = {}
         for node in graph_module.graph.nodes:
             for tensor in _tensors(node):
-                self._maker.setdefault(_key(tensor), node)
+                self._maker.setdefault(storage_key(tensor), node)
 
     def made_bytes(self, node: fx.Node) -> int:
         """Bytes of the storages that `node` is the first to have, as far as its values reach into them."""
-        own = {_key(t): _bytes(t) for t in _tensors(node) if self._maker[_key(t)] is node}
+        own = {storage_key(t): _bytes(t) for t in _tensors(node) if self._maker[storage_key(t)] is node}
         return sum(own.values())
 
     def makers_of_written(self, node: fx.Node) -> list[fx.Node]:
         target = _written(node)
-        return [self._maker[_key(t)] for t in _tensors(target)] if isinstance(target, fx.Node) else []
+        return [self._maker[storage_key(t)] for t in _tensors(target)] if isinstance(target, fx.Node) else []
 
     def is_older(self, node: fx.Node) -> bool:
         """Whether `node` writes to what the graph was given: state of a module, or a caller's tensor."""
         return any(maker.op in ("placeholder", "get_attr") for maker in self.makers_of_written(node))
 
 
-def _key(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+def storage_key(tensor: torch.Tensor) -> int:
+    """What two values of a captured graph have in common that share a storage."""
+    return int(unwrapped(tensor).untyped_storage()._cdata)
 
 
 # Where regions may begin and end, and what must be told of their nodes

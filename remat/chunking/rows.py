@@ -23,9 +23,7 @@ Rule 6  What a product takes as its weight or bias, nothing else in it reads: un
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
-import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,8 +31,9 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from remat.capture.anchors import writes
+from remat.capture.anchors import storage_key, writes
 from remat.capture.nodes import bracket_of, captured_nodes, may_draw
+from remat.capture.writing import asked
 from remat.chunking.heads import CASTS, COPIES, FLATTENINGS, kind_of, linear_arguments, size_hint
 from remat.evaluation.graph import CHUNKED_ROWS
 
@@ -286,22 +285,12 @@ def _may_write(node: fx.Node) -> bool:
     if writes(node) or node.kwargs.get("out") is not None or kind_of(node).removesuffix("_") != kind_of(node):
         return True
     schema = getattr(node.target, "_schema", None)
-    if schema is not None:
-        return bool(schema.is_mutable)
-    return isinstance(node.target, types.FunctionType) and _is_in_place(node.target, node)
-
-
-def _is_in_place(function: types.FunctionType, node: fx.Node) -> bool:
-    """Whether a call asks a function of Python to work in place, by position too."""
-    try:
-        return inspect.signature(function).bind(*node.args, **node.kwargs).arguments.get("inplace", False) is not False
-    except (TypeError, ValueError):  # it will fail
-        return True
+    return bool(asked(node, "inplace")) if schema is None else bool(schema.is_mutable)
 
 
 def _storages(node: Any) -> set[int]:
     value = _tensor(node)
-    return set() if value is None else {int(value.untyped_storage()._cdata)}
+    return set() if value is None else {storage_key(value)}
 
 
 def _leading(value: torch.Tensor) -> list[str]:

@@ -20,8 +20,8 @@ from torch import Tensor, fx
 
 from remat._torch.training import without_modes
 from remat.capture.nodes import autocast, bracket_of, called, captured_nodes
+from remat.capture.writing import storages, written_storages
 from remat.fusion.groups import RULED
-from remat.fusion.writing import storages, written_storages
 
 PRODUCTS = {"linear": 0, "addmm": 1}  # and which argument is the activation
 

@@ -9,9 +9,9 @@ import torch
 from torch import fx
 
 from remat.capture.nodes import with_name
+from remat.capture.writing import storages
 from remat.fusion.fused_group import FusedGroup
 from remat.fusion.groups import Group, find_groups
-from remat.fusion.writing import storages
 
 FUSED = "fused_group"  # what the node of a group calls, and the key of its meta for the `FusedGroup`
 

@@ -23,8 +23,8 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from remat.capture.nodes import bracket_of, called, captured_nodes
+from remat.capture.writing import storages, written_storages
 from remat.evaluation.identity import canonical
-from remat.fusion.writing import storages, written_storages
 
 
 def _names(text: str) -> frozenset[str]:

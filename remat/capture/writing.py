@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
+from remat.capture.anchors import storage_key
 from remat.capture.nodes import bracket_of, called
 from remat.evaluation.identity import canonical
 
@@ -51,10 +52,10 @@ def _written_by(node: fx.Node, pure: frozenset[str]) -> Any:
     everything = node.args, node.kwargs
     if name.partition("(")[0].partition(",")[0] not in pure or node.kwargs.get("out") is not None:
         return everything
-    return everything if _asked(node, "inplace") or _asked(node, "max_norm") is not None else ()
+    return everything if asked(node, "inplace") or asked(node, "max_norm") is not None else ()
 
 
-def _asked(node: fx.Node, argument: str) -> Any:
+def asked(node: fx.Node, argument: str) -> Any:
     """What `node` gives for an argument of the Python function that it calls; None where there is no such argument."""
     if argument in node.kwargs:
         return node.kwargs[argument] or None
@@ -69,4 +70,4 @@ def _asked(node: fx.Node, argument: str) -> Any:
 def storages(nodes: Any) -> set[int]:
     """Storages of the values of nodes."""
     values = [node.meta.get("example_value") for node in tree_leaves(nodes) if isinstance(node, fx.Node)]
-    return {int(t.untyped_storage()._cdata) for t in tree_leaves(values) if isinstance(t, torch.Tensor)}
+    return {storage_key(t) for t in tree_leaves(values) if isinstance(t, torch.Tensor)}
