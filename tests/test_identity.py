@@ -691,3 +691,28 @@ def test_a_plan_file_of_version_1_refuses_another_graph() -> None:
     with pytest.raises(PlanMismatch, match=r"whose graph differs from this model's \(graph call 0, \d+ nodes\)"):
         trained(apply(toys.Transformer(layers=5).train(), plan))
     assert isinstance(regions_in(plan, spelled("all")[1]), Unlike)
+
+
+class Mapped(nn.Module):
+    """It calls `torch.vmap`, within which no value has a storage of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mapped = torch.vmap(lambda row, i: torch.where(i > 0, row, row * 2))
+        return self.second(mapped(self.first(x), torch.arange(len(x))).relu()).square().mean()
+
+
+def test_a_model_that_calls_vmap_is_planned_and_trains_bitwise() -> None:
+    workload = Workload("mapped", Mapped, lambda n, _: torch.randn(n, 8), lambda model, x: model(x), batch_size=4)
+    graph = record(FakeStep(workload, device=torch.device("cpu")))
+    untouched, model = twins(Mapped)
+    apply(model, toys.plan_by_hand(graph, (Region(0, len(graph.nodes) - 2),)))
+    x = torch.randn(4, 8)
+    for each in (untouched, model):
+        each(x).backward()
+    found = [{name: p.grad for name, p in each.named_parameters() if p.grad is not None} for each in (untouched, model)]
+    assert len(found[0]) == 4 and all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert counts_of(model).regions == 1
