@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from benchmarks import report
-from benchmarks.peers import checkpoint_blocks
+from benchmarks.peers import checkpoint_blocks, trained
 from remat.costing.device_allocator import time_once_us
 from remat.costing.planning_device import find_planning_device
 from remat.errors import Infeasible, RematError
@@ -41,12 +41,11 @@ from remat.planning.variants import Variants
 from remat.solvers import load as load_solver
 from remat.units import MIB
 from remat.validation.training import Training
-from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import DTypePolicy, Workload
 
 WIDTH, LAYERS, VOCAB, SAMPLES, LENGTH = 256, 6, 16384, 8, 256
 TILE = 256, VOCAB // 4  # tokens and classes of TRL's head, where it takes 4096 and 32768
-PAIRS, WARM_UP = 9, 2  # steps
+PAIRS = 9  # of steps
 POLICIES: tuple[DTypePolicy, ...] = ("fp32", "amp")
 COLUMNS = ["workload", "dtype", "peer", "peak_mib", "tokens_per_s", "plan_peak_mib", "within", "form", "overhead"]
 COLUMNS += ["plan_tokens_per_s", "ratio", "ratio_exact", "failure"]
@@ -116,12 +115,12 @@ class Contest:
         return assemble(problem, solution, profile, how, variant.judge)
 
     def row(self, prepare: Prepare) -> dict[str, Any]:
-        peer = self._trained(prepare)
+        peer = trained(self._workload, self._device, prepare)
         peak = peer.peak_of_update(self._place.target.alignment_bytes)
         row: dict[str, Any] = {"peak_mib": round(peak / MIB, 2)}
         try:
             plan = self._plan(peak)
-            planned = self._trained(lambda model: apply(model, plan))
+            planned = trained(self._workload, self._device, lambda model: apply(model, plan))
             own = planned.peak_of_update(self._place.target.alignment_bytes)
             row |= {
                 "plan_peak_mib": round(own / MIB, 2),
@@ -134,20 +133,13 @@ class Contest:
             row["failure"] = f"{type(error).__name__}: {error}"
         with contextlib.suppress(Infeasible):
             exact = self._plan(peak, exact=True)
-            row["ratio_exact"] = self._race(peer, self._trained(lambda model: apply(model, exact)))["ratio"]
+            whole = trained(self._workload, self._device, lambda model: apply(model, exact))
+            row["ratio_exact"] = self._race(peer, whole)["ratio"]
         return row
 
     def _plan(self, peak: int, *, exact: bool = False) -> Plan:
         limits = Limits(time_s=30)
         return plan_profile(self._profile, Budget(peak, peak), step=self._step, limits=limits, exact=exact)
-
-    def _trained(self, prepare: Prepare) -> Training:
-        training = Training(self._workload, self._device, 0, TrainingLoop())
-        training.begin_again()
-        prepare(training.model)
-        for _ in range(WARM_UP):
-            training.step()
-        return training
 
     def _race(self, peer: Training, planned: Training) -> dict[str, Any]:
         pairs = [

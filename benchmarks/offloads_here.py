@@ -1,9 +1,9 @@
 """Offloads on this CPU: predicted against measured peak of the device's side, and loss and gradients bit by bit.
 
-Every workload family at test size, at three budgets below what plans without offloads need least or, where there is
-room for less alone, between that and the least with them. On a CPU the host's memory is the device's: what is offloaded
-lies outside of torch's allocator, so that what it counts is the device's side. The link, made up, carries a
-`CARRIED`th part of all that the untouched step keeps while its forward runs.
+Every workload family at test size, at three budgets: the least with offloads, the least without, and half way; where
+these are the same, from it to half way to the untouched step's peak. On a CPU the host's memory is the device's: what
+is offloaded lies outside of torch's allocator, so that what it counts is the device's side. The link, made up, carries
+a share `CARRIED` of all that the untouched step keeps while its forward runs.
 
 `bitwise` after 20 steps is of the parameters of a training whose optimizer has its state on the host, beside one whose
 optimizer has not.

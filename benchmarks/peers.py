@@ -136,7 +136,7 @@ class Peers:
             self._plan_and_measure_at_last_peak()
 
     def _measure_eager(self) -> None:
-        self.untouched = self._training(None).step
+        self.untouched = self._training().step
         self._measure(UNTOUCHED, "", contextlib.nullcontext)
         self._measure(HUGGING_FACE, "every block", contextlib.nullcontext, checkpoint_blocks)
 
@@ -174,15 +174,8 @@ class Peers:
 
         self._measure(PLANNED, f"{budget / MIB:.1f} MiB", contextlib.nullcontext, planned, budget)
 
-    def _training(self, prepare: Callable[[nn.Module], object] | None) -> Training:
-        """The model as `prepare` changes it, trained until the optimizer's state exists and everything is compiled."""
-        training = Training(self.workload, self.device, 0, TrainingLoop())
-        training.begin_again()
-        if prepare:
-            prepare(training.model)
-        for _ in range(WARM_UP):
-            training.step()
-        return training
+    def _training(self, prepare: Callable[[nn.Module], object] | None = None) -> Training:
+        return trained(self.workload, self.device, prepare)
 
     def _measure(
         self,
@@ -227,6 +220,17 @@ class Peers:
             "pairs_us": [[round(base), round(own)] for base, own in pairs],
             "ready_s": round(ready_s, 1),
         }
+
+
+def trained(workload: Workload, device: torch.device, prepare: Callable[[nn.Module], object] | None) -> Training:
+    """The model as `prepare` changes it, trained until the optimizer's state exists and everything is compiled."""
+    training = Training(workload, device, 0, TrainingLoop())
+    training.begin_again()
+    if prepare:
+        prepare(training.model)
+    for _ in range(WARM_UP):
+        training.step()
+    return training
 
 
 def checkpoint_blocks(model: Any) -> None:

@@ -115,7 +115,13 @@ def find_row_runs(graph_module: fx.GraphModule) -> list[RowRun]:
         while (run := _next_run(stretch, end, place)) is not None:
             found.append(run)
             end = stretch.index(run.result) + 1
-    return [run for run in found if not _is_written_to(run, nodes[place[run.nodes[0]] :], nodes)]
+    writers = [
+        (i, {key for source in n.all_input_nodes for key in _storages(source)})
+        for n, i in place.items()
+        if _may_write(n)
+    ]
+    given_out = {key for source in graph_module.graph.output_node().all_input_nodes for key in _storages(source)}
+    return [run for run in found if not _is_written_to(run, place[run.nodes[0]], writers, given_out)]
 
 
 def is_view(node: fx.Node) -> bool:
@@ -268,21 +274,21 @@ def _reads_otherwise(node: fx.Node, weights: set[fx.Node]) -> bool:
     return not weights.isdisjoint(node.all_input_nodes)
 
 
-def _is_written_to(run: RowRun, later: Sequence[fx.Node], all_nodes: Sequence[fx.Node]) -> bool:
-    """Whether what the run keeps may be another by the time of its backward. (Rule 2)"""
+def _is_written_to(run: RowRun, first: int, writers: Sequence[tuple[int, set[int]]], given_out: set[int]) -> bool:
+    """Whether what the run keeps may be another by the time of its backward. (Rule 2)
+
+    first      the place of its first node
+    writers    (place, storages that it takes) of every node that may write
+    given_out  storages that the graph gives out
+    """
     rows, beside = _storages(run.given), {key for node in run.beside for key in _storages(node)}
-    given_out = {key for user in run.given.graph.output_node().all_input_nodes for key in _storages(user)}
-    written = (
-        {key for source in node.all_input_nodes for key in _storages(source)} for node in later if _may_write(node)
-    )
-    if not rows.isdisjoint(given_out.union(*written)):
-        return True
-    return any(not beside.isdisjoint(_storages(s)) for n in all_nodes if _may_write(n) for s in n.all_input_nodes)
+    later = (taken for place, taken in writers if place >= first)
+    return not rows.isdisjoint(given_out.union(*later)) or any(not beside.isdisjoint(taken) for _, taken in writers)
 
 
 def _may_write(node: fx.Node) -> bool:
     """Whether a node may write to something that it takes, however it is told to."""
-    if writes(node) or node.kwargs.get("out") is not None or kind_of(node).removesuffix("_") != kind_of(node):
+    if writes(node) or node.kwargs.get("out") is not None or kind_of(node).endswith("_"):
         return True
     schema = getattr(node.target, "_schema", None)
     return bool(asked(node, "inplace")) if schema is None else bool(schema.is_mutable)
