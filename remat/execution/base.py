@@ -80,9 +80,14 @@ class Execution(abc.ABC):
     def space(self, graph: Graph, depth: int | None = None) -> Space:
         """The plans that can run this way; regions nest `depth` deep, by default as deep as they may."""
 
-    def pose(self, profile: Profile, space: Space, budget_bytes: int, link: Link | None = None) -> Problem:
-        """The problem of the least recomputation within the evaluator's budget; with `link`, offloads are allowed."""
-        return Problem(profile.graph, profile.costs, space, budget_bytes, link)
+    def pose(
+        self, profile: Profile, space: Space, budget_bytes: int, link: Link | None = None, like: Problem | None = None
+    ) -> Problem:
+        """The problem of the least recomputation within the evaluator's budget; with `link`, offloads are allowed.
+
+        like  that of the step in another form, which it has much in common with
+        """
+        return Problem(profile.graph, profile.costs, space, budget_bytes, link, like)
 
     def price(self, profile: Profile) -> Profile:
         """`profile`, with what operators cost when they run this way."""

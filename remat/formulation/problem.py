@@ -29,6 +29,7 @@ from remat.costing.costs import Costs
 from remat.evaluation.evaluator import Curve
 from remat.evaluation.graph import Graph
 from remat.evaluation.plan import Offload, Region
+from remat.formulation.beginnings import Beginnings
 from remat.formulation.choices import Point, Row, Run, Shape
 from remat.formulation.liveness import NS, Liveness
 from remat.formulation.search_space import Space
@@ -47,21 +48,31 @@ class Problem:
     liveness  what may outlive its forward, and why; the same for every budget
     link      to the host's memory, if plans may have offloads: whatever regions a plan has, `offloads_of` says which.
               Rows are relaxed by what no plan takes off the device (`Relief`); judging is exact
+    like      that of another form of the step, whose shapes hold for what both begin with (`beginnings.py`)
     """
 
-    def __init__(self, graph: Graph, costs: Costs, space: Space, budget_bytes: int, link: Link | None = None):
+    def __init__(
+        self,
+        graph: Graph,
+        costs: Costs,
+        space: Space,
+        budget_bytes: int,
+        link: Link | None = None,
+        like: Problem | None = None,
+    ):
         self.liveness = Liveness(graph, costs, space)
         self.graph, self.space, self.memory = graph, space, self.liveness.memory
         self.link = link
         self._relief = None if link is None else Relief(graph, self.liveness.op_time_ns / NS, link)
         self._alone = None
         if link is not None:
-            self._alone = Problem(graph, costs, space, budget_bytes)
+            self._alone = Problem(graph, costs, space, budget_bytes, like=like)
             self._alone.liveness, self._alone.memory = self.liveness, self.memory
         self.budget_bytes = budget_bytes
         self.step_time_us = costs.step_time_us(graph)
-        self._run_classes: dict[tuple[int, ...], int] = {}
-        self._shapes: dict[tuple[int, int], Shape | None] = {}
+        self._like = like.without_link() if like is not None and link is None else None
+        self._run_classes: dict[tuple[int, ...], int] = {} if self._like is None else dict(self._like._run_classes)
+        self._shapes: dict[tuple[int, int], Shape | None] = {} if self._like is None else dict(self._like._shapes)
         self._inner_regions: dict[tuple[int, int], Region] = {}
 
     def with_budget(self, budget_bytes: int) -> Problem:
@@ -171,7 +182,16 @@ class Problem:
 
     @functools.cached_property
     def _segment_classes(self) -> list[int]:
-        return classes(self.memory, self.space.segments, self.backward_of, self.liveness.op_time_ns, self._local_bytes)
+        """Numbers of `symmetry.classes`; those of the other form's problem, and new ones where the forms differ."""
+        own = classes(self.memory, self.space.segments, self.backward_of, self.liveness.op_time_ns, self._local_bytes)
+        if self._like is None:
+            return own
+        known, alike = self._like._segment_classes, self._beginnings.alike(self._like._beginnings)
+        return [*known[:alike], *(number + max(known, default=-1) + 1 for number in own[alike:])]
+
+    @property
+    def _beginnings(self) -> Beginnings:
+        return Beginnings(self.liveness, self.backward_of, self._local_bytes)
 
     def _regions(self, a: int, b: int) -> Iterator[tuple[int, Region]]:
         """The ways to execute segments a..b-1 as a region: whole (0), or as regions of `width` segments each."""

@@ -240,7 +240,7 @@ def compare(
         require_fusible(how, step, exact=exact)
     if step is not None and not exact and not interrupted and "exact" in solutions:
         variants = variants or Variants(how, step, profile, fuse=fuse)
-        rows, bound_us = _with_forms(rows, bound_us, variants, how, budget.limit_bytes, limits, link)
+        rows, bound_us = _with_forms(rows, bound_us, variants, how, linked, limits, link)
     if not any(row.fits for row in rows) and any(row.status == "infeasible" for row in rows):
         raise infeasible(linked, limits)
     untouched = how.without_plan(problem, None if judge is None else lambda: judge.peak(problem, ()))
@@ -260,16 +260,21 @@ def _with_forms(
     bound_us: float,
     variants: Variants,
     how: Execution,
-    limit_bytes: int,
+    whole_problem: Problem,
     limits: Limits,
     link: Link | None,
 ) -> tuple[tuple[Row, ...], float]:
-    """The rows, with what other forms make of the step where that pays; and the bound of all of it."""
+    """The rows, with what other forms make of the step where that pays; and the bound of all of it.
+
+    whole_problem  of the step as captured
+    """
+    limit_bytes = whole_problem.budget_bytes
     whole = next(row for row in rows if row.strategy == "exact")
 
     def attempt(variant: Variant, time_s: float, before: Plan | None, name: str = "exact") -> Draft:
         found = variant.profile
-        problem = how.pose(found, how.space(found.graph), limit_bytes, link if name in EXACT else None)
+        link_of_it = link if name in EXACT else None
+        problem = how.pose(found, how.space(found.graph), limit_bytes, link_of_it, like=whole_problem)
         within = begun_from(at_most(limits, time_s), problem, before)
 
         def solved(judge: Judge | None) -> Solution:

@@ -313,7 +313,9 @@ class MicroBatches:
         key = (window.micro_batch, window.accumulation > 1, form)
         if key not in self._problems:
             found = self.profile(*key)
-            self._problems[key] = self.how.pose(found, self.how.space(found.graph), self.budget.limit_bytes)
+            captured = self._problems.get((*_key(window), CAPTURED))
+            space = self.how.space(found.graph)
+            self._problems[key] = self.how.pose(found, space, self.budget.limit_bytes, like=captured)
         return self._problems[key]
 
     def judge(self, window: Window) -> Judge | None:

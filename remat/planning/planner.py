@@ -167,14 +167,21 @@ def plan_profile(
         return plan if settings is None or is_draft else with_footprints(plan, profile, settings)
 
     whole_space = space or how.space(profile.graph, depth)
+    captured: Problem | None = None
+
+    def posed(profile: Profile, space: Space, limit_bytes: int) -> Problem:
+        nonlocal captured
+        problem = how.pose(profile, space, limit_bytes, link, like=captured)
+        captured = captured or problem
+        return problem
 
     def within(limit_bytes: int) -> Plan:
         if variants is None or not variants.are_any:
-            problem = how.pose(profile, whole_space, limit_bytes, link)
+            problem = posed(profile, whole_space, limit_bytes)
             return made(problem, solved(problem, judge, limits.left(started)), profile, judge)
 
         def drafted(profile: Profile, judge: Judge, space: Space, limits: Limits, before: Plan | None = None) -> Draft:
-            problem = how.pose(profile, space, limit_bytes, link)
+            problem = posed(profile, space, limit_bytes)
             limits = begun_from(limits, problem, before)
             return draft(
                 problem,

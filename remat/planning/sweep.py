@@ -310,7 +310,8 @@ class _Trace:
         return self.captured.problem
 
     def may_run_as(self, form: Form, profile: Profile, extra_us: float) -> None:
-        problem = self.how.pose(profile, self.how.space(profile.graph), 0, self._link)
+        captured = self.problem if self.forms else None
+        problem = self.how.pose(profile, self.how.space(profile.graph), 0, self._link, captured)
         self.forms.append(_Form(form, problem, extra_us, *self._least_peak(problem)))
 
     def _least_peak(self, problem: Problem) -> tuple[int, int, tuple[Region, ...]]:

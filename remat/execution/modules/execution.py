@@ -32,8 +32,10 @@ class ModulesExecution(Execution):
         require_depth(self, depth, most=1)
         return find_module_space(graph)
 
-    def pose(self, profile: Profile, space: Space, budget_bytes: int, link: Link | None = None) -> Problem:
-        problem = super().pose(profile, space, budget_bytes, link)
+    def pose(
+        self, profile: Profile, space: Space, budget_bytes: int, link: Link | None = None, like: Problem | None = None
+    ) -> Problem:
+        problem = super().pose(profile, space, budget_bytes, link, like)
         problem.runs = tuple(
             run for run in problem.runs if run.region is None or space.allows(run.region.first, run.region.end)
         )
