@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_structure
 
 from remat.recording.view_histories import ViewHistories
 
@@ -85,3 +87,18 @@ def test_without_it_a_written_view_is_differentiated_otherwise() -> None:
     """Should torch treat both alike one day, this module can go."""
     fake = _backward_kernels(_relu_of_a_linear_layer, FakeTensorMode())
     assert fake != _backward_kernels(_relu_of_a_linear_layer)
+
+
+def test_views_are_replaced_wherever_a_call_holds_them() -> None:
+    """In tuples, lists, dicts and in what only torch knows to go through; all else stays itself."""
+    histories = ViewHistories()
+    with FakeTensorMode(), histories:
+        base = torch.ones(2, 3, requires_grad=True).sin()
+        view = base.view(-1)
+        held = (view, [view, {"one": view}], torch.max(torch.ones(2, 3), 0), OrderedDict(other=view), 3, "text", None)
+        assert tree_leaves(histories.renewed(held)) == tree_leaves(held)
+        base.mul_(2)
+        renewed = histories.renewed(held)
+        assert tree_structure(renewed) == tree_structure(held)
+        for before, after in zip(tree_leaves(held), tree_leaves(renewed), strict=True):
+            assert (after is before) == (before is not view)

@@ -8,6 +8,7 @@ before a target's kernels are put in place, and without asking an open size for 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -71,13 +72,20 @@ def _counts(node: fx.Node, op: str, owned: bool, made_bytes: int, state: _Storag
 
 def module_path(node: fx.Node) -> str:
     """Path of the module that `node` runs in, as `named_modules` gives it; "" for the model itself."""
-    return next(reversed(module_paths(node)), "")
+    stack = node.meta.get("nn_module_stack") or {}
+    return next((_module_path(str(path)) for path, *_ in reversed(stack.values())), "")
 
 
 def module_paths(node: fx.Node) -> list[str]:
     """Paths of the modules whose calls `node` runs in, from the outermost."""
     stack = node.meta.get("nn_module_stack") or {}
-    return [_OWNER.sub("", _CHILD.sub(r".\1", str(path))) for path, *_ in stack.values()]
+    return [_module_path(str(path)) for path, *_ in stack.values()]
+
+
+@functools.lru_cache(maxsize=1 << 16)  # every node asks for those of all modules around it
+def _module_path(path: str) -> str:
+    """A path as `named_modules` gives it, from that by which Dynamo calls the module."""
+    return _OWNER.sub("", _CHILD.sub(r".\1", path))
 
 
 def updates_statistics(node: fx.Node) -> bool:

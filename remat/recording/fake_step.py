@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.optim.swa_utils import get_ema_multi_avg_fn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from remat.capture.anchors import identity_of, module_path
 from remat.capture.attention_masks import OnesSeen, eager_attention_masks
@@ -246,7 +246,7 @@ class FakeStep:
         self._called[call] = graph_module
         graph_module = self._ready(call, graph_module)
         with self._call_context():
-            return tree_map(self._views.renewed, self.execute_call(call, graph_module, args))
+            return self._views.renewed(self.execute_call(call, graph_module, args))
 
     @contextlib.contextmanager
     def _call_context(self) -> Iterator[None]:

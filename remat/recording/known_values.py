@@ -152,7 +152,8 @@ class KnownValues(UnseenMode):
                 self._twins.setdefault(fake.untyped_storage(), {})[_view_of(fake)] = value
 
     def _twin_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        return self._twins.get(tensor.untyped_storage(), {}).get(_view_of(tensor))
+        twins = self._twins.get(tensor.untyped_storage())
+        return None if twins is None else twins.get(_view_of(tensor))
 
     def _forget(self, func: Any, args: Any, kwargs: Any) -> None:  # Rule 2
         given = [*zip(func._schema.arguments, args, strict=False)]
