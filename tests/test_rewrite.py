@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from remat.capture.dynamo import GraphCalls
+from remat.capture.eager_answers import Answers
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.plan import Region, to_refs
 from remat.execution.eager import rewrite as rewriting
@@ -81,7 +82,7 @@ def real_step(workload: Workload) -> RealStep:
     def run(call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
         return step.execute_call(call, graph_module, args)
 
-    step = RealStep(workload, model, batch, model.forward, GraphCalls(model.forward, run))
+    step = RealStep(workload, model, batch, model.forward, GraphCalls(model.forward, run, answers=Answers()))
     return step
 
 

@@ -322,6 +322,66 @@ def test_another_function_is_followed_and_guards_are_on_the_one_that_is_there() 
     assert torch.equal(ours(x), x.cos()) and len(compiled) == 1
 
 
+@pytest.mark.filterwarnings("ignore")  # of Dynamo's own, about the break
+def test_no_number_is_read_off_a_tensor_where_it_is_said_and_only_meanwhile() -> None:
+    found: list[int] = []
+
+    def backend(graph_module: fx.GraphModule, example_inputs: list[torch.Tensor]) -> Any:
+        found.append(len(graph_module.graph.find_nodes(op="call_method", target="view")))
+        return graph_module
+
+    def other(graph_module: fx.GraphModule, example_inputs: list[torch.Tensor]) -> Any:
+        return backend(graph_module, example_inputs)
+
+    def views(compiler: Any) -> int:
+        torch._dynamo.reset()
+        found.clear()
+        torch.compile(lambda x, rows: x.sin().view(rows, 2), backend=compiler)(torch.ones(6), torch.tensor(3))
+        return sum(found)
+
+    with dynamo.numbers_unread(lambda translator: dynamo.backend_of(translator) is backend):
+        assert views(backend) == 0 and views(other) == 1
+    assert views(backend) == 1
+
+
+def product(rows: torch.Tensor) -> torch.Tensor:
+    first, second = rows
+    return first * second
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(lambda x: [row.sin() for row in x], id="comprehension"),
+        pytest.param(lambda x: [row * i for i, row in enumerate(x)], id="enumerate"),
+        pytest.param(lambda x: [row + other for row, other in zip(x, x, strict=True)], id="zip"),
+        pytest.param(lambda x: torch.cat(list(x)), id="list"),
+        pytest.param(lambda x: torch.hypot(*x), id="starred"),
+        pytest.param(product, id="unpacked"),
+    ],
+)
+def test_iterating_over_a_tensor_is_one_operator_where_it_is_said_and_only_meanwhile(
+    function: Callable[[torch.Tensor], Any],
+) -> None:
+    found: list[str] = []
+
+    def backend(graph_module: fx.GraphModule, example_inputs: list[torch.Tensor]) -> Any:
+        found.extend(str(node.target) for node in graph_module.graph.find_nodes(op="call_method", target="unbind"))
+        return graph_module
+
+    def unbinds(compiler: Any) -> bool:
+        torch._dynamo.reset()
+        found.clear()
+        given = torch.randn(2, 3)
+        for one, other in zip(torch.compile(function, backend=compiler)(given), function(given), strict=True):
+            assert torch.equal(one, other)
+        return bool(found)
+
+    with dynamo.rows_unbound(lambda translator: dynamo.backend_of(translator) is backend):
+        assert unbinds(backend) and not unbinds("eager")
+    assert not unbinds(backend)
+
+
 def test_dynamo_follows_again_into_what_raised_while_it_was_traced() -> None:
     """And only there: what else was compiled is not compiled anew."""
     traced: list[int] = []
@@ -507,6 +567,14 @@ GONE: dict[str, tuple[str, Callable[[], Any]]] = {
     "_dynamo.variables.UserFunctionVariable": (
         "let a library choose its attention masks",
         lambda: dynamo.following(lambda tx, function: None).__enter__(),
+    ),
+    "_dynamo.variables.tensor.TensorVariable": (
+        "iterate over tensors as eager mode does",
+        lambda: dynamo.rows_unbound(lambda tx: True).__enter__(),
+    ),
+    "_dynamo.variables.builder": (
+        "capture the same graphs of tensors with and without data",
+        lambda: dynamo.numbers_unread(lambda tx: True).__enter__(),
     ),
     "_C._dynamo.eval_frame.set_code_exec_strategy": (
         "capture a forward again after one that raised",

@@ -231,8 +231,27 @@ def test_nodes_that_are_not_recomputed_fail(plan: Plan, monkeypatch: pytest.Monk
     assert not report.passed
 
 
+def is_traced(x: torch.Tensor) -> bool:
+    """A predicate that is handed a tensor: it asks whether data can be read, and hears the truth."""
+    return torch.compiler.is_compiling()
+
+
+class Asks(Transformer):
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        loss = super().forward(ids, labels)
+        return loss.square() if is_traced(loss) else loss * loss
+
+
+def test_a_captured_program_that_runs_other_kernels_fails() -> None:
+    workload = dataclasses.replace(TRANSFORMER, name="asks", build=functools.partial(Asks, layers=2))
+    report = on_cpu(workload, plan_for(workload, budget_bytes=1 << 20))
+    assert not report.kernels_equal
+    assert any("untouched none; planned aten.pow" in line for line in report.kernel_differences)
+    assert not report.passed
+
+
 class Unpacks(Transformer):
-    """Iterating over a tensor is one `unbind` in eager mode, and several `select` when captured."""
+    """Iterating over a tensor is one `unbind` in eager mode, and would be several `select` when captured."""
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         even, odd = ids.unflatten(1, (2, -1)).transpose(0, 1)
@@ -241,12 +260,10 @@ class Unpacks(Transformer):
         return super().forward(ids, labels) + (first * second).mean()
 
 
-def test_a_captured_program_that_runs_other_kernels_fails() -> None:
+def test_a_captured_program_that_iterates_over_a_tensor_runs_the_same_kernels() -> None:
     workload = dataclasses.replace(TRANSFORMER, name="unpacks", build=functools.partial(Unpacks, layers=2))
     report = on_cpu(workload, plan_for(workload, budget_bytes=1 << 20))
-    assert not report.kernels_equal
-    assert any("untouched aten.stack" in line and "select_backward" in line for line in report.kernel_differences)
-    assert not report.passed
+    assert report.kernel_differences == () and report.passed
 
 
 @pytest.mark.parametrize(

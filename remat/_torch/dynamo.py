@@ -138,6 +138,43 @@ def following(instead: Callable[[Translator, Any], Callable[..., Any] | None]) -
         yield
 
 
+@contextlib.contextmanager
+def numbers_unread(where: Callable[[Translator], bool]) -> Iterator[None]:
+    """While it lasts, no trace that `where` says so of knows the number that a tensor holds.
+
+    Dynamo reads it off every tensor of no dimensions on the host that has data, and then traces where such a tensor is
+    taken for a Python number. A Python number that Dynamo itself has made a tensor of stays known.
+    """
+    purpose = "capture the same graphs of tensors with and without data"
+    builder = internal("_dynamo.variables.builder", purpose)
+    python_number = internal("_dynamo.source.FloatTensorSource", purpose)
+    original = builder.wrap_to_fake_tensor_and_record
+
+    def wrapped(tensor: Any, tx: Translator, *, source: Any, **kwargs: Any) -> Any:
+        fake = original(tensor, tx, source=source, **kwargs)
+        if hasattr(fake, "item_memo") and not isinstance(source, python_number) and where(tx):
+            fake.item_memo = None
+        return fake
+
+    with mock.patch.object(builder, "wrap_to_fake_tensor_and_record", wrapped):
+        yield
+
+
+@contextlib.contextmanager
+def rows_unbound(where: Callable[[Translator], bool]) -> Iterator[None]:
+    """While it lasts, a trace that `where` says so of iterates over a tensor by `unbind`, not row by row."""
+    variable = internal("_dynamo.variables.tensor.TensorVariable", "iterate over tensors as eager mode does")
+    original = variable.unpack_var_sequence
+
+    def unpack(self: Variable, tx: Translator, idxes: Any = None) -> list[Variable]:
+        if type(self) is not variable or not where(tx):
+            return list(original(self, tx, idxes))
+        return list(self.call_method(tx, "unbind", [], {}).unpack_var_sequence(tx))
+
+    with mock.patch.object(variable, "unpack_var_sequence", unpack):
+        yield
+
+
 def not_begun_at(function: Any) -> Any:
     """`function`, at whose call no trace begins; one that has begun follows into it."""
     purpose = "read values while planning"

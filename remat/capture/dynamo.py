@@ -37,6 +37,7 @@ from remat.capture.attention_masks import (
 from remat.capture.beside_parameters import carry_over
 from remat.capture.dynamic_shapes import has_sizes, move_sizes_first
 from remat.capture.eager_answers import Answers, Capture, answering
+from remat.capture.eager_tensors import eager_tensors
 from remat.capture.grouped_products import grouped_products
 from remat.capture.higher_order_ops import open_nodes
 from remat.capture.opaque_functions import opaque
@@ -185,6 +186,7 @@ class GraphCalls:
         with (
             dynamo_settings(),
             answering(),
+            eager_tensors(),
             grouped_products(),
             opaque(self.answers.opaque if self.answers else ()),
             warnings.catch_warnings(),

@@ -171,7 +171,7 @@ def traced_as(other: Callable[..., Any]) -> Callable[[Callable[..., Any]], Calla
 
 
 def _instead(tx: Any, function: Callable[..., Any]) -> Callable[..., Any] | None:
-    capture = _capture_of(tx)
+    capture = capture_of(tx)
     if capture is not None and (plain := getattr(function, "_traced_as", None)) is not None:
         return cast(Callable[..., Any], plain)
     return None if capture is None else capture.instead(tx.f_globals.get("__name__", ""), function)
@@ -179,7 +179,7 @@ def _instead(tx: Any, function: Callable[..., Any]) -> Callable[..., Any] | None
 
 def _answered(predicate: Callable[[], bool], original: Callable[..., Any]) -> Callable[..., Any]:
     def handler(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        said, answers = original(variable, tx, *args, **kwargs), _answers_of(tx)
+        said, answers = original(variable, tx, *args, **kwargs), answers_of(tx)
         if answers is None or not said.as_python_constant() or not answers.eager(tx, predicate):
             return said
         return type(said)(False)
@@ -188,16 +188,16 @@ def _answered(predicate: Callable[[], bool], original: Callable[..., Any]) -> Ca
 
 
 def _not_recording(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:  # Rule 5
-    return constant(False) if _answers_of(tx) is not None else None
+    return constant(False) if answers_of(tx) is not None else None
 
 
-def _answers_of(tx: Any) -> Answers | None:
+def answers_of(tx: Any) -> Answers | None:
     """The answers of the capture that `tx` traces for; None where there are none."""
-    capture = _capture_of(tx)
+    capture = capture_of(tx)
     return None if capture is None else capture.answers
 
 
-def _capture_of(tx: Any) -> Capture | None:
+def capture_of(tx: Any) -> Capture | None:
     """The capture that `tx` traces for; None where somebody else compiles."""
     capture = getattr(backend_of(tx), "__self__", None)
     return capture if isinstance(capture, Capture) else None
