@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from remat.execution.planned_step import planned_step as planned_step
     from remat.formulation.solution import Limits as Limits
     from remat.host.optimizer_state import offload_optimizer as offload_optimizer
+    from remat.host.weights import offload_weights as offload_weights
     from remat.integrations.trainer_workload import loop_of as loop_of
     from remat.integrations.trainer_workload import workload_of as workload_of
     from remat.planning.planner import plan as plan
@@ -54,6 +55,7 @@ _HOMES = {
     "apply": "remat.execution.apply",
     "loop_of": "remat.integrations.trainer_workload",
     "offload_optimizer": "remat.host.optimizer_state",
+    "offload_weights": "remat.host.weights",
     "plan": "remat.planning.planner",
     "planned_step": "remat.execution.planned_step",
     "profile": "remat.planning.profiling",

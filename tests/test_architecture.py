@@ -47,7 +47,7 @@ ROOMS = {
         *("recording", "reservation", "solvers", "workload"),
     ),
     "validation": (
-        *("capture", "chunking", "costing", "evaluation", "execution", "fusion", "offloading"),
+        *("capture", "chunking", "costing", "evaluation", "execution", "fusion", "host", "offloading"),
         *("planning", "recording", "reservation", "solvers", "workload"),
     ),
     "integrations": ("capture", "costing", "evaluation", "execution", "host", "planning", "validation", "workload"),

@@ -197,6 +197,12 @@ def _offloads(plan: Plan) -> list[tuple[str, ...]]:
     if state := plan.predicted.get("state_host_bytes"):
         waits = f"each optimizer step waits {ms(plan.predicted['state_wait_us'])} for it"
         rows.append(("optimizer", gib(state), _labelled(f"of state on the host between its steps; {waits}", plan)))
+    if layers := plan.about.get("layers_on_host"):
+        wait_us = plan.predicted["weights_wait_us"]
+        copied = "their copies hide behind the computation"
+        copied = f"the step waits {ms(wait_us)} for their copies" if wait_us else copied
+        size = gib(plan.predicted["weights_host_bytes"])
+        rows.append(("weights", size, _labelled(f"of {len(layers)} frozen layers on the host; {copied}", plan)))
     if not plan.offloads:
         return rows
     stall = plan.predicted.get("stall_us", 0.0)

@@ -146,6 +146,8 @@ class Prediction(TypedDict, total=False):
     offloaded_bytes       of activations, that go to the host and come back
     state_host_bytes      of the optimizer's state, that is on the host between its steps
     state_wait_us         what an optimizer step waits for it; in `step_time_us` with and without a plan
+    weights_host_bytes    of frozen weights, that are on the host but for two layers at a time
+    weights_wait_us       what the step waits for them, in `overhead` too
     whole_loss_overhead   of the plan for the step as captured, where one fits
     """
 
@@ -165,6 +167,8 @@ class Prediction(TypedDict, total=False):
     offloaded_bytes: int
     state_host_bytes: int
     state_wait_us: float
+    weights_host_bytes: int
+    weights_wait_us: float
     whole_loss_overhead: float
 
 
@@ -248,7 +252,8 @@ class Plan:
         data = dataclasses.asdict(dataclasses.replace(self, identities=()))
         if not self.offloads:
             del data["offloads"]
-        version = VERSION if self.offloads or self.about.get("offload_optimizer") else WITHOUT_OFFLOADS
+        on_host = self.offloads or self.about.get("offload_optimizer") or self.about.get("weights_on_host")
+        version = VERSION if on_host else WITHOUT_OFFLOADS
         head = {"format": FORMAT, "version": version, "remat": remat.__version__}
         return {**head, **data, "identities": _identities_to_json(self.identities)}
 

@@ -53,6 +53,7 @@ from remat.fusion.fuse import fused_groups
 from remat.fusion.fused_group import GroupWatch
 from remat.host.copies import Copies
 from remat.host.optimizer_state import is_offloaded
+from remat.host.weights import weights_on_host
 from remat.units import gib
 from remat.workload.held_outputs import LastOutputs
 from remat.workload.training_loop import TrainingLoop
@@ -118,7 +119,10 @@ class PlannedForward:
     def _rewritten(self, **options: Any) -> RewrittenCalls:
         placer = self._placer
         offloads: dict[str, Any] = {"offloads": self.plan.offloads, "find_offloads": placer.offloads}
-        return RewrittenCalls(self.plan.regions, find=placer.regions, copies=self.copies, **offloads, **options)
+        weights = weights_on_host(self.model)
+        return RewrittenCalls(
+            self.plan.regions, find=placer.regions, copies=self.copies, weights=weights, **offloads, **options
+        )
 
     @property
     def original(self) -> Any:
@@ -149,8 +153,9 @@ class PlannedForward:
         if torch.compiler.is_dynamo_compiling():
             return _leave_trace(self, args, kwargs)
         if not self._learns(args, kwargs):
-            return self.original(*args, **kwargs)
+            return self._whole(args, kwargs)
         if self._graphs is None:
+            self._compare_weights()
             self._compare_model()
             self._settle()
             # A forward that is one graph can be traced again as long as nothing of it has run.
@@ -170,13 +175,26 @@ class PlannedForward:
 
     def _unplanned(self, args: Any, kwargs: Any) -> Any:
         """The forward of a model that is not in training mode; tells who trains all the same."""
-        result = self.original(*args, **kwargs)
+        result = self._whole(args, kwargs)
         if torch.is_grad_enabled() and "eval" not in self._warned and not torch.compiler.is_compiling():
             for leaf in tree_leaves(result):
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                     leaf.register_hook(self._warn_of_eval)
                     break
         return result
+
+    def _whole(self, args: Any, kwargs: Any) -> Any:
+        """The forward without the plan; whose modules bring what is on the host, so there can be no backward."""
+        weights = weights_on_host(self.model)
+        if weights is None:
+            return self.original(*args, **kwargs)
+        if torch.is_grad_enabled() and self._learns(args, kwargs):
+            raise UsageError(
+                "the weights of some layers are on the host, and come back in backward only where the plan runs: call "
+                "model.train() before training, and evaluate under torch.no_grad()."
+            )
+        with weights.by_module():
+            return self.original(*args, **kwargs)
 
     def _warn_of_eval(self, gradient: torch.Tensor) -> None:
         self._warn(
@@ -494,6 +512,19 @@ class PlannedForward:
                 "(optimizer.zero_grad(set_to_none=True)), or plan for the loop (`accumulation=`).",
                 frames=8,
             )
+
+    def _compare_weights(self) -> None:
+        planned = TrainingLoop.of(self.plan.about).weights_on_host
+        found = weights_on_host(self.model)
+        if planned == (0 if found is None else len(found.layers)):
+            return
+        say = f"`remat.offload_weights(model, {planned})`, before the plan is applied"
+        raise PlanMismatch(
+            f"the plan counts on the frozen weights of {planned} layers being on the host: say {say}."
+            if planned
+            else "frozen weights of this model are on the host, and the plan does not know: plan with them "
+            '(`offload="weights"`), or leave `remat.offload_weights` out.'
+        )
 
     def _compare_optimizer(self, planned: bool) -> None:
         """Whether the optimizer's state is where the plan counts on it; asked from the second forward on."""

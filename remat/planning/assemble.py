@@ -12,7 +12,9 @@ from remat.evaluation.plan import Plan, Prediction, to_refs
 from remat.formulation.problem import Problem
 from remat.formulation.solution import Limits, Solution
 from remat.offloading.refs import to_offload_refs
+from remat.planning.layers_on_host import pinned_bytes, wait_us
 from remat.planning.links import state_on_host, state_wait_us
+from remat.recording.fake_step import LAYERS_ON_HOST
 from remat.solvers.least_peak import LeastPeak, least_peak
 from remat.units import gib
 
@@ -60,8 +62,10 @@ def assemble(problem: Problem, solution: Solution, profile: Profile, execution: 
     expects another, as it does of modules and of compiled steps; of a plan for eager execution that is a bug.
     """
     graph, memory = problem.graph, problem.memory.offloading(solution.offloads)
-    recompute_us = memory.recompute_time_us(solution.regions, profile.costs.per_op_us(graph))
-    added_us = recompute_us + solution.stall_us
+    op_time_us, layers = profile.costs.per_op_us(graph), graph.about.get(LAYERS_ON_HOST, {})
+    recompute_us = memory.recompute_time_us(solution.regions, op_time_us)
+    weights_us = wait_us(memory, solution.regions, op_time_us, layers, profile.target.host_bytes_per_us)
+    added_us = recompute_us + solution.stall_us + weights_us
     curve = memory.curve(solution.regions)
     predicted: Prediction = {
         "peak_bytes": curve.peak_bytes if solution.replayed_bytes is None else solution.replayed_bytes,
@@ -82,6 +86,9 @@ def assemble(problem: Problem, solution: Solution, profile: Profile, execution: 
     if state := state_on_host(graph):
         predicted["state_host_bytes"] = state
         predicted["state_wait_us"] = state_wait_us(graph, profile.costs)
+    if layers:
+        predicted["weights_host_bytes"] = pinned_bytes(layers.values())
+        predicted["weights_wait_us"] = weights_us
     if predicted["peak_bytes"] != curve.peak_bytes:
         predicted["evaluator_peak_bytes"] = curve.peak_bytes
     untouched = execution.without_plan(problem, None if judge is None else lambda: judge.peak(problem, ()))

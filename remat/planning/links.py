@@ -18,8 +18,8 @@ from remat.recording.fake_step import FakeStep
 from remat.units import gib, parse_bytes
 from remat.workload.training_loop import TrainingLoop
 
-NONE, ACTIVATIONS, OPTIMIZER = "none", "activations", "optimizer"
-OFFLOADS = (ACTIVATIONS, OPTIMIZER, NONE)
+NONE, ACTIVATIONS, OPTIMIZER, WEIGHTS = "none", "activations", "optimizer", "weights"
+OFFLOADS = (ACTIVATIONS, OPTIMIZER, WEIGHTS, NONE)
 HOST_SHARE = 0.5  # of the host's memory that is free
 
 
@@ -27,7 +27,9 @@ def offloads_named(offload: str | None) -> frozenset[str]:
     """What `offload` names, with commas between. Raises UsageError for what is none of `OFFLOADS`."""
     names = frozenset(name.strip() for name in (offload or NONE).split(","))
     if not names <= set(OFFLOADS) or (NONE in names and len(names) > 1):
-        raise UsageError(f"offload is {', '.join(OFFLOADS[:-1])}, both with a comma, or {NONE}; not {offload!r}.")
+        raise UsageError(f"offload is {', '.join(OFFLOADS[:-1])}, some with commas, or {NONE}; not {offload!r}.")
+    if names >= {ACTIVATIONS, WEIGHTS}:
+        raise UsageError("activations and weights would come back over one link, and only one of them is planned.")
     return names - {NONE}
 
 

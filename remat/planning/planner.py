@@ -24,7 +24,16 @@ from remat.offloading.link import Link
 from remat.planning.assemble import assemble
 from remat.planning.budget import Budget, is_share_of_step, parse_budget, usable_bytes
 from remat.planning.card import reserving_at_most, with_footprints
-from remat.planning.links import beside_state, host_bytes_of, link_of, loop_with, require_offloads
+from remat.planning.layers_on_host import require_layers, with_layers_on_host
+from remat.planning.links import (
+    WEIGHTS,
+    beside_state,
+    host_bytes_of,
+    link_of,
+    loop_with,
+    offloads_named,
+    require_offloads,
+)
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.search import Draft, Judge, OnReplay, draft, solve_within
 from remat.planning.variants import Variant, Variants, at_most, begun_from, fastest, require_fusible
@@ -73,7 +82,10 @@ def plan(
     offload           "activations": what is kept from forward to backward may lie on the host meanwhile, as far as its
                       copies hide behind the computation (`offloading/`). "optimizer": the optimizer's state lies there
                       between its steps, which wait for it, as with `TrainingLoop(offload_optimizer=True)`; the
-                      training script says `remat.offload_optimizer(optimizer)`. Or both, with a comma. Numbers stay
+                      training script says `remat.offload_optimizer(optimizer)`. "weights": frozen weights of as many
+                      layers as is best lie there, but for two layers at a time, as with
+                      `TrainingLoop(weights_on_host=...)`; the script says `remat.offload_weights(model, layers)`. The
+                      first and the second, or the second and the third, with a comma. Numbers stay
     host_budget       what may lie there, in bytes or as "64GiB"; by default half of what this host has free, or, for a
                       target elsewhere, as much as the device has
     on_progress       called with (done, total) while costs are measured
@@ -92,10 +104,16 @@ def plan(
     loop = loop_with(loop, offload)
     link = link_of(found, offload, host_budget, has_state=loop is not None and loop.offload_optimizer)
     how.require(found, loop)
+    wants_layers = WEIGHTS in offloads_named(offload)
+    if wants_layers:
+        require_layers(how, loop)
     step = fake_step(workload, found, loop=loop, compiled=how.compiler is not None)
     profile = profile_step(step, found, on_progress=on_progress)
     if is_share_of_step(budget):
         limit = parse_budget(budget, headroom, found.target.memory_bytes, step_bytes=profile.peak_without_checkpointing)
+    if wants_layers:
+        room_bytes = host_bytes_of(found, host_budget)
+        profile = with_layers_on_host(profile, step, how, solver or load("exact"), limit.limit_bytes, room_bytes)
     return plan_profile(
         profile,
         limit,

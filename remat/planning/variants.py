@@ -487,7 +487,8 @@ def _least_budget(error: Infeasible | NoPlanInTime) -> float:
 def priced(made: Plan, variant: Variant) -> Plan:
     """A plan of a variant, its price and its bound counted from the whole step. (Rule 1)"""
     step_us = variant.untouched["step_time_us"]
-    added_us = made.predicted["recompute_time_us"] + variant.extra_us
+    waits_us = made.predicted.get("weights_wait_us", 0.0)
+    added_us = made.predicted["recompute_time_us"] + waits_us + variant.extra_us
     predicted: Prediction = {
         **made.predicted,
         "form_time_us": variant.extra_us,

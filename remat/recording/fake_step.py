@@ -36,6 +36,7 @@ from remat.evaluation.graph import (
 from remat.fusion.formed import formed
 from remat.host.copies import Copies
 from remat.host.optimizer_state import OffloadedState
+from remat.host.weights import AT_ONCE, Layer, layers_of, spread
 from remat.recording.known_values import KnownValues
 from remat.recording.optimizer_forms import forms_of
 from remat.recording.tracked_copies import TrackedStateCopies
@@ -48,6 +49,7 @@ from remat.workload.workload import Workload, trainable
 WRAPPED_NUMBER_BYTES = 16  # eight in forward, eight more while it is recomputed
 LARGEST_NORM = 1.0  # of gradients that are clipped; any number takes the same memory
 EMA_DECAY = 0.999  # likewise
+LAYERS_ON_HOST = "layers_on_host"  # key of `Graph.about`
 
 
 class Finish:
@@ -370,8 +372,9 @@ class FakeStep:
     def fix_state(self, tracker: Tracker) -> dict[str, int]:
         """Tell `tracker` what exists before the step; returns its bytes by category."""
         parameters = list(self.model.parameters())
+        beside = [list(tensors_beside(p)) for p in parameters]
         fixed = {
-            "parameters": tracker.fix(parameters) + tracker.fix([list(tensors_beside(p)) for p in parameters]),
+            "parameters": self._here_of(parameters, tracker) + tracker.fix(beside),
             "buffers": tracker.fix(list(self.model.buffers())),
             "batch": tracker.fix(self.batch),
             "gradients": tracker.fix([p.grad for p in parameters if p.grad is not None]),
@@ -380,6 +383,21 @@ class FakeStep:
             "gradient buckets": sum(map(tracker.bytes_of, trainable(self.model))) if self.loop.ddp else 0,
         }
         return {name: size for name, size in fixed.items() if size}
+
+    def _here_of(self, parameters: list[nn.Parameter], tracker: Tracker) -> int:
+        """What is on the device of `parameters`: of layers whose weights are on the host, as many as are at once."""
+        size_bytes = tracker.fix(parameters)
+        elsewhere = self._on_host[AT_ONCE:]
+        return size_bytes - sum(tracker.bytes_of(weight) for layer in elsewhere for weight in layer.weights)
+
+    @property
+    def _on_host(self) -> list[Layer]:
+        return spread(layers_of(self.model), count) if (count := self.loop.weights_on_host) else []
+
+    @property
+    def layers_on_host(self) -> dict[str, int]:
+        """Path -> bytes of every layer whose frozen weights are on the host."""
+        return {layer.path: layer.size_bytes for layer in self._on_host}
 
     def parameters(self, tracker: Tracker) -> Iterator[Parameter]:
         """The parameters and what the optimizer keeps for each; of their gradients only the size."""

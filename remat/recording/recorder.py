@@ -49,7 +49,7 @@ from remat.evaluation.graph import (
     Storages,
 )
 from remat.evaluation.identity import NodeId
-from remat.recording.fake_step import WRAPPED_NUMBER_BYTES, FakeStep, describe, execute_plainly
+from remat.recording.fake_step import LAYERS_ON_HOST, WRAPPED_NUMBER_BYTES, FakeStep, describe, execute_plainly
 from remat.recording.known_values import KnownValues
 from remat.recording.tracker import FIXED, Block, Moment, Tracker
 from remat.workload.workload import WITH_STEP, Stepped, trainable
@@ -126,6 +126,7 @@ def _about(step: FakeStep) -> dict[str, Any]:
         **({WITH_STEP: True} if isinstance(step.model, Stepped) else {}),
         **step.form.to_json(),
         **step.loop.to_json(),
+        **({LAYERS_ON_HOST: found} if (found := step.layers_on_host) else {}),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "versions": versions(),

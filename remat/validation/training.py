@@ -24,6 +24,7 @@ from remat._torch.training import clear_cublas_workspaces
 from remat.costing.device_allocator import Measured, allocation_events, measure_peak, measure_step, time_once_us
 from remat.evaluation.plan import Plan
 from remat.execution.apply import apply
+from remat.host.weights import bring_weights_back, offload_weights, weights_on_host
 from remat.recording.fake_step import Finish, autocast_context
 from remat.recording.tracker import Tracker
 from remat.workload.held_outputs import HeldOutputs
@@ -69,6 +70,12 @@ class Training:
         self.finish, self.held_outputs = Finish(loop, self.model, None), HeldOutputs()
         self.set_batch(workload.batch_size, seed + 1)
 
+    def apply(self, plan: Plan) -> None:
+        """Have the model as `plan` counts on it, and apply it."""
+        if layers := self.loop.weights_on_host:
+            offload_weights(self.model, layers)
+        apply(self.model, plan)
+
     def call_as(self, prepare: Callable[[nn.Module], nn.Module]) -> None:
         """From now on steps call what `prepare` makes of the model as it is (`Execution.prepare`)."""
         self._called = prepare(self.model)
@@ -86,6 +93,7 @@ class Training:
 
     def begin_again(self) -> None:
         """Parameters, buffers and random state as at the start; a new optimizer."""
+        bring_weights_back(self.model)
         self.finish = Finish(self.loop, self.model, None)
         self.held_outputs.let_go()
         self.model.zero_grad(set_to_none=True)
@@ -141,6 +149,8 @@ class Training:
             self.finish.state,
             self.finish.averages,
         )
+        if (weights := weights_on_host(self.model)) is not None:
+            weights.rest()  # what comes in the step is seen to go only where it was seen to come
         tensors = [leaf for leaf in tree_leaves(kept) if isinstance(leaf, torch.Tensor)]
         return Tracker(alignment_bytes).fix([t for t in tensors if t.device.type == self.device.type])
 
@@ -178,7 +188,7 @@ def alive_over_step(
         training = Training(workload, device, seed, TrainingLoop.of(about))
         training.begin_again()
         if plan is not None:
-            apply(training.model, plan)
+            training.apply(plan)
         training.step()
         before = training.bytes_before(1)
         release_memory(device)

@@ -48,7 +48,7 @@ from remat.evaluation.form import form_of
 from remat.evaluation.graph import Graph
 from remat.evaluation.plan import Offload, Plan, Region, RegionRef, to_refs, traced_branches
 from remat.execution import executions
-from remat.execution.apply import apply, counts_of, planned_forward, remove
+from remat.execution.apply import counts_of, planned_forward, remove
 from remat.execution.base import Execution
 from remat.execution.eager.rewrite import Counts
 from remat.execution.modules.regions import ModuleCounts
@@ -593,7 +593,7 @@ class _Validation:
         training.begin_again()
         about = {name: value for name, value in self.plan.about.items() if not name.startswith("batch_")}
         plan = dataclasses.replace(self.plan, about=about, regions=regions)
-        apply(training.model, plan)  # a larger batch was chosen on purpose
+        training.apply(plan)  # a larger batch was chosen on purpose
         training.call_as(self.how.prepare)
 
     def _first_unrecomputed(self, training: Training) -> _FirstStep:

@@ -27,6 +27,7 @@ class TrainingLoop:
     shard           what ranks share of the states (Rajbhandari et al. 2020): zero1 the optimizer's, zero2 gradients
                     too, zero3 parameters too (FSDP); None: every rank has all
     offload_optimizer  the optimizer's state is on the host between its steps (`host/optimizer_state.py`)
+    weights_on_host    of so many layers the frozen weights are on the host but for two at a time (`host/weights.py`)
     holds           what the loop keeps of a step until the next one's forward returns: no more than the loss, a scalar,
                     or all outputs of the model, as `logits, loss = model(x, y)` in a loop does
 
@@ -40,6 +41,7 @@ class TrainingLoop:
     ranks: int = 1
     shard: Shard | None = None
     offload_optimizer: bool = False
+    weights_on_host: int = 0
     holds: Holds = "loss"
 
     def __post_init__(self) -> None:
@@ -54,6 +56,10 @@ class TrainingLoop:
             raise UsageError(f'`shard="{self.shard}"` over one rank shares nothing; say how many with `ranks=`.')
         if self.shard is not None and self.offload_optimizer:
             raise UsageError("the optimizer's state is shared by `shard=` already, and cannot be offloaded too.")
+        if self.weights_on_host and (self.shard is not None or self.ddp or self.ema):
+            raise UsageError(
+                "weights cannot be on the host with `shard=`, `ddp=` or `ema=`: these need all of them at once."
+            )
         if self.shard is not None and self.ddp:
             raise UsageError(f'`ddp=` and `shard="{self.shard}"` exclude each other: shards have no gradient buckets.')
 

@@ -27,8 +27,11 @@ if TYPE_CHECKING:
     from remat.cli.screen import LiveLine
     from remat.costing.planning_device import PlanningDevice
     from remat.costing.profile import Profile
+    from remat.execution.base import Execution
     from remat.formulation.solution import Limits
     from remat.offloading.link import Link
+    from remat.planning.budget import Budget
+    from remat.recording.fake_step import FakeStep
     from remat.workload.training_loop import TrainingLoop
 
 STEP, LOOP, SEARCH = "The training step", "The training loop", "The search"  # titles in --help
@@ -205,7 +208,8 @@ class StepOptions(ModelOptions):
             show_default="none",
             help="What may lie on the host. optimizer: the optimizer's state, between its steps, which wait for it. "
             "activations (plan, compare, sweep): what is kept from forward to backward, as far as copies hide behind "
-            "computation. Or both, with a comma. No number changes.",
+            "computation. weights (plan): those of frozen layers, but for two at a time. The optimizer's state and one "
+            "of the others go together, with a comma. No number changes.",
         ),
     ] = None
 
@@ -369,6 +373,18 @@ class HostOptions:
         from remat.planning.links import beside_state, host_bytes_of
 
         return beside_state(link, profile.graph, host_bytes_of(self._place(found), self.host_budget))
+
+    def with_layers_on_host(
+        self, profile: Profile, step: FakeStep, execution: Execution, limit: Budget, found: Source
+    ) -> Profile:
+        """`profile` with as many layers on the host as is best; raises UsageError where none can be there."""
+        from remat.planning.layers_on_host import require_layers, with_layers_on_host
+        from remat.planning.links import host_bytes_of
+        from remat.solvers import load
+
+        require_layers(execution, step.loop)
+        room_bytes = host_bytes_of(self._place(found), self.host_budget)
+        return with_layers_on_host(profile, step, execution, load("exact"), limit.limit_bytes, room_bytes)
 
     @staticmethod
     def _place(found: Source) -> PlanningDevice:

@@ -74,12 +74,15 @@ def plan(
         from remat.planning.variants import can_cut
 
         execution = load(how.name)
-        found = opened(source, line, execution, activations=True)
+        found = opened(source, line, execution, activations=True, weights=True)
         limit = budget_for(budget, found.target, usable(found) if execution.compiler is None else None)
         link = host.link(source.offload, found)
         profile, step = found.record()
         link = host.beside_state(link, profile, found)
         limit = budget_of_step(budget, limit, profile)
+        if step is not None and "weights" in (source.offload or ""):
+            line.say("solving for layers on the host")
+            profile = host.with_layers_on_host(profile, step, execution, limit, found)
         with (
             headroom_on_top(limit),
             levers_where_infeasible(

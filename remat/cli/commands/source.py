@@ -48,14 +48,21 @@ class Source:
 
 
 def opened(
-    options: StepOptions, line: LiveLine, execution: Execution | None = None, *, activations: bool = False
+    options: StepOptions,
+    line: LiveLine,
+    execution: Execution | None = None,
+    *,
+    activations: bool = False,
+    weights: bool = False,
 ) -> Source:
     """The step that `options` name, to run as `execution` says. Raises UsageError.
 
-    activations  whether they may be offloaded here
+    activations, weights  whether they may be offloaded here
     """
     if not activations and "activations" in (options.offload or ""):
         raise UsageError("activations go to the host under `remat plan`, `compare` and `sweep`; leave them out here.")
+    if not weights and "weights" in (options.offload or ""):
+        raise UsageError("weights go to the host under `remat plan`; leave them out here.")
     if isinstance(options, SourceOptions) and options.profile is not None:
         _refuse_beside_profile(options)
         found = _from_profile(options.profile, line)

@@ -22,7 +22,7 @@ import contextlib
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from remat.errors import RematError
 from remat.evaluation.plan import NodeRef, OffloadRef
 from remat.execution.eager.offloading import CallOffloads, Offloader
 from remat.execution.eager.saving import RanAgain, Recipe, Replay, Save, Tape, recipe_of, signature_of
+from remat.host.weights import HostWeights
 
 _RUNNING = ("running_mean", "running_var")
 _MOST_RECIPES = 16  # calls of one node, in all sizes that it is given
@@ -73,12 +74,19 @@ class RewriteOptions:
     observe  count every recomputed node, at the price of a Python call per node
     recompute_context  what recomputations run under
     offloader  what brings storages to the host and back, if the plan has offloads
+    weights    those of the model that are on the host, if there are any
     """
 
     counts: Counts
     observe: bool = False
     recompute_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     offloader: Offloader | None = None
+    weights: HostWeights | None = None
+
+    @contextlib.contextmanager
+    def context_of_recomputation(self) -> Iterator[None]:
+        with self.weights.recomputing() if self.weights is not None else _NOTHING, self.recompute_context():
+            yield
 
 
 class RegionTape:
@@ -210,7 +218,7 @@ class _Recomputation:
     def __enter__(self) -> None:
         if self._tape.on_recomputation is not None:
             self._tape.on_recomputation()
-        self._context = self._tape.options.recompute_context()
+        self._context = self._tape.options.context_of_recomputation()
         self._context.__enter__()
         self._tape.replaying = True
 
@@ -374,6 +382,16 @@ def _counted(wrapped: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+# What nodes run in where weights are on the host.
+
+
+def _using(weights: HostWeights, layer: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return weights.run(layer, function, args, kwargs)
+
+    return call
+
+
 # What stands outside regions where a plan has offloads.
 
 
@@ -408,17 +426,22 @@ def rewrite(
     regions: Sequence[CallRegion],
     options: RewriteOptions,
     offloads: CallOffloads | None = None,
+    uses: Mapping[int, int] | None = None,
 ) -> fx.GraphModule:
     """`graph_module` with `regions` (disjoint, in order) as submodules run under checkpoint, and with `offloads`.
 
+    uses  by ordinal of a node the layer of which it uses weights that are on the host
+
     Parameters stay inputs of the graph, as Dynamo made them. The result has passed `lint()`.
     """
-    return _Rewriter(graph_module, options, offloads or CallOffloads()).top(regions)
+    return _Rewriter(graph_module, options, offloads or CallOffloads(), uses or {}).top(regions)
 
 
 class _Rewriter:
-    def __init__(self, source: fx.GraphModule, options: RewriteOptions, offloads: CallOffloads):
-        self._source, self._offloads = source, offloads
+    def __init__(
+        self, source: fx.GraphModule, options: RewriteOptions, offloads: CallOffloads, uses: Mapping[int, int]
+    ):
+        self._source, self._offloads, self._uses = source, offloads, uses
         self._nodes = captured_nodes(source)
         self._ordinal = {node: i for i, node in enumerate(self._nodes)}
         self._options = options
@@ -432,7 +455,7 @@ class _Rewriter:
             ordinal = self._ordinal.get(node, -1)
             region = owner.get(ordinal)
             if region is None:
-                environment[node] = copy = graph.node_copy(node, lambda n: environment[n])
+                environment[node] = copy = self._copy(graph, node, environment)
                 if ordinal >= 0:
                     self._note_saves(copy, ordinal)
                     self._offload(graph, range(ordinal, ordinal + 1), environment)
@@ -440,6 +463,13 @@ class _Rewriter:
                 self._call_region(graph, region, environment, None)
                 self._offload(graph, range(region.first, ordinal + 1), environment)
         return self._module(graph)
+
+    def _copy(self, graph: fx.Graph, node: fx.Node, environment: dict[fx.Node, fx.Node]) -> fx.Node:
+        copy = graph.node_copy(node, lambda n: environment[n])
+        layer = self._uses.get(self._ordinal.get(node, -1))
+        if self._options.weights is not None and layer is not None:
+            replace_target(copy, with_name(_using(self._options.weights, layer, as_function(copy)), "using"))
+        return copy
 
     def _note_saves(self, copy: fx.Node, ordinal: int) -> None:
         """Let the offloader see what autograd saves while a node runs, where that matters."""
@@ -499,7 +529,7 @@ class _Rewriter:
         for ordinal in range(region.first, region.last + 1):
             node, inner = self._nodes[ordinal], owner.get(ordinal)
             if inner is None:
-                environment[node] = copy = graph.node_copy(node, lambda n: environment[n])
+                environment[node] = copy = self._copy(graph, node, environment)
                 self._wrap(copy, region, ordinal, tape)
             elif ordinal == inner.last:
                 self._call_region(graph, inner, environment, tape)

@@ -1,0 +1,300 @@
+"""Weights on the host: frozen weights of some of a model's layers, brought to the device when they are used.
+
+Rule 1  A layer is an item of the model's longest list of alike modules. Of those that are on the host, no more than
+        `AT_ONCE` have their weights on the device: the one that computes, and the one that is asked for next. So what
+        they take is a constant of the step, whatever it recomputes and in whatever order.
+Rule 2  A weight stays the parameter that it was, on the device and of its shape; only its memory comes and goes.
+        What autograd saves of it, views too, is in that memory, and there again when the layer is used in backward.
+Rule 3  Whoever computes with a layer's weights says so before (`use`): a node in forward and in recomputations, and
+        before its backward. What followed on the last `CONTEXT` layers is expected to follow on them again, and its
+        weights are on their way meanwhile. A wrong guess costs time, nothing else.
+Rule 4  What is moved never changes, so nothing is copied back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from remat._torch.recording import autograd_node, next_sequence_number
+from remat._torch.training import is_wrapper
+from remat.errors import UsageError
+from remat.host.copies import Copies, Copy, copies_on, unseen
+
+AT_ONCE = 2  # layers
+CONTEXT = 4  # of uses: recomputations go back and forth between two layers
+FEWEST = AT_ONCE + 1  # with fewer on the host nothing is gained
+ALIGNMENT_BYTES = 512  # of weights in a layer's memory of the host
+
+_Model = TypeVar("_Model", bound=nn.Module)
+_on_host: weakref.WeakKeyDictionary[nn.Module, HostWeights] = weakref.WeakKeyDictionary()
+
+
+def offload_weights(model: _Model, layers: int, device: torch.device | str | None = None) -> _Model:
+    """Keep the frozen weights of so many layers of `model` on the host; returns `model`, to which a plan is applied.
+
+    layers  how many, `plan.about["weights_on_host"]`; they are spread over the model
+    device  where they are computed with, by default where they are. So a model that does not fit on its device can be
+            loaded on the CPU, and moved there (`model.to(device)`) afterwards
+
+    Only the forward of a model with a plan brings them (`remat.apply`), in training and in evaluation; others raise
+    RuntimeError where they would read them. `state_dict` shows them as they are on the host.
+
+    Raises UsageError where the model has no such layers, or not so many.
+    """
+    if (found := weights_on_host(model)) is not None:
+        if len(found.layers) == layers:
+            return model
+        raise UsageError(f"the weights of {len(found.layers)} layers of this model are on the host already.")
+    _on_host[model] = HostWeights(model, layers, None if device is None else torch.device(device))
+    return model
+
+
+def bring_weights_back(model: nn.Module) -> None:
+    """Undo `offload_weights`; does nothing where it was not called. A plan that counts on it has to be taken out."""
+    for module in model.modules():
+        if (found := _on_host.pop(module, None)) is not None:
+            found.bring_back()
+
+
+def weights_on_host(model: nn.Module) -> HostWeights | None:
+    """Those of `model`, or of a module in it, that are on the host."""
+    return next((found for module in model.modules() if (found := _on_host.get(module)) is not None), None)
+
+
+# Which they are (Rule 1)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layer:
+    """A layer whose weights may be on the host: those of its linear modules that are frozen and nobody shares."""
+
+    path: str
+    module: nn.Module
+    weights: tuple[nn.Parameter, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(map(_size_of, self.weights))
+
+
+def layers_of(model: nn.Module) -> list[Layer]:
+    """All layers whose weights may be on the host, in order; of those that are not alike the commonest kind."""
+    uses = Counter(map(id, (p for module in model.modules() for p in module.parameters(recurse=False))))
+    lists = [
+        [_layer(f"{path}.{name}".strip("."), item, uses) for name, item in each.named_children()]
+        for path, each in model.named_modules()
+        if isinstance(each, (nn.ModuleList, nn.Sequential))
+    ]
+    largest = max(lists, key=lambda layers: sum(layer.size_bytes for layer in layers), default=[])
+    sizes = Counter(layer.size_bytes for layer in largest if layer.weights)
+    if not sizes:
+        return []
+    common = max(sizes, key=lambda size: size * sizes[size])
+    return [layer for layer in largest if layer.size_bytes == common]
+
+
+def _layer(path: str, module: nn.Module, uses: Counter[int]) -> Layer:
+    weights = (p for each in module.modules() if type(each).forward is nn.Linear.forward for p in each.parameters())
+    return Layer(path, module, tuple(p for p in weights if uses[id(p)] == 1 and _may_move(p)))
+
+
+def _may_move(parameter: nn.Parameter) -> bool:
+    whole = parameter.untyped_storage().nbytes() == parameter.nbytes
+    return not parameter.requires_grad and parameter.is_floating_point() and not is_wrapper(parameter) and whole
+
+
+def _size_of(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def spread(layers: list[Layer], count: int) -> list[Layer]:
+    """So many of `layers`, as far apart as may be. Raises UsageError where there are not so many."""
+    if not FEWEST <= count <= len(layers):
+        few = f"at least {FEWEST}, for {AT_ONCE} are on the device at any time"
+        raise UsageError(
+            f"the weights of {count} layers cannot be on the host: this model has {len(layers)} alike with frozen "
+            f"linear weights that are not quantised; {few}."
+        )
+    return [layers[(2 * i + 1) * len(layers) // (2 * count)] for i in range(count)]
+
+
+# How they move (Rules 2 to 4)
+
+
+class _Moved:
+    """A layer's weights: on the host, and on the device for a while."""
+
+    def __init__(self, layer: Layer, device: torch.device | None, copies: Copies):
+        self.layer, self._copies = layer, copies
+        self._sizes = [weight.untyped_storage().nbytes() for weight in layer.weights]
+        self._offsets = [0, *itertools.accumulate(map(_size_of, layer.weights))]
+        self._host = copies.host(self._offsets[-1])
+        self._arriving: list[Copy] | None = None
+        self._hooks: list[Any] = []
+        self.is_here = False
+        for weight, offset in zip(layer.weights, self._offsets, strict=False):
+            with unseen():
+                self._host[offset : offset + weight.nbytes].copy_(_flat(weight).view(torch.uint8))
+            if device is not None and weight.device != device:
+                weight.data = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=device)
+            weight.untyped_storage().resize_(0)
+
+    def fetch(self) -> None:
+        """Take memory, and begin to copy."""
+        if self.is_here:
+            return
+        self.is_here, self._arriving = True, []
+        for weight, size, offset in zip(self.layer.weights, self._sizes, self._offsets, strict=False):
+            weight.untyped_storage().resize_(size)
+            self._arriving.append(self._copies.back(self._host, offset, _flat(weight)))
+
+    def wait(self) -> None:
+        """Let compute go on when the weights are there."""
+        for copy in self._arriving or ():
+            self._copies.wait(copy)
+        self._arriving = None
+
+    def let_go(self) -> None:
+        """Give the memory back."""
+        for copy in self._arriving or ():
+            self._copies.abandon(copy)
+        self._arriving, self.is_here = None, False
+        for weight in self.layer.weights:
+            self._copies.let_go(_flat(weight))
+            weight.untyped_storage().resize_(0)
+
+    def show_in_state_dict(self, is_shown: bool) -> None:
+        """Let `state_dict` hold what is on the host, or what it would."""
+        for hook in self._hooks:
+            hook.remove()
+        on_host = {id(weight): offset for weight, offset in zip(self.layer.weights, self._offsets, strict=False)}
+
+        def show(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+            for name, weight in module.named_parameters(recurse=False):
+                if id(weight) in on_host and f"{prefix}{name}" in state:
+                    flat = self._host[on_host[id(weight)] :][: weight.nbytes].view(weight.dtype)
+                    state[f"{prefix}{name}"] = flat.as_strided(weight.shape, weight.stride())
+
+        self._hooks = []
+        for module in self.layer.module.modules() if is_shown else ():
+            if any(id(parameter) in on_host for parameter in module.parameters(recurse=False)):
+                self._hooks.append(module.register_state_dict_post_hook(show))
+
+
+def _flat(weight: Tensor) -> Tensor:
+    """All of its storage."""
+    storage = weight.untyped_storage()
+    with unseen():
+        flat = torch.empty(0, dtype=weight.dtype, device=weight.device)
+        return flat.set_(storage, 0, (storage.nbytes() // weight.element_size(),), (1,))
+
+
+class HostWeights:
+    """The weights of a model that are on the host; see `offload_weights`.
+
+    fetched  how often a layer's weights were copied to the device
+    """
+
+    def __init__(self, model: nn.Module, layers: int, device: torch.device | None = None, copies: Copies | None = None):
+        chosen = spread(layers_of(model), layers)
+        at = device or chosen[0].weights[0].device
+        copies = copies or copies_on(at, shares_host=False)
+        self._moved = [_Moved(layer, device, copies) for layer in chosen]
+        self._number = {id(weight): i for i, layer in enumerate(chosen) for weight in layer.weights}
+        self._here: list[int] = []
+        self._used: tuple[int, ...] = ()  # the last layers, the one that computes at the end
+        self._following: dict[tuple[int, ...], int] = {}
+        self._in_backward = -1, range(0)  # the layer, and autograd's numbers of the nodes that use it
+        self.fetched = 0
+        for moved in self._moved:
+            moved.show_in_state_dict(True)
+
+    @property
+    def layers(self) -> list[Layer]:
+        return [moved.layer for moved in self._moved]
+
+    def layer_of(self, tensor: Any) -> int | None:
+        """The number of the layer whose weight `tensor` is, None for any other."""
+        return self._number.get(id(tensor))
+
+    def use(self, number: int) -> None:
+        """Have the weights of layer `number` there, for what compute does until another's are asked for. (Rule 3)"""
+        if self._used[-1:] == (number,):
+            return
+        self._following[self._used] = number
+        before, self._used = self._used[-1:], (*self._used, number)[-CONTEXT:]
+        following = self._following.get(self._used, *before or (number,))
+        for other in [each for each in self._here if each not in (number, following)]:
+            self._moved[other].let_go()
+            self._here.remove(other)
+        self._fetch(number)
+        self._moved[number].wait()
+        self._fetch(following)
+
+    def run(self, number: int, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run what uses layer `number`, and have it there in its backward too."""
+        self.use(number)
+        first = next_sequence_number()
+        value = function(*args, **kwargs)
+        if isinstance(value, Tensor) and value.requires_grad:
+            value.register_hook(functools.partial(self._use_in_backward, number, range(first, next_sequence_number())))
+        return value
+
+    def _use_in_backward(self, number: int, nodes: range, gradient: Tensor) -> None:
+        self.use(number)
+        self._in_backward = number, nodes
+
+    @contextlib.contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """While a region is recomputed: what asked for it, in the middle of its backward, has its layer afterwards."""
+        number, nodes = self._in_backward
+        is_amid = (node := autograd_node()) is not None and node._sequence_nr() in nodes
+        yield
+        if is_amid and number not in self._here:
+            self.use(number)
+
+    def _fetch(self, number: int) -> None:
+        if number not in self._here:
+            self._moved[number].fetch()
+            self._here.append(number)
+            self.fetched += 1
+
+    def rest(self) -> None:
+        """Let go of what is on the device, until it is used again."""
+        for number in self._here:
+            self._moved[number].let_go()
+        self._here, self._used = [], ()
+
+    def bring_back(self) -> None:
+        """Have all of it on the device, for good."""
+        for moved in self._moved:
+            moved.fetch()
+            moved.wait()
+            moved.show_in_state_dict(False)
+
+    @contextlib.contextmanager
+    def by_module(self) -> Iterator[None]:
+        """While it lasts, modules bring what they use themselves: for a forward that no graph runs, and no backward."""
+        hooks = [
+            moved.layer.module.register_forward_pre_hook(functools.partial(_use, self, number))
+            for number, moved in enumerate(self._moved)
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _use(weights: HostWeights, number: int, module: nn.Module, args: Any) -> None:
+    weights.use(number)

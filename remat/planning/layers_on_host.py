@@ -1,0 +1,164 @@
+"""Layers on the host: how many layers have their frozen weights there, and what the step waits for them.
+
+The weights themselves are a constant of the step (`host/weights.py`): the more layers are on the host, the more room is
+left for what would be recomputed, and the less the link keeps up. So the same problem is solved for a few numbers of
+layers, each with a budget that is larger by what leaves, and the number that costs least is taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from remat.costing.profile import Profile
+from remat.errors import UsageError
+from remat.evaluation.evaluator import Memory
+from remat.evaluation.graph import Graph
+from remat.evaluation.plan import Region
+from remat.execution.base import Execution
+from remat.formulation.problem import Problem
+from remat.formulation.solution import Limits, Solution
+from remat.host.weights import AT_ONCE, FEWEST, Layer, layers_of, spread
+from remat.offloading.link import Link
+from remat.recording.fake_step import LAYERS_ON_HOST, FakeStep
+from remat.recording.tracker import Tracker
+from remat.solvers import Solver
+from remat.units import gib
+from remat.workload.training_loop import TrainingLoop
+
+PARTS = 8  # numbers of layers that are tried, beside none
+QUICK_S = 4.0  # for each
+
+
+def with_layers_on_host(
+    profile: Profile,
+    step: FakeStep,
+    execution: Execution,
+    solver: Solver,
+    budget_bytes: int,
+    host_bytes: int,
+) -> Profile:
+    """`profile` with as many layers on the host as make the best plan; `step` runs so from now on.
+
+    Raises UsageError where the model has no layers whose weights may be there, or the host no room.
+    """
+    layers = layers_of(step.model)
+    spread(layers, max(len(layers), FEWEST))  # which says why, where it has too few
+    if (least_bytes := pinned_bytes(_sizes(layers[:FEWEST]))) > host_bytes:
+        raise UsageError(
+            f"the host budget is {gib(host_bytes)}, and the frozen weights of {FEWEST} layers, which is the least, "
+            f"take {gib(least_bytes)}; give more with `host_budget` (--host-budget)."
+        )
+    problem = execution.pose(profile, execution.space(profile.graph), budget_bytes)
+    best, most = (np.inf, 0), 0
+    for count in _counts(len(layers)):
+        if pinned_bytes(_sizes(layers[:count])) > host_bytes:
+            break
+        most, on_host = count, spread(layers, count) if count else []
+        freed_bytes = sum(layer.size_bytes for layer in on_host[AT_ONCE:])
+        found = solver(problem.with_budget(budget_bytes + freed_bytes), Limits(time_s=QUICK_S))
+        if not found.fits:
+            continue
+        wait_us = _wait_us(problem, found, on_host, profile.target.host_bytes_per_us)
+        best = min(best, (found.objective_us + wait_us, count))
+        if wait_us >= best[0]:
+            break
+    return with_layers(profile, step, best[1] if best[0] < np.inf else most)
+
+
+def _counts(layers: int) -> list[int]:
+    return [0, *sorted({max(round(part * layers / PARTS), FEWEST) for part in range(1, PARTS + 1)})]
+
+
+def pinned_bytes(sizes: Iterable[int]) -> int:
+    """What layers of these sizes take of the host's memory, in pinned pieces of a power of two each."""
+    return sum(1 << (size - 1).bit_length() for size in sizes)
+
+
+def _sizes(layers: Sequence[Layer]) -> list[int]:
+    return [layer.size_bytes for layer in layers]
+
+
+def require_layers(execution: Execution, loop: TrainingLoop | None) -> None:
+    """Raise UsageError where no weights can be on the host."""
+    if not execution.runs_offloads:
+        raise UsageError(f'no weights are on the host under `execution="{execution}"`; leave one of them out.')
+    dataclasses.replace(loop or TrainingLoop(), weights_on_host=FEWEST)  # which says what it contradicts
+
+
+def with_layers(profile: Profile, step: FakeStep, count: int) -> Profile:
+    """`profile` with so many layers on the host; `step` runs so from now on."""
+    graph, alignment_bytes = profile.graph, profile.target.alignment_bytes
+    before = step.fix_state(Tracker(alignment_bytes))["parameters"]
+    step.loop = dataclasses.replace(step.loop, weights_on_host=count)
+    freed_bytes = before - step.fix_state(Tracker(alignment_bytes))["parameters"]
+    fixed = {**graph.fixed_bytes, "parameters": graph.fixed_bytes["parameters"] - freed_bytes}
+    about = {**graph.about, "weights_on_host": count, LAYERS_ON_HOST: step.layers_on_host} if count else graph.about
+    graph = dataclasses.replace(
+        graph,
+        fixed_bytes=fixed,
+        first_step_bytes=graph.first_step_bytes - freed_bytes,
+        untraced_bytes=graph.untraced_bytes - freed_bytes if len(graph.untraced_bytes) else graph.untraced_bytes,
+        about=about,
+    )
+    return dataclasses.replace(profile, graph=graph)
+
+
+def _wait_us(problem: Problem, found: Solution, layers: Sequence[Layer], bytes_per_us: float) -> float:
+    sizes = {layer.path: layer.size_bytes for layer in layers}
+    op_time_us = problem.liveness.op_time_ns / 1000
+    return wait_us(problem.memory, found.regions, op_time_us, sizes, bytes_per_us)
+
+
+def wait_us(
+    memory: Memory, regions: Sequence[Region], op_time_us: np.ndarray, layers: dict[str, int], bytes_per_us: float
+) -> float:
+    """What a step under `regions` waits for weights, by the estimated times.
+
+    layers  path -> bytes of each that is on the host
+    """
+    if not layers or bytes_per_us <= 0:  # of a CPU, whose memory is the host's
+        return 0.0
+    lives = memory.lives(regions)
+    starts = np.concatenate([[0.0], np.cumsum(np.where(lives.executed, op_time_us[lives.op], 0.0))])
+    nodes = memory.graph.op_node[lives.op]
+    used = np.where(nodes >= 0, _layer_of_node(memory.graph, list(layers))[nodes], -1)
+    at = np.flatnonzero(used >= 0)
+    changes = at[np.flatnonzero(np.diff(used[at], prepend=-1))]
+    uses = [(float(starts[i]), int(used[i])) for i in changes]
+    copy_us = [Link(bytes_per_us, 0).copy_us(size) for size in layers.values()]
+    return _waited_us(uses, float(starts[-1]), copy_us)
+
+
+def _layer_of_node(graph: Graph, paths: Sequence[str]) -> np.ndarray:
+    """For every node the layer whose weights it may use, -1 for none."""
+    number = {path: i for i, path in enumerate(paths)}
+
+    def layer(module: str) -> int:
+        parts = module.split(".")
+        return next((number[head] for k in range(len(parts)) if (head := ".".join(parts[: k + 1])) in number), -1)
+
+    return np.array([layer(node.module) for node in graph.nodes], dtype=np.int64)
+
+
+def _waited_us(uses: Sequence[tuple[float, int]], step_us: float, copy_us: Sequence[float]) -> float:
+    """What compute waits in a step that uses layers in this order, the next one's weights always under way.
+
+    uses  (when compute gets there if it never waits, layer) of every change from one to another
+    """
+    there: dict[int, float] = {}
+    free_us = waited_us = before_us = 0.0
+    for step in range(2):  # in the first nothing is there yet
+        before_us = waited_us
+        for i, (start_us, layer) in enumerate(uses):
+            following = uses[(i + 1) % len(uses)][1]
+            there = {each: time_us for each, time_us in there.items() if each in (layer, following)}
+            for each in (layer, following):
+                now_us = step * step_us + start_us + waited_us
+                if each not in there:
+                    free_us = there[each] = max(free_us, now_us) + copy_us[each]
+                if each == layer:
+                    waited_us += max(there[each] - now_us, 0.0)
+    return waited_us - before_us

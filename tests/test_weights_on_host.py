@@ -1,0 +1,360 @@
+"""Frozen weights on the host: numbers are bitwise those without, and two layers are on the device at any time."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import remat
+from remat.costing.planning_device import PlanningDevice
+from remat.costing.profile import Profile
+from remat.errors import Infeasible, PlanMismatch, UsageError
+from remat.evaluation.plan import Plan
+from remat.execution.executions import load
+from remat.host import weights as module
+from remat.host.copies import Copies, InstantCopies
+from remat.host.weights import AT_ONCE, HostWeights, Layer, bring_weights_back, layers_of, spread, weights_on_host
+from remat.models import TEST_SIZES
+from remat.models.adapters import Lora, with_lora
+from remat.models.quantized import quantized
+from remat.planning import layers_on_host
+from remat.planning.layers_on_host import with_layers, with_layers_on_host
+from remat.planning.profiling import fake_step, profile_step
+from remat.recording.fake_step import FakeStep
+from remat.solvers import load as solver
+from remat.workload.target import TARGETS
+from remat.workload.training_loop import TrainingLoop
+from remat.workload.workload import Workload
+from tests.examples import examples
+from tests.offloads import Fault, LateCopies
+from tests.toys import CHOICES, TRANSFORMER, TRANSFORMER_BF16, Transformer, plan_for, tokens
+
+LAYERS = 5
+
+
+def frozen() -> Any:
+    """A transformer of which norms, embedding and head are trained; the linear layers between are not."""
+    torch.manual_seed(0)
+    model = Transformer(layers=LAYERS)
+    for each in model.layers.modules():
+        if isinstance(each, nn.Linear):
+            each.requires_grad_(False)
+    return model
+
+
+FROZEN = dataclasses.replace(TRANSFORMER, name="toy-frozen", build=frozen)
+FROZEN_BF16 = dataclasses.replace(TRANSFORMER_BF16, name="toy-frozen-amp", build=frozen)
+BATCHES = [tokens(4, 8) for _ in range(3)]
+
+
+def on_host(model: nn.Module, plan: Plan, copies: Copies | None = None, layers: int = LAYERS) -> nn.Module:
+    """`model` under `plan`, with so many layers on the host."""
+    module._on_host[model] = HostWeights(model, layers, copies=copies)
+    about = {**plan.about, "weights_on_host": layers}
+    return remat.apply(model, dataclasses.replace(plan, about=about))
+
+
+def here(model: nn.Module) -> int:
+    """How many layers have their weights on the device."""
+    layers: Any = model.layers
+    return sum(layer.qkv.weight.untyped_storage().nbytes() > 0 for layer in layers)
+
+
+def gradients(model: nn.Module, autocast: torch.dtype | None = None) -> list[torch.Tensor]:
+    """Of three micro-batches, the number of layers on the device held to what it may be."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(1)
+    for batch in BATCHES:
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            loss = model(*batch)
+        loss.backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("workload", [FROZEN, FROZEN_BF16], ids=["fp32", "amp"])
+def test_gradients_are_bitwise_however_late_copies_are_and_whatever_is_recomputed(
+    workload: Workload, choice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most: list[int] = []
+    use = HostWeights.use
+
+    def watched(self: HostWeights, number: int) -> None:
+        use(self, number)
+        most.append(here(model))
+
+    monkeypatch.setattr(HostWeights, "use", watched)
+    plain = frozen()
+    model = on_host(copy.deepcopy(plain), plan_for(workload, CHOICES[choice]), LateCopies())
+    for _ in range(2):
+        pairs = zip(gradients(plain, workload.autocast), gradients(model, workload.autocast), strict=True)
+        assert all(torch.equal(left, right) for left, right in pairs)
+    assert max(most) == AT_ONCE
+
+
+@pytest.mark.parametrize("choice", ["nothing", "every-block"])
+def test_an_executor_that_forgets_to_wait_is_caught(choice: str) -> None:
+    fault: Fault = "uses before the copy back"
+    plain = frozen()
+    model = on_host(copy.deepcopy(plain), plan_for(FROZEN, CHOICES[choice]), LateCopies(fault))
+    assert any(not torch.equal(left, right) for left, right in zip(gradients(plain), gradients(model), strict=True))
+
+
+@pytest.mark.parametrize("choice", ["nothing", "every-block", "pairs-of-segments"])
+def test_from_the_second_step_on_every_layer_is_on_its_way_before_it_is_asked_for(choice: str) -> None:
+    model = on_host(frozen(), plan_for(FROZEN, CHOICES[choice]))
+    weights = weights_on_host(model)
+    assert weights is not None
+    fetched = []
+    for _ in range(3):
+        before = weights.fetched
+        model(*BATCHES[0]).backward()
+        fetched.append(weights.fetched - before)
+    assert fetched[1:] == [2 * (LAYERS - AT_ONCE)] * 2  # there and back; at both turns two are there already
+
+
+def test_evaluation_brings_weights_too_and_a_backward_through_it_is_refused() -> None:
+    plain = frozen()
+    model = on_host(copy.deepcopy(plain), plan_for(FROZEN))
+    gradients(model)
+    with torch.no_grad():
+        assert torch.equal(model.eval()(BATCHES[0][0]), plain.eval()(BATCHES[0][0]))
+    with pytest.raises(UsageError, match="come back in backward only where the plan runs"):
+        model(*BATCHES[0])
+    model.train()
+    plain.train()
+    assert all(torch.equal(left, right) for left, right in zip(gradients(plain), gradients(model), strict=True))
+
+
+def test_a_state_dict_has_the_weights_and_bringing_back_gives_the_model_as_it_was() -> None:
+    plain = frozen()
+    model = on_host(copy.deepcopy(plain), plan_for(FROZEN))
+    gradients(model)
+    for _ in range(2):
+        state = model.state_dict()
+        assert all(torch.equal(value, state[name]) for name, value in plain.state_dict().items())
+        bring_weights_back(remat.remove(model))
+    assert all(torch.equal(left, right) for left, right in zip(gradients(plain), gradients(model), strict=True))
+
+
+def test_what_reads_a_weight_without_a_plan_is_an_error_and_no_wrong_number() -> None:
+    model = remat.offload_weights(frozen(), LAYERS)
+    with pytest.raises(RuntimeError, match="out of bounds for storage of size 0"):
+        model(*BATCHES[0])
+
+
+def test_a_plan_and_a_model_that_disagree_about_weights_are_told() -> None:
+    knows = dataclasses.replace(plan_for(FROZEN), about={**plan_for(FROZEN).about, "weights_on_host": 4})
+    with pytest.raises(PlanMismatch, match=r"say `remat.offload_weights\(model, 4\)`"):
+        remat.apply(frozen(), knows)(*BATCHES[0])
+    with pytest.raises(PlanMismatch, match="the plan does not know"):
+        remat.apply(remat.offload_weights(frozen(), 4), plan_for(FROZEN))(*BATCHES[0])
+    with pytest.raises(UsageError, match="4 layers of this model are on the host already"):
+        remat.offload_weights(remat.offload_weights(frozen(), 4), 3)
+
+
+class Reading(Transformer):
+    """A model whose forward takes a view of a weight, as DoRA does."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        layers: Any = self.layers
+        loss: torch.Tensor = super().forward(ids, labels) + layers[1].up.weight.t()[0, 0]
+        return loss
+
+
+def test_a_weight_that_something_else_than_a_product_reads_is_refused_by_name() -> None:
+    def build() -> nn.Module:
+        model = Reading(layers=LAYERS)
+        model.layers.requires_grad_(False)
+        return model
+
+    workload = dataclasses.replace(FROZEN, name="toy-reading", build=build)
+    with pytest.raises(UsageError, match=r"uses a weight of layers\.1, and only what linear products"):
+        on_host(build(), plan_for(workload))(*BATCHES[0])
+
+
+# Which layers
+
+
+def test_layers_are_the_largest_list_and_its_commonest_kind_with_frozen_weights_of_their_own() -> None:
+    model = frozen()
+    assert [layer.path for layer in layers_of(model)] == [f"layers.{i}" for i in range(LAYERS)]
+    model.layers[2].qkv = nn.Linear(16, 48, bias=False).requires_grad_(False)  # another kind
+    model.layers[1].up.weight = model.layers[3].up.weight  # shared
+    assert [layer.path for layer in layers_of(model)] == ["layers.0", "layers.4"]
+    assert layers_of(Transformer()) == []
+
+
+@pytest.mark.parametrize(("layers", "count"), [(32, 3), (32, 11), (40, 40), (7, 5)])
+def test_layers_on_the_host_are_spread(layers: int, count: int) -> None:
+    every = [Layer(str(i), nn.Identity(), ()) for i in range(layers)]
+    chosen = [int(layer.path) for layer in spread(every, count)]
+    gaps = {b - a for a, b in itertools.pairwise(chosen)}
+    assert len(chosen) == len(set(chosen)) == count and max(gaps) - min(gaps) <= 1
+
+
+@pytest.mark.parametrize("count", [1, 2, LAYERS + 1])
+def test_too_few_or_too_many_layers_are_refused(count: int) -> None:
+    with pytest.raises(UsageError, match=f"this model has {LAYERS} alike with frozen linear weights"):
+        remat.offload_weights(frozen(), count)
+
+
+# Plans
+
+
+def test_a_plan_with_layers_on_the_host_is_measured_as_predicted_and_bitwise() -> None:
+    workload = with_lora(TEST_SIZES["llama-1b"](), Lora(4))
+    loop = TrainingLoop(weights_on_host=6)
+    plan = remat.plan(workload, budget="50MiB", target="cpu", loop=loop)
+    assert plan.regions and plan.about["layers_on_host"].keys() == {
+        f"base_model.model.model.layers.{i}" for i in range(6)
+    }
+    report = remat.validate(workload, plan, device="cpu", repeats=1)
+    assert report.passed, str(report)
+
+
+DEEP = 16
+
+
+def deep() -> nn.Module:
+    model = Transformer(layers=DEEP, width=64)
+    model.layers.requires_grad_(False)
+    return model
+
+
+def profiled(bytes_per_us: float, loop: TrainingLoop | None = None) -> tuple[FakeStep, Profile]:
+    """A deep model, all of whose layers are frozen, on a card whose link is so fast."""
+    place = PlanningDevice(dataclasses.replace(TARGETS["rtx4090"], host_bytes_per_us=bytes_per_us), None)
+    workload = dataclasses.replace(FROZEN, name="toy-deep", build=deep, batch_size=64)
+    step = fake_step(workload, place, loop=loop)
+    return step, profile_step(step, place)
+
+
+def layers_in_plan(bytes_per_us: float, share: float, host_bytes: int = 1 << 40) -> int:
+    """How many layers are on the host within a budget of such a share of what the step takes."""
+    step, profile = profiled(bytes_per_us)
+    budget = int(share * profile.peak_without_checkpointing)
+    found = with_layers_on_host(profile, step, load("eager"), solver("exact"), budget, host_bytes)
+    assert step.loop.weights_on_host == found.graph.about.get("weights_on_host", 0)
+    return step.loop.weights_on_host
+
+
+def test_layers_go_to_the_host_where_that_is_cheaper_than_recomputing() -> None:
+    assert layers_in_plan(1e9, 0.75) > AT_ONCE  # a link that hides everything
+    assert layers_in_plan(1e-3, 0.75) == 0  # one that hides nothing
+    assert layers_in_plan(1e9, 2.0) == 0  # everything fits
+
+
+def test_where_nothing_fits_without_the_most_layers_are_on_the_host_however_slow_the_link() -> None:
+    assert layers_in_plan(1.0, 1e-6) == DEEP
+
+
+def test_a_host_without_room_for_the_fewest_layers_is_refused() -> None:
+    with pytest.raises(UsageError, match="give more with `host_budget`"):
+        layers_in_plan(1e3, 0.5, host_bytes=1)
+
+
+def test_a_profile_with_layers_put_on_the_host_is_that_of_a_step_recorded_so() -> None:
+    loop = TrainingLoop(weights_on_host=6)
+    _, recorded = profiled(1e3, loop)
+    step, profile = profiled(1e3)
+    found = with_layers(profile, step, 6)
+    for field in ("fixed_bytes", "first_step_bytes", "peak_bytes"):
+        assert getattr(found.graph, field, None) == getattr(recorded.graph, field, None)
+    assert np.array_equal(found.graph.untraced_bytes, recorded.graph.untraced_bytes)
+    assert found.graph.about == recorded.graph.about
+    assert found.peak_without_checkpointing == recorded.peak_without_checkpointing
+
+
+class Clocked(InstantCopies):
+    """Copies over a link that takes a time for each, and compute that waits for them."""
+
+    def __init__(self) -> None:
+        self.now_us = self.free_us = self.waited_us = 0.0
+        self.copy_us = 1.0
+
+    def back(self, host: object, offset: int, flat: torch.Tensor) -> float:
+        super().back(host, offset, flat)
+        self.free_us = max(self.free_us, self.now_us) + self.copy_us
+        return self.free_us
+
+    def wait(self, copy: float) -> None:
+        late_us = max(copy - self.now_us, 0.0)
+        self.now_us, self.waited_us = self.now_us + late_us, self.waited_us + late_us
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 3.0), st.integers(0, 3)), min_size=2, max_size=12))
+@settings(max_examples=examples(30, 300), deadline=None)
+def test_the_predicted_wait_is_that_of_an_executor_that_knows_what_follows(uses: list[tuple[float, int]]) -> None:
+    uses = [use for i, use in enumerate(uses) if use[1] != uses[i - 1][1]]  # one layer after another, around
+    if len({layer for _, layer in uses}) < 2:
+        return
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(1, 1, bias=False)) for _ in range(4))).requires_grad_(False)
+    clock = Clocked()
+    weights = HostWeights(model, 4, copies=clock)
+    order = [layer for _, layer in uses]
+    weights._following = Following(order)
+    waited = []
+    for _ in range(3):
+        before = clock.waited_us
+        for computes_us, layer in uses:
+            weights.use(layer)
+            clock.now_us += computes_us
+        waited.append(clock.waited_us - before)
+    starts = list(itertools.accumulate((computes_us for computes_us, _ in uses), initial=0.0))
+    found = layers_on_host._waited_us([*zip(starts, order, strict=False)], starts[-1], [1.0] * 4)
+    assert waited[1] == pytest.approx(found, abs=1e-9)
+
+
+class Following(dict[tuple[int, ...], int]):
+    """What follows, known."""
+
+    def __init__(self, order: list[int]):
+        self._order, self._at = order, -1
+
+    def __setitem__(self, used: tuple[int, ...], number: int) -> None:
+        self._at += 1
+
+    def get(self, used: tuple[int, ...], default: int = 0) -> int:  # type: ignore[override]
+        return self._order[(self._at + 1) % len(self._order)]
+
+
+def test_an_infeasible_budget_fits_with_weights_on_the_host_and_the_plan_says_what_it_waits() -> None:
+    workload = dataclasses.replace(FROZEN, name="toy-deep", build=deep)
+    with pytest.raises(Infeasible) as refused:
+        remat.plan(workload, budget=1, target="rtx4090")
+    least = refused.value.minimum_budget_bytes
+    assert least is not None
+    plan = remat.plan(workload, budget=least - 1, target="rtx4090", offload="weights")
+    assert plan.predicted["peak_bytes"] < least
+    assert plan.about["weights_on_host"] > AT_ONCE and "weights_wait_us" in plan.predicted
+    assert Plan.from_json(plan.to_json()).about == plan.about
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"offload": "weights,activations"}, "over one link"),
+        ({"offload": "weights", "execution": "modules"}, "no weights are on the host under"),
+        ({"offload": "weights", "loop": TrainingLoop(ddp=True, ranks=2)}, "these need all of them at once"),
+        ({"offload": "weights", "loop": TrainingLoop(ema=True)}, "these need all of them at once"),
+    ],
+)
+def test_what_weights_on_the_host_do_not_go_with_is_said(options: dict[str, object], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        remat.plan(FROZEN, budget="1GiB", target="rtx4090", **options)  # type: ignore[arg-type]
+
+
+def test_a_model_whose_weights_are_all_trained_or_quantised_has_none_to_bring_there() -> None:
+    for workload in (TRANSFORMER, with_lora(quantized(TEST_SIZES["llama-1b"](), "nf4"), Lora(4), None)):
+        with pytest.raises(UsageError, match="has 0 alike with frozen linear weights that are not quantised"):
+            remat.plan(workload, budget="1GiB", target="rtx4090", offload="weights")
