@@ -30,6 +30,7 @@ LONG = (
     "fused",
     "offloads",
     "offloads_here",
+    "weights",
     "cards",
     "trainers",
 )
