@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import types
@@ -15,12 +16,14 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
+import remat
 from remat.capture.circumstances import hooked
 from remat.costing.device_allocator import measure_peak
 from remat.errors import UsageError
 from remat.evaluation.plan import Plan
 from remat.execution.apply import counts_of
 from remat.execution.planned_forward import checkpoints_itself
+from remat.host.weights import weights_on_host
 from remat.planning import planner
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import trainable
@@ -339,6 +342,21 @@ def test_a_budget_is_planned_for_once_and_trains_alike(
     assert losses == expected and len(losses) == 2
     assert peak <= first.plan.budget_bytes
     assert peak == pytest.approx(first.plan.predicted["peak_bytes"], rel=0.005)
+
+
+def test_frozen_weights_go_to_the_host_where_the_plan_counts_on_it(tmp_path: Path) -> None:
+    def frozen(*callbacks: Any) -> Any:
+        made = trainer(tmp_path, *callbacks, bf16=True)
+        made.model.model.layers.requires_grad_(False)
+        return made
+
+    expected, planned = losses_of(frozen()), frozen()
+    loop = dataclasses.replace(loop_of(planned), weights_on_host=3)
+    plan = remat.plan(workload_of(planned), budget="1GiB", target="cpu", loop=loop)
+    made = frozen(RematCallback(plan))
+    assert losses_of(made) == expected
+    weights = weights_on_host(made.model)
+    assert weights is not None and weights.fetched > 3
 
 
 def test_the_models_own_checkpointing_gives_way_to_the_plan(

@@ -11,11 +11,13 @@ import warnings
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map
 
 from remat.errors import PlanMismatch
 from remat.evaluation.plan import Plan
 from remat.host.optimizer_state import can_be_offloaded, offload_optimizer
+from remat.host.weights import offload_weights
 from remat.units import gib
 from remat.workload.training_loop import TrainingLoop
 
@@ -46,6 +48,12 @@ def warn_of_accumulation(plan: Plan, micro_batches: int, setting: str) -> None:
             f"peak may exceed the planned one by the gradients{size}. Plan with `accumulation={micro_batches}`.",
             stacklevel=4,
         )
+
+
+def weights_as_planned(plan: Plan, model: nn.Module) -> None:
+    """Bring the frozen weights of `model` to the host where the plan counts on it and nobody did."""
+    if layers := TrainingLoop.of(plan.about).weights_on_host:
+        offload_weights(model, layers)
 
 
 def offload_as_planned(plan: Plan, optimizer: Any) -> None:

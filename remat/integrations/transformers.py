@@ -37,6 +37,7 @@ from remat.integrations.settings import (
     plan_from,
     require_autocast,
     warn_of_accumulation,
+    weights_as_planned,
 )
 from remat.integrations.trainer_workload import (
     is_trainer,
@@ -124,6 +125,7 @@ class RematCallback(TrainerCallback):
             plan = plan_of(trainer, self._budget, self._cache, **self._options)
         if gives_way:
             tell(trainer, "the plan decides what is recomputed: the Trainer's own gradient_checkpointing is off")
+        weights_as_planned(plan, model)
         with beneath_autocast(model, trainer.accelerator):
             apply(model, plan, on_larger=self.on_larger)
         self.plan = plan
