@@ -27,6 +27,7 @@ from remat.models import TEST_SIZES
 from remat.models.adapters import Lora, with_lora
 from remat.models.quantized import quantized
 from remat.planning import layers_on_host
+from remat.planning.advice import advise, least_peak_of
 from remat.planning.layers_on_host import with_layers, with_layers_on_host
 from remat.planning.profiling import fake_step, profile_step
 from remat.recording.fake_step import FakeStep
@@ -338,6 +339,14 @@ def test_an_infeasible_budget_fits_with_weights_on_the_host_and_the_plan_says_wh
     assert plan.predicted["peak_bytes"] < least
     assert plan.about["weights_on_host"] > AT_ONCE and "weights_wait_us" in plan.predicted
     assert Plan.from_json(plan.to_json()).about == plan.about
+
+
+def test_weights_on_the_host_are_advised_where_nothing_fits_without() -> None:
+    step, profile = profiled(1e3)
+    place, loop = PlanningDevice(profile.target, None), TrainingLoop()
+    levers = advise(step.workload, place, loop, profile.graph, least_peak_of)
+    (lever,) = [each for each in levers if "--offload weights" in each.what]
+    assert lever.frees_bytes == sum(layer.size_bytes for layer in layers_of(step.model)[AT_ONCE:])
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """Advice: which lever frees how much of a step's peak, each found by recording the step again with it.
 
 A lever is something that a person can change without another model: a smaller micro-batch, another optimizer or
-another form of it, bf16 weights, states shared over ranks, the optimizer's state on the host. Two more are computed on
-the recorded graph, because the model would have to change: a loss in chunks (the logits shrink by the number of
-chunks), and fused attention (the scores are never written down); those are labelled as such.
+another form of it, bf16 weights, states shared over ranks, the optimizer's state or frozen weights on the host. Two
+more are computed on the recorded graph, because the model would have to change: a loss in chunks (the logits shrink by
+the number of chunks), and fused attention (the scores are never written down); those are labelled as such.
 
 What counts is the *judge*: a function from a graph to a peak. Asked about a step as it is, it is the peak without
 checkpointing; asked because nothing fits, the least peak of all plans.
@@ -28,6 +28,8 @@ from remat.formulation.problem import Problem
 from remat.formulation.search_space import find_space
 from remat.formulation.solution import Limits
 from remat.host.optimizer_state import can_be_offloaded
+from remat.host.weights import FEWEST, layers_of
+from remat.planning.layers_on_host import graph_with_layers
 from remat.planning.links import state_wait_us
 from remat.planning.profiling import fake_step
 from remat.recording.recorder import record
@@ -108,6 +110,8 @@ def _changed(
     yield "fused attention (computed)", shard(with_fused_attention(whole), loop)
     if place.target.host_bytes_per_us and loop.shard is None and not loop.offload_optimizer:
         yield from _state_on_host(workload, place, loop)
+    if place.target.host_bytes_per_us and not (loop.shard or loop.ddp or loop.ema or loop.weights_on_host):
+        yield from _weights_on_host(workload, place, loop, whole)
 
 
 def _state_on_host(workload: Workload, place: PlanningDevice, loop: TrainingLoop) -> Iterator[tuple[str, Graph]]:
@@ -119,6 +123,16 @@ def _state_on_host(workload: Workload, place: PlanningDevice, loop: TrainingLoop
     graph = with_library_workspaces(record(step, alignment_bytes=place.target.alignment_bytes), place.target)
     waits = ms(state_wait_us(graph, roofline_costs(graph, place.target)))
     yield f"optimizer state on the host (--offload optimizer; each optimizer step waits {waits})", graph
+
+
+def _weights_on_host(
+    workload: Workload, place: PlanningDevice, loop: TrainingLoop, whole: Graph
+) -> Iterator[tuple[str, Graph]]:
+    """The frozen weights of all layers on the host, where there are such layers."""
+    step = fake_step(workload, place, loop=loop)
+    if len(layers := layers_of(step.model)) >= FEWEST:
+        graph = graph_with_layers(whole, step, len(layers), place.target.alignment_bytes)
+        yield "frozen weights on the host but for two layers (--offload weights)", graph
 
 
 def _workloads(workload: Workload, whole: Graph) -> Iterator[tuple[str, Workload]]:

@@ -90,20 +90,24 @@ def require_layers(execution: Execution, loop: TrainingLoop | None) -> None:
 
 def with_layers(profile: Profile, step: FakeStep, count: int) -> Profile:
     """`profile` with so many layers on the host; `step` runs so from now on."""
-    graph, alignment_bytes = profile.graph, profile.target.alignment_bytes
+    graph = graph_with_layers(profile.graph, step, count, profile.target.alignment_bytes)
+    return dataclasses.replace(profile, graph=graph)
+
+
+def graph_with_layers(graph: Graph, step: FakeStep, count: int, alignment_bytes: int) -> Graph:
+    """`with_layers` of the graph alone."""
     before = step.fix_state(Tracker(alignment_bytes))["parameters"]
     step.loop = dataclasses.replace(step.loop, weights_on_host=count)
     freed_bytes = before - step.fix_state(Tracker(alignment_bytes))["parameters"]
     fixed = {**graph.fixed_bytes, "parameters": graph.fixed_bytes["parameters"] - freed_bytes}
     about = {**graph.about, "weights_on_host": count, LAYERS_ON_HOST: step.layers_on_host} if count else graph.about
-    graph = dataclasses.replace(
+    return dataclasses.replace(
         graph,
         fixed_bytes=fixed,
         first_step_bytes=graph.first_step_bytes - freed_bytes,
         untraced_bytes=graph.untraced_bytes - freed_bytes if len(graph.untraced_bytes) else graph.untraced_bytes,
         about=about,
     )
-    return dataclasses.replace(profile, graph=graph)
 
 
 def _wait_us(problem: Problem, found: Solution, layers: Sequence[Layer], bytes_per_us: float) -> float:
