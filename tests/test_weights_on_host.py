@@ -212,18 +212,30 @@ def test_too_few_or_too_many_layers_are_refused(count: int) -> None:
 # Plans
 
 
-def test_a_plan_with_layers_on_the_host_is_measured_as_predicted_and_bitwise() -> None:
-    workload = with_lora(TEST_SIZES["llama-1b"](), Lora(4))
-    loop = TrainingLoop(weights_on_host=6)
-    plan = remat.plan(workload, budget="50MiB", target="cpu", loop=loop)
-    assert plan.regions and plan.about["layers_on_host"].keys() == {
-        f"base_model.model.model.layers.{i}" for i in range(6)
-    }
+LORA = with_lora(TEST_SIZES["llama-1b"](), Lora(4))
+LARGER = dataclasses.replace(FROZEN, batch_size=64)
+
+
+@pytest.mark.parametrize(
+    ("workload", "budget", "layers"),
+    [
+        (LARGER, "1500KiB", {f"layers.{i}" for i in range(LAYERS)}),
+        pytest.param(
+            LORA, "50MiB", {f"base_model.model.model.layers.{i}" for i in range(6)}, marks=pytest.mark.exhaustive
+        ),
+    ],
+    ids=["toy", "lora"],
+)
+def test_a_plan_with_layers_on_the_host_is_measured_as_predicted_and_bitwise(
+    workload: Workload, budget: str, layers: set[str]
+) -> None:
+    plan = remat.plan(workload, budget=budget, target="cpu", loop=TrainingLoop(weights_on_host=len(layers)))
+    assert plan.regions and plan.about["layers_on_host"].keys() == layers
     report = remat.validate(workload, plan, device="cpu", repeats=1)
     assert report.passed, str(report)
 
 
-DEEP = 16
+DEEP = 8
 
 
 def deep() -> nn.Module:
@@ -341,6 +353,7 @@ def test_an_infeasible_budget_fits_with_weights_on_the_host_and_the_plan_says_wh
     assert Plan.from_json(plan.to_json()).about == plan.about
 
 
+@pytest.mark.exhaustive
 def test_weights_on_the_host_are_advised_where_nothing_fits_without() -> None:
     step, profile = profiled(1e3)
     place, loop = PlanningDevice(profile.target, None), TrainingLoop()

@@ -28,7 +28,7 @@ from remat.solvers import Solver
 from remat.units import gib
 from remat.workload.training_loop import TrainingLoop
 
-PARTS = 8  # numbers of layers that are tried, beside none
+PARTS = 8  # numbers of layers that are tried, beside none and those half way from the best to the next
 QUICK_S = 4.0  # for each
 
 
@@ -44,32 +44,45 @@ def with_layers_on_host(
 
     Raises UsageError where the model has no layers whose weights may be there, or the host no room.
     """
-    layers = layers_of(step.model)
-    spread(layers, max(len(layers), FEWEST))  # which says why, where it has too few
+    layers = movable_layers(step)
     if (least_bytes := pinned_bytes(_sizes(layers[:FEWEST]))) > host_bytes:
         raise UsageError(
             f"the host budget is {gib(host_bytes)}, and the frozen weights of {FEWEST} layers, which is the least, "
             f"take {gib(least_bytes)}; give more with `host_budget` (--host-budget)."
         )
+    counts = [count for count in _counts(len(layers)) if pinned_bytes(_sizes(layers[:count])) <= host_bytes]
     problem = execution.pose(profile, execution.space(profile.graph), budget_bytes)
-    best, most = (np.inf, 0), 0
-    for count in _counts(len(layers)):
-        if pinned_bytes(_sizes(layers[:count])) > host_bytes:
-            break
-        most, on_host = count, spread(layers, count) if count else []
+    best = np.inf, counts[-1]
+
+    def try_with(count: int) -> float:
+        """What the step waits then, whatever is recomputed, as far as a plan tells."""
+        nonlocal best
+        on_host = spread(layers, count) if count else []
         freed_bytes = sum(layer.size_bytes for layer in on_host[AT_ONCE:])
         found = solver(problem.with_budget(budget_bytes + freed_bytes), Limits(time_s=QUICK_S))
         if not found.fits:
-            continue
+            return 0.0
         wait_us = _wait_us(problem, found, on_host, profile.target.host_bytes_per_us)
         best = min(best, (found.objective_us + wait_us, count))
-        if wait_us >= best[0]:
+        return wait_us
+
+    for count in counts:
+        if try_with(count) >= best[0]:
             break
-    return with_layers(profile, step, best[1] if best[0] < np.inf else most)
+    for between in _between(counts, best[1]) if best[0] > 0 else ():
+        try_with(between)
+    return with_layers(profile, step, best[1])
 
 
 def _counts(layers: int) -> list[int]:
     return [0, *sorted({max(round(part * layers / PARTS), FEWEST) for part in range(1, PARTS + 1)})]
+
+
+def _between(counts: Sequence[int], best: int) -> list[int]:
+    """Half way from the best of `counts` to those beside it."""
+    at = counts.index(best)
+    ways = {(best + other) // 2 for other in counts[max(at - 1, 0) : at + 2]}
+    return sorted(count for count in ways - {*counts} if count >= FEWEST)
 
 
 def pinned_bytes(sizes: Iterable[int]) -> int:
@@ -86,6 +99,12 @@ def require_layers(execution: Execution, loop: TrainingLoop | None) -> None:
     if not execution.runs_offloads:
         raise UsageError(f'no weights are on the host under `execution="{execution}"`; leave one of them out.')
     dataclasses.replace(loop or TrainingLoop(), weights_on_host=FEWEST)  # which says what it contradicts
+
+
+def movable_layers(step: FakeStep) -> list[Layer]:
+    """The layers whose weights may be on the host; raises UsageError where these are too few."""
+    layers = layers_of(step.model)
+    return spread(layers, max(len(layers), FEWEST))
 
 
 def with_layers(profile: Profile, step: FakeStep, count: int) -> Profile:

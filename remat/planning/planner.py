@@ -24,7 +24,7 @@ from remat.offloading.link import Link
 from remat.planning.assemble import assemble
 from remat.planning.budget import Budget, is_share_of_step, parse_budget, usable_bytes
 from remat.planning.card import reserving_at_most, with_footprints
-from remat.planning.layers_on_host import require_layers, with_layers_on_host
+from remat.planning.layers_on_host import movable_layers, require_layers, with_layers_on_host
 from remat.planning.links import (
     WEIGHTS,
     beside_state,
@@ -108,6 +108,8 @@ def plan(
     if wants_layers:
         require_layers(how, loop)
     step = fake_step(workload, found, loop=loop, compiled=how.compiler is not None)
+    if wants_layers:
+        movable_layers(step)  # so that what has none is refused before it is recorded
     profile = profile_step(step, found, on_progress=on_progress)
     if is_share_of_step(budget):
         limit = parse_budget(budget, headroom, found.target.memory_bytes, step_bytes=profile.peak_without_checkpointing)
