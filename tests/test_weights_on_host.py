@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -18,7 +20,8 @@ import remat
 from remat.costing.planning_device import PlanningDevice
 from remat.costing.profile import Profile
 from remat.errors import Infeasible, PlanMismatch, UsageError
-from remat.evaluation.plan import Plan
+from remat.evaluation.graph import Graph
+from remat.evaluation.plan import Plan, Region
 from remat.execution.executions import load
 from remat.host import weights as module
 from remat.host.copies import Copies, InstantCopies
@@ -37,7 +40,18 @@ from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 from tests.examples import examples
 from tests.offloads import Fault, LateCopies
-from tests.toys import CHOICES, TRANSFORMER, TRANSFORMER_BF16, Transformer, plan_for, tokens
+from tests.toys import (
+    CHOICES,
+    TRANSFORMER,
+    TRANSFORMER_BF16,
+    WIDTH,
+    Choose,
+    Transformer,
+    graph_of,
+    plan_by_hand,
+    plan_for,
+    tokens,
+)
 
 LAYERS = 5
 
@@ -67,7 +81,9 @@ def on_host(model: nn.Module, plan: Plan, copies: Copies | None = None, layers: 
 def here(model: nn.Module) -> int:
     """How many layers have their weights on the device."""
     layers: Any = model.layers
-    return sum(layer.qkv.weight.untyped_storage().nbytes() > 0 for layer in layers)
+    weights = weights_on_host(model)
+    assert weights is not None and len(layers) == len(weights.layers)
+    return sum(memory.untyped_storage().nbytes() > 0 for moved in weights._moved for memory in moved._memory[:1])
 
 
 def gradients(model: nn.Module, autocast: torch.dtype | None = None) -> list[torch.Tensor]:
@@ -102,6 +118,66 @@ def test_gradients_are_bitwise_however_late_copies_are_and_whatever_is_recompute
     assert max(most) == AT_ONCE
 
 
+def around_layers(graph: Graph) -> list[Region]:
+    inside = [i for i, node in enumerate(graph.nodes) if node.module.startswith("layers.")]
+    return [Region(inside[0], inside[-1] + 1)]
+
+
+class Detached(Transformer):
+    """Backward goes through the first layer alone; a recomputation of all goes on to the last save."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        layers: Any = self.layers
+        first, *others = layers
+        x = side = first(self.embed(ids))
+        for layer in others:
+            side = layer(side)
+        logits = self.head(x + side.detach())
+        return logits if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def detached() -> Any:
+    torch.manual_seed(0)
+    model = Detached(layers=LAYERS)
+    model.layers.requires_grad_(False)
+    return model
+
+
+def test_a_recomputation_in_the_middle_of_a_backward_that_ends_in_another_layer_changes_nothing() -> None:
+    graph = graph_of(dataclasses.replace(FROZEN, name="toy-detached", build=detached))
+    (region,) = around_layers(graph)
+    (down,) = [i for i, node in enumerate(graph.nodes) if node.module == "layers.0.down"]
+    for begin in (region.first, down):
+        plain = detached()
+        made = plan_by_hand(graph, [Region(begin, region.end)])
+        model = on_host(copy.deepcopy(plain), made, LateCopies())
+        assert all(torch.equal(left, right) for left, right in zip(gradients(plain), gradients(model), strict=True))
+
+
+def failing_at(number: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, whose call `number` finds no memory."""
+    calls = itertools.count()
+
+    def call(*args: Any) -> Any:
+        if next(calls) == number:
+            raise torch.OutOfMemoryError("no memory")
+        return function(*args)
+
+    return call
+
+
+def test_after_an_error_for_want_of_memory_a_step_is_right_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = frozen()
+    model = on_host(copy.deepcopy(plain), plan_for(FROZEN), LateCopies())
+    gradients(model)
+    for failing in range(1, 12):
+        with monkeypatch.context() as patch:
+            patch.setattr(LateCopies, "back", failing_at(failing, LateCopies.back))
+            with pytest.raises(torch.OutOfMemoryError):
+                gradients(model)
+        assert all(torch.equal(left, right) for left, right in zip(gradients(plain), gradients(model), strict=True))
+
+
 @pytest.mark.parametrize("choice", ["nothing", "every-block"])
 def test_an_executor_that_forgets_to_wait_is_caught(choice: str) -> None:
     fault: Fault = "uses before the copy back"
@@ -129,7 +205,7 @@ def test_evaluation_brings_weights_too_and_a_backward_through_it_is_refused() ->
     gradients(model)
     with torch.no_grad():
         assert torch.equal(model.eval()(BATCHES[0][0]), plain.eval()(BATCHES[0][0]))
-    with pytest.raises(UsageError, match="come back in backward only where the plan runs"):
+    with pytest.raises(UsageError, match="come back in backward only where a plan runs"):
         model(*BATCHES[0])
     model.train()
     plain.train()
@@ -147,10 +223,112 @@ def test_a_state_dict_has_the_weights_and_bringing_back_gives_the_model_as_it_wa
     assert all(torch.equal(left, right) for left, right in zip(gradients(plain), gradients(model), strict=True))
 
 
-def test_what_reads_a_weight_without_a_plan_is_an_error_and_no_wrong_number() -> None:
+def test_without_a_plan_layers_bring_what_they_use_and_have_no_backward() -> None:
     model = remat.offload_weights(frozen(), LAYERS)
-    with pytest.raises(RuntimeError, match="out of bounds for storage of size 0"):
+    with pytest.raises(UsageError, match=r"weights of layers\.0 are on the host, and come back in backward only where"):
         model(*BATCHES[0])
+    with torch.no_grad():
+        assert torch.equal(model.eval()(BATCHES[0][0]), frozen().eval()(BATCHES[0][0]))
+
+
+def test_who_reads_a_weight_outside_of_a_step_gets_no_number_and_who_writes_an_error() -> None:
+    model: Any = on_host(frozen(), plan_for(FROZEN))
+    for _ in range(2):
+        weight = model.layers[0].up.weight
+        assert weight.isnan().all() and weight.shape == (64, 16)
+        copied: Any = copy.deepcopy(model)
+        assert copied.layers[0].up.weight.isnan().all()
+        with pytest.raises(RuntimeError):
+            model.load_state_dict(frozen().state_dict())
+        with pytest.raises(RuntimeError):
+            weight.data.add_(1)
+        gradients(model)
+
+
+def test_second_derivatives_are_refused_by_name() -> None:
+    loss = on_host(frozen(), plan_for(FROZEN))(*BATCHES[0])
+    with pytest.raises(UsageError, match="no second derivatives"):
+        loss.backward(create_graph=True)
+
+
+class Helped(Transformer):
+    """Some loss comes from the middle, and what a product returns is changed in place."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        layers: Any = self.layers
+        x = self.embed(ids)
+        for i, layer in enumerate(layers):
+            x = layer(x)
+            h = layer.up(x)
+            x = x + F.gelu(h.mul_(0.5).add_(1))[..., :WIDTH]
+            if i == 2:
+                middle = x.pow(2).mean()
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()), middle  # type: ignore[union-attr]
+
+
+def both(model: nn.Module, batch: Any) -> torch.Tensor:
+    loss, middle = model(*batch)
+    return loss + middle
+
+
+BACKWARDS: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
+    "both": lambda loss, middle: (loss + middle).backward(),
+    "a part": lambda loss, middle: middle.backward(),
+    "a part, and then all": lambda loss, middle: (middle.backward(retain_graph=True), loss.backward())[0],
+    "all, and then a part": lambda loss, middle: (loss.backward(retain_graph=True), middle.backward())[0],
+}
+
+
+@pytest.mark.parametrize("choose", [CHOICES["nothing"], around_layers], ids=["nothing", "all-in-one"])
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_any_part_of_a_backward_finds_its_weights(name: str, choose: Choose) -> None:
+    def built() -> Any:
+        torch.manual_seed(0)
+        model = Helped(layers=LAYERS)
+        model.layers.requires_grad_(False)
+        return model
+
+    workload = dataclasses.replace(FROZEN, name="toy-helped", build=built, step=both)
+    plain = built()
+    model = on_host(copy.deepcopy(plain), plan_for(workload, choose), LateCopies())
+    for _ in range(2):
+        for each in (plain, model):
+            each.zero_grad(set_to_none=True)
+            torch.manual_seed(3)
+            BACKWARDS[name](*each(*BATCHES[0]))
+        pairs = zip(plain.parameters(), model.parameters(), strict=True)
+        grads = [(a.grad, b.grad) for a, b in pairs if a.grad is not None]
+        assert grads and all(b is not None and torch.equal(a, b) for a, b in grads)
+
+
+class Ordered(Transformer):
+    """Layers in an order that changes from step to step, each a graph of its own."""
+
+    order: tuple[int, ...] = tuple(range(LAYERS))
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        layers: Any = self.layers
+        x = self.embed(ids)
+        for i in self.order:
+            torch._dynamo.graph_break()
+            x = layers[i](x)
+        torch._dynamo.graph_break()
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())  # type: ignore[union-attr]
+
+
+def test_a_graph_that_several_layers_share_brings_those_of_the_layer_that_it_is_called_for() -> None:
+    def built() -> Any:
+        torch.manual_seed(0)
+        model = Ordered(layers=LAYERS, dropout=0.0)
+        model.layers.requires_grad_(False)
+        return model
+
+    plain = built()
+    workload = dataclasses.replace(FROZEN, name="toy-ordered", build=built)
+    model: Any = on_host(copy.deepcopy(plain), plan_for(workload, CHOICES["nothing"]))
+    for order in [(0, 1, 2, 3, 4), (1, 0, 2, 4, 3), (4, 3, 2, 1, 0)]:
+        plain.order = model.order = order
+        assert all(torch.equal(left, right) for left, right in zip(gradients(plain), gradients(model), strict=True))
 
 
 def test_a_plan_and_a_model_that_disagree_about_weights_are_told() -> None:
@@ -205,7 +383,7 @@ def test_layers_on_the_host_are_spread(layers: int, count: int) -> None:
 
 @pytest.mark.parametrize("count", [1, 2, LAYERS + 1])
 def test_too_few_or_too_many_layers_are_refused(count: int) -> None:
-    with pytest.raises(UsageError, match=f"this model has {LAYERS} alike with frozen linear weights"):
+    with pytest.raises(UsageError, match=f"this model has {LAYERS} layers alike with frozen weights"):
         remat.offload_weights(frozen(), count)
 
 
@@ -378,5 +556,5 @@ def test_what_weights_on_the_host_do_not_go_with_is_said(options: dict[str, obje
 
 def test_a_model_whose_weights_are_all_trained_or_quantised_has_none_to_bring_there() -> None:
     for workload in (TRANSFORMER, with_lora(quantized(TEST_SIZES["llama-1b"](), "nf4"), Lora(4), None)):
-        with pytest.raises(UsageError, match="has 0 alike with frozen linear weights that are not quantised"):
+        with pytest.raises(UsageError, match="has 0 layers alike with frozen weights"):
             remat.plan(workload, budget="1GiB", target="rtx4090", offload="weights")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -57,6 +58,11 @@ def without_modes() -> contextlib.AbstractContextManager[Any]:
         "utils._python_dispatch._disable_current_modes", "copy buffers unseen"
     )()
     return found
+
+
+def when_backward_ends(function: Callable[[], None]) -> None:
+    """Call `function` when the backward that is running in this thread has ended, in which it is called."""
+    internal("autograd.Variable._execution_engine.queue_callback", "hide weights again after a backward")(function)
 
 
 def keeps_graph() -> bool:

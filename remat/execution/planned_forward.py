@@ -53,7 +53,7 @@ from remat.fusion.fuse import fused_groups
 from remat.fusion.fused_group import GroupWatch
 from remat.host.copies import Copies
 from remat.host.optimizer_state import is_offloaded
-from remat.host.weights import weights_on_host
+from remat.host.weights import HostWeights, weights_on_host
 from remat.units import gib
 from remat.workload.held_outputs import LastOutputs
 from remat.workload.training_loop import TrainingLoop
@@ -103,6 +103,7 @@ class PlannedForward:
         self._placer = Placer(self.plan)
         self.head_watch, self.rows_watch, self.group_watch = Watch(), RowsWatch(), GroupWatch()
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}  # of the forward that is running
+        self._weights: HostWeights | None = None  # which of them are on the host is seen at the first forward
         self.calls = self._rewritten(observe=self.observe)
         self._fitting: dict[int, fx.GraphModule] = {}  # kept, so that an id stays its own
         self._warned: set[str] = set()
@@ -119,10 +120,9 @@ class PlannedForward:
     def _rewritten(self, **options: Any) -> RewrittenCalls:
         placer = self._placer
         offloads: dict[str, Any] = {"offloads": self.plan.offloads, "find_offloads": placer.offloads}
-        weights = weights_on_host(self.model)
-        return RewrittenCalls(
-            self.plan.regions, find=placer.regions, copies=self.copies, weights=weights, **offloads, **options
-        )
+        found = RewrittenCalls(self.plan.regions, find=placer.regions, copies=self.copies, **offloads, **options)
+        found.bring(self._weights)
+        return found
 
     @property
     def original(self) -> Any:
@@ -153,9 +153,9 @@ class PlannedForward:
         if torch.compiler.is_dynamo_compiling():
             return _leave_trace(self, args, kwargs)
         if not self._learns(args, kwargs):
-            return self._whole(args, kwargs)
+            return self.original(*args, **kwargs)
         if self._graphs is None:
-            self._compare_weights()
+            self._find_weights()
             self._compare_model()
             self._settle()
             # A forward that is one graph can be traced again as long as nothing of it has run.
@@ -175,7 +175,7 @@ class PlannedForward:
 
     def _unplanned(self, args: Any, kwargs: Any) -> Any:
         """The forward of a model that is not in training mode; tells who trains all the same."""
-        result = self._whole(args, kwargs)
+        result = self.original(*args, **kwargs)
         if torch.is_grad_enabled() and "eval" not in self._warned and not torch.compiler.is_compiling():
             for leaf in tree_leaves(result):
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
@@ -183,18 +183,9 @@ class PlannedForward:
                     break
         return result
 
-    def _whole(self, args: Any, kwargs: Any) -> Any:
-        """The forward without the plan; whose modules bring what is on the host, so there can be no backward."""
-        weights = weights_on_host(self.model)
-        if weights is None:
-            return self.original(*args, **kwargs)
-        if torch.is_grad_enabled() and self._learns(args, kwargs):
-            raise UsageError(
-                "the weights of some layers are on the host, and come back in backward only where the plan runs: call "
-                "model.train() before training, and evaluate under torch.no_grad()."
-            )
-        with weights.by_module():
-            return self.original(*args, **kwargs)
+    def _weights_here(self) -> contextlib.AbstractContextManager[None]:
+        """What the graphs of a model run under some of whose weights are on the host."""
+        return contextlib.nullcontext() if self._weights is None else self._weights.planned()
 
     def _warn_of_eval(self, gradient: torch.Tensor) -> None:
         self._warn(
@@ -281,7 +272,7 @@ class PlannedForward:
         self._before = None if self._settled or self._fitting else Before(self.model)
         self._arguments = args, kwargs
         try:
-            with without_cache(self.model):
+            with without_cache(self.model), self._weights_here():
                 result = graphs(*args, **kwargs)
         except Unsettled as error:
             unsettled = error
@@ -513,10 +504,12 @@ class PlannedForward:
                 frames=8,
             )
 
-    def _compare_weights(self) -> None:
+    def _find_weights(self) -> None:
+        """Those that are on the host; raises PlanMismatch where the plan counts on others."""
         planned = TrainingLoop.of(self.plan.about).weights_on_host
-        found = weights_on_host(self.model)
-        if planned == (0 if found is None else len(found.layers)):
+        self._weights = weights_on_host(self.model)
+        self.calls.bring(self._weights)
+        if planned == (0 if self._weights is None else len(self._weights.layers)):
             return
         say = f"`remat.offload_weights(model, {planned})`, before the plan is applied"
         raise PlanMismatch(

@@ -9,6 +9,8 @@ Rule 3  Whoever computes with a layer's weights says so before (`use`): a node i
         before its backward. What followed on the last `CONTEXT` layers is expected to follow on them again, and its
         weights are on their way meanwhile. A wrong guess costs time, nothing else.
 Rule 4  What is moved never changes, so nothing is copied back.
+Rule 5  Outside of a planned step a weight is no number, in every element: whoever reads it gets no wrong number, and
+        who writes to it an error. A layer that is called then brings its own, for a forward without a backward.
 """
 
 from __future__ import annotations
@@ -19,19 +21,21 @@ import functools
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from remat._torch.recording import autograd_node, next_sequence_number
-from remat._torch.training import is_wrapper
+from remat._torch.training import is_wrapper, when_backward_ends
 from remat.errors import UsageError
 from remat.host.copies import Copies, Copy, copies_on, unseen
 
 AT_ONCE = 2  # layers
 CONTEXT = 4  # of uses: recomputations go back and forth between two layers
+MOST_KNOWN = 4096  # uses of which it is remembered what followed
 FEWEST = AT_ONCE + 1  # with fewer on the host nothing is gained
 ALIGNMENT_BYTES = 512  # of weights in a layer's memory of the host
 
@@ -46,8 +50,8 @@ def offload_weights(model: _Model, layers: int, device: torch.device | str | Non
     device  where they are computed with, by default where they are. So a model that does not fit on its device can be
             loaded on the CPU, and moved there (`model.to(device)`) afterwards
 
-    Only the forward of a model with a plan brings them (`remat.apply`), in training and in evaluation; others raise
-    RuntimeError where they would read them. `state_dict` shows them as they are on the host.
+    The forward of a model with a plan brings them (`remat.apply`), and under `torch.no_grad` any call of a layer does.
+    Else they are no number in every element, and cannot be written to. `state_dict` holds what is on the host.
 
     Raises UsageError where the model has no such layers, or not so many.
     """
@@ -120,10 +124,9 @@ def _size_of(tensor: Tensor) -> int:
 def spread(layers: list[Layer], count: int) -> list[Layer]:
     """So many of `layers`, as far apart as may be. Raises UsageError where there are not so many."""
     if not FEWEST <= count <= len(layers):
-        few = f"at least {FEWEST}, for {AT_ONCE} are on the device at any time"
         raise UsageError(
-            f"the weights of {count} layers cannot be on the host: this model has {len(layers)} alike with frozen "
-            f"linear weights that are not quantised; {few}."
+            f"this model has {len(layers)} layers alike with frozen weights of nn.Linear that are not quantised: from "
+            f"{FEWEST} to all of them can have them on the host, {AT_ONCE} on the device at any time, and not {count}."
         )
     return [layers[(2 * i + 1) * len(layers) // (2 * count)] for i in range(count)]
 
@@ -132,7 +135,10 @@ def spread(layers: list[Layer], count: int) -> list[Layer]:
 
 
 class _Moved:
-    """A layer's weights: on the host, and on the device for a while."""
+    """A layer's weights: on the host, and on the device for a while.
+
+    _memory  for each a tensor of its shape in the memory that comes and goes
+    """
 
     def __init__(self, layer: Layer, device: torch.device | None, copies: Copies):
         self.layer, self._copies = layer, copies
@@ -141,22 +147,36 @@ class _Moved:
         self._host = copies.host(self._offsets[-1])
         self._arriving: list[Copy] | None = None
         self._hooks: list[Any] = []
+        self._memory: list[Tensor] = []
         self.is_here = False
         for weight, offset in zip(layer.weights, self._offsets, strict=False):
+            memory = weight.detach()
             with unseen():
-                self._host[offset : offset + weight.nbytes].copy_(_flat(weight).view(torch.uint8))
-            if device is not None and weight.device != device:
-                weight.data = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=device)
-            weight.untyped_storage().resize_(0)
+                self._host[offset : offset + weight.nbytes].copy_(_flat(memory).view(torch.uint8))
+                if device is not None and weight.device != device:
+                    memory = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=device)
+            self._memory.append(memory)
+        self.hide()
+        self._resize([0] * len(self._memory))
+
+    def _resize(self, sizes: Iterable[int]) -> None:
+        for memory, size in zip(self._memory, sizes, strict=True):
+            memory.untyped_storage().resize_(size)
+
+    # Memory
 
     def fetch(self) -> None:
         """Take memory, and begin to copy."""
         if self.is_here:
             return
         self.is_here, self._arriving = True, []
-        for weight, size, offset in zip(self.layer.weights, self._sizes, self._offsets, strict=False):
-            weight.untyped_storage().resize_(size)
-            self._arriving.append(self._copies.back(self._host, offset, _flat(weight)))
+        try:
+            self._resize(self._sizes)
+            for memory, offset in zip(self._memory, self._offsets, strict=False):
+                self._arriving.append(self._copies.back(self._host, offset, _flat(memory)))
+        except BaseException:
+            self.let_go()
+            raise
 
     def wait(self) -> None:
         """Let compute go on when the weights are there."""
@@ -169,34 +189,75 @@ class _Moved:
         for copy in self._arriving or ():
             self._copies.abandon(copy)
         self._arriving, self.is_here = None, False
-        for weight in self.layer.weights:
-            self._copies.let_go(_flat(weight))
-            weight.untyped_storage().resize_(0)
+        for memory in self._memory:
+            self._copies.let_go(_flat(memory))
+        self._resize([0] * len(self._memory))
 
-    def show_in_state_dict(self, is_shown: bool) -> None:
-        """Let `state_dict` hold what is on the host, or what it would."""
-        for hook in self._hooks:
-            hook.remove()
-        on_host = {id(weight): offset for weight, offset in zip(self.layer.weights, self._offsets, strict=False)}
+    # What the parameters are (Rule 5)
 
-        def show(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    def show(self) -> None:
+        """Let the parameters be what is in that memory."""
+        self._set(self._memory)
+
+    def hide(self) -> None:
+        """Let them be no number."""
+        self._set(_no_number(memory.dtype, memory.device).expand(memory.shape) for memory in self._memory)
+
+    def _set(self, tensors: Iterable[Tensor]) -> None:
+        with unseen():
+            for weight, tensor in zip(self.layer.weights, tensors, strict=True):
+                weight.data = tensor
+
+    def install(self) -> None:
+        """Let `state_dict` hold what is on the host."""
+        places = {id(weight): place for weight, place in zip(self.layer.weights, self._places(), strict=True)}
+
+        def hold(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
             for name, weight in module.named_parameters(recurse=False):
-                if id(weight) in on_host and f"{prefix}{name}" in state:
-                    flat = self._host[on_host[id(weight)] :][: weight.nbytes].view(weight.dtype)
-                    state[f"{prefix}{name}"] = flat.as_strided(weight.shape, weight.stride())
+                if (place := places.get(id(weight))) is not None and f"{prefix}{name}" in state:
+                    state[f"{prefix}{name}"] = place
 
-        self._hooks = []
-        for module in self.layer.module.modules() if is_shown else ():
-            if any(id(parameter) in on_host for parameter in module.parameters(recurse=False)):
-                self._hooks.append(module.register_state_dict_post_hook(show))
+        for module in self.layer.module.modules():
+            if any(id(parameter) in places for parameter in module.parameters(recurse=False)):
+                self._hooks.append(module.register_state_dict_post_hook(hold))
+
+    def _places(self) -> Iterator[Tensor]:
+        """Each weight as it is on the host."""
+        for memory, size, offset in zip(self._memory, self._sizes, self._offsets, strict=False):
+            flat = self._host[offset : offset + size].view(memory.dtype)
+            yield flat.as_strided(memory.shape, memory.stride())
+
+    def uninstall(self) -> None:
+        """Undo `install`."""
+        while self._hooks:
+            self._hooks.pop().remove()
 
 
-def _flat(weight: Tensor) -> Tensor:
+@functools.cache
+def _no_number(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((), torch.nan, dtype=dtype, device=device)
+
+
+def _flat(memory: Tensor) -> Tensor:
     """All of its storage."""
-    storage = weight.untyped_storage()
+    storage = memory.untyped_storage()
     with unseen():
-        flat = torch.empty(0, dtype=weight.dtype, device=weight.device)
-        return flat.set_(storage, 0, (storage.nbytes() // weight.element_size(),), (1,))
+        flat = torch.empty(0, dtype=memory.dtype, device=memory.device)
+        return flat.set_(storage, 0, (storage.nbytes() // memory.element_size(),), (1,))
+
+
+def _nodes_behind(value: Any, numbers: range) -> Iterator[Any]:
+    """Nodes of autograd's graph that made `value` and have one of `numbers`."""
+    ahead: list[Any] = [
+        leaf.grad_fn for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.grad_fn is not None
+    ]
+    seen = set()
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in seen and node._sequence_nr() in numbers:
+            seen.add(node)
+            ahead.extend(before for before, _ in node.next_functions)
+            yield node
 
 
 class HostWeights:
@@ -209,15 +270,19 @@ class HostWeights:
         chosen = spread(layers_of(model), layers)
         at = device or chosen[0].weights[0].device
         copies = copies or copies_on(at, shares_host=False)
-        self._moved = [_Moved(layer, device, copies) for layer in chosen]
         self._number = {id(weight): i for i, layer in enumerate(chosen) for weight in layer.weights}
+        self._moved = [_Moved(layer, device, copies) for layer in chosen]
         self._here: list[int] = []
+        self._shown: set[int] = set()
         self._used: tuple[int, ...] = ()  # the last layers, the one that computes at the end
         self._following: dict[tuple[int, ...], int] = {}
         self._in_backward = -1, range(0)  # the layer, and autograd's numbers of the nodes that use it
+        self._ends_with_backward = False
+        self._around: list[Any] = []
         self.fetched = 0
         for moved in self._moved:
-            moved.show_in_state_dict(True)
+            moved.install()
+        self._bring_when_called()
 
     @property
     def layers(self) -> list[Layer]:
@@ -227,47 +292,110 @@ class HostWeights:
         """The number of the layer whose weight `tensor` is, None for any other."""
         return self._number.get(id(tensor))
 
+    # Use (Rule 3)
+
     def use(self, number: int) -> None:
-        """Have the weights of layer `number` there, for what compute does until another's are asked for. (Rule 3)"""
-        if self._used[-1:] == (number,):
-            return
+        """Have the weights of layer `number` there, for what compute does until another's are asked for."""
+        if self._used[-1:] != (number,):
+            self._bring(number)
+        if number not in self._shown:
+            self._moved[number].show()
+            self._shown.add(number)
+
+    def _bring(self, number: int) -> None:
+        if len(self._following) > MOST_KNOWN:
+            self._following.clear()
         self._following[self._used] = number
-        before, self._used = self._used[-1:], (*self._used, number)[-CONTEXT:]
-        following = self._following.get(self._used, *before or (number,))
+        used = (*self._used, number)[-CONTEXT:]
+        following = self._following.get(used, used[-2:][0])  # or the one before, which is there
+        self._used = ()  # should there be no memory for what comes now
         for other in [each for each in self._here if each not in (number, following)]:
             self._moved[other].let_go()
             self._here.remove(other)
         self._fetch(number)
         self._moved[number].wait()
         self._fetch(following)
-
-    def run(self, number: int, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run what uses layer `number`, and have it there in its backward too."""
-        self.use(number)
-        first = next_sequence_number()
-        value = function(*args, **kwargs)
-        if isinstance(value, Tensor) and value.requires_grad:
-            value.register_hook(functools.partial(self._use_in_backward, number, range(first, next_sequence_number())))
-        return value
-
-    def _use_in_backward(self, number: int, nodes: range, gradient: Tensor) -> None:
-        self.use(number)
-        self._in_backward = number, nodes
-
-    @contextlib.contextmanager
-    def recomputing(self) -> Iterator[None]:
-        """While a region is recomputed: what asked for it, in the middle of its backward, has its layer afterwards."""
-        number, nodes = self._in_backward
-        is_amid = (node := autograd_node()) is not None and node._sequence_nr() in nodes
-        yield
-        if is_amid and number not in self._here:
-            self.use(number)
+        self._used = used
 
     def _fetch(self, number: int) -> None:
         if number not in self._here:
             self._moved[number].fetch()
             self._here.append(number)
             self.fetched += 1
+
+    def run(self, number: int, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run what uses layer `number`, and have it there in its backward too."""
+        self.use(number)
+        first = next_sequence_number()
+        value = function(*args, **kwargs)
+        numbers = range(first, next_sequence_number())
+        for node in _nodes_behind(value, numbers):
+            node.register_prehook(functools.partial(self._use_in_backward, number, numbers))
+        return value
+
+    def _use_in_backward(self, number: int, numbers: range, gradients: Any) -> None:
+        if torch.is_grad_enabled():
+            raise UsageError("weights that are on the host have no second derivatives: leave `create_graph=True` out.")
+        self.use(number)
+        self._in_backward = number, numbers
+        if not self._ends_with_backward:
+            self._ends_with_backward = True
+            when_backward_ends(self._end_of_backward)
+
+    def _end_of_backward(self) -> None:
+        self._ends_with_backward = False
+        self._hide()
+
+    @contextlib.contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """While a region is recomputed: what asked for it, in the middle of its backward, has its layer afterwards."""
+        number, numbers = self._in_backward
+        is_amid = (node := autograd_node()) is not None and node._sequence_nr() in numbers
+        try:
+            yield
+        finally:  # an early stop is an exception
+            if is_amid:
+                self.use(number)
+
+    # Outside of a planned step (Rule 5)
+
+    @contextlib.contextmanager
+    def planned(self) -> Iterator[None]:
+        """Around a forward whose nodes say what they use."""
+        self._ends_with_backward = False
+        while self._around:
+            self._around.pop().remove()
+        for number, moved in enumerate(self._moved):  # captured graphs ask what parameters look like
+            moved.show()
+            self._shown.add(number)
+        try:
+            yield
+        finally:
+            self._hide()
+            self._bring_when_called()
+
+    def _hide(self) -> None:
+        for number in self._shown:
+            self._moved[number].hide()
+        self._shown.clear()
+
+    def _bring_when_called(self) -> None:
+        for number, moved in enumerate(self._moved):
+            before, after = functools.partial(self._before, number), functools.partial(self._after, number)
+            self._around.append(moved.layer.module.register_forward_pre_hook(before))
+            self._around.append(moved.layer.module.register_forward_hook(after, always_call=True))
+
+    def _before(self, number: int, module: nn.Module, args: Any) -> None:
+        given = (leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+        if torch.is_grad_enabled() and any(t.requires_grad for t in itertools.chain(given, module.parameters())):
+            raise UsageError(
+                f"the weights of {self.layers[number].path} are on the host, and come back in backward only where a "
+                "plan runs: apply the plan, call model.train() before training, and evaluate under torch.no_grad()."
+            )
+        self.use(number)
+
+    def _after(self, number: int, module: nn.Module, args: Any, value: Any) -> None:
+        self._hide()
 
     def rest(self) -> None:
         """Let go of what is on the device, until it is used again."""
@@ -277,24 +405,10 @@ class HostWeights:
 
     def bring_back(self) -> None:
         """Have all of it on the device, for good."""
+        while self._around:
+            self._around.pop().remove()
         for moved in self._moved:
             moved.fetch()
             moved.wait()
-            moved.show_in_state_dict(False)
-
-    @contextlib.contextmanager
-    def by_module(self) -> Iterator[None]:
-        """While it lasts, modules bring what they use themselves: for a forward that no graph runs, and no backward."""
-        hooks = [
-            moved.layer.module.register_forward_pre_hook(functools.partial(_use, self, number))
-            for number, moved in enumerate(self._moved)
-        ]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-
-def _use(weights: HostWeights, number: int, module: nn.Module, args: Any) -> None:
-    weights.use(number)
+            moved.show()
+            moved.uninstall()

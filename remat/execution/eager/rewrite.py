@@ -22,7 +22,7 @@ import contextlib
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from remat.capture.nodes import as_function, bracket_of, called, captured_nodes,
 from remat.errors import RematError
 from remat.evaluation.plan import NodeRef, OffloadRef
 from remat.execution.eager.offloading import CallOffloads, Offloader
+from remat.execution.eager.products import is_product
 from remat.execution.eager.saving import RanAgain, Recipe, Replay, Save, Tape, recipe_of, signature_of
 from remat.host.weights import HostWeights
 
@@ -385,8 +386,14 @@ def _counted(wrapped: Callable[..., Any]) -> Callable[..., Any]:
 # What nodes run in where weights are on the host.
 
 
-def _using(weights: HostWeights, layer: int, function: Callable[..., Any]) -> Callable[..., Any]:
+def _using(weights: HostWeights, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A product, of whichever layer: graphs that Dynamo breaks off are called for several."""
+
     def call(*args: Any, **kwargs: Any) -> Any:
+        layers = {layer for value in (*args, *kwargs.values()) if (layer := weights.layer_of(value)) is not None}
+        if not layers:
+            return function(*args, **kwargs)
+        (layer,) = layers
         return weights.run(layer, function, args, kwargs)
 
     return call
@@ -426,22 +433,17 @@ def rewrite(
     regions: Sequence[CallRegion],
     options: RewriteOptions,
     offloads: CallOffloads | None = None,
-    uses: Mapping[int, int] | None = None,
 ) -> fx.GraphModule:
     """`graph_module` with `regions` (disjoint, in order) as submodules run under checkpoint, and with `offloads`.
 
-    uses  by ordinal of a node the layer of which it uses weights that are on the host
-
     Parameters stay inputs of the graph, as Dynamo made them. The result has passed `lint()`.
     """
-    return _Rewriter(graph_module, options, offloads or CallOffloads(), uses or {}).top(regions)
+    return _Rewriter(graph_module, options, offloads or CallOffloads()).top(regions)
 
 
 class _Rewriter:
-    def __init__(
-        self, source: fx.GraphModule, options: RewriteOptions, offloads: CallOffloads, uses: Mapping[int, int]
-    ):
-        self._source, self._offloads, self._uses = source, offloads, uses
+    def __init__(self, source: fx.GraphModule, options: RewriteOptions, offloads: CallOffloads):
+        self._source, self._offloads = source, offloads
         self._nodes = captured_nodes(source)
         self._ordinal = {node: i for i, node in enumerate(self._nodes)}
         self._options = options
@@ -466,9 +468,8 @@ class _Rewriter:
 
     def _copy(self, graph: fx.Graph, node: fx.Node, environment: dict[fx.Node, fx.Node]) -> fx.Node:
         copy = graph.node_copy(node, lambda n: environment[n])
-        layer = self._uses.get(self._ordinal.get(node, -1))
-        if self._options.weights is not None and layer is not None:
-            replace_target(copy, with_name(_using(self._options.weights, layer, as_function(copy)), "using"))
+        if self._options.weights is not None and is_product(node):
+            replace_target(copy, with_name(_using(self._options.weights, as_function(copy)), "using"))
         return copy
 
     def _note_saves(self, copy: fx.Node, ordinal: int) -> None:

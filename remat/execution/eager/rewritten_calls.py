@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,8 +11,8 @@ from torch import fx
 
 from remat.evaluation.plan import OffloadRef, RegionRef
 from remat.execution.eager.offloading import CallOffloads, Offloader, offloads_in
+from remat.execution.eager.products import require_products
 from remat.execution.eager.rewrite import CallRegion, Counts, RewriteOptions, rewrite
-from remat.execution.eager.uses import uses_in
 from remat.host.copies import Copies
 from remat.host.weights import HostWeights
 
@@ -41,7 +42,6 @@ class RewrittenCalls:
     find           where the regions of a call are in its graph; by default where `regions` say
     find_offloads  likewise of `offloads`
     copies         who makes copies between the device and the host; by default who can on the device at hand
-    weights        those of the model that are on the host, if there are any
     """
 
     def __init__(
@@ -54,17 +54,20 @@ class RewrittenCalls:
         offloads: Sequence[OffloadRef] = (),
         find_offloads: Callable[[int, fx.GraphModule], CallOffloads] | None = None,
         copies: Copies | None = None,
-        weights: HostWeights | None = None,
     ):
         by_call = regions_by_call(regions)
         self.counts = Counts()
         self.offloader = Offloader(offloads, copies) if offloads else None
         context = recompute_context or contextlib.nullcontext
-        self._options = RewriteOptions(self.counts, observe, context, self.offloader, weights)
+        self._options = RewriteOptions(self.counts, observe, context, self.offloader)
         self._find_offloads = find_offloads or (lambda call, graph_module: offloads_in(call, offloads))
         self._calls = frozenset(by_call)
         self._find = find or (lambda call, graph_module: by_call.get(call, ()))
         self._rewritten: dict[tuple[int, int], fx.GraphModule] = {}
+
+    def bring(self, weights: HostWeights | None) -> None:
+        """From now on bring these to the device where nodes use them; no call has run yet."""
+        self._options = dataclasses.replace(self._options, weights=weights)
 
     def __call__(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
         weights = self._options.weights
@@ -73,7 +76,8 @@ class RewrittenCalls:
         key = (call, id(graph_module))
         if key not in self._rewritten:
             regions, offloads = self._find(call, graph_module), self._find_offloads(call, graph_module)
-            uses = {} if weights is None else uses_in(graph_module, args, weights)
-            self._rewritten[key] = rewrite(graph_module, regions, self._options, offloads, uses)
+            self._rewritten[key] = rewrite(graph_module, regions, self._options, offloads)
+        if weights is not None:
+            require_products(graph_module, args, weights)
         rewritten = self._rewritten[key]
         return rewritten(*args) if self.offloader is None else self.offloader.run(call, rewritten, args)
