@@ -138,7 +138,7 @@ class Detached(Transformer):
 
 def detached() -> Any:
     torch.manual_seed(0)
-    model = Detached(layers=LAYERS)
+    model = Detached(layers=LAYERS, dropout=0.0)  # so that products are the first to ask
     model.layers.requires_grad_(False)
     return model
 
