@@ -650,7 +650,10 @@ def test_a_cpu_has_no_link_and_what_is_no_offload_is_refused() -> None:
         link_of(find_planning_device("cpu"), "activations")
     elsewhere = PlanningDevice(TARGETS["h100-80gb"], None)
     with pytest.raises(UsageError, match="offload is activations, optimizer"):
-        link_of(elsewhere, "weights")
+        link_of(elsewhere, "gradients")
+    with pytest.raises(UsageError, match="over one link"):
+        link_of(elsewhere, "weights,activations")
+    assert link_of(elsewhere, "weights") is None
     with pytest.raises(UsageError, match="host budget"):
         link_of(elsewhere, None, "3GiB")
     assert link_of(elsewhere, "none") is None

@@ -34,7 +34,10 @@ from remat.integrations.axolotl_settings import PLUGIN, RematArgs
 from remat.models import gpt2
 from remat.planning import planner
 from remat.units import MIB
+from remat.workload.training_loop import TrainingLoop
 from tests.snapshots import Run
+from tests.test_weights_on_host import FROZEN, frozen
+from tests.toys import tokens
 
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
@@ -419,6 +422,14 @@ def on_the_host(snippet: str, here: Path) -> None:
     assert not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+def weights_on_the_host(snippet: str, here: Path) -> None:
+    with planned():  # where files go
+        remat.plan(FROZEN, budget="64GiB", target="cpu", loop=TrainingLoop(weights_on_host=4)).save("lora.plan.json")
+    model = execute(snippet, model=frozen(), device="cpu")["model"]
+    model(*tokens(4, 8)).backward()
+    assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
+
+
 def whole_step(snippet: str, here: Path) -> None:
     workload = small().sized(SAMPLES, LENGTH)
     with planned():  # where files go
@@ -446,6 +457,7 @@ HANDLERS: dict[str, Callable[[str, Path], None]] = {  # by what stands in the sn
     "fastjsonschema": checked,
     "remat.offload_optimizer(": on_the_host,
     "remat.planned_step(": whole_step,
+    "remat.offload_weights(": weights_on_the_host,
 }
 
 

@@ -87,6 +87,17 @@ def test_a_backward_says_whether_it_keeps_its_graph(retain: bool) -> None:
     assert found == [retain]
 
 
+def test_what_waits_for_the_end_of_a_backward_is_called_then_and_once() -> None:
+    found: list[str] = []
+    x = torch.ones(2, requires_grad=True)
+    (x * 2).sum().backward()
+    y = x * 2
+    y.register_hook(lambda gradient: training.when_backward_ends(lambda: found.append("end")))
+    x.register_hook(lambda gradient: found.append("leaf"))
+    y.sum().backward()
+    assert found == ["leaf", "end"]
+
+
 def test_where_torch_does_not_say_the_graph_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
     assert training.keeps_graph()
@@ -518,6 +529,10 @@ GONE: dict[str, tuple[str, Callable[[], Any]]] = {
     "_C._push_on_torch_dispatch_stack": ("see what a saved node returns", lambda: Lean().__enter__()),
     "_C._pop_torch_dispatch_stack": ("see what a saved node returns", lambda: Lean().__exit__()),
     "utils._python_dispatch._disable_current_modes": ("copy buffers unseen", training.without_modes),
+    "autograd.Variable._execution_engine": (
+        "hide weights again after a backward",
+        lambda: training.when_backward_ends(print),
+    ),
     "_C._SetExcludeDispatchKeyGuard": ("see writes to what is kept", training.sharing_versions),
     "utils._python_dispatch.is_traceable_wrapper_subclass": (
         "find storages",

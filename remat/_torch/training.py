@@ -62,7 +62,7 @@ def without_modes() -> contextlib.AbstractContextManager[Any]:
 
 def when_backward_ends(function: Callable[[], None]) -> None:
     """Call `function` when the backward that is running in this thread has ended, in which it is called."""
-    internal("autograd.Variable._execution_engine.queue_callback", "hide weights again after a backward")(function)
+    internal("autograd.Variable._execution_engine", "hide weights again after a backward").queue_callback(function)
 
 
 def keeps_graph() -> bool:
