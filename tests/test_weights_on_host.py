@@ -239,10 +239,46 @@ def test_who_reads_a_weight_outside_of_a_step_gets_no_number_and_who_writes_an_e
         copied: Any = copy.deepcopy(model)
         assert copied.layers[0].up.weight.isnan().all()
         with pytest.raises(RuntimeError):
-            model.load_state_dict(frozen().state_dict())
-        with pytest.raises(RuntimeError):
             weight.data.add_(1)
         gradients(model)
+
+
+def test_a_checkpoint_of_this_training_is_loaded_and_other_weights_are_refused() -> None:
+    plain = frozen()
+    model = on_host(copy.deepcopy(plain), plan_for(FROZEN))
+    gradients(model)
+    model.load_state_dict(plain.state_dict())
+    other = copy.deepcopy(plain)
+    with torch.no_grad():
+        other.layers[0].up.weight.add_(1)
+    with pytest.raises(UsageError, match=r"layers\.0\.up\.weight is on the host and cannot be loaded"):
+        model.load_state_dict(other.state_dict())
+    assert all(torch.equal(left, right) for left, right in zip(gradients(plain), gradients(model), strict=True))
+
+
+class Between(Transformer):
+    """A layer that runs between two graphs, as no plan sees it."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        layers: Any = self.layers
+        x = self.embed(ids)
+        for i, layer in enumerate(layers):
+            x = torch.compiler.disable(layer)(x) if i == 2 else layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())  # type: ignore[union-attr]
+
+
+def test_a_layer_between_two_graphs_is_told_of_and_a_graph_that_does_not_fit_is_a_mismatch() -> None:
+    def built() -> Any:
+        torch.manual_seed(0)
+        model = Between(layers=LAYERS)
+        model.layers.requires_grad_(False)
+        return model
+
+    workload = dataclasses.replace(FROZEN, name="toy-between", build=built)
+    with pytest.raises(UsageError, match="read outside of captured graphs"):
+        on_host(built(), plan_for(workload, CHOICES["nothing"]))(*BATCHES[0])
+    with pytest.raises(PlanMismatch):
+        on_host(frozen(), plan_for(workload, CHOICES["nothing"]))(*BATCHES[0])
 
 
 def test_second_derivatives_are_refused_by_name() -> None:

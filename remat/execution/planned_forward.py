@@ -335,6 +335,8 @@ class PlannedForward:
             self._mismatch = self._mismatch or self._graph_mismatch(call, graph_module)
             if self._mismatch is not None:
                 self._judge_or_leave(call)
+                if self._weights is not None:
+                    raise self._mismatch  # for nobody brings its weights
                 return graph_module(*args)
             self._fitting[id(graph_module)] = graph_module
         return self.calls(call, graph_module, args)

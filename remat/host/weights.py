@@ -39,6 +39,8 @@ MOST_KNOWN = 4096  # uses of which it is remembered what followed
 FEWEST = AT_ONCE + 1  # with fewer on the host nothing is gained
 ALIGNMENT_BYTES = 512  # of weights in a layer's memory of the host
 
+_READ_WHILE_AWAY = ("out of bounds for storage of size 0", "its data is not allocated yet")  # in errors of torch
+
 _Model = TypeVar("_Model", bound=nn.Module)
 _on_host: weakref.WeakKeyDictionary[nn.Module, HostWeights] = weakref.WeakKeyDictionary()
 
@@ -220,6 +222,7 @@ class _Moved:
         for module in self.layer.module.modules():
             if any(id(parameter) in places for parameter in module.parameters(recurse=False)):
                 self._hooks.append(module.register_state_dict_post_hook(hold))
+                self._hooks.append(module.register_load_state_dict_pre_hook(functools.partial(_load, places)))
 
     def _places(self) -> Iterator[Tensor]:
         """Each weight as it is on the host."""
@@ -231,6 +234,19 @@ class _Moved:
         """Undo `install`."""
         while self._hooks:
             self._hooks.pop().remove()
+
+
+def _load(places: dict[int, Tensor], module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Accept what is on the host already, as a checkpoint of this training has; raise UsageError for other weights."""
+    for name, weight in module.named_parameters(recurse=False):
+        given = state.get(f"{prefix}{name}")
+        if (place := places.get(id(weight))) is None or given is None:
+            continue
+        if not torch.equal(given.to(place), place):
+            raise UsageError(
+                f"{prefix}{name} is on the host and cannot be loaded: load weights before `remat.offload_weights`."
+            )
+        state[f"{prefix}{name}"] = weight.detach()  # no number, which changes nothing
 
 
 @functools.cache
@@ -370,6 +386,13 @@ class HostWeights:
             self._shown.add(number)
         try:
             yield
+        except RuntimeError as error:
+            if not any(said in str(error) for said in _READ_WHILE_AWAY):
+                raise
+            raise UsageError(
+                "a weight that is on the host was read outside of captured graphs, as adapters of DoRA do: leave "
+                "`weights` out of `offload` for this model."
+            ) from error
         finally:
             self._hide()
             self._bring_when_called()
