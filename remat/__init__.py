@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from remat.execution.planned_step import planned_step as planned_step
     from remat.formulation.solution import Limits as Limits
     from remat.host.optimizer_state import offload_optimizer as offload_optimizer
+    from remat.host.weights import bring_weights_back as bring_weights_back
     from remat.host.weights import offload_weights as offload_weights
     from remat.integrations.trainer_workload import loop_of as loop_of
     from remat.integrations.trainer_workload import workload_of as workload_of
@@ -53,6 +54,7 @@ _HOMES = {
     "ValidationFailed": "remat.errors",
     "Workload": "remat.workload.workload",
     "apply": "remat.execution.apply",
+    "bring_weights_back": "remat.host.weights",
     "loop_of": "remat.integrations.trainer_workload",
     "offload_optimizer": "remat.host.optimizer_state",
     "offload_weights": "remat.host.weights",

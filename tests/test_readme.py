@@ -8,6 +8,7 @@ tutorial is one program, which `test_docs.py` runs.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -37,7 +38,7 @@ from remat.units import MIB
 from remat.workload.training_loop import TrainingLoop
 from tests.snapshots import Run
 from tests.test_weights_on_host import FROZEN, frozen
-from tests.toys import tokens
+from tests.toys import plan_for, tokens
 
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
@@ -430,6 +431,16 @@ def weights_on_the_host(snippet: str, here: Path) -> None:
     assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
 
 
+def weights_back(snippet: str, here: Path) -> None:
+    plan = plan_for(FROZEN)
+    planned = remat.apply(
+        remat.offload_weights(frozen(), 4), dataclasses.replace(plan, about={**plan.about, "weights_on_host": 4})
+    )
+    model = execute(snippet, model=planned)["model"]
+    model(*tokens(4, 8)).backward()
+    assert all(torch.equal(left, right) for left, right in zip(model.parameters(), frozen().parameters(), strict=True))
+
+
 def whole_step(snippet: str, here: Path) -> None:
     workload = small().sized(SAMPLES, LENGTH)
     with planned():  # where files go
@@ -458,6 +469,7 @@ HANDLERS: dict[str, Callable[[str, Path], None]] = {  # by what stands in the sn
     "remat.offload_optimizer(": on_the_host,
     "remat.planned_step(": whole_step,
     "remat.offload_weights(": weights_on_the_host,
+    "remat.bring_weights_back(": weights_back,
 }
 
 

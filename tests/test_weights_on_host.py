@@ -223,6 +223,17 @@ def test_a_state_dict_has_the_weights_and_bringing_back_gives_the_model_as_it_wa
     assert all(torch.equal(left, right) for left, right in zip(gradients(plain), gradients(model), strict=True))
 
 
+@pytest.mark.parametrize("device", [None, "cpu:0"])  # where they are computed with, and elsewhere
+def test_weights_that_are_brought_back_may_be_changed(device: str | None) -> None:
+    plain, model = frozen(), remat.offload_weights(frozen(), LAYERS)
+    assert bring_weights_back(model, device) is model and weights_on_host(model) is None
+    for changed in (plain, model):
+        for weight in changed.parameters():
+            weight.data.add_(1.0)
+    assert all(torch.equal(left, right) for left, right in zip(plain.parameters(), model.parameters(), strict=True))
+    assert all(torch.equal(left, right) for left, right in zip(gradients(plain), gradients(model), strict=True))
+
+
 def test_without_a_plan_layers_bring_what_they_use_and_have_no_backward() -> None:
     model = remat.offload_weights(frozen(), LAYERS)
     with pytest.raises(UsageError, match=r"weights of layers\.0 are on the host, and come back in backward only where"):

@@ -65,11 +65,18 @@ def offload_weights(model: _Model, layers: int, device: torch.device | str | Non
     return model
 
 
-def bring_weights_back(model: nn.Module) -> None:
-    """Undo `offload_weights`; does nothing where it was not called. A plan that counts on it has to be taken out."""
-    for module in model.modules():
+def bring_weights_back(model: _Model, device: torch.device | str | None = None) -> _Model:
+    """Undo `offload_weights`, to merge adapters or change weights; returns `model`, nothing changed if none are away.
+
+    A plan has to be taken out before (`remat.remove`).
+
+    device  where those weights are then, by default where they are computed with. What is larger than that device goes
+            to "cpu", the rest of the model with it: `remat.bring_weights_back(model, "cpu").to("cpu")`
+    """
+    for module in list(model.modules()):
         if (found := _on_host.pop(module, None)) is not None:
-            found.bring_back()
+            found.bring_back(None if device is None else torch.device(device))
+    return model
 
 
 def weights_on_host(model: nn.Module) -> HostWeights | None:
@@ -230,8 +237,16 @@ class _Moved:
             flat = self._host[offset : offset + size].view(memory.dtype)
             yield flat.as_strided(memory.shape, memory.stride())
 
-    def uninstall(self) -> None:
-        """Undo `install`."""
+    def bring_back(self, device: torch.device | None) -> None:
+        """Have the weights on `device` for good, by default where they are computed with."""
+        if device is None or device == self._memory[0].device:
+            self.fetch()
+            self.wait()
+            self.show()
+        else:
+            with unseen():
+                self._set([torch.empty_like(place, device=device).copy_(place) for place in self._places()])
+            self.let_go()
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -426,12 +441,9 @@ class HostWeights:
             self._moved[number].let_go()
         self._here, self._used = [], ()
 
-    def bring_back(self) -> None:
-        """Have all of it on the device, for good."""
+    def bring_back(self, device: torch.device | None = None) -> None:
+        """Have all of it on `device` for good, by default where it is computed with."""
         while self._around:
             self._around.pop().remove()
         for moved in self._moved:
-            moved.fetch()
-            moved.wait()
-            moved.show()
-            moved.uninstall()
+            moved.bring_back(device)
