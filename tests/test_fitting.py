@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remat.costing.costs import with_library_workspaces
+from remat.costing.costs import roofline_costs, with_library_workspaces
 from remat.costing.planning_device import find_planning_device
 from remat.errors import Infeasible, UsageError
 from remat.evaluation.evaluator import Memory
@@ -21,10 +21,20 @@ from remat.evaluation.form import chunks_of
 from remat.evaluation.graph import Graph
 from remat.evaluation.scaling import Recorded, family
 from remat.formulation.solution import Limits
+from remat.offloading.link import Link
 from remat.planning import variants
 from remat.planning.budget import Budget
 from remat.planning.fit import JOINT, Fit, fit, largest_batch, longest_sequence, samples_of_rank
-from remat.planning.micro_batches import RUNGS, MicroBatches, Window, between, divisors, largest, samples_that_fit
+from remat.planning.micro_batches import (
+    OFFLOAD_RUNG,
+    RUNGS,
+    MicroBatches,
+    Window,
+    between,
+    divisors,
+    largest,
+    samples_that_fit,
+)
 from remat.planning.profiling import VariantProfiles, fake_step, profile_step
 from remat.recording.recorder import record
 from remat.solvers.least_peak import least_peak
@@ -215,6 +225,23 @@ def test_the_joint_optimum_is_never_slower_than_a_rung_of_the_ladder(share: floa
     assert found.best.time_us == min(times)
     assert all(c.peak_bytes <= found.budget_bytes for c in found.candidates if c.fits)
     assert tuple(found.rungs) == (*RUNGS, JOINT)
+
+
+def test_with_a_link_to_the_host_nothing_is_slower_and_the_ladder_has_a_rung_more() -> None:
+    alone, place = fitted(), find_planning_device(TARGET)
+    times_us = roofline_costs(at(24), place.target).per_op_us(at(24))
+    link = Link(10 * at(24).storages.size_bytes.sum() / times_us.sum(), 1 << 40, latency_us=0.0)
+    found = fit(WIDE, place, Budget(alone.budget_bytes, alone.budget_bytes), 24, link=link, limits=LIMITS)
+    assert tuple(found.rungs) == (*RUNGS, OFFLOAD_RUNG, JOINT)
+    assert (found.best.time_us or 0.0) < (alone.best.time_us or 0.0)
+    assert found.best.offloaded_bytes and found.plan.offloads
+    assert found.best.peak_bytes <= found.budget_bytes and found.plan.predicted["peak_bytes"] <= found.budget_bytes
+    for rung in RUNGS:  # those that move nothing
+        there, here = found.rungs[rung], alone.rungs[rung]
+        assert (there is None) == (here is None)
+        assert there is None or here is None or there.to_json() == here.to_json()
+    offload = found.rungs[OFFLOAD_RUNG]
+    assert offload is not None and offload.offloaded_bytes > found.best.offloaded_bytes
 
 
 def test_with_room_for_all_it_runs_as_it_is() -> None:

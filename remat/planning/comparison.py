@@ -214,7 +214,7 @@ def compare(
     solutions: dict[str, Solution] = {}
     interrupted = False
     if link is not None:
-        require_offloads(how, step)
+        require_offloads(how, None if step is None else step.loop)
     linked = problem if link is None else how.pose(profile, problem.space, budget.limit_bytes, link)
     for number, name in enumerate(names, start=1):
         if on_strategy is not None:
@@ -229,7 +229,7 @@ def compare(
         if interrupted:
             break
     if link is not None and not interrupted:
-        solutions |= _by_hand(problem, link)
+        solutions |= {name: offloaded_by_hand(problem, link, name) for name in (OFFLOAD_ALL, OFFLOAD_INPUTS)}
         with contextlib.suppress(KeyboardInterrupt):
             if "exact" in solutions:
                 if on_strategy is not None:
@@ -322,19 +322,17 @@ def _with_forms(
     return tuple(sorted(found, key=lambda row: row.rank)), bound_us
 
 
-def _by_hand(problem: Problem, link: Link) -> dict[str, Solution]:
-    """What people offload without a plan, and what their steps wait for."""
-    found = {}
-    for name, regions in ((OFFLOAD_ALL, ()), (OFFLOAD_INPUTS, every_block.regions(problem))):
-        timeline = Timeline(problem.memory, regions, problem.liveness.op_time_ns / NS)
-        inputs = {u for region in regions for u in problem.memory.inputs(region.first, region.end)}
-        offloads = stashed_offloads(timeline, link, inputs if regions else None)
-        fits = problem.memory.offloading(offloads).curve(regions).peak_bytes <= problem.budget_bytes
-        stalled = stall_us(timeline, offloads, link)
-        objective_us = problem.objective_ns(regions) / NS + stalled
-        status: Status = "feasible" if fits else "unknown"
-        found[name] = Solution(name, status, regions, objective_us, offloads=offloads, stall_us=stalled)
-    return found
+def offloaded_by_hand(problem: Problem, link: Link, name: str) -> Solution:
+    """What people offload without a plan (`OFFLOAD_ALL` or `OFFLOAD_INPUTS`), and what their steps wait for."""
+    regions = every_block.regions(problem) if name == OFFLOAD_INPUTS else ()
+    timeline = Timeline(problem.memory, regions, problem.liveness.op_time_ns / NS)
+    inputs = {u for region in regions for u in problem.memory.inputs(region.first, region.end)}
+    offloads = stashed_offloads(timeline, link, inputs if regions else None)
+    fits = problem.memory.offloading(offloads).curve(regions).peak_bytes <= problem.budget_bytes
+    stalled = stall_us(timeline, offloads, link)
+    objective_us = problem.objective_ns(regions) / NS + stalled
+    status: Status = "feasible" if fits else "unknown"
+    return Solution(name, status, regions, objective_us, offloads=offloads, stall_us=stalled)
 
 
 def _above(price_us: float | None, bound_us: float) -> float | None:

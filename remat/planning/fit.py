@@ -1,8 +1,9 @@
 """Fit: micro-batch, accumulation and plan chosen together, for the least time per sample at a fixed global batch.
 
 The classic ladder tries one thing after the other: run as it is; accumulate with micro-batches that fit; checkpoint at
-the largest micro-batch that fits. The joint optimum looks at every micro-batch with the best plan for it. So it is
-never slower than a rung, and faster where a larger micro-batch pays for some recomputation.
+the largest micro-batch that fits; offload all that is kept, where there is a link to the host. The joint optimum looks
+at every micro-batch with the best plan for it. So it is never slower than a rung, but for one whose steps wait for
+copies, and faster where a larger micro-batch pays for some recomputation.
 
 A global batch is ranks x samples of a rank; the samples of a rank are accumulated over micro-batches of equal size, the
 last one smaller where they do not divide. With more than one, gradients are alive through forward: a step of its own
@@ -22,6 +23,7 @@ from remat.errors import Infeasible, NoPlanInTime, UsageError
 from remat.evaluation.plan import Plan
 from remat.execution.executions import EAGER
 from remat.formulation.solution import Limits
+from remat.offloading.link import Link
 from remat.planning.budget import Budget
 from remat.planning.micro_batches import Candidate, MicroBatches, Window, largest
 from remat.planning.variants import is_power_of_two
@@ -76,6 +78,7 @@ def fit(
     loop: TrainingLoop | None = None,
     execution: str = EAGER,
     exact: bool = False,
+    link: Link | None = None,
     limits: Limits | None = None,
     on_try: Callable[[str], None] | None = None,
 ) -> Fit:
@@ -84,6 +87,7 @@ def fit(
     loop       ranks, shards and what else training does; its accumulation is chosen here
     execution  how the step will run, as in `planner.plan`
     exact      leave losses whole, as there
+    link       to the host's memory, for offloads, as in `planner.plan_profile`
     limits     of each solution
     on_try     called with what is tried next, in words
 
@@ -93,7 +97,7 @@ def fit(
     loop, limits = loop or TrainingLoop(), limits or Limits()
     samples = samples_of_rank(global_batch, loop.ranks)
     say = on_try or (lambda what: None)
-    sizes = MicroBatches(workload, place, budget, loop, limits, say, execution=execution, exact=exact)
+    sizes = MicroBatches(workload, place, budget, loop, limits, say, execution=execution, exact=exact, link=link)
     windows = sizes.windows(samples)
     tried: list[Candidate] = []
     best_us = math.inf
@@ -144,13 +148,14 @@ def largest_batch(
     loop: TrainingLoop | None = None,
     execution: str = EAGER,
     exact: bool = False,
+    link: Link | None = None,
     limits: Limits | None = None,
     on_try: Callable[[str], None] | None = None,
 ) -> Plan:
     """A plan for the largest micro-batch that fits `budget`; arguments and errors are those of `fit`."""
     loop, on_try = loop or TrainingLoop(), on_try or (lambda what: None)
     limits = limits or Limits()
-    sizes = MicroBatches(workload, place, budget, loop, limits, on_try, execution=execution, exact=exact)
+    sizes = MicroBatches(workload, place, budget, loop, limits, on_try, execution=execution, exact=exact, link=link)
     guess, cuts = sizes.guess(accumulates=loop.accumulates), is_power_of_two(loop.accumulation)
     found = largest(lambda size: sizes.feasible(size, accumulates=loop.accumulates, in_slices=cuts), guess=guess)
     if not found:
@@ -189,6 +194,7 @@ def longest_sequence(
     loop: TrainingLoop | None = None,
     execution: str = EAGER,
     exact: bool = False,
+    link: Link | None = None,
     limits: Limits | None = None,
     on_try: Callable[[str], None] | None = None,
 ) -> Plan:
@@ -206,7 +212,7 @@ def longest_sequence(
     @functools.cache
     def at(parts: int) -> MicroBatches:
         shaped = workload.sized(seq_len=parts * step)
-        how: dict[str, Any] = {"execution": execution, "exact": exact, "scaled": False}
+        how: dict[str, Any] = {"execution": execution, "exact": exact, "link": link, "scaled": False}
         return MicroBatches(shaped, place, budget, loop, limits, on_try, **how)
 
     def fits(parts: int) -> bool:

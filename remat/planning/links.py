@@ -14,7 +14,6 @@ from remat.evaluation.graph import FROM_HOST, Graph
 from remat.execution.base import Execution
 from remat.host.optimizer_state import SMALL_BYTES
 from remat.offloading.link import Link
-from remat.recording.fake_step import FakeStep
 from remat.units import gib, parse_bytes
 from remat.workload.training_loop import TrainingLoop
 
@@ -112,9 +111,9 @@ def state_wait_us(graph: Graph, costs: Costs) -> float:
     return float(costs.per_op_us(graph)[comes].sum())
 
 
-def require_offloads(execution: Execution, step: FakeStep | None) -> None:
+def require_offloads(execution: Execution, loop: TrainingLoop | None) -> None:
     """Raise UsageError where what is kept cannot go to the host."""
     if not execution.runs_offloads:
         raise UsageError(f'nothing is offloaded under `execution="{execution}"`; leave `execution` or `offload` out.')
-    if step is not None and step.loop.shard is not None:
+    if loop is not None and loop.shard is not None:
         raise UsageError("nothing is offloaded where states are sharded; leave `offload` or `shard` out.")

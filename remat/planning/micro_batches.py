@@ -35,9 +35,11 @@ from remat.execution import executions
 from remat.execution.executions import EAGER
 from remat.formulation.problem import Problem
 from remat.formulation.solution import Limits, Solution
+from remat.offloading.link import Link
 from remat.planning.assemble import assemble, infeasible
 from remat.planning.budget import Budget
-from remat.planning.comparison import peak_of, solution_of
+from remat.planning.comparison import OFFLOAD_ALL, offloaded_by_hand, peak_of, solution_of
+from remat.planning.links import beside_state, require_offloads
 from remat.planning.planner import plan_profile
 from remat.planning.profiling import VariantProfiles, fake_step, profile_step
 from remat.planning.search import Draft, Judge
@@ -47,13 +49,16 @@ from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
 from remat.recording.reslice import HeadCall, Resliced, filled
 from remat.recording.tracker import Tracker
+from remat.solvers import EXACT
 from remat.solvers.least_peak import least_peak
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 
 RUNGS = ("as is", "accumulate", "checkpoint")  # of the classic ladder
+OFFLOAD_RUNG = "offload"  # the last of them, where there is a link
 RECORDED_AT = (2, 4)  # batch sizes
 SEVERAL = 2  # micro-batches: from the second on, all are alike
+LINKED_S = 8.0  # for the best plan of a size where there is a link: it is rarely proved
 MOST = 1 << 20  # samples in a micro-batch, or steps of a sequence
 
 
@@ -84,10 +89,11 @@ class Window:
 class Candidate:
     """One way to run the global batch on this budget.
 
-    strategy       "none", "every-block" or "exact"
+    strategy       "none", "every-block", "offload-all" or "exact"
     time_us        of one optimizer step on a rank; None where it does not fit
     regions, gap   of its plan
     slices         of the loss; 0 where it is whole
+    offloaded_bytes  what goes to the host in every micro-batch
     """
 
     strategy: str
@@ -100,6 +106,7 @@ class Candidate:
     regions: tuple[Region, ...] = dataclasses.field(default=(), repr=False)
     gap: float | None = None
     slices: int = 0
+    offloaded_bytes: int = 0
 
     @property
     def fits(self) -> bool:
@@ -180,6 +187,7 @@ class MicroBatches:
 
     execution  how the steps will run; where that is not as the evaluator says, plans are replayed at every size
     exact      leave losses whole
+    link       to the host's memory, for offloads
     scaled     sizes come from two records where they can, else each from one of its own (Rule 2)
     """
 
@@ -194,12 +202,18 @@ class MicroBatches:
         *,
         execution: str = EAGER,
         exact: bool = False,
+        link: Link | None = None,
         scaled: bool = True,
     ):
         self.workload, self.place, self.budget, self.loop = workload, place, budget, loop
-        self.limits, self.on_try, self.leaves_whole = limits, on_try, exact
+        self.limits = self._given_limits = limits
+        self.on_try, self.leaves_whole = on_try, exact
         self.how, self._scaled = executions.load(execution), scaled and place.device is None
         self.how.require(place, loop)
+        if link is not None:
+            require_offloads(self.how, loop)
+            self.limits = at_most(limits, LINKED_S)
+        self._link = link
         self._to_record: dict[int, FakeStep] = {}
         self._families: dict[bool, Family | None] = {}
         self._hollow: dict[tuple[bool, Form], _Hollow | None] = {}
@@ -315,7 +329,8 @@ class MicroBatches:
             found = self.profile(*key)
             captured = self._problems.get((*_key(window), CAPTURED))
             space = self.how.space(found.graph)
-            self._problems[key] = self.how.pose(found, space, self.budget.limit_bytes, like=captured)
+            link = self._link and beside_state(self._link, found.graph, self._link.host_bytes)
+            self._problems[key] = self.how.pose(found, space, self.budget.limit_bytes, link, like=captured)
         return self._problems[key]
 
     def judge(self, window: Window) -> Judge | None:
@@ -383,7 +398,9 @@ class MicroBatches:
         """The rungs of the classic ladder; a rung is the largest micro-batch of its kind that fits."""
         as_is = Window(samples, samples)
         rungs: dict[str, Candidate | None] = {RUNGS[0]: self._candidate(as_is, "none", self._solved(as_is, "none"))}
-        for name, strategy in ((RUNGS[1], "none"), (RUNGS[2], "every-block")):
+        others = [(RUNGS[1], "none"), (RUNGS[2], "every-block")]
+        others += [(OFFLOAD_RUNG, OFFLOAD_ALL)] if self._link is not None else []
+        for name, strategy in others:
             fitting = (self._candidate(window, strategy, self._solved(window, strategy)) for window in windows)
             rungs[name] = next((found for found in fitting if found.fits), None)
         return rungs
@@ -392,9 +409,16 @@ class MicroBatches:
         """What a strategy does with the step as captured."""
         key = (*_key(window), strategy)
         if key not in self._solutions:
-            judge, problem = self.judge(window), self.problem(window)
-            self._solutions[key] = solution_of(problem, self.how, strategy, judge, self.limits)
+            self._solutions[key] = self._found_by(strategy, window)
         return self._solutions[key]
+
+    def _found_by(self, strategy: str, window: Window) -> Solution:
+        problem = self.problem(window)
+        if strategy == OFFLOAD_ALL:
+            assert problem.link is not None
+            return offloaded_by_hand(problem.without_link(), problem.link, strategy)
+        at = problem if strategy in EXACT else problem.without_link()
+        return solution_of(at, self.how, strategy, self.judge(window), self.limits)
 
     def _solved(self, window: Window, strategy: str) -> Formed:
         variants = self._variants_of(window) if strategy == "exact" else None
@@ -439,13 +463,19 @@ class MicroBatches:
         form, proof = form_of(plan.about), plan.solver
         regions = from_refs(self.problem(window, form).graph, plan.regions)
         objective_us, bound_us = plan.solver["objective_us"], plan.solver["bound_us"]
-        return Formed(form, Solution(proof["name"], proof["status"], regions, objective_us, bound_us), proof["gap"])
+        solution = Solution(proof["name"], proof["status"], regions, objective_us, bound_us)
+        offloads = self.problem(window, form).offloads_of(regions)
+        return Formed(form, dataclasses.replace(solution, offloads=offloads), proof["gap"])
 
     def _candidate(self, window: Window, strategy: str, found: Formed) -> Candidate:
         form, solution = found.form, found.solution
         problem, fits, regions = self.problem(window, form), solution.fits, solution.regions
-        peak = peak_of(problem, strategy, regions) if solution.replayed_bytes is None else solution.replayed_bytes
-        plain_us, time_us = self._time_us(window, ()), self._time_us(window, regions, form)
+        memory, sizes = problem.memory.offloading(solution.offloads), problem.graph.storages.size_bytes
+        peak = solution.replayed_bytes
+        if peak is None:
+            peak = memory.curve(regions).peak_bytes if solution.offloads else peak_of(problem, strategy, regions)
+        plain_us = self._time_us(window, ())
+        time_us = self._time_us(window, regions, form) + window.accumulation * solution.stall_us
         return Candidate(
             strategy=strategy,
             micro_batch=window.micro_batch,
@@ -457,6 +487,7 @@ class MicroBatches:
             regions=regions,
             gap=found.gap if strategy == "exact" and fits else None,
             slices=max((chunk.slices for chunk in form.chunks), default=0),
+            offloaded_bytes=int(sum(sizes[each.storage] for each in solution.offloads)),
         )
 
     def _time_us(self, window: Window, regions: tuple[Region, ...], form: Form = CAPTURED) -> float:
@@ -479,8 +510,9 @@ class MicroBatches:
         """The plan at a micro-batch, recorded at that size, solved and replayed."""
         profile, step = self.recorded(window.micro_batch, window.accumulation)
         self.on_try(f"solving micro-batch {window.micro_batch}")
-        exact = self.leaves_whole
-        return plan_profile(profile, self.budget, limits=self.limits, step=step, execution=self.how, exact=exact)
+        link = self._link and beside_state(self._link, profile.graph, self._link.host_bytes)
+        how: dict[str, Any] = {"execution": self.how, "exact": self.leaves_whole, "link": link}
+        return plan_profile(profile, self.budget, limits=self._given_limits, step=step, **how)
 
     def refusal(self, window: Window) -> Infeasible:
         """Not even one sample at a time fits."""

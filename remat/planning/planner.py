@@ -166,7 +166,7 @@ def plan_profile(
     if limits.time_s is None:
         limits = dataclasses.replace(limits, time_s=how.patience_s)
     if link is not None:
-        require_offloads(how, step)
+        require_offloads(how, None if step is None else step.loop)
     if fuse:
         require_fusible(how, step, exact=exact)
     slices = not exact and depth != 1  # which is for `torch.compile`, and that runs no slices

@@ -175,7 +175,7 @@ def sweep(
         load(name)
     how = executions.load(execution)
     if link is not None:
-        require_offloads(how, step)
+        require_offloads(how, None if step is None else step.loop)
         names.append(KEPT)
     if fuse:
         require_fusible(how, step, exact=exact)

@@ -10,7 +10,15 @@ import typer
 
 from remat.cli.commands import Answer
 from remat.cli.commands.files import about_with, file_name, require_writable
-from remat.cli.commands.options import BudgetOptions, Exact, ExecutionOptions, Json, SearchOptions, StepOptions
+from remat.cli.commands.options import (
+    BudgetOptions,
+    Exact,
+    ExecutionOptions,
+    HostOptions,
+    Json,
+    SearchOptions,
+    StepOptions,
+)
 from remat.cli.commands.source import Source, budget_for, headroom_on_top, opened, usable, workload_of
 from remat.errors import UsageError
 from remat.units import gib
@@ -27,6 +35,7 @@ def fit(
     step: StepOptions,
     search: SearchOptions,
     how: ExecutionOptions,
+    host: HostOptions,
     global_batch: Annotated[
         int | None,
         typer.Option(min=1, help="Samples of all ranks in an optimizer step; finds the fastest way to run them."),
@@ -47,7 +56,7 @@ def fit(
     with live_line() as line:
         from remat.execution.executions import load
 
-        found = opened(step, line, load(how.name))
+        found = opened(step, line, load(how.name), activations=True)
         execution = load(how.name)
         limit = budget_for(budget, found.target, usable(found) if execution.compiler is None else None, shares=False)
         from remat.planning.fit import fit, largest_batch, longest_sequence
@@ -57,6 +66,7 @@ def fit(
             "loop": found.loop,
             "execution": how.name,
             "exact": exact,
+            "link": host.link(step.offload, found),
             "limits": search.limits(line),
             "on_try": line.say,
         }
@@ -189,6 +199,8 @@ def _verdict(found: Fit) -> str:
     name = min(fitting, key=lambda name: fitting[name].time_us or 0.0)
     rival = fitting[name]
     faster = (rival.time_us or 0.0) / best.time_us - 1
+    if faster <= -0.0005:
+        return f"{how} is {-100 * faster:.1f} % slower than `{name}`, whose steps wait for copies: no plan's do."
     if faster < 0.0005:
         same = "the same as" if best.micro_batch == rival.micro_batch else "as fast as"
         return f"{how} is {same} the best rung of the ladder, `{name}`: nothing is gained by recomputing differently."
@@ -207,6 +219,8 @@ def _notes(found: Fit) -> list[str]:
     notes = []
     if slices := found.best.slices:
         notes.append(f"the loss runs in {slices} slice{'s' if slices > 1 else ''}; --exact leaves it whole")
+    if sent := found.best.offloaded_bytes:
+        notes.append(f"{gib(sent)} of every micro-batch lie on the host between forward and backward")
     if found.best.last != found.best.micro_batch:
         weights = sorted(set(found.weights), reverse=True)
         first, last = weights[0], weights[-1]

@@ -207,9 +207,9 @@ class StepOptions(ModelOptions):
             panel=LOOP,
             show_default="none",
             help="What may lie on the host. optimizer: the optimizer's state, between its steps, which wait for it. "
-            "activations (plan, compare, sweep): what is kept from forward to backward, as far as copies hide behind "
-            "computation. weights (plan): those of frozen layers, but for two at a time. The optimizer's state and one "
-            "of the others go together, with a comma. No number changes.",
+            "activations (plan, compare, sweep, fit): what is kept from forward to backward, as far as copies hide "
+            "behind computation. weights (plan): those of frozen layers, but for two at a time. The optimizer's state "
+            "goes with one of the others, after a comma. No number changes.",
         ),
     ] = None
 

@@ -60,7 +60,9 @@ def opened(
     activations, weights  whether they may be offloaded here
     """
     if not activations and "activations" in (options.offload or ""):
-        raise UsageError("activations go to the host under `remat plan`, `compare` and `sweep`; leave them out here.")
+        raise UsageError(
+            "activations go to the host under `remat plan`, `compare`, `sweep` and `fit`; leave them out here."
+        )
     if not weights and "weights" in (options.offload or ""):
         raise UsageError("weights go to the host under `remat plan`; leave them out here.")
     if isinstance(options, SourceOptions) and options.profile is not None:
