@@ -348,7 +348,7 @@ class Chain:
         return tuple(sorted(found, key=lambda item: item.passes_on))
 
     def _add(self, index: int, run: Run) -> None:
-        if self._wants_what_is_absent(run):
+        if self._wants_what_is_absent(run) or not self.problem.fits_alone(run):
             return
         transition = self._plain_transition(index, run) if run.region is None else self._region_transition(index, run)
         at_most = transition.most_bytes + self.bytes_aside(transition.alive_aside)
@@ -496,7 +496,7 @@ class Chain:
             made = np.bincount(self._made_in[besides], storages.size_bytes[besides], minlength=self.count + 1)
             before = [0, *np.cumsum(made).astype(np.int64).tolist()]
             for cut, (most, shared) in enumerate(zip(limits, self.state_storages, strict=True)):
-                limit = problem.budget_bytes - row.bytes + before[cut]
+                limit = problem.budget_bytes - row.bytes + before[cut] + problem.carried_between(row.op, cut)
                 most[-1] = min(most[-1], limit)
                 if shared is not None:
                     most[0] = min(most[0], limit - (shared.size_bytes if besides[shared.storage] else 0))

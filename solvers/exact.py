@@ -8,7 +8,9 @@ and that bound. Few runs are SCIP's, whose relaxation is
 strong there; many are CP-SAT's, which improves plans and tells of it. (HiGHS is faster still on few, but cannot be
 interrupted.) A search that is interrupted or runs out of time gives its best plan.
 
-With a link to the host, the plan without offloads comes first, and is what the search begins from.
+With a link to the host, the plan without offloads comes first, and is what the search begins from. Whoever recomputes
+for longer than the best known plan is no better, and who recomputes for less gives the link less time to bring things
+back: so a better plan makes the problem tighter, and it is solved once more.
 
 Those searches need OR-tools. Where it is not installed, the best plan is the answer, with the chain's bound.
 """
@@ -16,6 +18,7 @@ Those searches need OR-tools. Where it is not installed, the best plan is the an
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 
 from remat.formulation.liveness import NS
@@ -30,6 +33,8 @@ from remat.solvers.least_peak import least_peak
 SEARCH_S = 40.0  # of the search for a better plan than the chain's, where nobody set a time limit
 CHAIN_SHARE = 0.8  # of a time limit: what it does not prove, the search of what is left rarely does
 ALONE_SHARE = 0.4  # of a time limit, for the plan without offloads: the one with them is never slower
+ROUNDS = (0.5, 0.7, 1.0)  # of what is left of the chain's time, with a link
+LESS = 0.98  # of what is recomputed: with no less there is no other round
 LATE = 0.3  # of a time limit: with less left no other search is begun
 MANY_RUNS = 500  # where SMALL_GAP is to be gained among so many, the search is not worth its time
 MANY_TRANSITIONS = 20_000  # too many even to tell which runs are useful, for that gap
@@ -46,7 +51,7 @@ def solve(problem: Problem, limits: Limits) -> Solution:
             return alone
         if alone.interrupted:  # its bound is one on plans without offloads
             return dataclasses.replace(alone, status="feasible" if alone.fits else "unknown", bound_us=0.0)
-        start = alone.regions if alone.fits else start
+        start = _better(problem, start, alone.regions) if alone.fits else start
     if excess_bytes(problem, start):
         least = least_peak(problem, limits.left(started, 0.5))
         if least.bound_bytes > problem.budget_bytes:
@@ -54,8 +59,7 @@ def solve(problem: Problem, limits: Limits) -> Solution:
         start = least.regions
     if not excess_bytes(problem, start):
         _tell(limits, problem.objective_ns(start) / NS, 0.0)
-    chain = limits.left(started, CHAIN_SHARE)
-    found, solution = _by_chain(problem, dataclasses.replace(chain, start=start))
+    problem, found, solution = _by_chains(problem, limits.left(started, CHAIN_SHARE), start)
     try:
         if not _is_final(solution):
             solution = _by_heuristics(problem, limits, solution, started)
@@ -83,6 +87,26 @@ def _is_final(solution: Solution) -> bool:
 def _by_chain(problem: Problem, limits: Limits) -> tuple[chain_dp.Found, Solution]:
     found = chain_dp.explore(problem, limits)
     return found, found.solution(limits)
+
+
+def _by_chains(problem: Problem, limits: Limits, start: Proposal) -> tuple[Problem, chain_dp.Found, Solution]:
+    """What the chain finds, with the problem as it was tightened last."""
+    started, fits = time.monotonic(), not excess_bytes(problem, start)
+    most_us = problem.objective_ns(start) / NS if fits else math.inf
+    for share in ROUNDS if problem.link is not None else (1.0,):
+        tight = problem.recomputing_at_most(most_us)
+        found, solution = _by_chain(tight, dataclasses.replace(limits.left(started, share), start=start))
+        if _is_final(solution) or not solution.fits or solution.objective_us > LESS * most_us:
+            break
+        start, most_us = solution.regions, solution.objective_us
+    return tight, found, solution
+
+
+def _better(problem: Problem, one: Proposal, other: Proposal) -> Proposal:
+    """That of two plans, the second of which keeps the budget, which is faster and keeps it."""
+    if excess_bytes(problem, one) or problem.objective_ns(one) >= problem.objective_ns(other):
+        return other
+    return one
 
 
 def _guess(problem: Problem) -> Proposal:

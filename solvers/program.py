@@ -288,7 +288,7 @@ class Program:
         # In grains, rounded down.
         self.peak = self._variable("peak", problem.budget_bytes // self.grain) if least_peak else None
         runs = problem.runs
-        indices = range(len(runs)) if keep is None else sorted(keep)
+        indices = [i for i in (range(len(runs)) if keep is None else sorted(keep)) if problem.fits_alone(runs[i])]
         self.x = {i: self._variable(f"x[{runs[i].a},{runs[i].b},{i}]") for i in indices}
         self.holding = self._holding()
         self.s: dict[int, int] = {}

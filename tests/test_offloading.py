@@ -504,6 +504,8 @@ def assert_no_plan_beats(solver: str, problem: Problem, percent: int) -> None:
     if found.fits:
         assert at.curve(found.regions).peak_bytes <= at.budget_bytes
         assert found.objective_us >= fastest_us - 1e-6
+    tight = load(solver)(at.recomputing_at_most(fastest_us), Limits(gap=0.0, workers=1, time_s=10))
+    assert tight.status != "infeasible" and tight.bound_us <= fastest_us + 1e-6
     least = least_peak(at, Limits(time_s=10))
     assert least.bound_bytes <= min(peaks) <= least.peak_bytes
 
@@ -545,15 +547,28 @@ def test_a_problem_whose_link_carries_nothing_is_the_problem_without() -> None:
     assert load("exact")(linked, Limits()).objective_us == load("exact")(alone, Limits()).objective_us
 
 
-def test_relief_ends_with_backward_and_floors_grow_to_it() -> None:
+def test_relief_grows_in_forward_and_shrinks_in_backward_and_floors_grow_to_it() -> None:
     _, graph = toy()
     link = link_that_carries(graph, 0.5)
     relief, problem = Relief(graph, priced(graph), link), posed(graph, AMPLE, link)
-    by_op = relief.at(np.arange(graph.op_count))
-    assert (by_op[: graph.backward_end] == relief.most_bytes).all() and (by_op[graph.backward_end :] == 0).all()
+    assert relief.in_forward[0] == 0 and relief.in_forward[-1] == relief.most_bytes
+    assert (np.diff(relief.in_forward) >= 0).all()
+    brings = [relief.in_backward(op, 0.0) for op in range(graph.forward_end, graph.backward_end)]
+    assert brings == sorted(brings, reverse=True) and brings[-1] > 0
     assert problem.floor_bytes[0] == 0 and 0 < problem.floor_bytes[-2] <= relief.most_bytes
     full = dataclasses.replace(link, host_bytes=relief.most_bytes // 2)
     assert not any(posed(graph, AMPLE, full).floor_bytes)
+
+
+def test_who_recomputes_for_less_gives_the_link_less_time_to_bring_things_back() -> None:
+    _, graph = toy()
+    link, times_us = link_that_carries(graph, 1.0), priced(graph)
+    backward_us = times_us[graph.forward_end : graph.backward_end].sum()
+    fast = dataclasses.replace(link, bytes_per_us=link.bytes_per_us * 100)
+    for time_us in (0.0, 10.0, 1e9):
+        found = Relief(graph, times_us, fast, time_us).most_bytes
+        assert found == min(Relief(graph, times_us, fast).most_bytes, fast.moved_within(backward_us + time_us))
+    assert posed(graph, AMPLE, None).recomputing_at_most(0.0).fixed_bytes == graph.fixed_total
 
 
 # Plans

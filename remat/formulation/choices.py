@@ -36,7 +36,8 @@ class Shape:
     firm         where it has most alive even if the node that runs is saved
     never_again  nodes after the last save, counted from the run's first: early stop leaves them out, so saving them
                  gains nothing
-    kept_until   the last operator at which a region keeps what it takes, counted from its first backward one
+    starts_at    the backward operator before which a region is recomputed, counted from its first one
+    kept_until   the last at which it keeps what it takes, counted likewise
     """
 
     time_ns: int = 0
@@ -44,6 +45,7 @@ class Shape:
     firm: Point | None = None
     start: Point | None = None
     never_again: tuple[int, ...] = ()
+    starts_at: int = 0
     kept_until: int = 0
 
     @property

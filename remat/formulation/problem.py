@@ -81,6 +81,16 @@ class Problem:
         other.budget_bytes = budget_bytes
         return other
 
+    def recomputing_at_most(self, time_us: float) -> Problem:
+        """The same problem for plans that recompute no longer than that: a link brings less back meanwhile."""
+        if self.link is None:
+            return self
+        other = copy.copy(self)
+        other._relief = Relief(self.graph, self.liveness.op_time_ns / NS, self.link, time_us)
+        for known in ("floor_bytes", "forward_rows", "_carried_bytes"):
+            vars(other).pop(known, None)
+        return other
+
     def without_link(self) -> Problem:
         """The same problem for plans that leave everything on the device."""
         return self if self._alone is None else self._alone.with_budget(self.budget_bytes)
@@ -114,33 +124,55 @@ class Problem:
         return fewest_offloads(self.memory, regions, self.liveness.op_time_ns / NS, self.link, self.budget_bytes)
 
     @property
-    def _relief_bytes(self) -> int:
-        """What is off the device at most at a point of forward or backward."""
-        return 0 if self._relief is None else self._relief.most_bytes
-
-    @property
     def fixed_bytes(self) -> int:
         """Less than these no point of forward or backward has alive, kept bytes aside."""
-        return self.graph.fixed_total - self._relief_bytes
+        return self.graph.fixed_total - (0 if self._relief is None else self._relief.most_bytes)
+
+    def _relief_at(self, run: Run) -> int:
+        """How far that which counts as kept before `run` may exceed what is on the device while it is in backward.
+
+        It counts as no more than what the link brings back from there on, and what floors may have added to it.
+        """
+        if self._relief is None:
+            return 0
+        comes = self._relief.in_backward(self.backward_of[run.b - 1][0], self._most_again_ns[run.b] / NS)
+        return min(self._relief.most_bytes, comes + max(self.floor_bytes[: run.a + 1]))
+
+    @functools.cached_property
+    def _carried_bytes(self) -> np.ndarray:
+        """For every operator of forward, and its end, what is off the device at most."""
+        if self._relief is None:
+            return np.zeros(self.graph.forward_end + 1, dtype=np.int64)
+        return self._relief.in_forward
+
+    def carried_between(self, op: int, cut: int) -> int:
+        """What may leave the device from operator `op` of forward to `cut`; 0 where the cut is first."""
+        return max(int(self._carried_bytes[self._op_of_cut[cut]] - self._carried_bytes[op]), 0)
+
+    @functools.cached_property
+    def _op_of_cut(self) -> list[int]:
+        """The operator of forward with which the segment after a cut begins."""
+        nodes = self.graph.nodes
+        ops = [*(nodes[segment.first].first for segment in self.space.segments), self.graph.forward_end]
+        return [min(op, self.graph.forward_end) for op in ops]
+
+    @functools.cached_property
+    def _most_again_ns(self) -> list[int]:
+        """For every cut what segments before it take to recompute at most."""
+        most = [0] * (len(self.space.segments) + 1)
+        for run in sorted(self.runs, key=lambda run: run.a):
+            most[run.b] = max(most[run.b], most[run.a] + run.time_ns)
+        return most
 
     @functools.cached_property
     def floor_bytes(self) -> list[int]:
         """For every cut the fewest bytes that count as kept there, see `Relief`."""
         if self._relief is None:
             return [0] * (len(self.space.segments) + 1)
-        nodes = self.graph.nodes
-        ops = [*(nodes[segment.first].first for segment in self.space.segments), self.graph.forward_end]
-        floors = np.array([self._relief.floor_bytes(op) for op in ops], dtype=np.int64)
+        floors = self._relief.floors[self._op_of_cut]
         for shared in self.liveness.shared.values():  # it may leave from its making on, and is counted later
             floors[shared.segment + 1 : shared.sites[-1] + 1] -= shared.size_bytes
         return np.maximum(floors, 0).tolist()
-
-    def _relaxed(self, curve: Curve) -> Curve:
-        """`curve`, less what may be off the device."""
-        if self._relief is None:
-            return curve
-        alive = curve.alive_bytes - self._relief.at(curve.op)
-        return dataclasses.replace(curve, alive_bytes=alive)
 
     # Segments
 
@@ -232,17 +264,18 @@ class Problem:
         if recomputation is None:
             return None
         highest, firm, start = self._points(Run(a, b, region, Shape()))
-        kept_until = recomputation.release - self.backward_of[b - 1][0]
+        anchor = self.backward_of[b - 1][0]
+        starts_at, kept_until = recomputation.trigger - anchor, recomputation.release - anchor
         time_ns = self.memory.nested_time(region, self.time_until)
         if region.inner:
-            return Shape(time_ns, highest, kept_until=kept_until)
+            return Shape(time_ns, highest, starts_at=starts_at, kept_until=kept_until)
         ends = self.memory.node_end[region.first : region.end]
         never = tuple(np.flatnonzero(ends > recomputation.stop).tolist())
-        return Shape(time_ns, highest, firm, start, never, kept_until)
+        return Shape(time_ns, highest, firm, start, never, starts_at, kept_until)
 
     def _points(self, run: Run) -> tuple[Point | None, Point | None, Point | None]:
         """Where `run` has most alive, where it has most even if what runs there is saved, and where it starts again."""
-        curve = self.curve_of(run)
+        curve = self._alone_curve(run)
         positions = self.positions_of(run, curve)
         if not len(positions):
             return None, None, None
@@ -257,7 +290,7 @@ class Problem:
 
     def _point(self, run: Run, curve: Curve, position: int) -> Point:
         op, recomputing = self._op_at(run, curve, position), bool(curve.region[position] >= 0)
-        alive = int(curve.alive_bytes[position]) - self.local_bytes_at(run)
+        alive = int(curve.alive_bytes[position]) - self._local_bytes_at(run)
         spare, made = (int(column[op]) if recomputing else 0 for column in self._spare)
         return Point(op - self._anchor(run, recomputing), recomputing, alive, spare, made)
 
@@ -283,8 +316,24 @@ class Problem:
 
         Of a run that has none it is the operator after its place, be it the optimizer's: as an anchor it will do.
         """
+        return self._local_bytes_at(run) - self._relief_at(run)
+
+    def _local_bytes_at(self, run: Run) -> int:
         first = min(self.backward_of[run.b - 1][0], self.graph.op_count - 1)
-        return int(self._local_bytes[first]) - self._relief_bytes
+        return int(self._local_bytes[first])
+
+    def fits_alone(self, run: Run) -> bool:
+        """Whether a region keeps the budget with all that is kept before it on the host.
+
+        From the begin of its recomputation on, all that it takes and has saved is on the device.
+        """
+        saves = run.region is not None and not run.region.inner
+        high = run.shape.firm if saves else run.shape.highest
+        if self._relief is None or run.region is None or high is None:
+            return True
+        if not high.recomputing and high.op < run.shape.starts_at:
+            return True
+        return self._local_bytes_at(run) + high.bytes - (high.spare_bytes if saves else 0) <= self.budget_bytes
 
     @functools.cached_property
     def _local_bytes(self) -> np.ndarray:
@@ -330,11 +379,19 @@ class Problem:
     # Rows
 
     def curve_of(self, run: Run) -> Curve:
-        """Bytes alive if nothing but `run` kept anything: `Row.bytes` for its operators."""
+        """Bytes alive if nothing but `run` kept anything, less what may be off the device while it is in backward.
+
+        They are `Row.bytes` of its operators.
+        """
+        curve = self._alone_curve(run)
+        return dataclasses.replace(curve, alive_bytes=curve.alive_bytes - self._relief_at(run))
+
+    def _alone_curve(self, run: Run) -> Curve:
+        """Bytes alive if nothing but `run` kept anything."""
         segment = self.space.segments[run.a]
         if run.region is None:
-            return self._relaxed(self.memory.curve((), plain=(segment.first, segment.end)))
-        return self._relaxed(self.memory.curve((run.region,), plain=(0, 0)))
+            return self.memory.curve((), plain=(segment.first, segment.end))
+        return self.memory.curve((run.region,), plain=(0, 0))
 
     def positions_of(self, run: Run, curve: Curve) -> np.ndarray:
         """Positions on `curve` of the operators during which `run` is being recomputed or differentiated."""
@@ -443,10 +500,18 @@ class Problem:
 
     @functools.cached_property
     def forward_rows(self) -> tuple[Row, ...]:
-        """Rows of forward operators that no later one dominates: what is kept only grows."""
-        local = self._local_bytes[: self.graph.forward_end] - self._relief_bytes
-        later = np.concatenate([np.maximum.accumulate(local[::-1])[::-1][1:], [-1]])
-        return tuple(self.forward_row(int(op)) for op in np.flatnonzero(local > later))
+        """Rows of forward operators that no later one dominates: what is kept only grows.
+
+        What may be off the device grows too, so with a link there would be many: of every segment there is the highest.
+        """
+        local = self._local_bytes[: self.graph.forward_end] - self._carried_bytes[:-1]
+        later = np.concatenate([np.maximum.accumulate(local[::-1])[::-1][1:], [local.min(initial=0) - 1]])
+        ops = np.flatnonzero(local > later)
+        if self._relief is not None:
+            segments = self.liveness.segment_of_node[np.maximum(self.graph.op_node[ops], 0)]
+            _, first = np.unique(segments, return_index=True)  # of each segment the highest comes first
+            ops = np.sort(ops[first])
+        return tuple(self.forward_row(op) for op in ops.tolist())
 
     def forward_row(self, op: int) -> Row:
         """The row of forward operator `op`: whatever was made before it and is kept for any reason."""
@@ -464,7 +529,7 @@ class Problem:
         return Row(
             run=None,
             op=op,
-            bytes=int(self._local_bytes[op]) - self._relief_bytes,
+            bytes=int(self._local_bytes[op] - self._carried_bytes[op]),
             plain=tuple((s, size) for s, size in plain if size),
             nested=tuple((i, size) for i, size in nested if size),
             saves=tuple((v, size) for v, size in saves if size),

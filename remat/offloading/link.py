@@ -25,4 +25,5 @@ class Link:
 
     def moved_within(self, time_us: float) -> int:
         """Most bytes that are off the device after so long."""
-        return min(math.ceil(self.bytes_per_us * max(time_us, 0.0)), self.host_bytes)
+        moved = self.bytes_per_us * max(time_us, 0.0)
+        return self.host_bytes if moved >= self.host_bytes else math.ceil(moved)

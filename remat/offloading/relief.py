@@ -1,12 +1,15 @@
 """What a link takes off the device at most, whatever the plan: how far rows may be relaxed, for a bound to stay one.
 
-Bytes leave in forward only, no faster than the link carries them, and not before they are made. So until backward ends
-at most C are off the device, what the link carries in all of forward; while the optimizer steps, none.
+Bytes leave in forward only, no faster than the link carries them, not before they are made, and behind nodes. So while
+a node of forward runs, no more are off the device than the link has carried when it begins, and never more than C, what
+it carries in all of forward. They come back before backward ends: while one of its operators runs, no more are off than
+the link can still bring until then. How long that takes depends on what a plan recomputes, at most R
+(`Relief.again_us`). So C is no more than what the link brings in all of backward. While the optimizer steps, none are.
 
 A link that had nothing to do does not make up for it. What segments before cut a keep, less what has left by then, is a
 queue, D[a+1] = max(D[a] + kept - bandwidth x time, 0). With S[a] = D[a] + bandwidth x time until a that is
 S[a+1] = max(S[a] + kept, floor[a+1]): bytes kept, of which there are at no cut fewer than the link could have taken by
-then (`floor_bytes`).
+then (`floors`). Where it takes more than it can bring back, C is less than it takes, and floors are that much lower.
 
 Two things must not be said of that queue. An idle link leaves the host's memory free: where that limits C, and not the
 link, there are no floors. And a storage that several segments want may leave as soon as it is made, while a program
@@ -15,26 +18,43 @@ counts it where the last of them wants it: floors in between are lower by its by
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from remat.evaluation.graph import Graph
 from remat.offloading.link import Link
 
 
+def _begins(graph: Graph) -> np.ndarray:
+    """For every operator of forward the first one of its node; and the end of forward."""
+    first = np.array([node.first for node in graph.nodes], dtype=np.int64)
+    node, ops = graph.op_node[: graph.forward_end], np.arange(graph.forward_end + 1)
+    ops[:-1] = np.where(node >= 0, first[node], ops[:-1])
+    return ops
+
+
 class Relief:
-    """For one graph and link; `op_time_us` is the time of every operator."""
+    """For one graph and link; `op_time_us` is the time of every operator.
 
-    def __init__(self, graph: Graph, op_time_us: np.ndarray, link: Link):
+    again_us    R, what recomputations take in all, at most
+    in_forward  bytes off the device at most, for every operator of forward and when it ends
+    most_bytes  C
+    floors      what the link could have taken, likewise for every operator
+    """
+
+    def __init__(self, graph: Graph, op_time_us: np.ndarray, link: Link, again_us: float = math.inf):
         elapsed = np.concatenate([[0.0], np.cumsum(op_time_us[: graph.forward_end])])
-        self._carried = np.array([link.moved_within(time_us) for time_us in elapsed], dtype=np.int64)
-        self.most_bytes = int(self._carried[-1])  # C
-        self._is_host_full = link.host_bytes <= self.most_bytes
-        self._backward_end = graph.backward_end
+        backward = op_time_us[graph.forward_end : graph.backward_end]
+        self._left_us = np.concatenate([np.cumsum(backward[::-1])[::-1], [0.0]])
+        self._link, self._forward_end, self.again_us = link, graph.forward_end, again_us
+        taken = np.array([link.moved_within(time_us) for time_us in elapsed], dtype=np.int64)
+        self.most_bytes = min(int(taken[-1]), self.in_backward(graph.forward_end, again_us))
+        self.in_forward = np.minimum(taken[_begins(graph)], self.most_bytes)
+        is_host_full = link.host_bytes <= taken[-1]
+        self.floors = np.maximum(taken - (taken[-1] - (0 if is_host_full else self.most_bytes)), 0)
 
-    def at(self, op: np.ndarray) -> np.ndarray:
-        """Bytes off the device at most while operators run."""
-        return np.where(op < self._backward_end, self.most_bytes, 0)
-
-    def floor_bytes(self, op: int) -> int:
-        """What the link could have taken when operator `op` of forward begins."""
-        return 0 if self._is_host_full else int(self._carried[min(op, len(self._carried) - 1)])
+    def in_backward(self, op: int, again_us: float) -> int:
+        """What is off at most from operator `op` of backward on, where recomputations there take up to `again_us`."""
+        left_us = self._left_us[min(op - self._forward_end, len(self._left_us) - 1)]
+        return self._link.moved_within(float(left_us) + min(again_us, self.again_us))
