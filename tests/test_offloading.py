@@ -170,10 +170,13 @@ def trained(model: nn.Module, step: Callable[[nn.Module], None]) -> list[torch.T
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-def offloading_all(copies: Copies | None = None) -> tuple[nn.Module, nn.Module, Plan]:
-    """(a model without a plan, its copy under one that offloads all that may be, that plan)"""
+def offloading_all(copies: Copies | None = None, choice: str = "every-block") -> tuple[nn.Module, nn.Module, Plan]:
+    """(a model without a plan, its copy under one that offloads all that may be, that plan)
+
+    The first region of `choice` alone, and behind it what autograd keeps.
+    """
     _, graph = toy("short")
-    memory, chosen = Memory(graph), tuple(every_block_of(graph)[:1])
+    memory, chosen = Memory(graph), tuple(CHOICES[choice](graph)[:1])
     offloads = random_offloads(random.Random(0), Timeline(memory, chosen, priced(graph)), 1.0)
     made = dataclasses.replace(plan_by_hand(graph, chosen), offloads=to_offload_refs(memory, chosen, offloads))
     torch.manual_seed(0)
@@ -217,9 +220,12 @@ STEPS: dict[str, Callable[[nn.Module], None]] = {
 }
 
 
+@pytest.mark.parametrize("choice", ["every-block", "saved-matmuls"])
 @pytest.mark.parametrize("name", STEPS)
-def test_gradients_are_bitwise_however_late_copies_are(name: str) -> None:
-    plain, planned, made = offloading_all(LateCopies())
+def test_gradients_are_bitwise_however_late_copies_are(name: str, choice: str) -> None:
+    plain, planned, made = offloading_all(LateCopies(), choice)
+    saved = {node for region in made.regions for node in region.saved}
+    assert any(each.node in saved for each in made.offloads) == (choice == "saved-matmuls")
     for _ in range(2):
         for left, right in zip(trained(plain, STEPS[name]), trained(planned, STEPS[name]), strict=True):
             assert torch.equal(left, right)
@@ -227,9 +233,10 @@ def test_gradients_are_bitwise_however_late_copies_are(name: str) -> None:
     assert offloader is not None and offloader.counts.out >= 2 * len(made.offloads) > 0
 
 
+@pytest.mark.parametrize("choice", ["every-block", "saved-matmuls"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_an_executor_that_forgets_to_wait_is_caught(fault: Fault) -> None:
-    plain, planned, _ = offloading_all(LateCopies(fault))
+def test_an_executor_that_forgets_to_wait_is_caught(fault: Fault, choice: str) -> None:
+    plain, planned, _ = offloading_all(LateCopies(fault), choice)
     step = STEPS["one forward"]
     assert any(not torch.equal(a, b) for a, b in zip(trained(plain, step), trained(planned, step), strict=True))
 

@@ -613,7 +613,10 @@ class Memory:
     def first_requests(
         self, regions: Sequence[Region], recomputations: list[Recomputation], position: _Position
     ) -> np.ndarray:
-        """For every storage where backward first asks for it, by a save outside regions or as what a region takes."""
+        """For every storage where backward first asks for it, by a save outside regions or as what a region takes.
+
+        What a region has saved counts as asked for when its recomputation begins, as what it takes does.
+        """
         never = np.iinfo(np.int64).max
         first = np.full(len(self.graph.storages.birth), never, dtype=np.int64)
         table = self.graph.saved_tensors
@@ -623,7 +626,7 @@ class Memory:
         np.minimum.at(first, table.storage[plain], position(table.unpack[plain]))
         for r in recomputations:
             if r.level == 0:
-                taken = self._inputs_array(r.region)
+                taken = np.concatenate([self._inputs_array(r.region), self.saved_storages(r.region)])
                 first[taken] = np.minimum(first[taken], r.start)
         return first
 

@@ -107,7 +107,7 @@ class RegionRef:
 class OffloadRef:
     """An `Offload` by reference.
 
-    node         the node whose value it is, or while which autograd saves it
+    node         the node whose value it is, be it that a region saves it, or while which autograd saves it
     save         None: the value of `node`; else how many tensors autograd saves before it while `node` runs
     size_bytes   of the storage
     host_offset  where it lies in the host's memory, in bytes; what is asked for first lies first

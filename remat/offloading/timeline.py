@@ -80,6 +80,11 @@ class Timeline:
         return {node: region for region in self.regions for node in range(region.first, region.end)}
 
     @functools.cached_property
+    def _saved_in(self) -> dict[int, Region]:
+        """For every storage that a region saves, the region."""
+        return {int(u): region for region in self.regions for u in self.memory.saved_storages(region)}
+
+    @functools.cached_property
     def borders(self) -> list[tuple[int, int]]:
         """(operators run by then, node), of every border; of several at one place the first."""
         found: dict[int, int] = {}
@@ -122,21 +127,20 @@ class Timeline:
 
     @functools.cached_property
     def _kept(self) -> np.ndarray:
-        """Storages made by a captured node that nobody changes, no region saves, and only backward asks for."""
+        """Storages made by a captured node that nobody changes, and only backward asks for."""
         graph = self.graph
         storages = graph.storages
         count = len(storages.birth)
         asked = self._requests < np.iinfo(np.int64).max
         kept = asked & (storages.node >= 0) & (storages.death < graph.forward_end)
         kept[list(self._index.changed)] = False
-        for region in self.regions:
-            kept[self.memory.saved_storages(region)] = False
         kept[self._index.calls[np.maximum(storages.node, 0)] == OUTSIDE] = False
         return np.arange(count)[kept]
 
     def _candidate(self, storage: int) -> Candidate | None:
         known = self._as_value(storage) or self._as_save(storage)
-        if known is None:
+        saved_in = self._saved_in.get(storage)
+        if known is None or (saved_in is not None and (saved_in.inner or known[0] not in saved_in.saved)):
             return None
         node, save, ready = known
         table = self.graph.storages
@@ -155,13 +159,15 @@ class Timeline:
         return int(np.searchsorted(self.starts_us[: self.graph.forward_end + 1], candidate.ready_us))
 
     def _as_value(self, storage: int) -> tuple[int, None, int] | None:
-        """(node, None, operators run when it is there): the first node outside regions' reach whose value it is."""
+        """(node, None, operators run when it is there): the first node whose value it is, and which keeps it or which
+        something outside of its region takes.
+        """
         ends: list[tuple[int, int]] = []
         for i in self._index.valued.get(storage, ()):
             region = self._region_of.get(i)
             if region is None:
                 ends.append((int(self.memory.node_end[i]), i))
-            elif self._index.last_user.get(i, i) >= region.end:
+            elif i in region.saved or self._index.last_user.get(i, i) >= region.end:
                 ends.append((int(self.memory.node_end[region.end - 1]), i))
         if not ends:
             return None

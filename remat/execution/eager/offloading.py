@@ -1,7 +1,8 @@
 """Offloading: what a plan keeps is taken out of autograd's hands, brought to the host and back at planned nodes.
 
-Rule 1  Autograd keeps a `_Packed` in place of every tensor that it saves outside regions, and of what regions take.
-        Those of one storage share a `_Parcel`: it is moved once, whoever asks for it.
+Rule 1  Autograd keeps a `_Packed` in place of every tensor that it saves outside regions, and of what regions take; and
+        so does a region of what it has saved and is to be moved. Those of one storage share a `_Parcel`: it is moved
+        once, whoever asks for it.
 Rule 2  A copy out begins when the node, or the region, that makes the storage has ended: a node may still write to what
         it has saved. At its release compute waits for that copy, and the device's memory is let go.
 Rule 3  Memory is allocated, and the copy back begun, at the planned fetch, or at the first request if that comes
@@ -89,7 +90,7 @@ class _Parcel:
 
     __slots__ = ("__weakref__", "_forward", "_made", "_place", "_returning", "_sent", "flat", "packed")
 
-    def __init__(self, forward: _Forward):
+    def __init__(self, forward: Forward):
         self._forward = forward
         self.flat: Tensor | None = None
         self.packed: list[weakref.ref[_Packed]] = []
@@ -149,7 +150,7 @@ class _Packed:
 
     __slots__ = ("__weakref__", "_is_conj", "_layout", "_parcel", "_version", "event", "forward", "tensor")
 
-    def __init__(self, tensor: Tensor, parcel: _Parcel, forward: _Forward, event: NodeRef | None):
+    def __init__(self, tensor: Tensor, parcel: _Parcel, forward: Forward, event: NodeRef | None):
         self.tensor: Tensor | None = tensor
         self.forward, self.event = forward, event
         self._parcel = parcel
@@ -162,6 +163,10 @@ class _Packed:
         tensor = self._unchanged()
         layout = tensor.size(), tensor.stride(), tensor.storage_offset()
         self._layout, self.tensor = (tensor.dtype, layout), None
+
+    def fetch(self) -> None:
+        if self.tensor is None:
+            self._parcel.fetch()
 
     def value(self) -> Tensor:
         if self.tensor is not None:
@@ -183,7 +188,7 @@ class _Packed:
         return tensor
 
 
-class _Forward:
+class Forward:
     """One forward and its backward."""
 
     def __init__(self, offloader: Offloader):
@@ -211,9 +216,7 @@ class _Forward:
         kept = tensor.detach()  # an output that its own gradient function keeps would hold that function
         if is_wrapper(tensor) or tensor.layout is not torch.strided or tensor.is_neg():
             return kept
-        parcel = self._parcel_of(kept)
-        packed = _Packed(kept, parcel, self, self._event)
-        parcel.packed.append(weakref.ref(packed))
+        packed = self._packed(kept, self._event)
         if (planned := self._saves.get(count)) is not None and not isinstance(tensor, torch.nn.Parameter):
             self._due.append((planned, kept))
         return packed
@@ -225,6 +228,16 @@ class _Forward:
         if packed.event is not None:
             packed.forward.fetch(packed.event)
         return packed.value()
+
+    def keep(self, tensor: Tensor) -> _Packed:
+        """What a region has in place of a tensor that it has saved."""
+        return self._packed(tensor, None)
+
+    def _packed(self, tensor: Tensor, event: NodeRef | None) -> _Packed:
+        parcel = self._parcel_of(tensor)
+        packed = _Packed(tensor, parcel, self, event)
+        parcel.packed.append(weakref.ref(packed))
+        return packed
 
     def _parcel_of(self, tensor: Tensor) -> _Parcel:
         key = tensor.untyped_storage()._cdata
@@ -303,7 +316,7 @@ class Offloader:
         self._free: list[Host] = []
         self._last_call = -1
         self.counts = OffloadCounts()
-        self.forward = _Forward(self)
+        self.forward = Forward(self)
 
     def copies_on(self, device: torch.device) -> Copies:
         if self._given is not None:
@@ -312,7 +325,7 @@ class Offloader:
             self._copies[device] = copies_on(device)
         return self._copies[device]
 
-    def take_host(self, forward: _Forward, copies: Copies) -> Host:
+    def take_host(self, forward: Forward, copies: Copies) -> Host:
         """Host memory for one forward. (Rule 5)"""
         host = self._free.pop() if self._free else copies.host(self._host_bytes)
         weakref.finalize(forward, self._free.append, host).atexit = False
@@ -321,7 +334,7 @@ class Offloader:
     def run(self, call: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Graph call number `call` of a forward."""
         if call <= self._last_call:
-            self.forward = _Forward(self)
+            self.forward = Forward(self)
         self._last_call = call
         forward = self.forward
         try:

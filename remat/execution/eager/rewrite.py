@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -34,9 +33,9 @@ from remat._torch.training import fakes_are_on, keeps_graph
 from remat.capture.nodes import as_function, bracket_of, called, captured_nodes, may_draw, replace_target, with_name
 from remat.errors import RematError
 from remat.evaluation.plan import NodeRef, OffloadRef
-from remat.execution.eager.offloading import CallOffloads, Offloader
+from remat.execution.eager.offloading import CallOffloads, Forward, Offloader
 from remat.execution.eager.products import is_product
-from remat.execution.eager.saving import RanAgain, Recipe, Replay, Save, Tape, recipe_of, signature_of
+from remat.execution.eager.saving import RanAgain, Recipe, Replay, Save, Tape, recipe_of, signature_of, storage_of
 from remat.host.weights import HostWeights
 
 _RUNNING = ("running_mean", "running_var")
@@ -90,26 +89,38 @@ class RewriteOptions:
             yield
 
 
+@dataclasses.dataclass(frozen=True)
+class Moves:
+    """What a region has to do with the host in one forward and its backward.
+
+    event  what is fetched when it is recomputed      sends  of its saved nodes those whose values are sent
+    """
+
+    forward: Forward
+    event: NodeRef | None
+    sends: dict[int, OffloadRef]
+
+
 class RegionTape:
     """What one region records in forward and replays when it is recomputed.
 
     replaying  it is being recomputed for its own backward
     again      its nodes run another time: in that recomputation, or in that of the region around it
-    on_recomputation  called when it begins to be recomputed, if there is something to call
+    moves      what its region has to do with the host, if anything
 
     A random node whose generator is where the random node before it left it needs no state of its own: in the
     recomputation that is so again. The generator is put back when the recomputation ends.
     """
 
     __slots__ = (
-        *("_before", "_drawn_on", "_outer", "_saved", "_states"),
-        *("children", "on_recomputation", "options", "replaying"),
+        *("_before", "_drawn_on", "_outer", "_saved", "_sent", "_states"),
+        *("children", "moves", "options", "replaying"),
     )
 
-    def __init__(self, options: RewriteOptions, outer: RegionTape | None = None):
-        self.options = options
+    def __init__(self, options: RewriteOptions, outer: RegionTape | None = None, moves: Moves | None = None):
+        self.options, self.moves = options, moves
         self.replaying = False
-        self.on_recomputation: Callable[[], None] | None = None
+        self._sent: dict[int, torch.Tensor] = {}
         self.children: dict[int, RegionTape] = {}
         self._outer = outer
         self._drawn_on: torch.device | None = None  # whose generator is as the last random node left it
@@ -180,6 +191,29 @@ class RegionTape:
                 self._saved[key].note_versions()
 
     def _kept(self, key: int, function: Callable[..., Any], args: Any, kwargs: Any, recipes: Recipes) -> Any:
+        value = self._watched(key, function, args, kwargs, recipes)
+        if self.moves is not None and key in self.moves.sends:
+            self._sent[key] = value.detach()
+        return value
+
+    def send(self, moves: Moves) -> None:
+        """The region has run: what its saved nodes gave begins to leave."""
+        while self._sent:
+            key, value = self._sent.popitem()
+            self._saved[key].send(storage_of(value), moves.forward.keep)
+            moves.forward.send(moves.sends[key], value)
+
+    def fetch(self) -> None:
+        """The region begins to be recomputed: bring what is planned for it, and what it has saved, if not before."""
+        if self.moves is None:
+            return
+        if self.moves.event is not None:
+            self.moves.forward.fetch(self.moves.event)
+        for key in self.moves.sends:
+            if (tape := self._saved.get(key)) is not None:
+                tape.fetch()
+
+    def _watched(self, key: int, function: Callable[..., Any], args: Any, kwargs: Any, recipes: Recipes) -> Any:
         signature = signature_of(args, kwargs)
         if (recipe := recipes.get(signature)) is not None:
             value = function(*args, **kwargs)
@@ -217,8 +251,7 @@ class _Recomputation:
         self._tape = tape
 
     def __enter__(self) -> None:
-        if self._tape.on_recomputation is not None:
-            self._tape.on_recomputation()
+        self._tape.fetch()
         self._context = self._tape.options.context_of_recomputation()
         self._context.__enter__()
         self._tape.replaying = True
@@ -303,15 +336,21 @@ class _Body:
         )
 
 
-def _top_region(body: _Body, options: RewriteOptions, event: NodeRef | None, name: str) -> Callable[..., Any]:
-    """`event` where something is fetched from the host when it is recomputed."""
+def _top_region(
+    body: _Body, options: RewriteOptions, event: NodeRef | None, sends: dict[int, OffloadRef], name: str
+) -> Callable[..., Any]:
+    """`event` where something is fetched from the host when it is recomputed; `sends` of its saved nodes' values."""
 
     def call(*inputs: Any) -> Any:
         options.counts.regions += 1
-        tape = RegionTape(options)
-        if event is not None and options.offloader is not None:
-            tape.on_recomputation = functools.partial(options.offloader.forward.fetch, event)
-        return body.checkpointed(tape, inputs)
+        offloader = options.offloader
+        if offloader is None or (event is None and not sends):
+            return body.checkpointed(RegionTape(options), inputs)
+        moves = Moves(offloader.forward, event, sends)
+        tape = RegionTape(options, moves=moves)
+        value = body.checkpointed(tape, inputs)
+        tape.send(moves)
+        return value
 
     return with_name(call, name)
 
@@ -463,7 +502,7 @@ class _Rewriter:
                     self._offload(graph, range(ordinal, ordinal + 1), environment)
             elif ordinal == region.last:
                 self._call_region(graph, region, environment, None)
-                self._offload(graph, range(region.first, ordinal + 1), environment)
+                self._offload(graph, range(region.first, ordinal + 1), environment, region.saved)
         return self._module(graph)
 
     def _copy(self, graph: fx.Graph, node: fx.Node, environment: dict[fx.Node, fx.Node]) -> fx.Node:
@@ -479,12 +518,23 @@ class _Rewriter:
             running = _running(self._options.offloader, as_function(copy), saves, event)
             replace_target(copy, with_name(running, "offloading"))
 
-    def _offload(self, graph: fx.Graph, ordinals: range, environment: dict[fx.Node, fx.Node]) -> None:
-        """Behind a node or a region: send what was made there, and let go of what has been sent."""
+    def _offload(
+        self,
+        graph: fx.Graph,
+        ordinals: range,
+        environment: dict[fx.Node, fx.Node],
+        saved: frozenset[int] = frozenset(),
+    ) -> None:
+        """Behind a node or a region: send what was made there, and let go of what has been sent.
+
+        What the region has `saved` it sends itself.
+        """
         offloader = self._options.offloader
         if offloader is None:
             return
         for ordinal in ordinals:
+            if ordinal in saved:
+                continue
             for planned in self._offloads.values.get(ordinal, ()):
                 value = environment[self._nodes[ordinal]]
                 graph.call_function(with_name(_sent(offloader, planned), "send"), (value,))
@@ -503,7 +553,10 @@ class _Rewriter:
         name, arguments = f"region_{region.first}_{region.last}", [environment[n] for n in inputs]
         if tape is None:
             event = self._offloads.events.get(region.first)
-            call = graph.call_function(_top_region(body, self._options, event, name), tuple(arguments))
+            values = self._offloads.values
+            sends = {ordinal: planned for ordinal in region.saved for planned in values.get(ordinal, ())}
+            top = _top_region(body, self._options, event, sends, name)
+            call = graph.call_function(top, tuple(arguments))
         else:
             call = graph.call_function(_inner_region(body, region.first, name), (tape, *arguments))
         if len(outputs) == 1:

@@ -19,8 +19,8 @@ torch's selective checkpointing looks tensors up by operator and count and keeps
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_map
@@ -44,14 +44,47 @@ class _Argument:
         return tensor if self.layout is None else tensor.as_strided(*self.layout)
 
 
+class Away(Protocol):
+    """A tensor that may be on the host."""
+
+    def fetch(self) -> None:
+        """Take memory for it on the device, and begin to bring it back."""
+
+    def value(self) -> torch.Tensor:
+        """It, on the device."""
+
+
 class _Kept:
     """A tensor as an operator gave it, apart from autograd, and its version when the node had ended."""
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ("_away", "_tensor", "version")
 
     def __init__(self, tensor: torch.Tensor):
-        self.tensor = tensor
+        self._tensor: torch.Tensor | None = tensor
+        self._away: Away | None = None
         self.version = tensor._version
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        if self._tensor is None:
+            assert self._away is not None
+            self._tensor, self._away = self._away.value(), None
+            self.version = self._tensor._version
+        return self._tensor
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether somebody has written to it since."""
+        return self.tensor._version != self.version
+
+    def send(self, pack: Callable[[torch.Tensor], Away]) -> None:
+        """Leave it to what `pack` makes of it, until it is asked for."""
+        self._away, self._tensor = pack(self.tensor), None
+
+    def fetch(self) -> None:
+        """Begin to bring it back."""
+        if self._away is not None:
+            self._away.fetch()
 
 
 class Tape:
@@ -64,10 +97,22 @@ class Tape:
 
     __slots__ = ("kept", "results", "writes")
 
+    def send(self, storage: int, pack: Callable[[torch.Tensor], Away]) -> None:
+        """Leave what is kept in `storage` to what `pack` makes of it."""
+        self.require_unchanged()
+        for kept in self.kept:
+            if storage_of(kept.tensor) == storage:
+                kept.send(pack)
+
     def __init__(self) -> None:
         self.results: list[tuple[Any, Any]] = []
         self.kept: list[_Kept] = []
         self.writes = False
+
+    def fetch(self) -> None:
+        """Begin to bring back what has been sent."""
+        for kept in self.kept:
+            kept.fetch()
 
     def note_versions(self) -> None:
         """From now on, whoever writes to what is kept changes it. A replay's own writes advance versions too."""
@@ -76,7 +121,7 @@ class Tape:
 
     def require_unchanged(self) -> None:
         for kept in self.kept:
-            if kept.tensor._version != kept.version:
+            if kept.is_changed:
                 func = next(func for func, value in self.results if any(k is kept for k in _kept_in(value)))
                 raise RematError(
                     f"the output of {func}, which a region saved, was changed in place before its backward, "
@@ -91,7 +136,7 @@ def _apart(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def storage_of(tensor: torch.Tensor) -> int:
     """What tells the storage of `tensor` from all others alive; sparse tensors have none, and share with nobody."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
@@ -120,7 +165,7 @@ class Save(LeanMode):
         if traits.makes_nothing:
             return out
         if func is _CAST:
-            self._made.add(_storage(out))
+            self._made.add(storage_of(out))
             return out
         if traits.writes:
             self.tape.writes = True
@@ -136,14 +181,14 @@ class Save(LeanMode):
 
     def _require_own(self, func: Any, args: Any, kwargs: Any) -> None:
         """Refuse a write to what the node did not make: it can be neither left out nor repeated."""
-        own = {_storage(kept.tensor) for kept in self.tape.kept} | self._made
-        if any(_storage(tensor) not in own for tensor in written(func, args, kwargs)):
+        own = {storage_of(kept.tensor) for kept in self.tape.kept} | self._made
+        if any(storage_of(tensor) not in own for tensor in written(func, args, kwargs)):
             raise RematError(
                 f"operator {func} writes to a value that its node did not make, and so the node cannot be saved; "
                 "take it out of the plan's saves."
             )
         returned = any(returned.alias_info is None for returned in func._schema.returns)
-        if returned and any(_storage(tensor) in self._made for tensor in written(func, args, kwargs)):
+        if returned and any(storage_of(tensor) in self._made for tensor in written(func, args, kwargs)):
             raise RematError(
                 f"operator {func} returns a value and writes to a cast besides, and so its node cannot be saved; "
                 "take it out of the plan's saves."
@@ -160,11 +205,11 @@ def _encoded(func: Any, out: Any, args: Any, kwargs: Any, into: list[_Kept]) -> 
             return leaf
         if id(leaf) in seen:
             return seen[id(leaf)]
-        storage = _storage(leaf)
+        storage = storage_of(leaf)
         for index, argument in enumerate(given):
             if argument is leaf:
                 return _Argument(index)
-            if _storage(argument) == storage:
+            if storage_of(argument) == storage:
                 if argument.dtype != leaf.dtype:
                     raise RematError(
                         f"operator {func} returns its argument's memory as another dtype without saying so, and so its "
@@ -230,7 +275,7 @@ def recipe_of(save: Save, value: Any) -> Recipe | None:
     if save.drawn or save.has_cast or tape.writes or len(tape.kept) != 1 or type(value) is not torch.Tensor:
         return None
     tensor = tape.kept[0].tensor
-    if tensor.dtype != value.dtype or _storage(tensor) != _storage(value):
+    if tensor.dtype != value.dtype or storage_of(tensor) != storage_of(value):
         return None
     if not all(isinstance(result, (_Kept, _Argument)) for _, result in tape.results):
         return None
@@ -257,9 +302,9 @@ class RanAgain(LeanMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **kwargs) if kwargs else func(*args)
         if func is _CAST:
-            self._made.add(_storage(out))
+            self._made.add(storage_of(out))
         elif not makes_nothing(func):
-            writes = [_storage(tensor) in self._made for tensor in written(func, args, kwargs)]
+            writes = [storage_of(tensor) in self._made for tensor in written(func, args, kwargs)]
             self.found = self.found or not writes or not all(writes)
         return out
 
@@ -276,7 +321,7 @@ class Replay(LeanMode):
         tape.require_unchanged()
         self._again = again
         # Storages of what is kept; only writes ask for them.
-        self._final = {_storage(kept.tensor) for kept in tape.kept} if tape.writes else set()
+        self._final = {storage_of(kept.tensor) for kept in tape.kept} if tape.writes else set()
         self._results = tape.results[::-1]  # a result that is handed out is let go
         if not again:
             tape.results.clear()
@@ -288,10 +333,10 @@ class Replay(LeanMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         if func is _CAST:
             out = func(*args, **kwargs) if kwargs else func(*args)
-            self._final.discard(_storage(out))  # what had this address before is no more
+            self._final.discard(storage_of(out))  # what had this address before is no more
             return out
         value = self._next(func) if traits.returns else None
-        if traits.writes and any(_storage(t) not in self._final for t in written(func, args, kwargs)):
+        if traits.writes and any(storage_of(t) not in self._final for t in written(func, args, kwargs)):
             func(*args, **(kwargs or {}))
         if type(value) is _Kept:
             return self._given_back(value)
