@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from remat.costing.profile import Profile
 from remat.errors import Infeasible, PlanMismatch, UsageError
 from remat.evaluation.graph import Graph
 from remat.evaluation.plan import Plan, Region
+from remat.execution.apply import planned_forward
 from remat.execution.executions import load
 from remat.host import weights as module
 from remat.host.copies import Copies, InstantCopies
@@ -39,7 +41,9 @@ from remat.workload.target import TARGETS
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 from tests.examples import examples
+from tests.fuzzing import sensible
 from tests.offloads import Fault, LateCopies
+from tests.random_models import regions
 from tests.toys import (
     CHOICES,
     TRANSFORMER,
@@ -116,6 +120,21 @@ def test_gradients_are_bitwise_however_late_copies_are_and_whatever_is_recompute
         pairs = zip(gradients(plain, workload.autocast), gradients(model, workload.autocast), strict=True)
         assert all(torch.equal(left, right) for left, right in pairs)
     assert max(most) == AT_ONCE
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("workload", [FROZEN, FROZEN_BF16], ids=["fp32", "amp"])
+def test_gradients_are_bitwise_under_many_random_plans(workload: Workload) -> None:
+    graph, plain = graph_of(workload), frozen()
+    model = on_host(copy.deepcopy(plain), plan_by_hand(graph, ()), LateCopies())
+    expected, planned = gradients(plain, workload.autocast), planned_forward(model)
+    draw = random.Random(0)
+    for number in range(examples(150, 1000)):
+        made = plan_by_hand(graph, sensible(graph, regions(draw, graph)))
+        planned.plan = dataclasses.replace(made, about={**made.about, "weights_on_host": LAYERS})
+        planned.watch(observe=False)
+        pairs = zip(expected, gradients(model, workload.autocast), strict=True)
+        assert all(torch.equal(left, right) for left, right in pairs), f"plan {number}"
 
 
 def around_layers(graph: Graph) -> list[Region]:
