@@ -567,6 +567,32 @@ def test_relief_grows_in_forward_and_shrinks_in_backward_and_floors_grow_to_it()
     assert not any(posed(graph, AMPLE, full).floor_bytes)
 
 
+@pytest.mark.parametrize("share", [0.2, 0.5, 1.0, 2.0])
+@pytest.mark.parametrize("choice", ["nothing", "every-block", "half-saved", "nested", "saved-matmuls"])
+def test_no_more_is_off_the_device_than_relief_allows(choice: str, share: float) -> None:
+    """At any operator: what the link has carried when its node began, what it can still bring back from it on."""
+    _, graph = toy()
+    regions, times_us, memory = tuple(CHOICES[choice](graph)), priced(graph), Memory(graph)
+    link = link_that_carries(graph, share)
+    without = memory.curve(regions)
+    moved = memory.offloading(all_offloads(memory, regions, times_us, link)).curve(regions)
+    off = without.alive_bytes - moved.alive_bytes
+    again_us = np.where(without.executed & (without.region >= 0), times_us[without.op], 0.0)
+    again_us = np.cumsum(again_us[::-1])[::-1]
+    relief = Relief(graph, times_us, link, float(again_us[0]))
+    allowed = [
+        relief.in_forward[op] if op < graph.forward_end else relief.in_backward(op, left_us)
+        for op, left_us in zip(without.op.tolist(), again_us.tolist(), strict=True)
+    ]
+    stepping = (without.region < 0) & (without.op < graph.backward_end)
+    assert (off[stepping] <= np.array(allowed)[stepping]).all()
+    assert off.max() > 0 and off.max() <= relief.most_bytes
+    backward = stepping & (without.op >= graph.forward_end)
+    left_us = np.array([times_us[op : graph.backward_end].sum() for op in without.op[backward].tolist()])
+    brings = np.ceil(link.bytes_per_us * (left_us + again_us[backward]))
+    np.testing.assert_allclose(np.array(allowed)[backward], brings, atol=1)
+
+
 def test_who_recomputes_for_less_gives_the_link_less_time_to_bring_things_back() -> None:
     _, graph = toy()
     link, times_us = link_that_carries(graph, 1.0), priced(graph)

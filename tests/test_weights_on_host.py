@@ -253,6 +253,40 @@ def test_weights_that_are_brought_back_may_be_changed(device: str | None) -> Non
     assert all(torch.equal(left, right) for left, right in zip(gradients(plain), gradients(model), strict=True))
 
 
+def test_weights_for_which_there_is_no_room_stay_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, model = frozen(), remat.offload_weights(frozen(), LAYERS)
+    with pytest.raises(RuntimeError, match="nonsense"):
+        bring_weights_back(model, "nonsense")
+    monkeypatch.setattr(module._Moved, "fetch", failing_at(3, module._Moved.fetch))
+    with pytest.raises(torch.OutOfMemoryError):
+        bring_weights_back(model)
+    assert here(model) == 0
+    with torch.no_grad():
+        assert torch.equal(model.eval()(BATCHES[0][0]), plain.eval()(BATCHES[0][0]))
+    bring_weights_back(model, "cpu:0")
+    assert all(torch.equal(left, right) for left, right in zip(plain.parameters(), model.parameters(), strict=True))
+
+
+def test_weights_brought_back_under_a_plan_are_there_and_the_plan_says_so() -> None:
+    plain, model = frozen(), on_host(frozen(), plan_for(FROZEN))
+    gradients(model)
+    loss = model(*BATCHES[0])
+    bring_weights_back(model)
+    loss.backward()
+    with pytest.raises(UsageError, match=r"brought back: take the plan out \(`remat.remove`\)"):
+        model(*BATCHES[0])
+    remat.remove(model)
+    assert all(torch.equal(left, right) for left, right in zip(plain.parameters(), model.parameters(), strict=True))
+    assert all(torch.equal(left, right) for left, right in zip(gradients(plain), gradients(model), strict=True))
+
+
+def test_a_module_in_the_model_brings_all_of_its_weights_back() -> None:
+    plain: Any = frozen()
+    model: Any = remat.offload_weights(frozen(), LAYERS)
+    bring_weights_back(model.layers[0])
+    assert all(torch.equal(left, right) for left, right in zip(plain.parameters(), model.parameters(), strict=True))
+
+
 def test_without_a_plan_layers_bring_what_they_use_and_have_no_backward() -> None:
     model = remat.offload_weights(frozen(), LAYERS)
     with pytest.raises(UsageError, match=r"weights of layers\.0 are on the host, and come back in backward only where"):

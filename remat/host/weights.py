@@ -72,10 +72,14 @@ def bring_weights_back(model: _Model, device: torch.device | str | None = None) 
 
     device  where those weights are then, by default where they are computed with. What is larger than that device goes
             to "cpu", the rest of the model with it: `remat.bring_weights_back(model, "cpu").to("cpu")`
+
+    Where there is no room for them, torch.OutOfMemoryError is raised, and they are on the host as before.
     """
-    for module in list(model.modules()):
-        if (found := _on_host.pop(module, None)) is not None:
-            found.bring_back(None if device is None else torch.device(device))
+    where, modules = None if device is None else torch.device(device), set(model.modules())
+    for owner, found in list(_on_host.items()):
+        if owner in modules or any(layer.module in modules for layer in found.layers):
+            found.bring_back(where)
+            del _on_host[owner]
     return model
 
 
@@ -244,9 +248,11 @@ class _Moved:
             self.wait()
             self.show()
         else:
-            with unseen():
-                self._set([torch.empty_like(place, device=device).copy_(place) for place in self._places()])
+            self._set([torch.empty_like(place, device=device).copy_(place) for place in self._places()])
             self.let_go()
+
+    def uninstall(self) -> None:
+        """Undo `install`."""
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -295,6 +301,7 @@ class HostWeights:
     """The weights of a model that are on the host; see `offload_weights`.
 
     fetched  how often a layer's weights were copied to the device
+    is_back  they were brought back for good
     """
 
     def __init__(self, model: nn.Module, layers: int, device: torch.device | None = None, copies: Copies | None = None):
@@ -310,7 +317,7 @@ class HostWeights:
         self._in_backward = -1, range(0)  # the layer, and autograd's numbers of the nodes that use it
         self._ends_with_backward = False
         self._around: list[Any] = []
-        self.fetched = 0
+        self.fetched, self.is_back = 0, False
         for moved in self._moved:
             moved.install()
         self._bring_when_called()
@@ -327,6 +334,8 @@ class HostWeights:
 
     def use(self, number: int) -> None:
         """Have the weights of layer `number` there, for what compute does until another's are asked for."""
+        if self.is_back:
+            return
         if self._used[-1:] != (number,):
             self._bring(number)
         if number not in self._shown:
@@ -393,6 +402,11 @@ class HostWeights:
     @contextlib.contextmanager
     def planned(self) -> Iterator[None]:
         """Around a forward whose nodes say what they use."""
+        if self.is_back:
+            raise UsageError(
+                "weights that the plan of this model counts on being on the host were brought back: take the plan out "
+                "(`remat.remove`), or bring them there and apply it again."
+            )
         self._ends_with_backward = False
         while self._around:
             self._around.pop().remove()
@@ -412,8 +426,11 @@ class HostWeights:
             self._hide()
             self._bring_when_called()
 
-    def _hide(self) -> None:
-        for number in self._shown:
+    def _hide(self, numbers: Iterable[int] | None = None) -> None:
+        """Let weights be no number: those that are shown, or of layers `numbers`."""
+        if self.is_back:
+            return
+        for number in self._shown if numbers is None else numbers:
             self._moved[number].hide()
         self._shown.clear()
 
@@ -437,13 +454,25 @@ class HostWeights:
 
     def rest(self) -> None:
         """Let go of what is on the device, until it is used again."""
+        if self.is_back:
+            return
         for number in self._here:
             self._moved[number].let_go()
         self._here, self._used = [], ()
 
     def bring_back(self, device: torch.device | None = None) -> None:
         """Have all of it on `device` for good, by default where it is computed with."""
+        try:
+            for moved in self._moved:
+                moved.bring_back(device)
+        except BaseException:
+            self._hide(range(len(self._moved)))
+            for moved in self._moved:
+                moved.let_go()
+            self._here, self._used = [], ()
+            raise
+        self.is_back = True
         while self._around:
             self._around.pop().remove()
         for moved in self._moved:
-            moved.bring_back(device)
+            moved.uninstall()

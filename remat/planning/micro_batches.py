@@ -475,7 +475,7 @@ class MicroBatches:
         if peak is None:
             peak = memory.curve(regions).peak_bytes if solution.offloads else peak_of(problem, strategy, regions)
         plain_us = self._time_us(window, ())
-        time_us = self._time_us(window, regions, form) + window.accumulation * solution.stall_us
+        time_us = self._time_us(window, regions, form) + self._stall_us(window, strategy, solution)
         return Candidate(
             strategy=strategy,
             micro_batch=window.micro_batch,
@@ -489,6 +489,13 @@ class MicroBatches:
             slices=max((chunk.slices for chunk in form.chunks), default=0),
             offloaded_bytes=int(sum(sizes[each.storage] for each in solution.offloads)),
         )
+
+    def _stall_us(self, window: Window, strategy: str, solution: Solution) -> float:
+        """What all micro-batches wait for copies."""
+        if not solution.stall_us or window.last == window.micro_batch:
+            return window.accumulation * solution.stall_us
+        last = self._whole(_even_window(window.last, accumulates=True), strategy)
+        return (window.accumulation - 1) * solution.stall_us + last.stall_us
 
     def _time_us(self, window: Window, regions: tuple[Region, ...], form: Form = CAPTURED) -> float:
         """Time of one optimizer step: the full micro-batches, the last one, and the optimizer."""

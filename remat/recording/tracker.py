@@ -57,12 +57,16 @@ _PLAIN = {torch.ops.aten.log_sigmoid_forward.default, torch.ops.aten.glu_backwar
 
 @dataclasses.dataclass
 class TrackedStorage:
-    """One allocation: bytes, first and last operator of its life, the operator kind that made it."""
+    """One allocation: bytes, first and last operator of its life, the operator kind that made it.
+
+    between  it came into being between two operators, and may be gone before the second
+    """
 
     size_bytes: int
     birth: int
     death: int | None = None
     cast: bool = False
+    between: bool = False
 
 
 class Moment(NamedTuple):
@@ -171,13 +175,13 @@ class Tracker(UnseenMode):
         storage = tensor.untyped_storage()
         return id(storage) not in self._ids and storage.nbytes() > 0
 
-    def _follow(self, tensor: torch.Tensor, op: int, *, cast: bool) -> None:
+    def _follow(self, tensor: torch.Tensor, op: int, *, cast: bool, between: bool = False) -> None:
         storage = tensor.untyped_storage()
         key = id(storage)
         if key in self._ids:  # two outputs of one operator, one storage
             return
         self._ids[key] = len(self.storages)
-        tracked = TrackedStorage(self._rounded(storage.nbytes()), op, cast=cast)
+        tracked = TrackedStorage(self._rounded(storage.nbytes()), op, cast=cast, between=between)
         self.storages.append(tracked)
         weakref.finalize(storage, self._died, key, tracked).atexit = False
 
@@ -188,7 +192,7 @@ class Tracker(UnseenMode):
             tensor = torch.empty(elements, dtype=dtype, device=device)
         finally:
             self.paused = False
-        self._follow(tensor, self.op_count, cast=False)
+        self._follow(tensor, self.op_count, cast=False, between=True)
         return tensor
 
     def elsewhere(self, size_bytes: int) -> torch.Tensor:
@@ -258,7 +262,7 @@ class Tracker(UnseenMode):
 
     def _died(self, key: int, tracked: TrackedStorage) -> None:
         last = self.op_count - (2 if tracked is self._taken_over else 1)
-        tracked.death = max(last, tracked.birth)
+        tracked.death = max(last, tracked.birth - tracked.between)
         del self._ids[key]
 
     def bytes_of(self, tensor: torch.Tensor) -> int:
