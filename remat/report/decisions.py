@@ -141,7 +141,7 @@ def _leaves(profile: Profile, regions: Sequence[Region], offloads: Sequence[Offl
 
 def _decision(graph: Graph, node: int, saved: bool, again: bool, on_host: bool, held: bool) -> Decision:
     if saved:
-        return "saved"
+        return "offloaded" if on_host else "saved"
     if again:
         return "recomputed"
     if on_host:
