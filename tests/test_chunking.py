@@ -9,8 +9,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import math
+import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,7 +43,7 @@ from remat.formulation.solution import Limits
 from remat.planning import variants
 from remat.planning.planner import plan, plan_profile
 from remat.planning.profiling import fake_step, profile_step
-from remat.planning.search import Judge
+from remat.planning.search import Draft, Judge
 from remat.planning.variants import why_whole
 from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
@@ -51,7 +53,7 @@ from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 from tests.cached import cached
 from tests.examples import examples
-from tests.toys import CPU, Block
+from tests.toys import CPU, TRANSFORMER, Block, graph_of, plan_by_hand
 
 pytestmark = [pytest.mark.usefixtures("fresh_dynamo", "one_thread"), pytest.mark.every_slice]
 
@@ -753,3 +755,37 @@ def test_slices_are_all_rows_once_and_nearly_equal(first: int, rows: int, most: 
     assert [row for each in found for row in range(each.start, each.stop)] == list(range(first, first + rows))
     sizes = [each.stop - each.start for each in found]
     assert max(sizes) - min(sizes) <= (2 * ALIGNED_ROWS if min(sizes) >= 7 * ALIGNED_ROWS else 1)
+
+
+class TwoVariants:
+    """Of a step that has a loss to cut, in one slice and in two."""
+
+    fuse, rows_us = False, math.inf
+
+    def __iter__(self) -> Iterator[Any]:
+        profile = types.SimpleNamespace(costs=types.SimpleNamespace(source="estimated"))
+        for slices in (1, 2):
+            form, untouched = Form((Chunk(0, 0, slices),)), {"peak_bytes": 1, "step_time_us": 1000.0}
+            yield types.SimpleNamespace(form=form, profile=profile, extra_us=0.0, untouched=untouched)
+
+
+def test_a_variant_that_may_be_better_still_is_searched_once_more_and_the_bound_is_that_of_all() -> None:
+    made, asked = plan_by_hand(graph_of(TRANSFORMER), ()), []
+    quick = {1: (110.0, 20.0), 2: (100.0, 90.0)}  # objective and bound, by slices
+    patient = {1: (112.0, 105.0), 2: (99.0, 97.0)}
+
+    def attempt(variant: variants.Variant, time_s: float, before: Plan | None) -> Draft:
+        (head,) = variant.form.chunks
+        asked.append((head.slices, time_s))
+        objective_us, bound_us = (quick if time_s == variants.QUICK_S else patient)[head.slices]
+        solver: Any = {**made.solver, "status": "feasible", "objective_us": objective_us, "bound_us": bound_us}
+        found = dataclasses.replace(made, solver=solver)
+        return Draft(found, lambda: found)
+
+    def whole() -> Draft:
+        raise Infeasible("too much", minimum_budget_bytes=1)
+
+    both: Any = TwoVariants()
+    found = variants.fastest(whole, both, attempt)
+    assert asked == [(1, 3.0), (2, 3.0), (2, 12.0), (1, 12.0)]
+    assert (found.solver["objective_us"], found.solver["bound_us"]) == (99.0, 97.0)

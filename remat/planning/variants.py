@@ -8,7 +8,8 @@ Rule 1  A plan's price is what its step takes more than the captured one: what i
         (smaller kernels, gradients added up), less what fusing saves. It may be negative.
 Rule 2  More slices cost more, where costs are estimated. So where slices alone cost as much as the best plan so far, no
         finer ones are tried, and the bound of all of them is that cost. Where nothing needs to be recomputed, none are.
-Rule 3  Every variant is searched for a few seconds, and the best of them once more, for longer.
+Rule 3  Every variant is searched for a few seconds, and the best of them once more, for longer; and so are a few others
+        that may be better still, by their bounds.
 Rule 4  On a device at hand, only as many slices are tried as leave every row's gradient bitwise what it was.
 Rule 5  Another form is taken where it is worth it: unless nothing else fits, by `WORTH` of the step.
 Rule 6  Where groups may be fused they are, in every variant.
@@ -47,7 +48,8 @@ WIDE, MOST_ROW_SLICES = 1 << 25, 32  # numbers of the widest value in a slice of
 BESIDE_ROWS = (4, 16)  # slices of the loss there
 LARGE = 0.01  # of the peak: smaller logits are left whole
 WORTH = 0.01  # of the step without checkpointing
-QUICK_S, PATIENCE_S = 3.0, 12.0  # for the plan of a variant, at first and where it is the best
+QUICK_S, PATIENCE_S = 3.0, 12.0  # for the plan of a variant, at first and once more
+MOST_AGAIN, OPEN = 3, 0.01  # variants once more beside the best, where their bounds are lower by so much of its price
 
 
 @dataclasses.dataclass(frozen=True)
@@ -328,6 +330,7 @@ class _Tried:
     draft: Draft
     plan: Plan = dataclasses.field(init=False)
     is_judged: bool = False
+    least_us: float = -math.inf  # what another search of it has proved
 
     def __post_init__(self) -> None:
         self._take(self.draft.plan)
@@ -343,6 +346,10 @@ class _Tried:
     @property
     def price_us(self) -> float:
         return float(self.plan.solver["objective_us"])
+
+    @property
+    def bound_us(self) -> float:
+        return max(self.least_us, float(self.plan.solver["bound_us"]))
 
 
 class _Search:
@@ -376,7 +383,7 @@ class _Search:
     @property
     def bound_us(self) -> float:
         """What every plan of every variant costs at least."""
-        return min([*self.bounds_us, *(tried.plan.solver["bound_us"] for tried in self._plans)])
+        return min([*self.bounds_us, *(tried.bound_us for tried in self._plans)])
 
     @property
     def least_us(self) -> float:
@@ -409,7 +416,7 @@ class _Search:
 
     def _drop(self, tried: _Tried, error: Infeasible | NoPlanInTime) -> None:
         self.refused.append(error)
-        self.bounds_us.append(tried.plan.solver["bound_us"])
+        self.bounds_us.append(tried.bound_us)
         if tried is self.untouched:
             self.untouched = None
         else:
@@ -426,10 +433,25 @@ class _Search:
         elif self._variants.rows_us:
             self.bounds_us.append(self._variants.rows_us)
         best = min(self.tried, key=lambda tried: tried.price_us, default=None)
-        if best is None or best.plan.solver["status"] == "optimal" or self._is_over():
+        if best is None:
             return
-        if best.variant is not None and self._try(best.variant, PATIENCE_S, best.plan):
-            self.tried.remove(max(best, self.tried[-1], key=lambda tried: tried.price_us))
+        self._again(best)
+        price_us = self._price_to_beat_us
+        others = [
+            tried for tried in self.tried if tried.bound_us < price_us - OPEN * max(price_us - self.least_us, 0.0)
+        ]
+        others = sorted((tried for tried in others if tried.variant is not best.variant), key=lambda t: t.bound_us)
+        for tried in others[:MOST_AGAIN]:
+            self._again(tried)
+
+    def _again(self, tried: _Tried) -> None:
+        """Search a variant once more, for longer."""
+        if tried.variant is None or tried.plan.solver["status"] == "optimal" or self._is_over():
+            return
+        if self._try(tried.variant, PATIENCE_S, tried.plan):
+            better, worse = sorted((tried, self.tried[-1]), key=lambda each: each.price_us)
+            better.least_us = max(tried.bound_us, self.tried[-1].bound_us)
+            self.tried.remove(worse)
 
     @property
     def _price_to_beat_us(self) -> float:
