@@ -177,7 +177,7 @@ SLOW_COMMANDS = {
     "remat plan --trainer train.py:make_trainer --budget 20GiB": "test_trainers.py plans for a Trainer",
     "remat sweep --model gpt2 --plot gpt2.html": "another sweep is run, and test_cli.py plots one",
     "remat fit --model gpt2 --budget 20GiB --global-batch 256": "a fit; `--max-batch` is another",
-    "remat compare --model gpt2 --budget 20GiB --target h100-80gb --offload activations --exact": "offloads for all",
+    "remat fit --model gpt2 --budget 12GiB --global-batch 32 --target h100-80gb --offload activations": "a fit",
     "remat doctor run.pickle --plan gpt2.plan.json": "test_doctor.py",
     "remat report gpt2.plan.json gpt2.curve.json --out report.html": "test_report.py, and a report of a plan alone",
     "remat validate gpt2.plan.json": "test_validating.py and test_cli.py",

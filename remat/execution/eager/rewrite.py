@@ -197,11 +197,11 @@ class RegionTape:
         return value
 
     def send(self, moves: Moves) -> None:
-        """The region has run: what its saved nodes gave begins to leave."""
-        while self._sent:
-            key, value = self._sent.popitem()
+        """The region has run: what its saved nodes gave begins to leave, in the order in which it was made."""
+        for key, value in self._sent.items():
             self._saved[key].send(storage_of(value), moves.forward.keep)
             moves.forward.send(moves.sends[key], value)
+        self._sent.clear()
 
     def fetch(self) -> None:
         """The region begins to be recomputed: bring what is planned for it, and what it has saved, if not before."""
