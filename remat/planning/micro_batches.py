@@ -329,9 +329,13 @@ class MicroBatches:
             found = self.profile(*key)
             captured = self._problems.get((*_key(window), CAPTURED))
             space = self.how.space(found.graph)
-            link = self._link and beside_state(self._link, found.graph, self._link.host_bytes)
+            link = self._link_beside(found.graph)
             self._problems[key] = self.how.pose(found, space, self.budget.limit_bytes, link, like=captured)
         return self._problems[key]
+
+    def _link_beside(self, graph: Graph) -> Link | None:
+        """The link, with the room that the optimizer's state leaves on the host."""
+        return None if self._link is None else beside_state(self._link, graph, self._link.host_bytes)
 
     def judge(self, window: Window) -> Judge | None:
         """What replays plans at this size, where the evaluator does not know what they need."""
@@ -517,7 +521,7 @@ class MicroBatches:
         """The plan at a micro-batch, recorded at that size, solved and replayed."""
         profile, step = self.recorded(window.micro_batch, window.accumulation)
         self.on_try(f"solving micro-batch {window.micro_batch}")
-        link = self._link and beside_state(self._link, profile.graph, self._link.host_bytes)
+        link = self._link_beside(profile.graph)
         how: dict[str, Any] = {"execution": self.how, "exact": self.leaves_whole, "link": link}
         return plan_profile(profile, self.budget, limits=self._given_limits, step=step, **how)
 

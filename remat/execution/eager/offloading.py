@@ -216,7 +216,7 @@ class Forward:
         kept = tensor.detach()  # an output that its own gradient function keeps would hold that function
         if is_wrapper(tensor) or tensor.layout is not torch.strided or tensor.is_neg():
             return kept
-        packed = self._packed(kept, self._event)
+        packed = self.keep(kept, self._event)
         if (planned := self._saves.get(count)) is not None and not isinstance(tensor, torch.nn.Parameter):
             self._due.append((planned, kept))
         return packed
@@ -229,11 +229,8 @@ class Forward:
             packed.forward.fetch(packed.event)
         return packed.value()
 
-    def keep(self, tensor: Tensor) -> _Packed:
-        """What a region has in place of a tensor that it has saved."""
-        return self._packed(tensor, None)
-
-    def _packed(self, tensor: Tensor, event: NodeRef | None) -> _Packed:
+    def keep(self, tensor: Tensor, event: NodeRef | None = None) -> _Packed:
+        """What autograd, or a region that has saved `tensor`, has in place of it; asking for it is `event`."""
         parcel = self._parcel_of(tensor)
         packed = _Packed(tensor, parcel, self, event)
         parcel.packed.append(weakref.ref(packed))
