@@ -12,6 +12,7 @@ from torch import Tensor
 
 from remat.evaluation.plan import Offload
 from remat.host.copies import InstantCopies, unseen
+from remat.offloading.schedule import offload
 from remat.offloading.timeline import Timeline
 
 Fault = Literal["lets go before the copy out", "uses before the copy back", "brings back before it is out"]
@@ -28,10 +29,10 @@ def random_offloads(draw: random.Random, timeline: Timeline, share: float = 0.5)
     found = []
     for candidate in timeline.candidates:
         ready = timeline.ready_at(candidate)
-        borders = [node for op, node in timeline.borders if op >= max(candidate.local_end, ready)]
+        borders = [border for border in timeline.borders if border.op >= max(candidate.local_end, ready)]
         if borders and timeline.events and draw.random() < share:
             _, event = draw.choice(timeline.events)
-            found.append(Offload(candidate.storage, draw.choice(borders), event))
+            found.append(offload(candidate, draw.choice(borders), event))
     return tuple(sorted(found))
 
 

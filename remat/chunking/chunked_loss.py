@@ -55,12 +55,14 @@ class Watch:
     unseen   what they run under, forward and backward: their kernels are others than the untouched step's
     known    what a part of a forward runs under, of which another one with an equal argument does the same, on tensors
              of the same shapes; gives whether it need not be run for that
+    behind_slice  called in forward behind every slice but the last, with how many there were
     on_sums  called in forward with a head, what it was given and the sums that it made
     on_backward  called with a head and the gradient of its loss
     """
 
     unseen: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     known: Callable[[Hashable], contextlib.AbstractContextManager[bool]] = _anew
+    behind_slice: Callable[[int], None] | None = None
     on_sums: Callable[[ChunkedLoss, Given, Sums], None] | None = None
     on_backward: Callable[[ChunkedLoss, Tensor], None] | None = None
 
@@ -154,7 +156,9 @@ class ChunkedLoss:
         of_rows = torch.empty_like(rows) if for_rows else None
         of_weight, of_bias = _Sum(given.weight.dtype), _Sum(given.weight.dtype)
         losses = by_row = None
-        for cut in slices_of(rows.shape[0], self.slices):
+        for number, cut in enumerate(slices_of(rows.shape[0], self.slices)):
+            if number and self.watch.behind_slice is not None:
+                self.watch.behind_slice(number)
             with self._part("slice", cut) as is_known:
                 if is_known:
                     continue

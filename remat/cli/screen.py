@@ -28,7 +28,7 @@ from remat.evaluation.graph import CHUNKED_ROWS, NOT_UNTRACED
 from remat.units import gib, ms
 
 if TYPE_CHECKING:
-    from remat.evaluation.plan import NodeRef, Plan, RegionRef
+    from remat.evaluation.plan import NodeRef, OffloadRef, Plan, RegionRef
 
 DEBUG = "REMAT_DEBUG"  # set in the environment: nothing is kept off the screen
 INDENT = "  "
@@ -316,12 +316,16 @@ def offloads_text(plan: Plan) -> str:
             f"offload {number}",
             gib(each.size_bytes),
             f"{_place_of(each.node)}{'' if each.save is None else ' (saved there)'}",
-            f"let go after {_place_of(each.release)}",
+            f"let go after {_slice_of(each)}{_place_of(each.release)}",
             f"fetched for {_place_of(each.fetch)}",
         )
         for number, each in enumerate(plan.offloads, start=1)
     ]
     return aligned(rows)
+
+
+def _slice_of(planned: OffloadRef) -> str:
+    return f"slice {planned.after_slices} of " if planned.after_slices else ""
 
 
 def _region_lines(region: RegionRef, title: str, indent: str) -> list[str]:

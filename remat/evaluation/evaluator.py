@@ -598,7 +598,8 @@ class Memory:
         fetches = np.array([self.event(recomputations, position, each.fetch) for each in self.offloads])
         asked = self.first_requests(regions, recomputations, position)[storage]
         last = death[storage]
-        death[storage] = self.node_end[[each.release for each in self.offloads]] - 1
+        nodes = self.graph.nodes
+        death[storage] = [nodes[each.release].end_after(each.after_slices) - 1 for each in self.offloads]
         return storage, np.minimum(fetches, asked), last
 
     def event(self, recomputations: list[Recomputation], position: _Position, node: int) -> int:

@@ -71,6 +71,7 @@ class Node:
                    without taking them as inputs
     reused_at      operators before which those copies would be made otherwise
     anchor, tensors, draws, made_bytes  see `identity.NodeId`
+    slice_ends     of a loss in slices: how many operators have run when each of them ends, but for the last
     """
 
     name: str
@@ -94,6 +95,15 @@ class Node:
     tensors: int = UNKNOWN
     draws: bool = False
     made_bytes: int = 0
+    slice_ends: tuple[int, ...] = ()
+
+    def end_after(self, slices: int) -> int:
+        """How many operators have run when so many of its slices have; 0 stands for the whole node."""
+        return self.slice_ends[slices - 1] if slices else self.end
+
+    def to_json(self) -> list[Any]:
+        *row, slice_ends = dataclasses.astuple(self)
+        return [*row, slice_ends] if slice_ends else row  # files without are read by older versions
 
 
 _BLOCK = re.compile(r"^(.*?\.)?\d+(?=\.|$)")
@@ -293,7 +303,7 @@ class Graph:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "nodes": [dataclasses.astuple(node) for node in self.nodes],
+            "nodes": [node.to_json() for node in self.nodes],
             "kinds": [dataclasses.astuple(kind) for kind in self.kinds],
             "op_kind": self.op_kind.tolist(),
             "op_node": self.op_node.tolist(),

@@ -6,8 +6,8 @@ the name and the module path beside it for a person to read. What stands at that
 
 File version 1 has no identities; such a plan applies to a graph of the same names and wiring. Versions 1 and 2 say in
 two fields how a plan executes (`regions_are`, and `compiler` in `about`), version 3 in one. Version 4 has offloads, or
-counts on the optimizer's state being on the host; a plan with neither is written as version 3.
-`plan.schema.json` beside this file is the reference of all four.
+counts on the optimizer's state being on the host; version 5 lets go of offloads between slices of a loss. A plan is
+written as the oldest version from 3 on that can say it. `plan.schema.json` beside this file is the reference of all.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from remat.evaluation.identity import Identity, from_lines, to_lines
 from remat.units import gib, ms
 
 FORMAT = "remat-plan"
-VERSION = 4
-WITHOUT_OFFLOADS = 3  # the version of a plan that has nothing on the host
+VERSION = 5
+WITHOUT_SLICES = 4  # the version of a plan that lets go of nothing between slices
+WITHOUT_OFFLOADS = 3  # ... that has nothing on the host
 
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 
@@ -60,11 +61,13 @@ class Offload:
     fetch    node before whose recomputation or backward memory is allocated, and the copy back begins. If it is the
              first of a region: when the region is recomputed. If it is in none: when anything that it saved is asked
              for. What is asked for earlier comes back then.
+    after_slices  where `release` is a loss in slices: it is let go of when so many of them have run; 0: when all have
     """
 
     storage: int
     release: int
     fetch: int
+    after_slices: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +114,7 @@ class OffloadRef:
     save         None: the value of `node`; else how many tensors autograd saves before it while `node` runs
     size_bytes   of the storage
     host_offset  where it lies in the host's memory, in bytes; what is asked for first lies first
+    after_slices  see `Offload`
     """
 
     node: NodeRef
@@ -119,6 +123,7 @@ class OffloadRef:
     fetch: NodeRef
     size_bytes: int
     host_offset: int
+    after_slices: int = 0
 
 
 class AllocatorPeaks(TypedDict, total=False):
@@ -252,10 +257,18 @@ class Plan:
         data = dataclasses.asdict(dataclasses.replace(self, identities=()))
         if not self.offloads:
             del data["offloads"]
-        on_host = self.offloads or self.about.get("offload_optimizer") or self.about.get("weights_on_host")
-        version = VERSION if on_host else WITHOUT_OFFLOADS
-        head = {"format": FORMAT, "version": version, "remat": remat.__version__}
+        for row in data.get("offloads", ()):
+            if not row["after_slices"]:
+                del row["after_slices"]
+        head = {"format": FORMAT, "version": self._file_version, "remat": remat.__version__}
         return {**head, **data, "identities": _identities_to_json(self.identities)}
+
+    @property
+    def _file_version(self) -> int:
+        if any(each.after_slices for each in self.offloads):
+            return VERSION
+        on_host = self.offloads or self.about.get("offload_optimizer") or self.about.get("weights_on_host")
+        return WITHOUT_SLICES if on_host else WITHOUT_OFFLOADS
 
     @staticmethod
     def from_json(data: dict[str, Any], where: str = "plan") -> Plan:

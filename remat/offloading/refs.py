@@ -28,7 +28,7 @@ def to_offload_refs(memory: Memory, regions: Sequence[Region], offloads: Sequenc
     for each in sorted(offloads, key=lambda each: known[each.storage].asked_at):
         kept = known[each.storage]
         places = refs[kept.node], kept.save, refs[each.release], refs[each.fetch]
-        found.append(OffloadRef(*places, kept.size_bytes, offset))
+        found.append(OffloadRef(*places, kept.size_bytes, offset, each.after_slices))
         offset += kept.size_bytes
     return tuple(found)
 
@@ -72,6 +72,11 @@ def from_offload_refs(
         if len(storages) != 1:
             raise kept_otherwise(each.node.name)
         storage = int(storages[0])
-        release = index[each.release.call, places.border(each.release.call, each.release.ordinal)]
-        found.append(Offload(storage, release, at(each.fetch)))
+        if each.after_slices:
+            release = at(each.release)
+            if each.after_slices > len(graph.nodes[release].slice_ends):
+                raise kept_otherwise(each.node.name)
+        else:
+            release = index[each.release.call, places.border(each.release.call, each.release.ordinal)]
+        found.append(Offload(storage, release, at(each.fetch), each.after_slices))
     return tuple(sorted(found))

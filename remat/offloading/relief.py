@@ -1,9 +1,9 @@
 """What a link takes off the device at most, whatever the plan: how far rows may be relaxed, for a bound to stay one.
 
-Bytes leave in forward only, no faster than the link carries them, not before they are made, and behind nodes. So while
-a node of forward runs, no more are off the device than the link has carried when it begins, and never more than C, what
-it carries in all of forward. They come back before backward ends: while one of its operators runs, no more are off than
-the link can still bring until then. How long that takes depends on what a plan recomputes, at most R
+Bytes leave in forward only, no faster than the link carries them, not before they are made, and behind nodes or slices.
+So while one of those runs, no more are off the device than the link has carried when it begins, and never more than C,
+what it carries in all of forward. They come back before backward ends: while one of its operators runs, no more are off
+than the link can still bring until then. How long that takes depends on what a plan recomputes, at most R
 (`Relief.again_us`). So C is no more than what the link brings in all of backward. While the optimizer steps, none are.
 
 A link that had nothing to do does not make up for it. What segments before cut a keep, less what has left by then, is a
@@ -27,11 +27,14 @@ from remat.offloading.link import Link
 
 
 def _begins(graph: Graph) -> np.ndarray:
-    """For every operator of forward the first one of its node; and the end of forward."""
+    """For every operator of forward the first one of its node, or of its slice; and the end of forward."""
     first = np.array([node.first for node in graph.nodes], dtype=np.int64)
     node, ops = graph.op_node[: graph.forward_end], np.arange(graph.forward_end + 1)
-    ops[:-1] = np.where(node >= 0, first[node], ops[:-1])
-    return ops
+    begins = ops.copy()
+    begins[:-1] = np.where(node >= 0, first[node], begins[:-1])
+    slices = np.array(sorted(op for node in graph.nodes for op in node.slice_ends), dtype=np.int64)
+    latest = np.concatenate([[0], slices])[np.searchsorted(slices, ops, side="right")]
+    return np.maximum(begins, latest)
 
 
 class Relief:

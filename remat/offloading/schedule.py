@@ -21,7 +21,7 @@ import numpy as np
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.plan import Offload, Region
 from remat.offloading.link import Link
-from remat.offloading.timeline import Candidate, Timeline
+from remat.offloading.timeline import Border, Candidate, Timeline
 
 LEAST_SHARE = 1 / 4000  # of all that is kept: a smaller storage is not worth a copy
 STASH = 5  # copies under way, by hand
@@ -64,10 +64,10 @@ def schedule(timeline: Timeline, candidates: Sequence[Candidate], link: Link) ->
     return tuple(sorted(_back(timeline, _out(timeline, candidates, link), link)))
 
 
-def _out(timeline: Timeline, candidates: Sequence[Candidate], link: Link) -> list[tuple[Candidate, int]]:
-    """(candidate, node of its release), for those whose copy ends in forward."""
+def _out(timeline: Timeline, candidates: Sequence[Candidate], link: Link) -> list[tuple[Candidate, Border]]:
+    """(candidate, where it is let go of), for those whose copy ends in forward."""
     borders = timeline.borders
-    ops = [op for op, _ in borders]
+    ops = [border.op for border in borders]
     starts = timeline.starts_us[ops]
     found, free_us, on_host = [], 0.0, 0
     for candidate in candidates:
@@ -75,24 +75,29 @@ def _out(timeline: Timeline, candidates: Sequence[Candidate], link: Link) -> lis
         at = max(int(np.searchsorted(starts, end_us)), bisect.bisect_left(ops, candidate.local_end))
         if at == len(borders) or on_host + candidate.size_bytes > link.host_bytes:
             continue
-        found.append((candidate, borders[at][1]))
+        found.append((candidate, borders[at]))
         free_us, on_host = end_us, on_host + candidate.size_bytes
     return found
 
 
-def _back(timeline: Timeline, out: list[tuple[Candidate, int]], link: Link) -> list[Offload]:
+def _back(timeline: Timeline, out: list[tuple[Candidate, Border]], link: Link) -> list[Offload]:
     """Offloads of those that come back in time; the last to be asked for first, each as late as it may."""
     events = timeline.events
     starts = timeline.starts_us[[position for position, _ in events]]
     found, free_us = [], float("inf")
-    for candidate, release in sorted(out, key=lambda each: -each[0].asked_at):
+    for candidate, border in sorted(out, key=lambda each: -each[0].asked_at):
         begin_us = min(free_us, float(timeline.starts_us[candidate.asked_at])) - link.copy_us(candidate.size_bytes)
         at = int(np.searchsorted(starts, begin_us, side="right")) - 1
         if at < 0:
             continue
-        found.append(Offload(candidate.storage, release, events[at][1]))
+        found.append(offload(candidate, border, events[at][1]))
         free_us = begin_us
     return found
+
+
+def offload(candidate: Candidate, border: Border, fetch: int) -> Offload:
+    """`candidate`, let go of at `border` and fetched for node `fetch`."""
+    return Offload(candidate.storage, border.node, fetch, border.after_slices)
 
 
 # What is done by hand elsewhere, to compare with
@@ -107,7 +112,7 @@ def stashed_offloads(timeline: Timeline, link: Link, storages: Collection[int] |
     wanted = [each for each in timeline.candidates if storages is None or each.storage in storages]
     on_host = itertools.accumulate(each.size_bytes for each in wanted)
     moved = [each for each, size in zip(wanted, on_host, strict=True) if size <= link.host_bytes]
-    borders = [op for op, _ in timeline.borders]
+    borders = [border.op for border in timeline.borders]
     events = [position for position, _ in timeline.events]
     found = []
     for number, candidate in enumerate(moved):
@@ -115,7 +120,7 @@ def stashed_offloads(timeline: Timeline, link: Link, storages: Collection[int] |
         at = bisect.bisect_left(borders, max(timeline.ready_at(later), candidate.local_end))
         before = bisect.bisect_left(events, candidate.asked_at) - 2
         if at < len(borders) and before >= 0:
-            found.append(Offload(candidate.storage, timeline.borders[at][1], timeline.events[before][1]))
+            found.append(offload(candidate, timeline.borders[at], timeline.events[before][1]))
     return tuple(sorted(found))
 
 
@@ -141,14 +146,14 @@ def copies(timeline: Timeline, offloads: Sequence[Offload], link: Link) -> tuple
 
 def _carried(timeline: Timeline, offloads: Sequence[Offload], link: Link) -> tuple[tuple[Copies, ...], float]:
     by_storage = {each.storage: each for each in timeline.candidates}
-    border_of = {node: op for op, node in timeline.borders}
+    border_of = {(border.node, border.after_slices): border.op for border in timeline.borders}
     event_of = {node: position for position, node in timeline.events}
     happens: list[tuple[int, int, int, int]] = []  # (position, what, order among those, storage)
     for each in offloads:
         candidate = by_storage[each.storage]
         fetched_at = min(event_of[each.fetch], candidate.asked_at)
         happens.append((timeline.ready_at(candidate), SENT, each.storage, each.storage))
-        happens.append((border_of[each.release], RELEASED, each.storage, each.storage))
+        happens.append((border_of[each.release, each.after_slices], RELEASED, each.storage, each.storage))
         happens.append((fetched_at, FETCHED, candidate.asked_at, each.storage))
         happens.append((candidate.asked_at, ASKED, each.storage, each.storage))
     free_us, waited_us = {SENT: 0.0, FETCHED: 0.0}, 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,6 +30,14 @@ class Candidate:
     ready_us: float
     local_end: int
     asked_at: int
+
+
+class Border(NamedTuple):
+    """Where a copy out may end: operators run by then, behind which node, or behind how many of its slices."""
+
+    op: int
+    node: int
+    after_slices: int = 0
 
 
 class _Index:
@@ -57,9 +66,9 @@ def _index_of(graph: Graph) -> _Index:
 class Timeline:
     """The step under `regions`; times are those of the operators that run, in microseconds.
 
-    A copy ends at a *border* of forward: behind a node outside regions, or behind a region. It begins to come back at
-    an *event* of backward: a region is recomputed, or something is asked for that a node outside regions saved. Two
-    events of one position have no order that the record knows; such positions are left out.
+    A copy ends at a *border* of forward: behind a node outside regions or a slice of it, or behind a region. It begins
+    to come back at an *event* of backward: a region is recomputed, or something is asked for that a node outside
+    regions saved. Two events of one position have no order that the record knows; such positions are left out.
     """
 
     def __init__(self, memory: Memory, regions: Sequence[Region], op_time_us: np.ndarray):
@@ -85,14 +94,17 @@ class Timeline:
         return {int(u): region for region in self.regions for u in self.memory.saved_storages(region)}
 
     @functools.cached_property
-    def borders(self) -> list[tuple[int, int]]:
-        """(operators run by then, node), of every border; of several at one place the first."""
-        found: dict[int, int] = {}
+    def borders(self) -> list[Border]:
+        """In order; of several at one place the first."""
+        found: dict[int, Border] = {}
         for i, node in enumerate(self.graph.nodes):
             region = self._region_of.get(i)
-            if node.call != OUTSIDE and (region is None or i == region.end - 1):
-                found.setdefault(int(self.memory.node_end[i]), i)
-        return sorted(found.items())
+            if node.call == OUTSIDE or (region is not None and i != region.end - 1):
+                continue
+            for number, op in enumerate(node.slice_ends if region is None else (), start=1):
+                found.setdefault(op, Border(op, i, number))
+            found.setdefault(node.end, Border(node.end, i))
+        return sorted(found.values())
 
     @functools.cached_property
     def events(self) -> list[tuple[int, int]]:

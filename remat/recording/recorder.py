@@ -206,6 +206,7 @@ class Recorder(Tracker):
                 "takes_fixed": None in given,
                 "reused": (),
                 "reused_at": (),
+                "slice_ends": (),
                 **({name: getattr(known, name) for name in IDENTITY} if known else {}),
             }
         )
@@ -217,7 +218,11 @@ class Recorder(Tracker):
         node, before = self._current, head.watch
         with without_modes():
             self.given_to_heads[node] = tree_map_only(torch.Tensor, _shape_of, tuple(given))
-        head.watch = dataclasses.replace(before, known=lambda what: self.known((node, what)))
+
+        def note_end(_: int) -> None:
+            self._nodes[node]["slice_ends"] += (self.op_count,)
+
+        head.watch = dataclasses.replace(before, known=lambda what: self.known((node, what)), behind_slice=note_end)
         try:
             yield
         finally:
@@ -245,6 +250,11 @@ class Recorder(Tracker):
             self._saved_tensors.append({**row, **again, "storage": storage})
         assert self._current is not None
         self._nodes[self._current]["end"] = self.op_count
+
+    def slice_ends(self, node: int) -> tuple[int, ...]:
+        """See `graph.Node`."""
+        found: tuple[int, ...] = self._nodes[node]["slice_ends"]
+        return found
 
     def finish(self, value: Any, bracket: int) -> None:
         assert self._current is not None

@@ -138,12 +138,14 @@ class Run:
 
     storages  each with its operators counted from the node's first; without a death where it is kept
     kept      the loss, and the gradients of rows, weight and bias: indices of storages, FIXED for what is none of them
+    slice_ends  see `graph.Node`, counted likewise
     """
 
     kinds: tuple[OpKind, ...]
     storages: tuple[TrackedStorage, ...]
     kept: tuple[int, ...]
     wrapped_numbers: int
+    slice_ends: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, recorder: Recorder, loss: torch.Tensor) -> Run:
@@ -157,6 +159,7 @@ class Run:
             tuple(dataclasses.replace(storage) for storage in recorder.storages),
             tuple(kept),
             recorder.wrapped_numbers,
+            recorder.slice_ends(0),
         )
 
     @property
@@ -205,6 +208,7 @@ class _Replacement:
             and old.keeps_no_other
             and new.keeps_no_other
             and old.sizes_kept == new.sizes_kept
+            and graph.nodes[self._node].slice_ends == tuple(self._first + at for at in old.slice_ends)
             and not graph.gathered
         )
         if not same:
@@ -258,7 +262,12 @@ class _Replacement:
                 reused=self._storages_of(node.reused),
                 reused_at=tuple(map(self._place, node.reused_at)),
             )
-            nodes.append(moved if i <= self._node else dataclasses.replace(moved, first=self._place(node.first)))
+            if i == self._node:
+                moved = dataclasses.replace(moved, slice_ends=tuple(node.first + at for at in self._new.slice_ends))
+            elif i > self._node:
+                ends = tuple(map(self._place, node.slice_ends))
+                moved = dataclasses.replace(moved, first=self._place(node.first), slice_ends=ends)
+            nodes.append(moved)
         numbers = self._new.wrapped_numbers - self._old.wrapped_numbers
         fixed = dict(record.fixed_bytes)
         if WRAPPED_NUMBERS in fixed:

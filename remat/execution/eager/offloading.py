@@ -39,13 +39,14 @@ class CallOffloads:
     """What a plan's offloads have to do with the nodes of one graph call, by their ordinals in the graph at hand.
 
     values    whose values are sent                    saves   of whose saves some are sent, by number
-    releases  behind which something is let go of      events  at whose recomputation or backward something is fetched,
-              with the node that the plan has there
+    releases  behind which something is let go of      between  of losses in slices what is let go of after how many
+    events    at whose recomputation or backward something is fetched, with the node that the plan has there
     """
 
     values: dict[int, list[OffloadRef]] = dataclasses.field(default_factory=dict)
     saves: dict[int, dict[int, OffloadRef]] = dataclasses.field(default_factory=dict)
     releases: dict[int, list[OffloadRef]] = dataclasses.field(default_factory=dict)
+    between: dict[int, dict[int, list[OffloadRef]]] = dataclasses.field(default_factory=dict)
     events: dict[int, NodeRef] = dataclasses.field(default_factory=dict)
 
 
@@ -58,7 +59,10 @@ def offloads_in(call: int, offloads: Iterable[OffloadRef], places: Places | None
             found.values.setdefault(places.node(call, each.node.ordinal), []).append(each)
         elif each.node.call == call and each.save is not None:
             found.saves.setdefault(places.node(call, each.node.ordinal), {})[each.save] = each
-        if each.release.call == call:
+        if each.release.call == call and each.after_slices:
+            of_node = found.between.setdefault(places.node(call, each.release.ordinal), {})
+            of_node.setdefault(each.after_slices, []).append(each)
+        elif each.release.call == call:
             found.releases.setdefault(places.border(call, each.release.ordinal), []).append(each)
         if each.fetch.call == call:
             found.events[places.node(call, each.fetch.ordinal)] = each.fetch

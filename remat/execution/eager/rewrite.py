@@ -31,6 +31,8 @@ from torch.utils.checkpoint import checkpoint
 
 from remat._torch.training import fakes_are_on, keeps_graph
 from remat.capture.nodes import as_function, bracket_of, called, captured_nodes, may_draw, replace_target, with_name
+from remat.chunking.chunk import CHUNKED
+from remat.chunking.chunked_loss import ChunkedLoss
 from remat.errors import RematError
 from remat.evaluation.plan import NodeRef, OffloadRef
 from remat.execution.eager.offloading import CallOffloads, Forward, Offloader
@@ -460,6 +462,30 @@ def _sent(offloader: Offloader, planned: OffloadRef) -> Callable[..., Any]:
     return call
 
 
+def _between_slices(
+    offloader: Offloader, head: ChunkedLoss, function: Callable[..., Any], releases: dict[int, list[OffloadRef]]
+) -> Callable[..., Any]:
+    """A loss in slices, between which something is let go of; what is left then, of fewer slices, behind it."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        left = dict(sorted(releases.items()))
+
+        def release(slices: int) -> None:
+            offloader.forward.release(left.pop(slices, ()))
+
+        watch = head.watch
+        head.watch = dataclasses.replace(watch, behind_slice=release)
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            head.watch = watch
+        for offloads in left.values():
+            offloader.forward.release(offloads)
+        return result
+
+    return call
+
+
 def _released(offloader: Offloader, offloads: list[OffloadRef]) -> Callable[..., Any]:
     def call() -> None:
         offloader.forward.release(offloads)
@@ -498,6 +524,7 @@ class _Rewriter:
             if region is None:
                 environment[node] = copy = self._copy(graph, node, environment)
                 if ordinal >= 0:
+                    self._release_between(copy, ordinal)
                     self._note_saves(copy, ordinal)
                     self._offload(graph, range(ordinal, ordinal + 1), environment)
             elif ordinal == region.last:
@@ -510,6 +537,13 @@ class _Rewriter:
         if self._options.weights is not None and is_product(node):
             replace_target(copy, with_name(_using(self._options.weights, as_function(copy)), "using"))
         return copy
+
+    def _release_between(self, copy: fx.Node, ordinal: int) -> None:
+        releases = self._offloads.between.get(ordinal)
+        if self._options.offloader is not None and releases:
+            head = self._nodes[ordinal].meta[CHUNKED]
+            between = _between_slices(self._options.offloader, head, as_function(copy), releases)
+            replace_target(copy, with_name(between, "releasing"))
 
     def _note_saves(self, copy: fx.Node, ordinal: int) -> None:
         """Let the offloader see what autograd saves while a node runs, where that matters."""
