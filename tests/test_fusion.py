@@ -20,7 +20,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import remat
-from remat.capture.nodes import captured_nodes
+from remat.capture.nodes import called, captured_nodes
 from remat.cli.screen import plan_text
 from remat.costing.costs import roofline_costs
 from remat.costing.operator_timing import time_operators
@@ -298,6 +298,54 @@ def test_a_view_that_is_read_outside_is_looked_at_again_there() -> None:
     assert [group.text for group in fused_groups(fused)] == ["fused(sin,cos)", "fused(sum,mul)"]
     names = [node.name for node in captured_nodes(fused)]
     assert len(names) == 4, "the group, the view, the product, the rest"
+
+
+def test_views_of_what_a_group_alone_reads_belong_to_it() -> None:
+    def rotate(x: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
+        a, b = product.view(4, 2, 4).transpose(0, 1).chunk(2, -1)
+        return torch.cat([-b, a], -1) * x.sum()
+
+    def alone(x: torch.Tensor) -> torch.Tensor:
+        return rotate(x, torch.mm(x, x.t() @ x)).sum()
+
+    def shared(x: torch.Tensor) -> torch.Tensor:
+        product = torch.mm(x, x.t() @ x)
+        view = product.view(4, 2, 4)
+        return (view.transpose(0, 1).chunk(2, -1)[0].exp().sin() @ view.mT[:2, :2]).sum()
+
+    def written(x: torch.Tensor) -> torch.Tensor:
+        product = torch.mm(x, x.t() @ x)
+        half = product[:, :4]
+        product[:, 4:] = 0
+        return half.exp().sin().sum() + product.sum()
+
+    def members(function: Callable[..., Any]) -> list[list[str]]:
+        groups = find_groups(captured(function, vector()))
+        return [[called(node) for node in group.members if node not in group.makers] for group in groups]
+
+    assert members(alone)[0] == ["call_method:view", "call_method:transpose", "call_method:chunk", "getitem", "getitem"]
+    assert ["call_method:transpose", "call_method:chunk", "getitem"] in members(shared)
+    assert not any(members(written))
+
+
+def test_what_attention_casts_is_cast_by_the_groups_that_make_it() -> None:
+    def attention(x: torch.Tensor, cos: torch.Tensor) -> torch.Tensor:
+        turned = (x * cos).view(1, 2, 16, 32)
+        return F.scaled_dot_product_attention(turned, turned * 2.0, x.view(1, 2, 16, 32), is_causal=True).float().sum()
+
+    x, cos = torch.randn(32, 32, requires_grad=True), torch.randn(32, 32, requires_grad=True)
+    graph = with_casts(captured(attention, x, cos, autocast=True))
+    assert [group.text for group in find_groups(graph)] == [
+        "fused(mul,autocast,mul,autocast)",
+        "fused(to,sum)",
+    ]
+    fused = fuse(graph)
+    with torch.autocast("cpu", torch.bfloat16):
+        (expected,) = graph(x, cos)
+        (found,) = fused(x, cos)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    for one, two in zip(torch.autograd.grad(found, (x, cos)), torch.autograd.grad(expected, (x, cos)), strict=True):
+        torch.testing.assert_close(one, two, rtol=0.02, atol=0.02)
 
 
 # What they compute

@@ -23,7 +23,8 @@ from remat.capture.nodes import autocast, bracket_of, called, captured_nodes
 from remat.capture.writing import storages, written_storages
 from remat.fusion.groups import RULED
 
-PRODUCTS = {"linear": 0, "addmm": 1}  # and which argument is the activation
+OF_WEIGHTS = {"linear": 0, "addmm": 1}  # products with a weight, and which argument is the activation
+OF_ACTIVATIONS = {"matmul": 2, "bmm": 2, "scaled_dot_product_attention": 3}  # ... with none, and of how many
 
 
 def with_casts(graph_module: fx.GraphModule) -> fx.GraphModule:
@@ -36,14 +37,14 @@ def with_casts(graph_module: fx.GraphModule) -> fx.GraphModule:
     written = written_storages(nodes, RULED)
     context = dict(zip(nodes, itertools.accumulate(abs(bracket_of(node)) for node in nodes), strict=True))
     for node in nodes:
-        given = _activation(node)
-        if given is not None and context[given] == context[node] and storages(given).isdisjoint(written):
-            readers.setdefault(given, []).append(node)
+        for given in _activations(node):
+            if context[given] == context[node] and storages(given).isdisjoint(written):
+                readers.setdefault(given, []).append(node)
     for node in graph_module.graph.nodes:
         copy = copies[node] = graph.node_copy(node, copies.__getitem__)
-        given = _activation(node)
-        if given is not None and (node, given) in cast_for:
-            copy.replace_input_with(copies[given], cast_for[node, given])
+        for given in _activations(node):
+            if (node, given) in cast_for:
+                copy.replace_input_with(copies[given], cast_for[node, given])
         for product in readers.get(node, ()):
             cast_for[product, node] = _cast(graph, node, copy, product.meta["example_value"].dtype)
     found = fx.GraphModule(graph_module, graph)
@@ -51,17 +52,25 @@ def with_casts(graph_module: fx.GraphModule) -> fx.GraphModule:
     return found
 
 
-def _activation(node: fx.Node) -> fx.Node | None:
-    """What a product that runs under autocast is given, if that is made by a node."""
-    if called(node) not in PRODUCTS or node.kwargs or len(node.args) <= PRODUCTS[called(node)]:
-        return None
-    given, made = node.args[PRODUCTS[called(node)]], node.meta.get("example_value")
-    weights = [n.meta.get("example_value") for n in node.all_input_nodes if n is not given]
-    wide = all(isinstance(weight, Tensor) and weight.dtype is torch.float32 for weight in weights)
-    narrow = isinstance(made, Tensor) and made.dtype in (torch.bfloat16, torch.float16)
-    if not isinstance(given, fx.Node) or given.op in ("placeholder", "get_attr") or not wide or not narrow:
-        return None
-    return given
+def _activations(node: fx.Node) -> list[fx.Node]:
+    """What a product that runs under autocast is given and casts, as far as that is made by nodes; each once."""
+    name, made = called(node), node.meta.get("example_value")
+    if not isinstance(made, Tensor) or made.dtype not in (torch.bfloat16, torch.float16):
+        return []
+    if name in OF_WEIGHTS and not node.kwargs and len(node.args) > OF_WEIGHTS[name]:
+        given = [node.args[OF_WEIGHTS[name]]]
+        if not all(map(_is_wide, (n for n in node.all_input_nodes if n is not given[0]))):
+            return []
+    else:
+        given = [value for value in node.args[: OF_ACTIVATIONS.get(name, 0)]]
+        given = [value for value in given if isinstance(value, fx.Node) and _is_wide(value)]
+    inside = [value for value in given if isinstance(value, fx.Node) and value.op not in ("placeholder", "get_attr")]
+    return list(dict.fromkeys(inside))
+
+
+def _is_wide(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    return isinstance(value, Tensor) and value.dtype is torch.float32
 
 
 def _cast(graph: fx.Graph, node: fx.Node, copy: fx.Node, dtype: torch.dtype) -> fx.Node:

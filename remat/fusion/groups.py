@@ -4,7 +4,8 @@ Rule 1  A member acts on numbers by themselves, reduces them, or changes their d
         code of its own for (`POINTWISE`, `REDUCING`). Products, attention, convolutions, look-ups and random nodes stay
         outside, and so does what has no rule.
 Rule 2  A view is a member if what it looks at is made by one. Where somebody outside reads it, it is looked at again
-        there: what a group gives out are storages of its own.
+        there: what a group gives out are storages of its own. A view of what a group is given is a member where only
+        members read it: then one gradient comes back, and no slices of it to be padded and added up.
 Rule 3  A group is connected, and nobody outside reads it before its last member has run. So it can run where its last
         member stands, and the order of all other nodes is what it was.
 Rule 4  No context (autocast, no_grad) opens or closes between its members, and nobody may write to what they take or
@@ -103,8 +104,20 @@ class _Finder:
                 self._open -= read - {self._group_of[node]}
             else:  # Rule 3
                 self._open -= read
-        found = filter(Group.is_worth, dict.fromkeys(self._group_of.values()))
+        found = list(filter(Group.is_worth, dict.fromkeys(self._group_of.values())))
+        for group in found:
+            self._take_views_of_inputs(group)
         return sorted(found, key=lambda group: self._order[group.members[-1]])
+
+    def _take_views_of_inputs(self, group: Group) -> None:
+        """Rule 2."""
+        waiting = group.inputs
+        while waiting:
+            node = waiting.pop()
+            if self._only_looks(node) and not group.is_read(node):
+                group.members.append(node)
+                waiting += node.all_input_nodes
+        group.members.sort(key=self._order.__getitem__)
 
     def _add(self, node: fx.Node, group: Group) -> Group:
         group.members.append(node)
@@ -128,6 +141,16 @@ class _Finder:
             return False
         (group,) = read
         return storages(node) <= storages(group.makers)
+
+    def _only_looks(self, node: fx.Node) -> bool:
+        """Whether a node, of no group yet, is a view with a gradient of what nobody writes to."""
+        leaves = tree_leaves(_value(node))
+        if canonical(called(node)) not in VIEWS or node in self._group_of or not _is_sound(node):
+            return False
+        if not leaves or not all(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+            return False
+        made = storages(node)
+        return made <= storages(node.all_input_nodes) and made.isdisjoint(self._written)
 
     def _is_maker(self, node: fx.Node) -> bool:
         """Rules 1 and 5."""
