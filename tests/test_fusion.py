@@ -31,10 +31,10 @@ from remat.evaluation.evaluator import Memory
 from remat.evaluation.form import Chunk, Form, form_of
 from remat.evaluation.plan import Plan, to_refs
 from remat.execution.eager.replay import replay
-from remat.fusion import kernels
+from remat.fusion import fused_group, kernels
 from remat.fusion.casts import with_casts
 from remat.fusion.formed import formed
-from remat.fusion.fuse import fuse, fused_groups
+from remat.fusion.fuse import as_group, fuse, fused_groups
 from remat.fusion.groups import find_groups
 from remat.fusion.sums import FEW, sum_in_stages
 from remat.fusion.zeros import without
@@ -120,8 +120,10 @@ def workload(name: str = "decoder", autocast: torch.dtype | None = torch.bfloat1
     )  # fmt: skip
 
 
-def captured(function: Callable[..., Any], *given: Any, autocast: bool = False) -> fx.GraphModule:
-    """The graph of one forward, as Dynamo hands it over."""
+def captured(
+    function: Callable[..., Any], *given: Any, autocast: bool = False, dynamic: bool = False
+) -> fx.GraphModule:
+    """The graph of one forward, as Dynamo hands it over; `dynamic`: with sizes left open."""
     found: list[fx.GraphModule] = []
 
     def take(graph_module: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
@@ -129,7 +131,7 @@ def captured(function: Callable[..., Any], *given: Any, autocast: bool = False) 
         return graph_module
 
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        torch.compile(function, backend=take, dynamic=False)(*given)
+        torch.compile(function, backend=take, dynamic=dynamic)(*given)
     return found[0]
 
 
@@ -384,6 +386,145 @@ def gradients(graph: fx.GraphModule, given: list[torch.Tensor]) -> list[torch.Te
     return [result, *torch.autograd.grad(result, given, torch.randn_like(result))]
 
 
+# Sizes that are left open
+
+
+@pytest.fixture
+def lowerings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What has been lowered, "open" or "closed", from now on; nothing is known from before."""
+    found: list[str] = []
+
+    def noting(what: str, actual: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            found.append(what)
+            return actual(*args)
+
+        return call
+
+    monkeypatch.setattr(fused_group, "lower", noting("closed", fused_group.lower))
+    monkeypatch.setattr(fused_group, "lower_open", noting("open", fused_group.lower_open))
+    monkeypatch.setattr(fused_group, "_LOWERED", {})
+    monkeypatch.setattr(fused_group, "_OPEN", {})
+    return found
+
+
+OPEN_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **{name: FUNCTIONS[name] for name in ("gelu", "rms", "softmax", "two results", "same twice", "its input")},
+    "norm": lambda x, w: F.layer_norm(x * 2, (8,), w, w) + x,
+    "split": lambda x, w: (x * w).view(x.shape[0], 2, 4).transpose(0, 1).exp().reshape(2 * x.shape[0], 4) * 2,
+    "joined": lambda x, w: torch.cat([x * w, x.exp()], 0).sin() * w,
+    "number": lambda x, w: (x * w).sum(0) / x.shape[0] + w,
+    "not divided": lambda x, w: torch.mm((x * w).exp(), x.t()).sum() * 2 * (x.sin() * w).detach().sum(),
+}
+
+
+@pytest.mark.parametrize("name", OPEN_FUNCTIONS)
+def test_a_group_is_lowered_once_for_all_sizes_that_are_open(name: str, lowerings: list[str]) -> None:
+    def given(rows: int) -> list[torch.Tensor]:
+        return [torch.randn(size, dtype=torch.float64, requires_grad=True) for size in ((rows, 8), (8,))]
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return OPEN_FUNCTIONS[name](x, w)
+
+    first = given(5)
+    graph = captured(function, *first, dynamic=True)
+    fused = fuse(graph)
+    for rows in (5, 3, 700, 64):
+        inputs = given(rows)
+        taken = [_taken(node, inputs) for node in graph.graph.find_nodes(op="placeholder")]
+        torch.manual_seed(1)
+        results = [each(*taken)[0] for each in (graph, fused)]
+        seed = torch.randn_like(results[0])
+        made = [torch.autograd.grad(result, inputs, seed, allow_unused=True) for result in results]
+        torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-12)
+        for expected, found in zip(*made, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+        assert set(lowerings) == {"open"} and len(lowerings) <= len(fused_groups(fused))
+
+
+def _taken(node: fx.Node, inputs: list[torch.Tensor]) -> Any:
+    """What a graph of `inputs` takes at a placeholder."""
+    value = node.meta["example_value"]
+    if not isinstance(value, torch.Tensor):
+        return inputs[0].shape[0]
+    return next(each for each in inputs if each.dim() == value.dim())
+
+
+def test_a_missing_gradient_makes_no_zeros_of_another_size(lowerings: list[str]) -> None:
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x.exp().sin()
+        return torch.mm(y, y.t()).sum(), (y * x).cumsum(0)
+
+    first = torch.randn(5, 8, requires_grad=True)
+    graph = captured(function, first, dynamic=True)
+    fused = fuse(graph)
+    for rows in (5, 9, 33):
+        x = torch.randn(rows, 8, requires_grad=True)
+        taken = [_taken(node, [x]) for node in graph.graph.find_nodes(op="placeholder")]
+        for i in (0, 1):
+            one, two = (torch.autograd.grad(each(*taken)[i].sum(), x)[0] for each in (graph, fused))
+            torch.testing.assert_close(two, one)
+    assert lowerings == ["open"] * len(fused_groups(fused))
+
+
+def test_what_only_holds_for_some_sizes_is_lowered_again_for_others(lowerings: list[str]) -> None:
+    """Dynamo's graph is for all of them; a group may assume more."""
+    x = torch.randn(6, 8, requires_grad=True)
+    graph = captured(lambda x: x.exp().sin().sum(0), x, dynamic=True)
+    fused = fuse(graph)
+    (group,) = fused_groups(fused)
+    run = group.module.forward
+
+    def assuming(*given: Any) -> Any:
+        return run(*given) if given[-1].shape[0] < 10 else tuple(each * 1 for each in run(*given))
+
+    group.module.forward = assuming
+    for rows in (6, 7, 12, 13, 8):
+        given = torch.randn(rows, 8, requires_grad=True)
+        taken = [_taken(node, [given]) for node in graph.graph.find_nodes(op="placeholder")]
+        torch.testing.assert_close(fused(*taken)[0], graph(*taken)[0])
+    assert lowerings == ["open", "open"]
+
+
+@pytest.mark.filterwarnings("ignore:.*larger than.*")
+def test_batches_of_every_length_run_the_same_kernels(lowerings: list[str]) -> None:
+    fake = FakeStep(workload(autocast=None), device=torch.device("cpu"))
+    made = plan_here(every_block, fake)
+    torch.manual_seed(0)
+    model = Decoder().train()
+    other = copy.deepcopy(model)
+    remat.apply(model, made, on_larger="warn")
+    lowerings.clear()
+    counts = []
+    for samples, length in ((4, LENGTH), (3, LENGTH), (2, LENGTH), (4, 17), (3, 31), (2, 9), (5, 12)):
+        given = batch(samples, length)
+        for each in (model, other):
+            each.zero_grad()
+            torch.manual_seed(7)
+            step(each, given).backward()
+        for (name, p), q in zip(model.named_parameters(), other.named_parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q[1].grad, rtol=1e-3, atol=1e-5, msg=name)
+        counts.append(len(lowerings))
+    assert counts[2:] == [counts[1], counts[3], counts[3], counts[3], counts[3]]
+    assert lowerings[counts[0] :] == ["open"] * (counts[3] - counts[0])
+
+
+def test_pieces_of_a_loss_with_other_numbers_of_rows_run_the_same_kernels(lowerings: list[str]) -> None:
+    graph = fx.Graph()
+    logits, labels = graph.placeholder("logits"), graph.placeholder("labels")
+    graph.output(graph.call_function(F.cross_entropy, (logits, labels), {"reduction": "none"}))
+    run = as_group(fx.GraphModule(nn.Module(), graph), "fused(row_losses)")
+    for rows in (64, 40, 7, 100):
+        given = torch.randn(rows, 30, requires_grad=True), torch.randint(0, 30, (rows,))
+        expected = F.cross_entropy(*given, reduction="none")
+        found = run(*given)
+        torch.testing.assert_close(found, expected)
+        seed = torch.randn(rows)
+        one, two = (torch.autograd.grad(each, given[0], seed)[0] for each in (found, expected))
+        torch.testing.assert_close(one, two)
+    assert lowerings == ["closed", "open"]
+
+
 def test_isomorphic_groups_share_their_kernels() -> None:
     before = len(kernels._KERNELS)
     for layers in (2, 4):
@@ -603,6 +744,34 @@ def test_a_head_in_slices_is_fused_too_and_held_to_float64(slices: int) -> None:
     assert report.passed, str(report)
     assert "fused(row_losses)" in report.groups_near
     assert report.gradients_near, "the head's weight is summed in slices"
+
+
+@pytest.mark.exhaustive
+def test_kernels_for_open_sizes_are_as_near_to_float64(lowerings: list[str]) -> None:
+    fused, plain, exact = Decoder(), Decoder(), Decoder().double()
+    for model in (fused, plain):
+        model.load_state_dict(exact.state_dict())
+    for model in (fused, plain, exact):
+        for layer in model.layers:
+            layer.eval()  # no dropout, which float64 draws otherwise
+    run = torch.compile(fused, backend=lambda graph, inputs: fuse(with_casts(graph)))
+    for samples, length in ((4, LENGTH), (3, LENGTH), (4, 17), (40, 300), (7, 13)):
+        given, gradients = batch(samples, length), []
+        for forward, model, dtype in (
+            (run, fused, torch.bfloat16),
+            (plain, plain, torch.bfloat16),
+            (exact, exact, None),
+        ):
+            model.zero_grad()
+            with torch.autocast("cpu", dtype, enabled=dtype is not None):
+                loss = forward(*given)
+            loss.backward()
+            found = [p.grad.double().flatten() for p in model.parameters() if p.grad is not None]
+            gradients.append(torch.cat([gradient / gradient.norm() for gradient in found]))
+        near, far = (float((each - gradients[2]).norm()) for each in gradients[:2])
+        assert near <= 1.1 * far, (samples, length)
+    open_, closed = lowerings.count("open"), lowerings.count("closed")
+    assert open_ <= 2 * closed + 1, "for the second and the third shape, and of one again for many rows"
 
 
 def test_formed_is_the_graph_as_it_was_where_nothing_is_asked() -> None:

@@ -10,6 +10,7 @@ Everything else is the graph that was planned for, so the kernels are too.
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -69,26 +70,32 @@ def _computed(graph: fx.Graph, value: Any, given: dict[Any, fx.Node]) -> fx.Node
         return None if None in found else graph.call_function(_sizes, tuple(found))
     if not isinstance(value, torch.SymInt):
         return None
-    made = _of_expression(graph, value.node.expr, given)
+    made = of_expression(graph, value.node.expr, given)
     return made if made is None or isinstance(made, fx.Node) else graph.call_function(int, (made,))
 
 
-def _of_expression(graph: fx.Graph, expression: Any, given: dict[Any, fx.Node]) -> fx.Node | int | None:
+def of_expression(
+    graph: fx.Graph, expression: Any, given: Mapping[Any, fx.Node], value: str = "example_value"
+) -> fx.Node | int | None:
+    """A node, or a number, that is a sum or product of `given` symbols; None where the expression is none.
+
+    value  under which key of their meta nodes have theirs
+    """
     if expression in given:
         return given[expression]
     if expression.is_Integer:
         return int(expression)
     if not (expression.is_Add or expression.is_Mul):
         return None
-    parts = [_of_expression(graph, part, given) for part in expression.args]
+    parts = [of_expression(graph, part, given, value) for part in expression.args]
     if any(part is None for part in parts):
         return None
     total: Any = parts[0]
     combine = operator.add if expression.is_Add else operator.mul
     for part in parts[1:]:
-        value = combine(*(_value(each) if isinstance(each, fx.Node) else each for each in (total, part)))
+        made = combine(*(each.meta[value] if isinstance(each, fx.Node) else each for each in (total, part)))
         total = graph.call_function(combine, (total, part))
-        total.meta["example_value"] = value
+        total.meta[value] = made
     return total
 
 

@@ -62,7 +62,7 @@ def _activations(node: fx.Node) -> list[fx.Node]:
         if not all(map(_is_wide, (n for n in node.all_input_nodes if n is not given[0]))):
             return []
     else:
-        given = [value for value in node.args[: OF_ACTIVATIONS.get(name, 0)]]
+        given = list(node.args[: OF_ACTIVATIONS.get(name, 0)])
         given = [value for value in given if isinstance(value, fx.Node) and _is_wide(value)]
     inside = [value for value in given if isinstance(value, fx.Node) and value.op not in ("placeholder", "get_attr")]
     return list(dict.fromkeys(inside))

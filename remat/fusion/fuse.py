@@ -12,6 +12,7 @@ from remat.capture.nodes import with_name
 from remat.capture.writing import storages
 from remat.fusion.fused_group import FusedGroup
 from remat.fusion.groups import Group, find_groups
+from remat.fusion.open_sizes import described
 
 FUSED = "fused_group"  # what the node of a group calls, and the key of its meta for the `FusedGroup`
 
@@ -27,7 +28,7 @@ def fused_groups(graph_module: fx.GraphModule) -> list[FusedGroup]:
 
 
 def as_group(graph_module: fx.GraphModule, text: str) -> fx.GraphModule:
-    """All of a graph with one result as a group, in a graph of that group alone."""
+    """All of a graph with one result for each row as a group, in a graph of that group alone."""
     (output,) = graph_module.graph.find_nodes(op="output")
     output.args = ((output.args[0],),)
     graph_module.recompile()
@@ -63,7 +64,8 @@ class _Fuser:
         wanted = {source for node in again for source in node.all_input_nodes}
         results = [node for node in group.makers if group.is_read(node) or node in wanted]
         inside = [i for i, node in enumerate(results) if not _leaves(node)]
-        function = FusedGroup(_module_of(group, given, results), group.text, inside)
+        sizes = [described(node.meta.get("example_value")) for node in given]
+        function = FusedGroup(_module_of(group, given, results), group.text, inside, sizes)
         call = self._graph.call_function(_calling(function), tuple(self._copies[node] for node in given))
         values = tuple(node.meta["example_value"] for node in results)
         last = group.makers[-1]

@@ -1,4 +1,4 @@
-"""A fused group: what its node calls. It is compiled for the layouts that it is given, each once."""
+"""A fused group: what its node calls. It is compiled for the layouts that it is given, or once for open sizes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ import torch
 from torch import Tensor, fx
 from torch.autograd import Function
 
+from remat._torch.training import fakes_are_on
 from remat.errors import RematError
 from remat.fusion.kernels import are_interpreted, empty, layout_of
-from remat.fusion.lowering import Lowered, lower
+from remat.fusion.lowering import Lowered, lower, lower_open
+from remat.fusion.open_sizes import Described, are_open, opened, with_open_rows
 
 MANY_SHAPES = 16
 
+MOST_OPEN = 2  # times a group is lowered for open sizes: more, where each holds for few values
+
 _LOWERED: dict[tuple[Any, ...], Lowered | None] = {}
+_OPEN: dict[tuple[Any, ...], list[Lowered]] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,11 +54,18 @@ class FusedGroup:
 
     module  inputs -> results in a tuple, as the nodes compute them       text  what they do
     may_share  numbers of results that nobody can write to: equal ones are one storage
+    inputs  what the captured graph says of the inputs' sizes; None: of the second number of rows on, that is open
     watch   what a validation does
     """
 
-    def __init__(self, module: fx.GraphModule, text: str, may_share: Sequence[int] = ()):
-        self.module, self.text, self.may_share = module, text, tuple(may_share)
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        text: str,
+        may_share: Sequence[int] = (),
+        inputs: Sequence[Described] | None = None,
+    ):
+        self.module, self.text, self.may_share, self._inputs = module, text, tuple(may_share), inputs
         self.watch = GroupWatch()
         self._shapes = 0
 
@@ -79,13 +91,35 @@ class FusedGroup:
             return None
         key = (self._content, are_interpreted(), _autocast(given), *map(_described, given))
         if key not in _LOWERED:
-            self._count_shape()
-            try:
-                _LOWERED[key] = self._lowered(given)
-            except RematError as error:
-                warnings.warn(f"{self.text} stays as it is: {error}", stacklevel=2)
-                _LOWERED[key] = None
+            _LOWERED[key] = self._lowered_open(given) or self._lowered_closed(given)
         return _LOWERED[key]
+
+    def _lowered_closed(self, given: tuple[Any, ...]) -> Lowered | None:
+        self._count_shape()
+        try:
+            return lower(self._bound(given), [value for value in given if isinstance(value, Tensor)], self.may_share)
+        except RematError as error:
+            warnings.warn(f"{self.text} stays as it is: {error}", stacklevel=2)
+            return None
+
+    def _lowered_open(self, given: tuple[Any, ...]) -> Lowered | None:
+        """For all sizes, where some are open and what is given follows them."""
+        inputs = self._inputs if self._inputs is not None else with_open_rows(given) if self._shapes else ()
+        found = opened(inputs, given) if are_open(inputs) and not fakes_are_on() else None
+        if found is None:
+            return None
+        known = _OPEN.setdefault((self._content, are_interpreted(), _autocast(given), found.kinds), [])
+        for lowered in known:
+            if lowered.holds(found.values):
+                return lowered.at(found.values)
+        if len(known) == MOST_OPEN:
+            return None
+        self._count_shape()
+        try:
+            known.append(lower_open(self._bound, found, self.may_share))
+        except RematError:  # as it is, it may be lowered
+            return None
+        return known[-1].at(found.values)
 
     def _count_shape(self) -> None:
         """Warn where a group is compiled again and again."""
@@ -97,16 +131,13 @@ class FusedGroup:
                 stacklevel=2,
             )
 
-    def _lowered(self, given: tuple[Any, ...]) -> Lowered:
-        return lower(self._bound(given), [value for value in given if isinstance(value, Tensor)], self.may_share)
-
     @functools.cached_property
     def _content(self) -> str:
         targets = [str(node.target) for node in self.module.graph.nodes if node.op == "call_function"]
         return f"{self.module.code} {targets} {self.may_share}"
 
-    def _bound(self, given: tuple[Any, ...]) -> Any:
-        """`module` as a function of its tensors, with numbers (open sizes) as they are now."""
+    def _bound(self, given: Sequence[Any]) -> Any:
+        """`module` as a function of its tensors, with numbers as they are."""
         if all(isinstance(value, Tensor) for value in given):
             return self.module
 

@@ -2,7 +2,8 @@
 
 A kernel is a graph of ATen operators that a compiler turns into few loops. It is named by its content, so isomorphic
 groups share one. On fake tensors the operator gives its results and nothing else; what Inductor's code allocates
-meanwhile is its workspace, like that of any kernel.
+meanwhile is its workspace, like that of any kernel. A kernel may be for open sizes (`open_sizes.py`); no step is
+recorded with those, so they tell nothing of workspaces and traffic.
 
 Where Inductor cannot compile (no C++ compiler, no Triton), the graph runs operator by operator, with one warning: it
 saves the same for backward, takes longer, and needs more while it runs.
@@ -62,18 +63,24 @@ def empty(layout: Layout) -> Tensor:
 
 @dataclasses.dataclass(eq=False)
 class Kernel:
-    """A graph of ATen operators, from tensors of `given` layouts to new ones of `made` layouts."""
+    """A graph of ATen operators, from tensors of `given` layouts to new ones of `made` layouts.
+
+    open  what the graph takes where sizes are open: those that it cannot read off its tensors, then its tensors
+    """
 
     graph: fx.GraphModule
     given: tuple[Layout, ...]
     made: tuple[Layout, ...]
+    open: tuple[Any, ...] = ()
 
     @staticmethod
     def of(graph: fx.GraphModule) -> Kernel:
         """The kernel of a graph whose nodes know their values: the one that was there before, if there is one."""
-        given = tuple(layout_of(node.meta["val"]) for node in graph.graph.find_nodes(op="placeholder"))
+        values = tuple(node.meta["val"] for node in graph.graph.find_nodes(op="placeholder"))
+        given = tuple(layout_of(value) for value in values if isinstance(value, Tensor))
         made = tuple(layout_of(node.meta["val"]) for node in _results(graph))
-        kernel = Kernel(graph, given, made)
+        is_open = any(isinstance(size, torch.SymInt) for size in tree_leaves((values, given, made)))
+        kernel = Kernel(graph, given, made, values if is_open else ())
         return _KERNELS.setdefault(kernel.name, kernel)
 
     @functools.cached_property
@@ -81,11 +88,11 @@ class Kernel:
         content = f"{self.graph.code} {self.given} {self.made}"
         return hashlib.sha256(content.encode()).hexdigest()[:16] + ("-interpreted" if _is_interpreted else "")
 
-    def run(self, given: list[Tensor]) -> list[Tensor]:
-        return list(self._compiled(list(given)))
+    def run(self, given: Sequence[Tensor], sizes: Sequence[int] = ()) -> list[Tensor]:
+        return list(self._compiled([*sizes, *given]))
 
     @functools.cached_property
-    def _compiled(self) -> Callable[[list[Tensor]], Any]:
+    def _compiled(self) -> Callable[[list[Any]], Any]:
         if not _is_interpreted:
             try:
                 return self._by_inductor()
@@ -93,7 +100,11 @@ class Kernel:
                 _warn_once(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
         return lambda given: self.graph(*given)
 
-    def _by_inductor(self) -> Callable[[list[Tensor]], Any]:
+    def _by_inductor(self) -> Callable[[list[Any]], Any]:
+        if self.open:
+            mode = next(value.fake_mode for value in self.open if isinstance(value, Tensor))  # type: ignore[attr-defined]
+            with without_modes(), mode, torch.no_grad():
+                return compiled(self.graph, self.open)
         with without_modes(), FakeTensorMode():
             given = [empty(layout) for layout in self.given]
         with without_modes(), torch.no_grad():
@@ -102,6 +113,7 @@ class Kernel:
     @functools.cached_property
     def _seen(self) -> tuple[int, int]:
         """(bytes moved, workspace) of Inductor's code; of the least that there is to move where it is not known."""
+        assert not self.open, "a step is recorded with sizes as they are"
         once = sum(map(_bytes, (*self.given, *self.made)))
         try:
             with without_kernels() as loaded:
@@ -172,19 +184,20 @@ class _Allocations(TorchDispatchMode):
 # The operator
 
 _LIBRARY = torch.library.Library("remat", "DEF")
-_LIBRARY.define("fused(str kernel, Tensor[] given) -> Tensor[]")
+_LIBRARY.define("fused(str kernel, Tensor[] given, SymInt[] sizes=[]) -> Tensor[]")
 
 
-def _run(name: str, given: list[Tensor]) -> list[Tensor]:
-    return kernel(name).run(given)
+def _run(name: str, given: list[Tensor], sizes: Sequence[int] = ()) -> list[Tensor]:
+    return kernel(name).run(given, sizes)
 
 
 _LIBRARY.impl("fused", _run, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("remat::fused", lib=_LIBRARY)
-def _fake(name: str, given: list[Tensor]) -> list[Tensor]:
-    return [empty(layout) for layout in kernel(name).made]
+def _fake(name: str, given: list[Tensor], sizes: Sequence[int] = ()) -> list[Tensor]:
+    found = kernel(name)
+    return list(found.graph(*sizes, *given)) if found.open else [empty(layout) for layout in found.made]
 
 
 FUSED_KERNEL = torch.ops.remat.fused.default

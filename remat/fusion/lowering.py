@@ -4,6 +4,9 @@ AOTAutograd traces the group's forward and backward into one joint graph, and to
 has to be kept (a minimum cut; what is cheap to compute again, backward computes again). So a group keeps what its
 inputs and results hold already, wherever it can.
 
+Sizes may be open: then the graphs are traced with symbols. Sizes that backward needs and no tensor shows are numbers
+that its kernel is given.
+
 What a kernel gives are new storages. Whatever else is asked for (an input as it is, a view, one result twice) is made
 of its inputs and results afterwards, by views.
 """
@@ -11,7 +14,6 @@ of its inputs and results afterwards, by views.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -21,35 +23,51 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from remat._torch.inductor import joint_of, min_cut
+from remat._torch.symbols import holds
 from remat._torch.training import without_modes
 from remat.capture.schemas import calls_view
 from remat.errors import RematError
 from remat.fusion.kernels import Kernel, Layout, empty
+from remat.fusion.open_sizes import OpenInputs, SizeNodes, concrete, is_size, number_of
 from remat.fusion.sums import sum_in_stages
 from remat.fusion.zeros import without
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A kernel, and how what is asked for is made of its inputs and results: `views(*inputs, *results)`."""
+    """A kernel, and how what is asked for is made of its inputs and results: `views(*numbers, *inputs, *results)`.
+
+    sizes    open ones that it is given as numbers, in expressions of symbols        numbers  what they are now
+    """
 
     kernel: Kernel
     views: fx.GraphModule
+    sizes: tuple[Any, ...] = ()
+    numbers: tuple[int, ...] = ()
+
+    def at(self, values: dict[Any, int]) -> Part:
+        """With symbols that have values."""
+        if not self.sizes:
+            return self
+        return dataclasses.replace(self, numbers=tuple(number_of(size, values) for size in self.sizes))
 
     def __call__(self, *given: Tensor) -> Sequence[Tensor | None]:
-        made = torch.ops.remat.fused(self.kernel.name, list(given)) if self.kernel.made else []
-        found: Sequence[Tensor | None] = self.views(*given, *made)
+        numbers = (self.numbers,) if self.numbers else ()  # else, what is recorded would differ
+        made = torch.ops.remat.fused(self.kernel.name, list(given), *numbers) if self.kernel.made else []
+        found: Sequence[Tensor | None] = self.views(*self.numbers, *given, *made)
         return found
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Lowered:
-    """A group for inputs of certain layouts.
+    """A group for inputs of certain layouts, some of whose sizes may be open.
 
     forward         inputs -> results, and what is kept
     backward_graph  what is kept, and the gradients of the results that have one -> gradients of the inputs, or None
     results         how many there are           differentiable  which of them have a gradient
     tangents        layouts of those gradients, in which backward takes them
+    mode, symbols   of open sizes                  values  of the symbols
+    parts           backwards that there are already, by the gradients that are missing
     """
 
     forward: Part
@@ -57,28 +75,56 @@ class Lowered:
     results: int
     differentiable: tuple[bool, ...]
     tangents: tuple[Layout, ...]
+    mode: FakeTensorMode | None = None
+    symbols: tuple[Any, ...] = ()
+    values: dict[Any, int] = dataclasses.field(default_factory=dict)
+    parts: dict[tuple[int, ...], Part] = dataclasses.field(default_factory=dict)
 
     def backward(self, *missing: int) -> Part:
         """Of all gradients but those numbered `missing`, which nobody has."""
-        if missing not in self._parts:
+        if missing not in self.parts:
             graph = self.backward_graph
             inputs = graph.graph.find_nodes(op="placeholder")
             tangents = inputs[len(inputs) - len(self.tangents) :]
-            self._parts[missing] = _part(without(graph, [tangents[i] for i in missing]) if missing else graph)
-        return self._parts[missing]
+            self.parts[missing] = _part(without(graph, [tangents[i] for i in missing]) if missing else graph)
+        return self.parts[missing].at(self.values)
 
-    @functools.cached_property
-    def _parts(self) -> dict[tuple[int, ...], Part]:
-        return {}
+    def holds(self, values: Sequence[int]) -> bool:
+        """Whether it is for open sizes of these values."""
+        assert self.mode is not None
+        return holds(self.mode, dict(zip(self.symbols, values, strict=True)))
+
+    def at(self, values: Sequence[int]) -> Lowered:
+        """For open sizes of these values, with the same kernels."""
+        known = dict(zip(self.symbols, values, strict=True))
+        tangents = tuple(concrete(layout, known) for layout in self.tangents)
+        return dataclasses.replace(self, tangents=tangents, values=known)
 
 
-def lower(module: Callable[..., Sequence[Tensor]], given: Sequence[Tensor], may_share: Collection[int] = ()) -> Lowered:
+def lower_open(
+    bound: Callable[[Sequence[Any]], Callable[..., Sequence[Tensor]]],
+    given: OpenInputs,
+    may_share: Collection[int] = (),
+) -> Lowered:
+    """`lower` for open sizes. `bound` makes of all inputs a function of the tensors among them."""
+    mode, symbols, inputs = given.fakes()
+    tensors = [value for value in inputs if isinstance(value, Tensor)]
+    return dataclasses.replace(lower(bound(inputs), tensors, may_share, mode), mode=mode, symbols=tuple(symbols))
+
+
+def lower(
+    module: Callable[..., Sequence[Tensor]],
+    given: Sequence[Tensor],
+    may_share: Collection[int] = (),
+    mode: FakeTensorMode | None = None,
+) -> Lowered:
     """`module` for inputs like `given`, under the autocast that is on. Raises RematError where torch cannot.
 
     may_share  numbers of results of which equal ones may be one storage
+    mode       of `given`, if they are fakes already
     """
-    with without_modes(), saved_tensors_hooks(_same, _same), torch.enable_grad(), FakeTensorMode():
-        inputs = [_like(tensor) for tensor in given]
+    with without_modes(), saved_tensors_hooks(_same, _same), torch.enable_grad(), mode or FakeTensorMode():
+        inputs = [_like(tensor) for tensor in given] if mode is None else list(given)
         try:
             results = module(*inputs)
             count, differentiable = len(results), tuple(result.requires_grad for result in results)
@@ -86,16 +132,16 @@ def lower(module: Callable[..., Sequence[Tensor]], given: Sequence[Tensor], may_
             sum_in_stages(joint)
             values = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
             forward, backward = min_cut(joint, values, num_fwd_outputs=count)
+            _drop_sizes(forward)
+            tangents = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")][len(inputs) :]
+            placeholders = _tensors_taken(backward)
+            assert len(placeholders) == len(_outputs(forward)) - count + len(tangents), "backward takes what is kept"
+            _keep_bases(forward, backward, count)
+            layouts = tuple((tuple(t.shape), tuple(t.stride()), t.dtype, t.device.type) for t in tangents)
+            _merge_twins(forward, may_share)
+            return Lowered(_part(forward), backward, count, differentiable, layouts)
         except Exception as error:
             raise RematError(f"a group cannot be lowered: {type(error).__name__}: {error}") from error
-    tangents = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")][len(inputs) :]
-    kept = _outputs(forward)[count:]
-    placeholders = backward.graph.find_nodes(op="placeholder")
-    assert len(placeholders) == len(kept) + len(tangents), "what is kept is what backward takes"
-    _keep_bases(forward, backward, count)
-    layouts = tuple((tuple(t.shape), tuple(t.stride()), t.dtype, t.device.type) for t in tangents)
-    _merge_twins(forward, may_share)
-    return Lowered(_part(forward), backward, count, differentiable, layouts)
 
 
 def _joint(module: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> fx.GraphModule:
@@ -124,6 +170,16 @@ def _outputs(graph_module: fx.GraphModule) -> list[Any]:
     return list(output.args[0])
 
 
+def _tensors_taken(graph_module: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in graph_module.graph.find_nodes(op="placeholder") if not is_size(node)]
+
+
+def _drop_sizes(forward: fx.GraphModule) -> None:
+    """Give no sizes out: whoever runs backward knows them."""
+    (output,) = forward.graph.find_nodes(op="output")
+    output.args = ([node for node in _outputs(forward) if not is_size(node)],)
+
+
 def _chain(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
     """(what `node` looks at in the end, the views in between and `node`, in order)."""
     views: list[fx.Node] = []
@@ -136,14 +192,17 @@ def _chain(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
 def _keep_bases(forward: fx.GraphModule, backward: fx.GraphModule, count: int) -> None:
     """Keep, in the place of a view, what it looks at; backward looks again."""
     (output,) = forward.graph.find_nodes(op="output")
-    outputs, placeholders = _outputs(forward), backward.graph.find_nodes(op="placeholder")
-    for given, node in zip(placeholders, outputs[count:], strict=False):
+    outputs, taken = _outputs(forward), _tensors_taken(backward)
+    sizes = SizeNodes(backward.graph, backward.graph.find_nodes(op="placeholder"))
+    first = next(node for node in backward.graph.nodes if node.op != "placeholder")
+    for given, node in zip(taken, outputs[count:], strict=False):
         base, views = _chain(node)
         users, last = list(given.users), given
         given.meta = dict(base.meta)
         for view in views:
-            with backward.graph.inserting_after(last if last is not given else placeholders[-1]):
-                last = backward.graph.call_function(view.target, (last, *view.args[1:]), view.kwargs)  # type: ignore[arg-type]
+            with backward.graph.inserting_before(first):
+                args = fx.node.map_arg(view.args[1:], lambda n: sizes.of(n.meta["val"]))
+                last = backward.graph.call_function(view.target, (last, *args), view.kwargs)  # type: ignore[arg-type]
             last.meta = dict(view.meta)
         for user in users:
             user.replace_input_with(given, last)
@@ -162,9 +221,11 @@ def _merge_twins(forward: fx.GraphModule, may_share: Collection[int]) -> None:
 
 
 def _part(graph_module: fx.GraphModule) -> Part:
-    """A graph as a kernel and views."""
+    """A graph as a kernel and views; sizes come before tensors."""
     outputs = _outputs(graph_module)
     inputs = graph_module.graph.find_nodes(op="placeholder")
+    numbers = tuple(node.meta["val"].node.expr for node in inputs if is_size(node))
+    assert all(map(is_size, inputs[: len(numbers)])), "sizes come first"
     chains = [None if node is None else _chain(node) for node in outputs]
     made = list(dict.fromkeys(chain[0] for chain in chains if chain is not None and chain[0] not in inputs))
     kernel_graph: fx.Graph = fx.Graph()
@@ -177,10 +238,18 @@ def _part(graph_module: fx.GraphModule) -> Part:
     views_graph = fx.Graph()
     seen = {node: views_graph.placeholder(f"given_{i}") for i, node in enumerate(inputs)}
     seen |= {node: views_graph.placeholder(f"made_{i}") for i, node in enumerate(made)}
+    for node, copy in seen.items():
+        copy.meta["val"] = node.meta["val"]
+    sizes = SizeNodes(views_graph, list(seen.values()))
+
+    def again(node: fx.Node) -> Any:
+        return sizes.of(node.meta["val"]) if is_size(node) else seen[node]
+
     for chain in chains:
         for view in chain[1] if chain is not None else ():
             if view not in seen:
-                seen[view] = views_graph.node_copy(view, seen.__getitem__)
+                args = fx.node.map_arg(view.args, again)
+                seen[view] = views_graph.call_function(view.target, args, view.kwargs)  # type: ignore[arg-type]
     views_graph.output(tuple(None if node is None else seen[node] for node in outputs))
     kernel = Kernel.of(fx.GraphModule(graph_module, kernel_graph))
-    return Part(kernel, fx.GraphModule(torch.nn.Module(), views_graph))
+    return Part(kernel, fx.GraphModule(torch.nn.Module(), views_graph), numbers)

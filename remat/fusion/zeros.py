@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from remat.fusion.open_sizes import SizeNodes
+
 aten = torch.ops.aten
 
 
@@ -54,7 +56,12 @@ class _Follower:
         """The term of a sum that is not missing, where it is the sum."""
         (other,) = (n for n in node.all_input_nodes if n not in self._zeros)
         value, made = other.meta["val"], node.meta["val"]
-        alike = value.shape == made.shape and value.dtype == made.dtype and len(node.args) == 2 and not node.kwargs
+        alike = (
+            str(value.shape) == str(made.shape)
+            and value.dtype == made.dtype
+            and len(node.args) == 2
+            and not node.kwargs
+        )
         return self._copies[other] if alike else None
 
     def _copy_of(self, node: fx.Node) -> fx.Node:
@@ -62,7 +69,9 @@ class _Follower:
             return self._copies[node]
         value: torch.Tensor = node.meta["val"]
         options: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
-        zeros = self._graph.call_function(aten.full.default, (list(value.shape), 0), options)
+        inputs = [self._copies[n] for n in self._source.graph.find_nodes(op="placeholder") if n in self._copies]
+        sizes = SizeNodes(self._graph, inputs)
+        zeros = self._graph.call_function(aten.full.default, (list(map(sizes.of, value.shape)), 0), options)
         zeros.meta = dict(node.meta)
         return zeros
 

@@ -1,0 +1,38 @@
+"""Symbols for sizes: fake tensors of sizes that are left open."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from remat._torch.door import internal
+
+
+def symbols_for(values: Sequence[int]) -> tuple[FakeTensorMode, list[Any]]:
+    """(a mode for fake tensors, in it a symbol for a size that is now each of `values`); every value is above 1."""
+    source = internal("_dynamo.source.ConstantSource", "fuse groups for open sizes")
+    env = ShapeEnv()
+    found = [env.create_symbol(n, source(f"z{i}"), DimDynamic.DYNAMIC, None) for i, n in enumerate(values)]
+    return FakeTensorMode(shape_env=env), found
+
+
+def size_of(mode: FakeTensorMode, expression: Any, value: int) -> Any:
+    """A size that is an expression of symbols of `mode`, now `value`."""
+    assert mode.shape_env is not None
+    return int(expression) if expression.is_Integer else mode.shape_env.create_symintnode(expression, hint=value)
+
+
+def holds(mode: FakeTensorMode, values: Mapping[Any, int]) -> bool:
+    """Whether what was assumed of the symbols of `mode` is true of these values."""
+    assert mode.shape_env is not None
+    return all(bool(guard.expr.xreplace(values)) for guard in mode.shape_env.guards)
+
+
+def expression_of(size: int | torch.SymInt) -> sympy.Expr:
+    """A size as an expression of symbols."""
+    return sympy.sympify(size.node.expr if isinstance(size, torch.SymInt) else size)
