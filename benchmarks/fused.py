@@ -7,9 +7,16 @@ below zero the planned step is faster.
 
 `python -m benchmarks fused:cpu`: models at test size on this machine. Of the untouched and of the fused step, nothing
 recomputed: time (interleaved in one run, the median), peak, and seconds of the first step, which compiles; what was
-predicted of the peak; and how far all gradients together are from those in float64, of the fused step over the
-untouched one. (Where dropout draws, float64 draws otherwise: such models are trained without it.) `fused:cpu,gpt2` for
-one model.
+predicted of the peak; how far all gradients together are from those in float64, of the fused step over the untouched
+one; and the share of the untouched step's time that products, attention, convolutions, draws and the optimizer take,
+which no group of this kind makes shorter. `fused:cpu,gpt2` for one model, `fused:cpu,whole` without dropout, where
+float64 can be compared with.
+
+`python -m benchmarks fused:budgets`: plans of the fused step at three budgets each, measured and predicted peak.
+
+`python -m benchmarks fused:compiled`: beside `torch.compile` of the whole model, at three values of
+`activation_memory_budget`, the fused step within the peak that it took: time of a step, interleaved, and seconds of the
+first step, with empty caches.
 """
 
 from __future__ import annotations
@@ -22,11 +29,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
+import torch._functorch.config as functorch_config
 from torch import nn
+from torch._inductor.utils import fresh_cache
 from torch.utils._pytree import tree_map_only
 
 from benchmarks import report
+from benchmarks.peers import trained
 from benchmarks.slices import percent
 from remat.costing.operator_timing import time_operators
 from remat.costing.planning_device import find_planning_device
@@ -37,15 +48,20 @@ from remat.evaluation.form import Form
 from remat.evaluation.plan import Plan
 from remat.execution.apply import apply
 from remat.execution.executions import load
+from remat.formulation.problem import Problem
+from remat.formulation.search_space import find_space
 from remat.formulation.solution import Limits, Solution
+from remat.fusion import fused_group, kernels
 from remat.models import TEST_SIZES, build
 from remat.planning.assemble import assemble
 from remat.planning.budget import Budget
 from remat.planning.comparison import UNFUSED, compare
+from remat.planning.planner import plan_profile
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.variants import Variants
 from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
+from remat.solvers.least_peak import least_peak
 from remat.units import GIB, MIB
 from remat.validation.training import Training
 from remat.workload.training_loop import TrainingLoop
@@ -59,9 +75,18 @@ TIME_S = 30.0
 REPEATS = 7
 FORMS = ["model", "form", "time", "peak", "peak_gib"]
 PLANS = ["budget_gib", "fused", "slices", "gap", "unfused", "every_block", "wall_s"]
+SHARES = (0.1, 0.4, 0.7)  # of the way from the least peak of a fused step to that of no recomputation
+RATIOS = (1.0, 0.6, 0.2)
+BUDGETED = ["workload", "budget_mib", "regions", "predicted_mib", "measured_mib", "error_percent", "within", "failure"]
+COMPILED = [
+    *("workload", "activation_memory_budget", "compiled_mib", "compiled_time", "compiled_first_s"),
+    *("fused_mib", "fused_time", "fused_first_s", "time", "first", "failure"),
+]
+LEFT_ALONE = ("mm", "addmm", "bmm", "baddbmm", "attention", "convolution", "bernoulli", "embedding", "pool", "index")
 MEASURED = [
     "workload",
     "groups",
+    "left_alone",
     "time",
     "peak",
     "predicted_error_percent",
@@ -76,8 +101,10 @@ MEASURED = [
 
 
 def main(*arguments: str) -> None:
-    if "cpu" in arguments:
-        _measured([name for name in arguments if name != "cpu"] or list(MODELS))
+    models = [name for name in arguments if name not in (*MODES, WHOLE)]
+    mode = next((name for name in MODES if name in arguments), None)
+    if mode is not None:
+        MODES[mode](models or list(MODELS), WHOLE in arguments)
     else:
         _estimated(list(arguments) or list(BUDGETS_GIB))
 
@@ -148,27 +175,132 @@ def _planned(profile: Profile, step: FakeStep, variants: Variants, budget_gib: f
 # Measured, at test size
 
 
-def _measured(models: list[str]) -> None:
+def _each(
+    name: str, columns: list[str], models: list[str], whole: bool, rows_of: Callable[[Workload], list[dict[str, Any]]]
+) -> None:
+    """A report with the rows of every model; `whole`: without dropout."""
     rows: list[dict[str, Any]] = []
-    path = report.stem("fused_here", CPU)
-    for name in models:
+    path = report.stem(f"{name}_{WHOLE}" if whole else name, CPU)
+    for model in models:
+        workload = TEST_SIZES[model]()
         try:
-            rows.append(_here(TEST_SIZES[name]()))
+            rows += rows_of(_without_dropout(workload) if whole else workload)
         except Exception as error:  # whatever a model may come with; the row says so
-            rows.append({"workload": name, "failure": f"{type(error).__name__}: {str(error)[:200]}"})
+            rows.append({"workload": model, "failure": f"{type(error).__name__}: {str(error)[:200]}"})
         print(rows[-1], flush=True)
         about = {**report.provenance(CPU), "threads": torch.get_num_threads(), **_means(rows)}
-        report.write(path, about, rows, MEASURED)
+        report.write(path, about, rows, columns)
         torch._dynamo.reset()
 
 
+def _without_dropout(workload: Workload) -> Workload:
+    def build() -> nn.Module:
+        model = workload.build()
+        for module in model.modules():
+            for name, value in vars(module).items():
+                if "dropout" in name and isinstance(value, float):
+                    setattr(module, name, 0.0)
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        return model
+
+    return dataclasses.replace(workload, build=build)
+
+
 def _means(rows: list[dict[str, Any]]) -> dict[str, float]:
-    done = [row for row in rows if "time" in row]
     return {
-        f"geometric mean of {name}": round(math.exp(statistics.mean(math.log(row[name]) for row in done)), 3)
-        for name in ("time", "peak")
-        if done
+        f"geometric mean of {name}": round(math.exp(statistics.mean(math.log(row[name]) for row in rows)), 3)
+        for name in ("time", "peak", "first", "left_alone")
+        if rows and all(name in row for row in rows)
     }
+
+
+def _measured(models: list[str], whole: bool) -> None:
+    _each("fused_here", MEASURED, models, whole, lambda workload: [_here(workload)])
+
+
+# At budgets, at test size
+
+
+def _at_budgets(models: list[str], whole: bool) -> None:
+    _each("fused_budgets", BUDGETED, models, whole, _budgeted)
+
+
+def _budgeted(workload: Workload) -> list[dict[str, Any]]:
+    profile = _fused_profile(workload)
+    problem = Problem(profile.graph, profile.costs, find_space(profile.graph), 1 << 50)
+    least, most = least_peak(problem, Limits(time_s=TIME_S)).peak_bytes, problem.memory.peak_without_regions
+    rows = []
+    for share in SHARES:
+        budget = int(least + share * (most - least))
+        plan = plan_profile(profile, Budget(budget, budget), limits=Limits(time_s=TIME_S))
+        planned = trained(workload, CPU, lambda model, plan=plan: apply(model, plan))  # type: ignore[misc]
+        _, peak = planned.measure_steady_step(1, 1)
+        predicted = int(plan.predicted["peak_bytes"])
+        rows.append(
+            {
+                "workload": workload.name,
+                "budget_mib": round(budget / MIB, 2),
+                "regions": len(plan.regions),
+                "predicted_mib": round(predicted / MIB, 2),
+                "measured_mib": round(peak / MIB, 2),
+                "error_percent": round(100 * (peak - predicted) / predicted, 4),
+                "within": peak <= budget,
+            }
+        )
+    return rows
+
+
+# Beside a compiler of whole models, at test size
+
+
+def _beside_compiler(models: list[str], whole: bool) -> None:
+    _each("fused_compiled", COMPILED, models, whole, _compiled)
+
+
+def _compiled(workload: Workload) -> list[dict[str, Any]]:
+    profile, rows = _fused_profile(workload), []
+    for ratio in RATIOS:
+        with functorch_config.patch(activation_memory_budget=ratio):
+            theirs, theirs_s = _first(workload, nn.Module.compile)
+            _, peak = theirs.measure_steady_step(1, 1)
+        row = {"workload": workload.name, "activation_memory_budget": ratio}
+        row |= {"compiled_mib": round(peak / MIB, 2), "compiled_first_s": round(theirs_s, 1)}
+        try:
+            plan = plan_profile(profile, Budget(peak, peak), limits=Limits(time_s=TIME_S))
+        except (Infeasible, NoPlanInTime) as error:
+            rows.append({**row, "failure": type(error).__name__})
+            continue
+        ours, ours_s = _first(workload, lambda model, plan=plan: apply(model, plan))  # type: ignore[misc]
+        times = _interleaved({"compiled": theirs, "fused": ours})
+        row |= {f"{name}_time": round(1e3 * found, 1) for name, found in times.items()}
+        row |= {"fused_mib": round(ours.measure_steady_step(1, 1)[1] / MIB, 2), "fused_first_s": round(ours_s, 1)}
+        row |= {"time": round(times["fused"] / times["compiled"], 3), "first": round(ours_s / theirs_s, 3)}
+        rows.append(row)
+    return rows
+
+
+def _first(workload: Workload, prepare: Callable[[nn.Module], object]) -> tuple[Training, float]:
+    """A training, and the seconds of its first step with nothing in the caches."""
+    torch._dynamo.reset()
+    for cache in (kernels._KERNELS, fused_group._LOWERED, fused_group._OPEN):
+        cache.clear()
+    training = Training(workload, CPU, 0, TrainingLoop())
+    training.begin_again()
+    prepare(training.model)
+    with fresh_cache():
+        first_s = _timed_s(training.step)
+        training.step()
+    return training, first_s
+
+
+def _interleaved(steps: dict[str, Training]) -> dict[str, float]:
+    """Seconds of a step, the median of steps that take turns."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(REPEATS):
+        for name, each in steps.items():
+            times[name].append(_timed_s(each.step))
+    return {name: statistics.median(found) for name, found in times.items()}
 
 
 def _here(workload: Workload) -> dict[str, Any]:
@@ -182,15 +314,12 @@ def _here(workload: Workload) -> dict[str, Any]:
         first_s[name] = _timed_s(each.forward_and_backward)
         gradients[name] = _gradients(each.model)
         each.finish()
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(REPEATS):
-        for name, each in steps.items():
-            times[name].append(_timed_s(each.step))
+    ms = {name: 1e3 * found for name, found in _interleaved(steps).items()}
     peaks = {name: each.measure_steady_step(1, 1)[1] for name, each in steps.items()}
-    ms = {name: 1e3 * statistics.median(found) for name, found in times.items()}
     return {
         "workload": workload.name,
         "groups": sum(node.op.startswith("fused(") for call in plan.identities for node in call),
+        "left_alone": _left_alone(workload),
         "time": round(ms["fused"] / ms["untouched"], 3),
         "peak": round(peaks["fused"] / peaks["untouched"], 3),
         "predicted_error_percent": round(100 * (peaks["fused"] - predicted) / predicted, 4),
@@ -201,17 +330,30 @@ def _here(workload: Workload) -> dict[str, Any]:
     }
 
 
-def _fused_plan(workload: Workload) -> tuple[Plan, int]:
-    """The plan of no regions for the fused step, and its peak with workspaces as measured."""
-    step, how = fake_step(workload, find_planning_device("cpu")), load("eager")
+def _fused_profile(workload: Workload) -> Profile:
+    """The fused step, with costs as measured here."""
+    step = fake_step(workload, find_planning_device("cpu"))
     captured = record(step)
     with step.in_form(Form(fused=True)):
         graph = record(step, whole=captured)
-    target = find_planning_device("cpu").target
-    profile = Profile(graph, time_operators(graph.kinds, CPU), target)
-    problem = how.pose(profile, how.space(graph), 1 << 50)
+    return Profile(graph, time_operators(graph.kinds, CPU), find_planning_device("cpu").target)
+
+
+def _fused_plan(workload: Workload) -> tuple[Plan, int]:
+    """The plan of no regions for the fused step, and its peak with workspaces as measured."""
+    profile, how = _fused_profile(workload), load("eager")
+    problem = how.pose(profile, how.space(profile.graph), 1 << 50)
     plan = assemble(problem, Solution("none", "feasible"), profile, how, None)
     return plan, int(plan.predicted["peak_bytes"])
+
+
+def _left_alone(workload: Workload) -> float:
+    """The share of the untouched step's time that operators take which are no members of groups."""
+    graph = record(fake_step(workload, find_planning_device("cpu")))
+    times = time_operators(graph.kinds, CPU).per_op_us(graph)
+    outside = np.array([any(name in kind.name for name in LEFT_ALONE) for kind in graph.kinds])[graph.op_kind]
+    outside[graph.backward_end :] = True  # the optimizer
+    return round(float(times[outside].sum() / times.sum()), 3)
 
 
 def _distance(workload: Workload, untouched: Training, gradients: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -244,6 +386,10 @@ def _timed_s(function: Callable[[], Any]) -> float:
     begin = time.perf_counter()
     function()
     return time.perf_counter() - begin
+
+
+WHOLE = "whole"
+MODES = {"cpu": _measured, "budgets": _at_budgets, "compiled": _beside_compiler}
 
 
 if __name__ == "__main__":

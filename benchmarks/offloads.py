@@ -69,7 +69,7 @@ CASES = {
 
 def main(*models: str) -> None:
     rows: list[dict[str, Any]] = []
-    path = report.stem("offloads", torch.device("cpu"))
+    path = report.stem("_".join(["offloads", *models]), torch.device("cpu"))
     about = {**report.provenance(torch.device("cpu")), "costs": "estimated"}
     for model in models or CASES:
         case = CASES[model]

@@ -488,6 +488,24 @@ def test_where_nothing_is_recomputed_the_loss_is_left_whole() -> None:
     assert chunks_of(made.about) == ()
 
 
+def test_slices_that_gain_too_little_are_told_of_and_the_bound_is_of_the_loss_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    budget, _ = tight(LARGER)
+    whole = plan(LARGER, budget=budget, target="h100-80gb", exact=True)
+    recorded = variants.Variants._recorded
+    monkeypatch.setattr(
+        variants.Variants, "_recorded", lambda *args: dataclasses.replace(recorded(*args), extra_us=0.0)
+    )
+    sliced = plan(LARGER, budget=budget, target="h100-80gb")
+    assert chunks_of(sliced.about), "slices that cost nothing are better"
+    monkeypatch.setattr(variants, "WORTH", 1e6)
+    made = plan(LARGER, budget=budget, target="h100-80gb")
+    assert chunks_of(made.about) == () and made.solver["bound_us"] == whole.solver["bound_us"]
+    assert made.predicted["sliced_overhead"] == pytest.approx(sliced.predicted["overhead"])
+    assert f"in slices the overhead is {100 * sliced.predicted['overhead']:.1f} %" in plan_text(made)
+
+
 @pytest.mark.exhaustive
 def test_the_price_of_slices_is_told_and_never_above_that_of_the_loss_whole() -> None:
     least, most = tight(LARGER)

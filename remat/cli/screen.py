@@ -23,7 +23,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column
 from rich.text import Text
 
-from remat.evaluation.form import CAPTURED, WHOLE, form_of
+from remat.evaluation.form import CAPTURED, SLICED, WHOLE, form_of
 from remat.evaluation.graph import CHUNKED_ROWS, NOT_UNTRACED
 from remat.units import gib, ms
 
@@ -188,6 +188,10 @@ def _form(plan: Plan) -> list[tuple[str, ...]]:
         kept = "the step as it is" if form.fused or form.rows else "the loss whole"
         other = f"{kept} (--exact) does not fit" if whole is None else f"{kept} (--exact): {100 * whole:+.1f} %"
         rows.append(("", f"{100 * extra:+.1f} %", f"of the step for {'it' if form.fused else 'them'}; {other}"))
+    elif (sliced := plan.predicted.get(SLICED)) is not None:
+        rows.append(
+            ("loss", "whole", f"in slices the overhead is {100 * sliced:.1f} %, too little less to round otherwise")
+        )
     return rows
 
 

@@ -14,6 +14,7 @@ CHUNKS = "chunks"  # key of `Graph.about` and `Plan.about`
 ROWS = "rows"  # likewise
 FUSED = "fused"  # likewise
 WHOLE: Final = "whole_loss_overhead"  # key of `Plan.predicted`: of the plan for the step as captured, if one fits
+SLICED: Final = "sliced_overhead"  # likewise: of the best plan with slices, where that is better by too little
 
 
 @dataclasses.dataclass(frozen=True)

@@ -154,6 +154,7 @@ class Prediction(TypedDict, total=False):
     weights_host_bytes    of frozen weights, that are on the host but for two layers at a time
     weights_wait_us       what the step waits for them, in `overhead` too
     whole_loss_overhead   of the plan for the step as captured, where one fits
+    sliced_overhead       of the best plan with slices, where it is better by too little to be taken
     """
 
     peak_bytes: int
@@ -175,6 +176,7 @@ class Prediction(TypedDict, total=False):
     weights_host_bytes: int
     weights_wait_us: float
     whole_loss_overhead: float
+    sliced_overhead: float
 
 
 class Proof(TypedDict, total=False):

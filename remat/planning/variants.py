@@ -11,7 +11,8 @@ Rule 2  More slices cost more, where costs are estimated. So where slices alone 
 Rule 3  Every variant is searched for a few seconds, and the best of them once more, for longer; and so are a few others
         that may be better still, by their bounds.
 Rule 4  On a device at hand, only as many slices are tried as leave every row's gradient bitwise what it was.
-Rule 5  Another form is taken where it is worth it: unless nothing else fits, by `WORTH` of the step.
+Rule 5  Another form is taken where it is worth it: unless nothing else fits, by `WORTH` of the step. One that is left
+        for less is told of, and the bound is then of plans for the step as captured.
 Rule 6  Where groups may be fused they are, in every variant.
 Rule 7  Runs of nodes that act by row (`chunking/rows.py`: MLPs) are cut all alike, into slices whose widest value has
         about `WIDE` numbers, and beside a loss in `BESIDE_ROWS` slices. Their forward is made once more, whatever the
@@ -34,7 +35,7 @@ from remat.costing.planning_device import PlanningDevice
 from remat.costing.profile import Profile
 from remat.errors import Infeasible, NoPlanInTime, RematError, UsageError
 from remat.evaluation.evaluator import Memory
-from remat.evaluation.form import WHOLE, Chunk, Form, form_of
+from remat.evaluation.form import SLICED, WHOLE, Chunk, Form, form_of
 from remat.evaluation.plan import Plan, Prediction, Proof, from_refs
 from remat.execution.base import Execution
 from remat.formulation.problem import Problem
@@ -312,6 +313,8 @@ def fastest(
         raise min(in_time or search.refused, key=_least_budget)  # refused for good is only what no form can do
     untouched = search.untouched
     made = best.plan
+    if best is untouched and (left := search.left_for_too_little) is not None:
+        made = dataclasses.replace(made, predicted={**made.predicted, SLICED: left.plan.predicted["overhead"]})
     if best is untouched and not search.leaves_open:
         return made
     if untouched is not None and best is not untouched:
@@ -406,9 +409,19 @@ class _Search:
                 self._drop(best, error)
         return best
 
+    @property
+    def left_for_too_little(self) -> _Tried | None:
+        """The best plan of a variant, where it is better than that of the step as captured."""
+        assert self.untouched is not None
+        best = self._best_variant()
+        return best if best is not None and best.price_us < self.untouched.price_us else None
+
+    def _best_variant(self) -> _Tried | None:
+        return min(self.tried, key=lambda tried: tried.price_us, default=None)
+
     def _best(self) -> _Tried | None:
         """The plan to be taken, as far as is known. (Rule 5)"""
-        untouched, best = self.untouched, min(self.tried, key=lambda tried: tried.price_us, default=None)
+        untouched, best = self.untouched, self._best_variant()
         if best is None or untouched is None:
             return best or untouched
         step_us = best.plan.without_checkpointing["step_time_us"]
@@ -432,7 +445,7 @@ class _Search:
             self._try_each(self._variants.with_rows())
         elif self._variants.rows_us:
             self.bounds_us.append(self._variants.rows_us)
-        best = min(self.tried, key=lambda tried: tried.price_us, default=None)
+        best = self._best_variant()
         if best is None:
             return
         self._again(best)
