@@ -43,12 +43,14 @@ from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 from tests.cached import cached
 from tests.test_chunking import LANGUAGE
+from tests.test_fusion import workload as decoder
 from tests.toys import CONVNET, TRANSFORMER, Transformer, every_block
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 TARGET = "h100-80gb"
 WIDE = dataclasses.replace(TRANSFORMER, build=functools.partial(Transformer, layers=2, width=64), seq_len=32)
+DECODER = decoder().sized(24)  # whose norms and gates are groups
 LIMITS = Limits(time_s=20)
 
 
@@ -59,11 +61,11 @@ def at(batch_size: int, model: str = "transformer", accumulation: int = 1) -> Gr
     return with_library_workspaces(record(step, alignment_bytes=place.target.alignment_bytes), place.target)
 
 
-def search(budget_bytes: int, workload: Workload = WIDE, loop: TrainingLoop | None = None) -> MicroBatches:
-    budget = Budget(budget_bytes, budget_bytes)
-    return MicroBatches(
-        workload, find_planning_device(TARGET), budget, loop or TrainingLoop(), LIMITS, lambda what: None
-    )
+def search(
+    budget_bytes: int, workload: Workload = WIDE, loop: TrainingLoop | None = None, fuse: bool = False
+) -> MicroBatches:
+    budget, place = Budget(budget_bytes, budget_bytes), find_planning_device(TARGET)
+    return MicroBatches(workload, place, budget, loop or TrainingLoop(), LIMITS, lambda what: None, fuse=fuse)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -242,6 +244,25 @@ def test_with_a_link_to_the_host_nothing_is_slower_and_the_ladder_has_a_rung_mor
         assert there is None or here is None or there.to_json() == here.to_json()
     offload = found.rungs[OFFLOAD_RUNG]
     assert offload is not None and offload.offloaded_bytes > found.best.offloaded_bytes
+
+
+def test_where_groups_are_fused_the_step_is_faster_at_every_size_and_the_ladder_is_as_it_was() -> None:
+    place = find_planning_device(TARGET)
+    size = beside_states(search(1 << 50, DECODER).profile(24, False).graph, 0.4)
+    budget = Budget(size, size)
+    alone, found = (fit(DECODER, place, budget, 24, limits=LIMITS, fuse=fuse) for fuse in (False, True))
+    assert found.best.fused and found.plan.about["fused"]
+    assert (found.best.time_us or 0.0) < (alone.best.time_us or 0.0)
+    assert found.best.peak_bytes <= size and found.plan.predicted["peak_bytes"] <= size
+    assert [rung and rung.to_json() for rung in found.rungs.values()][:-1] == [
+        rung and rung.to_json() for rung in alone.rungs.values()
+    ][:-1]
+    look = search(size, DECODER, fuse=True)
+    for other in set(divisors(24)) - {candidate.micro_batch for candidate in found.candidates}:
+        fits = look.exact(Window(24, other))
+        assert fits is None or fits.time_us is None or fits.time_us >= (found.best.time_us or 0.0)
+    with pytest.raises(UsageError, match="exclude each other"):
+        fit(DECODER, place, budget, 24, exact=True, fuse=True)
 
 
 def test_with_room_for_all_it_runs_as_it_is() -> None:

@@ -237,7 +237,7 @@ def compare(
                 solutions[KEPT] = solution_of(problem, how, "exact", judge, limits)
     rows, bound_us = rows_of(problem, solutions, profile, how, judge), best_bound(solutions)
     if fuse:
-        require_fusible(how, step, exact=exact)
+        require_fusible(how, None if step is None else step.loop, exact=exact)
     if step is not None and not exact and not interrupted and "exact" in solutions:
         variants = variants or Variants(how, step, profile, fuse=fuse)
         rows, bound_us = _with_forms(rows, bound_us, variants, how, linked, limits, link)

@@ -78,6 +78,7 @@ def fit(
     loop: TrainingLoop | None = None,
     execution: str = EAGER,
     exact: bool = False,
+    fuse: bool = False,
     link: Link | None = None,
     limits: Limits | None = None,
     on_try: Callable[[str], None] | None = None,
@@ -86,7 +87,7 @@ def fit(
 
     loop       ranks, shards and what else training does; its accumulation is chosen here
     execution  how the step will run, as in `planner.plan`
-    exact      leave losses whole, as there
+    exact      leave losses whole, as there        fuse  fuse groups, likewise
     link       to the host's memory, for offloads, as in `planner.plan_profile`
     limits     of each solution
     on_try     called with what is tried next, in words
@@ -97,7 +98,8 @@ def fit(
     loop, limits = loop or TrainingLoop(), limits or Limits()
     samples = samples_of_rank(global_batch, loop.ranks)
     say = on_try or (lambda what: None)
-    sizes = MicroBatches(workload, place, budget, loop, limits, say, execution=execution, exact=exact, link=link)
+    how: dict[str, Any] = {"execution": execution, "exact": exact, "fuse": fuse, "link": link}
+    sizes = MicroBatches(workload, place, budget, loop, limits, say, **how)
     windows = sizes.windows(samples)
     tried: list[Candidate] = []
     best_us = math.inf
@@ -148,6 +150,7 @@ def largest_batch(
     loop: TrainingLoop | None = None,
     execution: str = EAGER,
     exact: bool = False,
+    fuse: bool = False,
     link: Link | None = None,
     limits: Limits | None = None,
     on_try: Callable[[str], None] | None = None,
@@ -155,7 +158,8 @@ def largest_batch(
     """A plan for the largest micro-batch that fits `budget`; arguments and errors are those of `fit`."""
     loop, on_try = loop or TrainingLoop(), on_try or (lambda what: None)
     limits = limits or Limits()
-    sizes = MicroBatches(workload, place, budget, loop, limits, on_try, execution=execution, exact=exact, link=link)
+    how: dict[str, Any] = {"execution": execution, "exact": exact, "fuse": fuse, "link": link}
+    sizes = MicroBatches(workload, place, budget, loop, limits, on_try, **how)
     guess, cuts = sizes.guess(accumulates=loop.accumulates), is_power_of_two(loop.accumulation)
     found = largest(lambda size: sizes.feasible(size, accumulates=loop.accumulates, in_slices=cuts), guess=guess)
     if not found:
@@ -194,6 +198,7 @@ def longest_sequence(
     loop: TrainingLoop | None = None,
     execution: str = EAGER,
     exact: bool = False,
+    fuse: bool = False,
     link: Link | None = None,
     limits: Limits | None = None,
     on_try: Callable[[str], None] | None = None,
@@ -212,7 +217,7 @@ def longest_sequence(
     @functools.cache
     def at(parts: int) -> MicroBatches:
         shaped = workload.sized(seq_len=parts * step)
-        how: dict[str, Any] = {"execution": execution, "exact": exact, "link": link, "scaled": False}
+        how: dict[str, Any] = {"execution": execution, "exact": exact, "fuse": fuse, "link": link, "scaled": False}
         return MicroBatches(shaped, place, budget, loop, limits, on_try, **how)
 
     def fits(parts: int) -> bool:

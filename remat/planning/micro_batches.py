@@ -44,7 +44,7 @@ from remat.planning.planner import plan_profile
 from remat.planning.profiling import VariantProfiles, fake_step, profile_step
 from remat.planning.search import Draft, Judge
 from remat.planning.untraced import with_untraced
-from remat.planning.variants import Variants, at_most, begun_from, fastest, is_power_of_two
+from remat.planning.variants import Variants, at_most, begun_from, fastest, is_power_of_two, require_fusible
 from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
 from remat.recording.reslice import HeadCall, Resliced, filled
@@ -92,7 +92,7 @@ class Candidate:
     strategy       "none", "every-block", "offload-all" or "exact"
     time_us        of one optimizer step on a rank; None where it does not fit
     regions, gap   of its plan
-    slices         of the loss; 0 where it is whole
+    slices         of the loss; 0 where it is whole        fused  whether groups are fused
     offloaded_bytes  what goes to the host in every micro-batch
     """
 
@@ -106,6 +106,7 @@ class Candidate:
     regions: tuple[Region, ...] = dataclasses.field(default=(), repr=False)
     gap: float | None = None
     slices: int = 0
+    fused: bool = False
     offloaded_bytes: int = 0
 
     @property
@@ -186,7 +187,7 @@ class MicroBatches:
     """One workload under one budget at any micro-batch.
 
     execution  how the steps will run; where that is not as the evaluator says, plans are replayed at every size
-    exact      leave losses whole
+    exact      leave losses whole        fuse  fuse groups
     link       to the host's memory, for offloads
     scaled     sizes come from two records where they can, else each from one of its own (Rule 2)
     """
@@ -202,14 +203,17 @@ class MicroBatches:
         *,
         execution: str = EAGER,
         exact: bool = False,
+        fuse: bool = False,
         link: Link | None = None,
         scaled: bool = True,
     ):
         self.workload, self.place, self.budget, self.loop = workload, place, budget, loop
         self.limits = self._given_limits = limits
-        self.on_try, self.leaves_whole = on_try, exact
+        self.on_try, self.leaves_whole, self.fuses = on_try, exact, fuse
         self.how, self._scaled = executions.load(execution), scaled and place.device is None
         self.how.require(place, loop)
+        if fuse:
+            require_fusible(self.how, loop, exact=exact)
         if link is not None:
             require_offloads(self.how, loop)
             self.limits = at_most(limits, LINKED_S)
@@ -218,10 +222,11 @@ class MicroBatches:
         self._families: dict[bool, Family | None] = {}
         self._hollow: dict[tuple[bool, Form], _Hollow | None] = {}
         self._profiles: dict[tuple[int, bool], Profile] = {}
+        self._steps: dict[tuple[int, bool], FakeStep] = {}  # of those that have a record of their own
         self._problems: dict[tuple[int, bool, Form], Problem] = {}
         self._solutions: dict[tuple[int, bool, str], Solution] = {}
         self._fastest: dict[tuple[int, bool], Formed] = {}
-        self._variants: dict[tuple[int, bool], Variants] = {}
+        self._variants: dict[tuple[int, bool, bool], Variants] = {}
         self._judges: dict[tuple[int, bool], Judge] = {}
 
     # Steps at any size (Rule 2)
@@ -229,13 +234,13 @@ class MicroBatches:
     def profile(self, micro_batch: int, accumulates: bool, form: Form = CAPTURED) -> Profile:
         key = (micro_batch, accumulates)
         if form != CAPTURED:
-            return self.variants(*key).of(form).profile
+            return self.variants(*key, in_slices=bool(form.chunks)).of(form).profile
         if key not in self._profiles:
             scaled = self._family_for(micro_batch, accumulates)
             if scaled is None:
                 found, step = self.recorded(micro_batch, SEVERAL if accumulates else 1)
                 found = self.how.price(found)
-                self._variants[key] = Variants(self.how, step, found, slices=not self.leaves_whole, rows=False)
+                self._steps[key] = step
             else:
                 found = self.how.price(self._costed(scaled.at(micro_batch)))
             self._profiles[key] = found
@@ -259,17 +264,20 @@ class MicroBatches:
 
     # ... in slices (Rule 4)
 
-    def variants(self, micro_batch: int, accumulates: bool) -> Variants:
-        """The steps in other forms at a size; none where losses are left whole."""
+    def variants(self, micro_batch: int, accumulates: bool, in_slices: bool = True) -> Variants:
+        """The steps in other forms at a size; losses are left whole where that is asked for, or `in_slices` is not."""
         key = (micro_batch, accumulates)
-        whole = self.profile(*key)
-        if key not in self._variants:
-            scaled, step = self._family(accumulates), self._to_record[RECORDED_AT[0]]
-            assert scaled is not None
-            profile_in = functools.partial(self._scaled_in, scaled, *key)
-            slices = not self.leaves_whole
-            self._variants[key] = Variants(self.how, step, whole, slices=slices, rows=False, profile_in=profile_in)
-        return self._variants[key]
+        in_slices = in_slices and not self.leaves_whole
+        if (*key, in_slices) not in self._variants:
+            whole = self.profile(*key)
+            options: dict[str, Any] = {"slices": in_slices, "rows": False, "fuse": self.fuses}
+            step = self._steps.get(key)
+            if step is None:
+                scaled, step = self._family(accumulates), self._to_record[RECORDED_AT[0]]
+                assert scaled is not None
+                options["profile_in"] = functools.partial(self._scaled_in, scaled, *key)
+            self._variants[*key, in_slices] = Variants(self.how, step, whole, **options)
+        return self._variants[*key, in_slices]
 
     def _scaled_in(self, whole: Family, micro_batch: int, accumulates: bool, form: Form) -> Profile:
         """The profile in a form, from two hollow records; where that cannot be, recorded."""
@@ -393,7 +401,7 @@ class MicroBatches:
 
     def exact(self, window: Window, below_us: float = math.inf) -> Candidate | None:
         """The best plan at a micro-batch; None where its time cannot be below `below_us`. (Rule 1)"""
-        if self._time_us(window, ()) >= below_us:
+        if self._time_us(window, (), Form(fused=self.fuses)) >= below_us:
             return None
         self.on_try(f"micro-batch {window.micro_batch}")
         return self._candidate(window, "exact", self._solved(window, "exact"))
@@ -434,10 +442,10 @@ class MicroBatches:
 
     def _variants_of(self, window: Window) -> Variants | None:
         """Those that may run in this window, None where there are none. (Rule 4)"""
-        are_alike = window.last == window.micro_batch and is_power_of_two(window.accumulation)
-        if self.leaves_whole or not self.how.is_exact or not are_alike:
+        if not self.how.is_exact:
             return None
-        found = self.variants(*_key(window))
+        are_alike = window.last == window.micro_batch and is_power_of_two(window.accumulation)
+        found = self.variants(*_key(window), in_slices=are_alike)
         return found if found.are_any else None
 
     def _fastest_of(self, window: Window, variants: Variants) -> Formed:
@@ -491,6 +499,7 @@ class MicroBatches:
             regions=regions,
             gap=found.gap if strategy == "exact" and fits else None,
             slices=max((chunk.slices for chunk in form.chunks), default=0),
+            fused=form.fused,
             offloaded_bytes=int(sum(sizes[each.storage] for each in solution.offloads)),
         )
 
@@ -522,7 +531,7 @@ class MicroBatches:
         profile, step = self.recorded(window.micro_batch, window.accumulation)
         self.on_try(f"solving micro-batch {window.micro_batch}")
         link = self._link_beside(profile.graph)
-        how: dict[str, Any] = {"execution": self.how, "exact": self.leaves_whole, "link": link}
+        how: dict[str, Any] = {"execution": self.how, "exact": self.leaves_whole, "fuse": self.fuses, "link": link}
         return plan_profile(profile, self.budget, limits=self._given_limits, step=step, **how)
 
     def refusal(self, window: Window) -> Infeasible:

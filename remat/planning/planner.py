@@ -168,7 +168,7 @@ def plan_profile(
     if link is not None:
         require_offloads(how, None if step is None else step.loop)
     if fuse:
-        require_fusible(how, step, exact=exact)
+        require_fusible(how, None if step is None else step.loop, exact=exact)
     slices = not exact and depth != 1  # which is for `torch.compile`, and that runs no slices
     variants = None
     if step is not None and (slices or fuse):

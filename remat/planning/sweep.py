@@ -178,7 +178,7 @@ def sweep(
         require_offloads(how, None if step is None else step.loop)
         names.append(KEPT)
     if fuse:
-        require_fusible(how, step, exact=exact)
+        require_fusible(how, None if step is None else step.loop, exact=exact)
     profile = how.price(profile)
     trace = _Trace(profile, how, limits or Limits(), on_point or (lambda *about: None), link)
     variants = None

@@ -43,6 +43,7 @@ from remat.formulation.solution import Limits, Status
 from remat.planning.profiling import VariantProfiles
 from remat.planning.search import Draft, Judge, OnReplay
 from remat.recording.fake_step import FakeStep
+from remat.workload.training_loop import TrainingLoop
 
 SLICES = (1, 2, 4, 8, 16)
 WIDE, MOST_ROW_SLICES = 1 << 25, 32  # numbers of the widest value in a slice of what acts by row; slices at most
@@ -248,17 +249,17 @@ def can_cut(execution: Execution, step: FakeStep, profile: Profile) -> bool:
     return Variants(execution, step, profile).are_losses
 
 
-def require_fusible(execution: Execution, step: FakeStep | None, *, exact: bool) -> None:
-    """Raise UsageError where groups cannot be fused."""
+def require_fusible(execution: Execution, loop: TrainingLoop | None, *, exact: bool) -> None:
+    """Raise UsageError where groups cannot be fused; `loop` is that of the step, None where there is only a profile."""
     if exact:
         raise UsageError(
             "`fuse=True` and `exact=True` exclude each other: fused groups round elsewhere than the untouched step."
         )
     if not execution.runs_forms:
         raise UsageError(f'groups are fused in eager execution, not under `execution="{execution}"`.')
-    if step is None:
+    if loop is None:
         raise UsageError("a profile out of a file holds the step as captured; to fuse, plan from the model.")
-    if step.loop.shard is not None:
+    if loop.shard is not None:
         raise UsageError("groups are not fused where states are sharded; leave `fuse` or `shard` out.")
 
 

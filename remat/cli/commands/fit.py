@@ -14,6 +14,7 @@ from remat.cli.commands.options import (
     BudgetOptions,
     Exact,
     ExecutionOptions,
+    Fuse,
     HostOptions,
     Json,
     SearchOptions,
@@ -46,6 +47,7 @@ def fit(
         Path | None, typer.Option(help="The plan file.", show_default="NAME.plan.json in this folder")
     ] = None,
     exact: Exact = False,
+    fuse: Fuse = False,
     as_json: Json = False,
 ) -> Answer:
     """Choose micro-batch, accumulation and plan together, for the least time per token."""
@@ -66,6 +68,7 @@ def fit(
             "loop": found.loop,
             "execution": how.name,
             "exact": exact,
+            "fuse": fuse,
             "link": host.link(step.offload, found),
             "limits": search.limits(line),
             "on_try": line.say,
@@ -204,6 +207,9 @@ def _verdict(found: Fit) -> str:
     if faster < 0.0005:
         same = "the same as" if best.micro_batch == rival.micro_batch else "as fast as"
         return f"{how} is {same} the best rung of the ladder, `{name}`: nothing is gained by recomputing differently."
+    if best.fused:
+        less = "fused groups take traffic away"
+        return f"{how} is {100 * faster:.1f} % faster than the best rung of the ladder, `{name}`: {less}."
     why = []
     if best.micro_batch > rival.micro_batch:
         cost = f"{100 * (best.overhead or 0):.1f} %"
@@ -219,6 +225,8 @@ def _notes(found: Fit) -> list[str]:
     notes = []
     if slices := found.best.slices:
         notes.append(f"the loss runs in {slices} slice{'s' if slices > 1 else ''}; --exact leaves it whole")
+    if found.best.fused:
+        notes.append("groups of pointwise and reducing nodes are compiled, each by itself; the ladder fuses none")
     if sent := found.best.offloaded_bytes:
         notes.append(f"{gib(sent)} of every micro-batch lie on the host between forward and backward")
     if found.best.last != found.best.micro_batch:
