@@ -25,6 +25,7 @@ from remat.execution.apply import counts_of
 from remat.execution.planned_forward import checkpoints_itself
 from remat.host.weights import weights_on_host
 from remat.planning import planner
+from remat.recording.recorder import record
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import trainable
 from tests.command_line import Remat
@@ -33,6 +34,8 @@ from tests.toys import CPU, every_block, plan_by_hand, recorded
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from remat.evaluation.form import Form  # noqa: E402
+from remat.fusion import fused_group, kernels  # noqa: E402
 from remat.integrations import planned_trainer, trainer_workload  # noqa: E402
 from remat.integrations.trainer_workload import loop_of, workload_of  # noqa: E402
 from remat.integrations.transformers import RematCallback  # noqa: E402
@@ -480,6 +483,56 @@ def test_growing_lengths_train_alike_in_few_traces(planned: Callable[..., list[A
     assert counters["stats"]["unique_graphs"] <= 3  # the planned one, the first, and one for all other lengths
 
 
+class Counting(transformers.TrainerCallback):  # type: ignore[name-defined]
+    """How many groups have been lowered when each step ends."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.lowered: list[int] = []
+        self._count = 0
+        for name in ("lower", "lower_open"):
+            monkeypatch.setattr(fused_group, name, functools.partial(self._note, getattr(fused_group, name)))
+
+    def _note(self, actual: Callable[..., Any], *args: Any) -> Any:
+        self._count += 1
+        return actual(*args)
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.lowered.append(self._count)
+
+
+@pytest.mark.exhaustive
+def test_a_fused_plan_trains_on_through_other_lengths_evaluation_and_resuming(
+    tmp_path: Path, plans: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches of 4 rows, of which the fourth is another length, later ones too, and the last has 3 rows."""
+    lengths = [16] * 12 + [12] * 4 + [9] * 4 + [14] * 4 + [11] * 3
+    options = {"max_steps": 7, "train_sampling_strategy": "sequential", "bf16": True, "evaluated": rows(8)}
+    options |= {"data": rows(len(lengths), lengths.__getitem__), "eval_strategy": "steps", "eval_steps": 3}
+    monkeypatch.setattr(planner, "plan", fused_by_hand)
+    monkeypatch.setattr(fused_group, "_OPEN", {})
+    with kernels.interpreted():
+        saved = {"save_strategy": "steps", "save_steps": 5}
+        ours = trainer(
+            tmp_path / "fused",
+            callback := RematCallback(budget="2MiB", fuse=True, cache=plans),
+            counting := Counting(monkeypatch),
+            **options,
+            **saved,
+        )
+        losses = losses_of(ours)
+        assert callback.plan is not None and callback.plan.about["fused"]
+        resumed = trainer(tmp_path / "resumed", RematCallback(budget="2MiB", fuse=True, cache=plans), **options)
+        torch.manual_seed(7)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "fused" / "checkpoint-5"))
+    plain = trainer(tmp_path / "plain", **options)
+    assert losses == pytest.approx(losses_of(plain), rel=0.01) and len(losses) == 7
+    assert logged(ours, "eval_loss") == pytest.approx(logged(plain, "eval_loss"), rel=0.01)
+    assert logged(resumed) == losses and logged(resumed, "eval_loss") == logged(ours, "eval_loss")
+    one, two, three, *others, last = counting.lowered
+    assert one == two == three < others[0] and set(others) == {others[0]}, "a length that is new compiles nothing"
+    assert last >= others[0], "a batch of other size may be a trace of its own"
+
+
 @pytest.mark.exhaustive
 def test_a_training_that_was_interrupted_leaves_a_model_to_train_on(
     planned: Callable[..., list[Any]], tmp_path: Path, plans: Path
@@ -539,6 +592,13 @@ def test_a_callback_takes_a_plan_or_a_budget(tmp_path: Path) -> None:
 def by_hand(workload: Any, **options: Any) -> Plan:
     torch.rand(3)
     graph = recorded(workload)[1]
+    return plan_by_hand(graph, every_block(graph))
+
+
+def fused_by_hand(workload: Any, **options: Any) -> Plan:
+    fake = recorded(workload)[0]
+    with fake.in_form(Form(fused=True)):
+        graph = record(fake)
     return plan_by_hand(graph, every_block(graph))
 
 

@@ -272,8 +272,9 @@ def _decision(plan: Plan) -> list[tuple[str, ...]]:
         ("solver", solver["status"], proof),
     ]
     if solver["status"] != "optimal" and not compiled:
-        price = "takes longer by" if form_of(plan.about) != CAPTURED else "recomputes for"
-        rows.append(("", "", _labelled(f"best plan found; every plan {price} {ms(solver['bound_us'])} or more", plan)))
+        bound_us, price = solver["bound_us"], "takes longer by" if form_of(plan.about) != CAPTURED else "recomputes for"
+        least = f"{price} {ms(bound_us)} or more" if bound_us >= 0 else f"saves {ms(-bound_us)} or less"
+        rows.append(("", "", _labelled(f"best plan found; every plan {least}", plan)))
     return rows
 
 
