@@ -20,6 +20,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import remat
+from remat._torch.inductor import Waiting
 from remat.capture.nodes import called, captured_nodes
 from remat.cli.screen import plan_text
 from remat.costing.costs import roofline_costs
@@ -744,6 +745,41 @@ def test_a_head_in_slices_is_fused_too_and_held_to_float64(slices: int) -> None:
     assert report.passed, str(report)
     assert "fused(row_losses)" in report.groups_near
     assert report.gradients_near, "the head's weight is summed in slices"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("fails", [False, True], ids=["compiles", "fails in the end"])
+def test_forward_and_backward_are_compiled_beside_each_other_and_waited_for_when_they_run(
+    fails: bool, lowerings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: list[str] = []
+
+    def end(waiting: Waiting) -> None:
+        ends.append("failed" if fails else "ended")
+        if fails:
+            raise RuntimeError("no compiler")
+        actual(waiting)
+
+    actual = Waiting.end
+    monkeypatch.setattr(Waiting, "end", end)
+    monkeypatch.setattr(kernels, "_KERNELS", {})
+    kernels._warn_once.cache_clear()
+    x = vector()
+    graph = captured(lambda x: (x.sin() * x.cos()).exp().sum(), x)
+    fused = fuse(graph)
+    (group,) = fused_groups(fused)
+    lowered = group.lowered(x)
+    assert lowered is not None and ends == []
+    assert all(part.kernel._begun is not None for part in (lowered.forward, lowered.backward()))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            (found,), (expected,) = fused(x), graph(x)
+            one, two = (torch.autograd.grad(each, x)[0] for each in (found, expected))
+            torch.testing.assert_close(found, expected)
+            torch.testing.assert_close(one, two)
+    assert ends == ["failed" if fails else "ended"] * 2, "once each"
+    assert ["cannot be compiled here" in str(each.message) for each in told] == [True] * fails
 
 
 @pytest.mark.exhaustive

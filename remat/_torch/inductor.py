@@ -160,6 +160,31 @@ def compiled(graph_module: fx.GraphModule, given: Sequence[torch.Tensor]) -> Cal
     return found
 
 
+class Waiting:
+    """Kernels that generated code has begun to compile, in other threads, and not waited for."""
+
+    def __init__(self) -> None:
+        self._scopes: list[tuple[Any, dict[str, Any]]] = []
+        self._wait: Any = None
+
+    @contextlib.contextmanager
+    def instead(self) -> Iterator[None]:
+        """While it lasts, generated code that is loaded waits for nothing."""
+        compiler = internal("_inductor.async_compile.AsyncCompile", "compile fused groups beside each other")
+        self._wait = compiler.wait
+
+        def note(began: Any, scope: dict[str, Any]) -> None:
+            self._scopes.append((began, scope))
+
+        with mock.patch.object(compiler, "wait", note):
+            yield
+
+    def end(self) -> None:
+        """Wait now."""
+        while self._scopes:
+            self._wait(*self._scopes.pop())
+
+
 def moved_by_loops() -> int:
     """What the loops of the module that Inductor is generating read and write, in bytes; called while it is loaded."""
     virtual = internal("_inductor.virtualized.V", "know what fused groups read and write")

@@ -91,7 +91,9 @@ class FusedGroup:
             return None
         key = (self._content, are_interpreted(), _autocast(given), *map(_described, given))
         if key not in _LOWERED:
-            _LOWERED[key] = self._lowered_open(given) or self._lowered_closed(given)
+            lowered = _LOWERED[key] = self._lowered_open(given) or self._lowered_closed(given)
+            if lowered is not None and not fakes_are_on():
+                lowered.begin()
         return _LOWERED[key]
 
     def _lowered_closed(self, given: tuple[Any, ...]) -> Lowered | None:

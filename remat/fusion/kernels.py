@@ -5,6 +5,9 @@ groups share one. On fake tensors the operator gives its results and nothing els
 meanwhile is its workspace, like that of any kernel. A kernel may be for open sizes (`open_sizes.py`); no step is
 recorded with those, so they tell nothing of workspaces and traffic.
 
+Kernels for a CPU are begun together, a group's forward and its backward, and waited for when they first run: compilers
+of several work beside each other.
+
 Where Inductor cannot compile (no C++ compiler, no Triton), the graph runs operator by operator, with one warning: it
 saves the same for backward, takes longer, and needs more while it runs.
 """
@@ -26,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from remat._torch.inductor import compiled
+from remat._torch.inductor import Waiting, compiled
 from remat._torch.training import without_modes
 from remat.errors import RematError
 from remat.fusion.generated_code import without_kernels
@@ -72,6 +75,7 @@ class Kernel:
     given: tuple[Layout, ...]
     made: tuple[Layout, ...]
     open: tuple[Any, ...] = ()
+    _begun: tuple[Callable[[list[Any]], Any], Waiting] | Exception | None = dataclasses.field(default=None, init=False)
 
     @staticmethod
     def of(graph: fx.GraphModule) -> Kernel:
@@ -91,14 +95,35 @@ class Kernel:
     def run(self, given: Sequence[Tensor], sizes: Sequence[int] = ()) -> list[Tensor]:
         return list(self._compiled([*sizes, *given]))
 
+    def begin(self) -> None:
+        """Let it be compiled, beside what else is."""
+        is_new = self._begun is None and "_compiled" not in vars(self)
+        if is_new and not _is_interpreted and self.given and self.given[0][-1] == "cpu":
+            waiting = Waiting()
+            try:
+                with waiting.instead():
+                    self._begun = self._by_inductor(), waiting
+            except Exception as error:
+                self._begun = error
+
     @functools.cached_property
     def _compiled(self) -> Callable[[list[Any]], Any]:
         if not _is_interpreted:
             try:
-                return self._by_inductor()
+                return self._ended()
             except Exception as error:
                 _warn_once(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
         return lambda given: self.graph(*given)
+
+    def _ended(self) -> Callable[[list[Any]], Any]:
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return self._by_inductor()
+        if isinstance(begun, Exception):
+            raise begun
+        run, waiting = begun
+        waiting.end()
+        return run
 
     def _by_inductor(self) -> Callable[[list[Any]], Any]:
         if self.open:

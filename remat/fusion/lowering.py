@@ -89,6 +89,11 @@ class Lowered:
             self.parts[missing] = _part(without(graph, [tangents[i] for i in missing]) if missing else graph)
         return self.parts[missing].at(self.values)
 
+    def begin(self) -> None:
+        """Let its kernels be compiled, beside each other."""
+        for part in (self.forward, self.backward()):
+            part.kernel.begin()
+
     def holds(self, values: Sequence[int]) -> bool:
         """Whether it is for open sizes of these values."""
         assert self.mode is not None
