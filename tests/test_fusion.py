@@ -331,6 +331,32 @@ def test_views_of_what_a_group_alone_reads_belong_to_it() -> None:
     assert not any(members(written))
 
 
+def test_a_part_of_several_tensors_belongs_to_a_group_with_all_of_them_or_not_at_all() -> None:
+    def function(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        q, k, v = torch.mm(x, x.t() @ x).view(4, 3, -1)[:, :, :2].unbind(1)
+        return ((q * scale).exp() @ k.t() @ v).sum()
+
+    x, scale = torch.randn(4, 6, requires_grad=True), torch.randn(2, requires_grad=True)
+    graph = captured(function, x, scale)
+    (group,) = [group for group in find_groups(graph) if group.text == "fused(mul,exp)"]
+    assert [called(node) for node in group.members] == ["mul", "call_method:exp"]
+    (found,), (expected,) = fuse(graph)(x, scale), graph(x, scale)
+    made = (torch.autograd.grad(each, (x, scale)) for each in (found, expected))
+    for one, two in zip(*made, strict=True):
+        torch.testing.assert_close(one, two)
+
+
+def test_every_argument_of_a_product_has_a_cast_of_its_own() -> None:
+    """Then their gradients are added in float32, as autocast adds them."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = (x * 2.0).view(1, 1, 32, 32)
+        return F.scaled_dot_product_attention(y, y, y).float().sum()
+
+    graph = with_casts(captured(function, torch.randn(32, 32, requires_grad=True), autocast=True))
+    assert sum(called(node) == "autocast" for node in graph.graph.nodes) == 3
+
+
 def test_what_attention_casts_is_cast_by_the_groups_that_make_it() -> None:
     def attention(x: torch.Tensor, cos: torch.Tensor) -> torch.Tensor:
         turned = (x * cos).view(1, 2, 16, 32)
@@ -414,6 +440,8 @@ OPEN_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "norm": lambda x, w: F.layer_norm(x * 2, (8,), w, w) + x,
     "split": lambda x, w: (x * w).view(x.shape[0], 2, 4).transpose(0, 1).exp().reshape(2 * x.shape[0], 4) * 2,
     "joined": lambda x, w: torch.cat([x * w, x.exp()], 0).sin() * w,
+    "size": lambda x, w: (torch.mm(x, x.t() @ x).view(x.size()[:-1] + (2, 4)).sin() * 2).flatten(1) * w,  # noqa: RUF005
+    "class token": lambda x, w: (torch.cat([w.expand(x.shape[0], -1), x], 1) * 2).exp().sum(1),
     "number": lambda x, w: (x * w).sum(0) / x.shape[0] + w,
     "not divided": lambda x, w: torch.mm((x * w).exp(), x.t()).sum() * 2 * (x.sin() * w).detach().sum(),
 }
@@ -780,6 +808,36 @@ def test_forward_and_backward_are_compiled_beside_each_other_and_waited_for_when
             torch.testing.assert_close(one, two)
     assert ends == ["failed" if fails else "ended"] * 2, "once each"
     assert ["cannot be compiled here" in str(each.message) for each in told] == [True] * fails
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("is_late", [False, True], ids=["one after the other", "two forwards, then two backwards"])
+def test_a_kernel_runs_only_sizes_for_which_what_its_compiler_assumes_is_true(
+    is_late: bool, lowerings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU Inductor adds up to 4,096 numbers in another way than more."""
+    monkeypatch.setattr(kernels, "_KERNELS", {})
+    scale = torch.rand((), requires_grad=True)
+    graph = captured(lambda x, scale: (x * scale).sin().mul(2), torch.rand(6, 8), scale, dynamic=True)
+    fused, results = fuse(graph), {}
+
+    def forward(rows: int) -> None:
+        x = torch.rand(rows, 8, generator=torch.Generator().manual_seed(rows))
+        results[rows] = x, fused(*(_taken(node, [x, scale]) for node in graph.graph.find_nodes(op="placeholder")))[0]
+
+    def check(rows: int) -> None:
+        x, result = results[rows]
+        exact = scale.detach().double().requires_grad_()
+        (truth,) = torch.autograd.grad((x.double() * exact).sin().mul(2).sum(), exact)
+        (found,) = torch.autograd.grad(result.sum(), scale)
+        assert abs(float(found) - float(truth)) <= 1e-6 * abs(float(truth)), rows
+
+    for sizes in ((100, 1_000_000),) if is_late else ((100,), (1_000_000,)):
+        for rows in sizes:
+            forward(rows)
+        for rows in sizes:
+            check(rows)
+    assert lowerings == ["open", "open"] and len(kernels._KERNELS) == 4
 
 
 @pytest.mark.exhaustive

@@ -2,8 +2,8 @@
 
 Autocast casts inside a product, once for every product that reads a value, and each keeps its copy. As a node of its
 own, the cast can be a member of the group that makes the value: what the group gives out is 16 bits wide already, one
-storage for all products that read it. Each product has a cast of its own all the same, so that their gradients are
-added as autocast adds them, in the wider dtype.
+storage for all products that read it. Each argument of a product has a cast of its own all the same, so that their
+gradients are added as autocast adds them, in the wider dtype.
 
 A cast stands where the value is made. So a value that somebody may write to has none, nor has one that is made under
 another autocast than its product runs under.
@@ -31,41 +31,40 @@ def with_casts(graph_module: fx.GraphModule) -> fx.GraphModule:
     """A copy of `graph_module` in which products under autocast are given what a cast makes."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    cast_for: dict[tuple[fx.Node, fx.Node], fx.Node] = {}  # (product, its activation) -> the cast
-    readers: dict[fx.Node, list[fx.Node]] = {}
+    cast_for: dict[tuple[fx.Node, int], fx.Node] = {}  # (product, position of an argument) -> the cast
+    readers: dict[fx.Node, list[tuple[fx.Node, int]]] = {}
     nodes = captured_nodes(graph_module)
     written = written_storages(nodes, RULED)
     context = dict(zip(nodes, itertools.accumulate(abs(bracket_of(node)) for node in nodes), strict=True))
     for node in nodes:
-        for given in _activations(node):
+        for position, given in _activations(node):
             if context[given] == context[node] and storages(given).isdisjoint(written):
-                readers.setdefault(given, []).append(node)
+                readers.setdefault(given, []).append((node, position))
     for node in graph_module.graph.nodes:
         copy = copies[node] = graph.node_copy(node, copies.__getitem__)
-        for given in _activations(node):
-            if (node, given) in cast_for:
-                copy.replace_input_with(copies[given], cast_for[node, given])
-        for product in readers.get(node, ()):
-            cast_for[product, node] = _cast(graph, node, copy, product.meta["example_value"].dtype)
+        copy.args = tuple(cast_for.get((node, position), argument) for position, argument in enumerate(copy.args))
+        for product, position in readers.get(node, ()):
+            cast_for[product, position] = _cast(graph, node, copy, product.meta["example_value"].dtype)
     found = fx.GraphModule(graph_module, graph)
     found.graph.lint()
     return found
 
 
-def _activations(node: fx.Node) -> list[fx.Node]:
-    """What a product that runs under autocast is given and casts, as far as that is made by nodes; each once."""
+def _activations(node: fx.Node) -> list[tuple[int, fx.Node]]:
+    """(position, value) of what a product that runs under autocast is given and casts, where nodes make it."""
     name, made = called(node), node.meta.get("example_value")
     if not isinstance(made, Tensor) or made.dtype not in (torch.bfloat16, torch.float16):
         return []
     if name in OF_WEIGHTS and not node.kwargs and len(node.args) > OF_WEIGHTS[name]:
-        given = [node.args[OF_WEIGHTS[name]]]
-        if not all(map(_is_wide, (n for n in node.all_input_nodes if n is not given[0]))):
+        first = OF_WEIGHTS[name]
+        if not all(map(_is_wide, (n for n in node.all_input_nodes if n is not node.args[first]))):
             return []
+        positions = range(first, first + 1)
     else:
-        given = list(node.args[: OF_ACTIVATIONS.get(name, 0)])
-        given = [value for value in given if isinstance(value, fx.Node) and _is_wide(value)]
-    inside = [value for value in given if isinstance(value, fx.Node) and value.op not in ("placeholder", "get_attr")]
-    return list(dict.fromkeys(inside))
+        wide = [isinstance(value, fx.Node) and _is_wide(value) for value in node.args[: OF_ACTIVATIONS.get(name, 0)]]
+        positions = [i for i, is_wide in enumerate(wide) if is_wide]  # type: ignore[assignment]
+    given = ((position, node.args[position]) for position in positions)
+    return [(i, n) for i, n in given if isinstance(n, fx.Node) and n.op not in ("placeholder", "get_attr")]
 
 
 def _is_wide(node: fx.Node) -> bool:

@@ -23,7 +23,7 @@ MANY_SHAPES = 16
 MOST_OPEN = 2  # times a group is lowered for open sizes: more, where each holds for few values
 
 _LOWERED: dict[tuple[Any, ...], Lowered | None] = {}
-_OPEN: dict[tuple[Any, ...], list[Lowered]] = {}
+_OPEN: dict[tuple[Any, ...], list[Lowered | None]] = {}  # None: torch cannot
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,16 +112,19 @@ class FusedGroup:
             return None
         known = _OPEN.setdefault((self._content, are_interpreted(), _autocast(given), found.kinds), [])
         for lowered in known:
-            if lowered.holds(found.values):
+            if lowered is not None and lowered.holds(found.values):
                 return lowered.at(found.values)
-        if len(known) == MOST_OPEN:
+        if len(known) == MOST_OPEN or None in known:
             return None
         self._count_shape()
         try:
-            known.append(lower_open(self._bound, found, self.may_share))
+            lowered = lower_open(self._bound, found, self.may_share)
         except RematError:  # as it is, it may be lowered
+            known.append(None)
             return None
-        return known[-1].at(found.values)
+        lowered.compile()
+        known.append(lowered)
+        return lowered.at(found.values)
 
     def _count_shape(self) -> None:
         """Warn where a group is compiled again and again."""
@@ -151,7 +154,9 @@ class FusedGroup:
 
 
 def _described(value: Any) -> Any:
-    return (*layout_of(value), value.requires_grad) if isinstance(value, Tensor) else int(value)  # an open size
+    if isinstance(value, Tensor):
+        return (*layout_of(value), value.requires_grad)
+    return tuple(map(int, value)) if isinstance(value, (tuple, list)) else int(value)  # open sizes
 
 
 def _autocast(given: tuple[Any, ...]) -> Any:

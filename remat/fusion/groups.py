@@ -110,14 +110,16 @@ class _Finder:
         return sorted(found, key=lambda group: self._order[group.members[-1]])
 
     def _take_views_of_inputs(self, group: Group) -> None:
-        """Rule 2."""
-        waiting = group.inputs
+        """Rule 2. A part of what is several tensors comes with all of it, or not at all."""
+        waiting, made = group.inputs, len(group.members)
         while waiting:
             node = waiting.pop()
-            if self._only_looks(node) and not group.is_read(node):
+            if node not in group.members and self._only_looks(node) and not group.is_read(node):
                 group.members.append(node)
                 waiting += node.all_input_nodes
-        group.members.sort(key=self._order.__getitem__)
+        taken = set(group.members)
+        parts = {n for n in group.members[made:] if any(_is_several(g) and g not in taken for g in n.all_input_nodes)}
+        group.members = sorted(taken - parts, key=self._order.__getitem__)
 
     def _add(self, node: fx.Node, group: Group) -> Group:
         group.members.append(node)
@@ -173,6 +175,12 @@ def _is_sound(node: fx.Node) -> bool:
     if canonical(called(node)) == "getitem":  # a look-up has no rule
         sizes = sizes and not any(isinstance(i, (fx.Node, list)) for i in _indices(node))
     return plain and sizes and not any(callable(leaf) for leaf in constants)
+
+
+def _is_several(node: fx.Node) -> bool:
+    """Whether the value of a node is several tensors."""
+    value = _value(node)
+    return not isinstance(value, torch.Tensor) and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))
 
 
 def _indices(node: fx.Node) -> tuple[Any, ...]:

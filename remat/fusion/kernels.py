@@ -89,7 +89,8 @@ class Kernel:
 
     @functools.cached_property
     def name(self) -> str:
-        content = f"{self.graph.code} {self.given} {self.made}"
+        symbols = next((id(value.fake_mode) for value in self.open if isinstance(value, Tensor)), "")  # type: ignore[attr-defined]
+        content = f"{self.graph.code} {self.given} {self.made} {symbols}"
         return hashlib.sha256(content.encode()).hexdigest()[:16] + ("-interpreted" if _is_interpreted else "")
 
     def run(self, given: Sequence[Tensor], sizes: Sequence[int] = ()) -> list[Tensor]:
@@ -114,6 +115,10 @@ class Kernel:
             except Exception as error:
                 _warn_once(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
         return lambda given: self.graph(*given)
+
+    def compile(self) -> None:
+        """Let it be compiled now, if it is not."""
+        _ = self._compiled
 
     def _ended(self) -> Callable[[list[Any]], Any]:
         begun, self._begun = self._begun, None

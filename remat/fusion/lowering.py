@@ -44,6 +44,7 @@ class Part:
     views: fx.GraphModule
     sizes: tuple[Any, ...] = ()
     numbers: tuple[int, ...] = ()
+    is_interpreted: bool = False
 
     def at(self, values: dict[Any, int]) -> Part:
         """With symbols that have values."""
@@ -52,8 +53,11 @@ class Part:
         return dataclasses.replace(self, numbers=tuple(number_of(size, values) for size in self.sizes))
 
     def __call__(self, *given: Tensor) -> Sequence[Tensor | None]:
-        numbers = (self.numbers,) if self.numbers else ()  # else, what is recorded would differ
-        made = torch.ops.remat.fused(self.kernel.name, list(given), *numbers) if self.kernel.made else []
+        if self.is_interpreted:
+            made = list(self.kernel.graph(*self.numbers, *given))
+        else:
+            numbers = (self.numbers,) if self.numbers else ()  # else, what is recorded would differ
+            made = torch.ops.remat.fused(self.kernel.name, list(given), *numbers) if self.kernel.made else []
         found: Sequence[Tensor | None] = self.views(*self.numbers, *given, *made)
         return found
 
@@ -68,6 +72,7 @@ class Lowered:
     tangents        layouts of those gradients, in which backward takes them
     mode, symbols   of open sizes                  values  of the symbols
     parts           backwards that there are already, by the gradients that are missing
+    settled         those that are known to hold for these values, or to run operator by operator
     """
 
     forward: Part
@@ -79,15 +84,37 @@ class Lowered:
     symbols: tuple[Any, ...] = ()
     values: dict[Any, int] = dataclasses.field(default_factory=dict)
     parts: dict[tuple[int, ...], Part] = dataclasses.field(default_factory=dict)
+    settled: dict[tuple[int, ...], Part] = dataclasses.field(default_factory=dict)
 
     def backward(self, *missing: int) -> Part:
-        """Of all gradients but those numbered `missing`, which nobody has."""
+        """Of all gradients but those numbered `missing`, which nobody has.
+
+        Compiling it may assume more of open sizes. What does not hold for these runs operator by operator.
+        """
         if missing not in self.parts:
             graph = self.backward_graph
             inputs = graph.graph.find_nodes(op="placeholder")
             tangents = inputs[len(inputs) - len(self.tangents) :]
             self.parts[missing] = _part(without(graph, [tangents[i] for i in missing]) if missing else graph)
-        return self.parts[missing].at(self.values)
+        if not self.values:
+            return self.parts[missing]
+        if missing not in self.settled:
+            part = self.parts[missing].at(self.values)
+            part.kernel.compile()
+            is_for_these = holds(self._mode, self.values)
+            self.settled[missing] = part if is_for_these else dataclasses.replace(part, is_interpreted=True)
+        return self.settled[missing]
+
+    @property
+    def _mode(self) -> FakeTensorMode:
+        assert self.mode is not None, "it is for open sizes"
+        return self.mode
+
+    def compile(self) -> None:
+        """Let all be compiled that a step needs: then it is known for which sizes it holds."""
+        self.begin()
+        for part in (self.forward, self.backward()):
+            part.kernel.compile()
 
     def begin(self) -> None:
         """Let its kernels be compiled, beside each other."""
@@ -96,14 +123,13 @@ class Lowered:
 
     def holds(self, values: Sequence[int]) -> bool:
         """Whether it is for open sizes of these values."""
-        assert self.mode is not None
-        return holds(self.mode, dict(zip(self.symbols, values, strict=True)))
+        return holds(self._mode, dict(zip(self.symbols, values, strict=True)))
 
     def at(self, values: Sequence[int]) -> Lowered:
         """For open sizes of these values, with the same kernels."""
         known = dict(zip(self.symbols, values, strict=True))
         tangents = tuple(concrete(layout, known) for layout in self.tangents)
-        return dataclasses.replace(self, tangents=tangents, values=known)
+        return dataclasses.replace(self, tangents=tangents, values=known, settled={})
 
 
 def lower_open(
@@ -134,6 +160,7 @@ def lower(
             results = module(*inputs)
             count, differentiable = len(results), tuple(result.requires_grad for result in results)
             joint = _joint(module, inputs)
+            _size_by_inputs(joint, len(inputs))
             sum_in_stages(joint)
             values = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
             forward, backward = min_cut(joint, values, num_fwd_outputs=count)
@@ -159,6 +186,21 @@ def _joint(module: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) ->
         return joint_of(lambda *given: tuple(module(*given)), inputs)
     except RuntimeError:  # a result is an input, or a view (a cast to what it is already, a reshaped copy)
         return joint_of(apart, inputs)
+
+
+def _size_by_inputs(joint: fx.GraphModule, count: int) -> None:
+    """Read open sizes off the inputs of forward alone: what forward takes of a gradient's cannot be cut from it."""
+    placeholders = joint.graph.find_nodes(op="placeholder")
+    inputs, gradients = placeholders[:count], set(placeholders[count:])
+    looked_up = list(joint.graph.find_nodes(op="call_function", target=torch.ops.aten.sym_size.int))
+    sizes = SizeNodes(joint.graph, inputs)
+    first = next(node for node in joint.graph.nodes if node.op != "placeholder")
+    for node in looked_up:
+        if node.args[0] in gradients:
+            with joint.graph.inserting_before(first):
+                node.replace_all_uses_with(sizes.of(node.meta["val"]))
+            joint.graph.erase_node(node)
+    joint.recompile()
 
 
 def _same(tensor: Tensor) -> Tensor:

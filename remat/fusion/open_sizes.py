@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import sympy
 import torch
@@ -36,13 +36,15 @@ class Sizes:
     stride: tuple[sympy.Expr, ...]
 
 
-Described: TypeAlias = Sizes | sympy.Expr | None  # of a tensor, of a number, of anything else
+Described: TypeAlias = Sizes | sympy.Expr | tuple[sympy.Expr, ...] | None  # a tensor, a number, some, anything else
 
 
 def described(value: Any) -> Described:
     """What a captured graph says of an input."""
     if isinstance(value, Tensor):
         return Sizes(tuple(map(expression_of, value.shape)), tuple(map(expression_of, value.stride())))
+    if isinstance(value, (tuple, list)) and all(isinstance(each, (int, torch.SymInt)) for each in value):
+        return tuple(map(expression_of, value))
     return expression_of(value) if isinstance(value, (int, torch.SymInt)) else None
 
 
@@ -63,11 +65,21 @@ def are_open(inputs: Sequence[Described]) -> bool:
     return any(isinstance(each, Sizes) and any(size.free_symbols for size in each.shape) for each in inputs)
 
 
+class Kind(NamedTuple):
+    """What is known of a tensor."""
+
+    sizes: Sizes
+    dtype: torch.dtype
+    device: str
+    has_gradient: bool
+
+
 @dataclasses.dataclass(frozen=True)
 class OpenInputs:
     """Inputs of a group, some of their sizes open.
 
-    kinds   of each tensor its sizes, dtype, type of device, and whether it has a gradient; of each number its value
+    kinds   of each tensor its sizes, dtype, type of device, and whether it has a gradient; of each number, or of some,
+            what they are
     values  of the symbols, in order
     """
 
@@ -86,8 +98,8 @@ class OpenInputs:
         found: list[Any] = []
         with mode:
             for kind in self.kinds:
-                if not isinstance(kind, tuple):
-                    found.append(size(kind) if isinstance(kind, sympy.Expr) else kind)
+                if not isinstance(kind, Kind):
+                    found.append(tuple(map(size, kind)) if isinstance(kind, tuple) else size(kind))
                     continue
                 sizes, dtype, device, has_gradient = kind
                 shape, stride = list(map(size, sizes.shape)), list(map(size, sizes.stride))
@@ -113,19 +125,23 @@ def opened(inputs: Sequence[Described], given: Sequence[Any]) -> OpenInputs | No
     if not free or min(values) < 2:
         return None
     renamed = dict(zip(free, _symbols(len(free)), strict=True))
-    numbers = dict(zip(renamed.values(), values, strict=True))
+    valued = dict(zip(renamed.values(), values, strict=True))
 
     def rewritten(expressions: Sequence[sympy.Expr], found: Sequence[int]) -> tuple[sympy.Expr, ...] | None:
         """`expressions` of our symbols, if they are what was found."""
         again = tuple(expression.xreplace(renamed) for expression in expressions)
-        now = [expression.xreplace(numbers) for expression in again]
+        now = [expression.xreplace(valued) for expression in again]
         return again if all(e == n for e, n in zip(now, found, strict=True)) else None
 
     kinds: list[Any] = []
     for each, value in zip(inputs, given, strict=True):
         if not isinstance(each, Sizes):
-            number = None if each is None else rewritten([each], [int(value)])
-            kinds.append(int(value) if number is None else number[0])
+            is_one = not isinstance(value, (tuple, list))
+            numbers = [int(value)] if is_one else list(map(int, value))
+            said = () if each is None else (each,) if is_one else each
+            known_as = rewritten(said, numbers) if len(said) == len(numbers) else None
+            found = tuple(map(sympy.Integer, numbers)) if known_as is None else known_as
+            kinds.append(found[0] if is_one else found)
             continue
         shape = rewritten(each.shape, value.shape)
         if shape is None:
@@ -133,7 +149,7 @@ def opened(inputs: Sequence[Described], given: Sequence[Any]) -> OpenInputs | No
         stride = rewritten(each.stride, value.stride()) or rewritten(_dense(shape, value), value.stride())  # Rule 2
         if stride is None:
             return None
-        kinds.append((Sizes(shape, stride), value.dtype, value.device.type, value.requires_grad))
+        kinds.append(Kind(Sizes(shape, stride), value.dtype, value.device.type, value.requires_grad))
     return OpenInputs(tuple(kinds), values)
 
 

@@ -222,6 +222,7 @@ class MicroBatches:
         self._families: dict[bool, Family | None] = {}
         self._hollow: dict[tuple[bool, Form], _Hollow | None] = {}
         self._profiles: dict[tuple[int, bool], Profile] = {}
+        self._recorded_forms: dict[tuple[int, bool], VariantProfiles] = {}
         self._steps: dict[tuple[int, bool], FakeStep] = {}  # of those that have a record of their own
         self._problems: dict[tuple[int, bool, Form], Problem] = {}
         self._solutions: dict[tuple[int, bool, str], Solution] = {}
@@ -280,7 +281,12 @@ class MicroBatches:
         return self._variants[*key, in_slices]
 
     def _scaled_in(self, whole: Family, micro_batch: int, accumulates: bool, form: Form) -> Profile:
-        """The profile in a form, from two hollow records; where that cannot be, recorded."""
+        """The profile in a form, from two hollow records; where that cannot be, recorded.
+
+        Of fused groups each size has a record: what a compiler takes meanwhile does not grow in a straight line.
+        """
+        if form.fused:
+            return self._recorded_in(micro_batch, accumulates).profile(form)
         key = accumulates, form.in_one_slice
         if key not in self._hollow:
             self._hollow[key] = self._hollow_family(whole, accumulates, form)
@@ -290,8 +296,14 @@ class MicroBatches:
             heads = found.heads_at(micro_batch)
             if (graph := filled(at, heads, step, form, alignment_bytes)) is not None:
                 return self._costed(dataclasses.replace(graph, untraced_bytes=whole.at(micro_batch).untraced_bytes))
-        profile, step = self.recorded(micro_batch, SEVERAL if accumulates else 1)
-        return VariantProfiles(step, self.place, profile).profile(form)
+        return self._recorded_in(micro_batch, accumulates).profile(form)
+
+    def _recorded_in(self, micro_batch: int, accumulates: bool) -> VariantProfiles:
+        key = (micro_batch, accumulates)
+        if key not in self._recorded_forms:
+            profile, step = self.recorded(micro_batch, SEVERAL if accumulates else 1)
+            self._recorded_forms[key] = VariantProfiles(step, self.place, profile)
+        return self._recorded_forms[key]
 
     def _hollow_family(self, whole: Family, accumulates: bool, form: Form) -> _Hollow | None:
         records = []
