@@ -11,7 +11,8 @@ Rule 1  The model is copied, on the meta device while planning, so that the Trai
 Rule 2  The batch is the largest that is in sight: the longest rows of those looked at, as many as a device gets. It
         has padding where a batch of rows of several lengths has, even if the longest are all of one. Under fakes it
         has its shapes and its integers, and masks that are known to be of ones; on a device, its data.
-Rule 3  Accelerate runs the model's forward under autocast, and nothing else of the step, and hands out fp32.
+Rule 3  Accelerate runs the model's forward under autocast, and nothing else of the step, and hands out fp32. Copies
+        of weights that autocast keeps go when that forward ends, and not with the step.
 Rule 4  A reference model (DPO's `ref_model`) is there before the step, as the batch is: its tensors are a part of it.
 Rule 5  Trainers read numbers off tensors for their logs, and pick elements by a mask. Outside of the model's forward
         the number is one while planning, and the mask picks all; inside, both are errors as ever.
@@ -41,6 +42,7 @@ from remat.errors import UsageError
 from remat.execution.planned_forward import checkpoints_itself
 from remat.integrations.settings import outputs_in_fp32
 from remat.workload.optimizers import MakeOptimizer
+from remat.workload.reference import call_reference
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 
@@ -429,8 +431,12 @@ class _Reference:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         device = next(iter(self._tensors.values())).device.type
         with torch.autocast(device, dtype=self._autocast, enabled=self._autocast is not None):
-            outputs = functional_call(self._model, self._tensors, args, kwargs)
+            outputs = call_reference(self._forward, *args, **kwargs)
+        torch.clear_autocast_cache()
         return outputs if self._autocast is None else outputs_in_fp32(outputs)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        return functional_call(self._model, self._tensors, args, kwargs)
 
 
 def _bare_reference(trainer: Any) -> nn.Module | None:
@@ -455,6 +461,7 @@ def _step(
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         with answers.silent(), torch.autocast(device, dtype=autocast, enabled=autocast is not None):
             outputs = forward(*args, **kwargs)
+        torch.clear_autocast_cache()
         return outputs if autocast is None else outputs_in_fp32(outputs)
 
     stand_in = _stand_in(trainer, model)

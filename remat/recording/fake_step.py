@@ -16,10 +16,10 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils._pytree import tree_leaves
 
 from remat.capture.anchors import identity_of, module_path
-from remat.capture.attention_masks import OnesSeen, eager_attention_masks
+from remat.capture.attention_masks import Masks, OnesSeen, eager_attention_masks, masks_of
 from remat.capture.beside_parameters import tensors_beside
 from remat.capture.circumstances import given_to
-from remat.capture.dynamo import GraphCalls, fake_model, without_cache
+from remat.capture.dynamo import GraphCalls, fake_model, named_tensors, without_cache
 from remat.capture.eager_answers import Answers
 from remat.capture.grouped_products import grouped_products
 from remat.capture.settling import settle
@@ -43,6 +43,7 @@ from remat.recording.tracked_copies import TrackedStateCopies
 from remat.recording.tracker import Tracker
 from remat.recording.view_histories import ViewHistories
 from remat.workload.held_outputs import HeldOutputs
+from remat.workload.reference import references_run_by
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload, trainable
 
@@ -305,7 +306,7 @@ class FakeStep:
     def forward(self) -> torch.Tensor:
         """The loss of one forward; raises CaptureError if `step` fails or returns something else."""
         try:
-            with self._forward_context(), self._holding():
+            with self._forward_context(), self._holding(), references_run_by(self._run_reference):
                 loss = self.workload.step(self.model, self.batch)
         except RematError:
             raise
@@ -334,8 +335,18 @@ class FakeStep:
     def eager_forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, untraced."""
         masks = self.calls.look(args, kwargs)
-        with self.eager_context(), self._views, eager_attention_masks(masks), without_cache(self.model):
+        with self._untraced(masks), without_cache(self.model):
             return self._forward(*args, **kwargs)
+
+    def _run_reference(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self._untraced(masks_of(named_tensors(forward, args, kwargs), self._ones.hold)):
+            return forward(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _untraced(self, masks: Masks) -> Iterator[None]:
+        """What an untraced forward on a batch of `masks` runs under."""
+        with self.eager_context(), self._views, eager_attention_masks(masks):
+            yield
 
     def warm_up(self, alignment_bytes: int = 1) -> tuple[int, Tracker]:
         """Capture, and bring the optimizer and the gradients to their steady state.
