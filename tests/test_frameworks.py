@@ -33,7 +33,7 @@ pytestmark = [
         "ignore:.*does not have many workers.*",
         "ignore:The number of training batches",
         "ignore:GPU available but not used",
-        "ignore:.*is_gradient_checkpointing.*:FutureWarning",
+        "ignore:.*gradient_checkpointing.*:FutureWarning",
     ),
 ]
 
