@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
-from torch import nn
+from torch import fx, nn
 from torch._dynamo import trace_rules
 
 from remat.capture.opaque_functions import functions_behind, opaque
@@ -15,7 +15,8 @@ from remat.costing.device_allocator import measure_peak
 from remat.evaluation.plan import Region
 from remat.execution.apply import apply, counts_of, planned_forward
 from remat.workload.workload import Workload
-from tests.toys import CPU, graph_of, plan_by_hand
+from tests.toys import CPU, graph_of, plan_by_hand, recorded
+from tests.tricky_layers import Exponential
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
 
@@ -111,3 +112,40 @@ def test_behind_a_loss_are_those_that_ran_as_they_stand() -> None:
     loss = Scaled.apply(x, "twice")[0].sum() + torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=True).sum()
     assert functions_behind(loss) == {f"{__name__}:Scaled"}
     assert functions_behind(x.sum()) == frozenset()
+
+
+class Traced(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = Exponential.apply(layer(x))
+        return x.sum()
+
+
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")  # Dynamo does it
+def test_graphs_of_a_traced_function_are_not_compiled_with_every_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[fx.GraphModule] = []
+    workload = Workload("traced", Traced, batch, lambda model, x: model(x), batch_size=4, seq_len=LENGTH)
+    step, _ = recorded(workload)
+
+    def execute(call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
+        graphs.append(graph_module)
+        return graph_module(*args)
+
+    step.execute_call = execute
+    with step.mode:
+        step.forward()
+    assert [node.name.startswith("autograd_function_apply") for node in graphs[0].graph.nodes].count(True) == 3
+    compiled: list[fx.GraphModule] = []
+    recompile = fx.GraphModule.recompile
+
+    def counted(self: fx.GraphModule) -> Any:
+        compiled.append(self)
+        return recompile(self)
+
+    monkeypatch.setattr(fx.GraphModule, "recompile", counted)
+    copy = fx.GraphModule(graphs[0], graphs[0].graph)
+    assert compiled == [copy]

@@ -53,6 +53,14 @@ def test_fakes_are_seen() -> None:
     assert not training.fakes_are_on()
 
 
+def test_a_mode_is_kept_from_dynamo_once() -> None:
+    """By torch, or by UnseenMode where torch does not."""
+    layers, function = 0, Seen.__dict__["__torch_dispatch__"]
+    while (function := getattr(function, "__wrapped__", None)) is not None:
+        layers += 1
+    assert layers == 1
+
+
 class Lean(training.LeanMode):
     def __init__(self) -> None:
         self.names: list[str] = []

@@ -10,10 +10,25 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat._torch.door import internal
+from remat._torch.recording import untraced
 
 
 class UnseenMode(TorchDispatchMode):
-    """A dispatch mode that Dynamo must not take for a reason to fall back to eager code."""
+    """A dispatch mode that Dynamo must not take for a reason to fall back to eager code, and does not follow into.
+
+    torch sees to the latter, for every mode whose `_should_skip_dynamo` says so; where it does not, this class does.
+    Twice would cost as much again, at every operator of every step on fakes.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        own = cls.__dict__.get("__torch_dispatch__")
+        super().__init_subclass__(**kwargs)
+        if own is not None and cls.__dict__["__torch_dispatch__"] is own and cls._should_skip_dynamo():
+            cls.__torch_dispatch__ = untraced(own)  # type: ignore[method-assign]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return True
 
     @classmethod
     def is_infra_mode(cls) -> bool:

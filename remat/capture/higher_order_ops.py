@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from remat._torch.dynamo import own_function
 
@@ -32,10 +32,29 @@ def open_nodes(graph_module: fx.GraphModule) -> int:
             checkpoints += 1 + _inline(graph_module, node)
         elif node.target is _FUNCTION and "saved_for_backward_idx" in node.kwargs:
             node.target = autograd_function_apply
+            for body in node.args[:2]:
+                _close(graph_module, str(body.target))
         elif (function := own_function(node.target)) is not None:
             _name_function(graph_module, node, function)
     graph_module.recompile()
     return checkpoints
+
+
+class _Body(nn.Module):
+    """A graph that is called and never changed. A GraphModule compiles those that it has again whenever it is copied:
+    of QLoRA they are hundreds."""
+
+    def __init__(self, body: nn.Module):
+        super().__init__()
+        self.body = body
+
+    def forward(self, *args: Any) -> Any:
+        return self.body(*args)
+
+
+def _close(graph_module: fx.GraphModule, name: str) -> None:
+    if not isinstance(body := getattr(graph_module, name), _Body):  # equal ones may share a name
+        setattr(graph_module, name, _Body(body))
 
 
 def _name_function(graph_module: fx.GraphModule, node: fx.Node, function: Any) -> None:

@@ -35,7 +35,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
-from remat._torch.recording import untraced
 from remat._torch.training import UnseenMode, fakes_are_on, without_modes
 from remat.capture.beside_parameters import HOLDERS, carry_over, tensors_beside
 from remat.errors import UsageError
@@ -521,7 +520,6 @@ class _Answers(UnseenMode):
     def silent(self) -> _Silent:
         return _Silent(self)
 
-    @untraced
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._silent or not isinstance(args[0] if args else None, FakeTensor):
             return func(*args, **(kwargs or {}))

@@ -29,7 +29,6 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from remat._torch.door import Shared
 from remat._torch.dynamo import not_begun_at
-from remat._torch.recording import untraced
 from remat._torch.training import UnseenMode, without_modes
 from remat.capture.eager_answers import traced_as
 
@@ -81,7 +80,6 @@ class KnownValues(UnseenMode):
         if (value := self.of(tensor)) is not None:
             self._note(copy, value)
 
-    @untraced
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         known, values = self._computed(func, args, kwargs)

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from remat._torch.recording import memory_format_of, untraced, unwrapped
+from remat._torch.recording import memory_format_of, unwrapped
 from remat._torch.training import UnseenMode
 from remat.evaluation.graph import FROM_HOST, OpKind
 from remat.recording.in_place import InPlace
@@ -145,7 +145,6 @@ class Tracker(UnseenMode):
         """Index of the storage that `tensor` refers to, FIXED for one that was there before."""
         return self._ids.get(id(unwrapped(tensor).untyped_storage()), FIXED)
 
-    @untraced  # between two graphs it would be traced itself
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.paused:
