@@ -8,8 +8,8 @@ below zero the planned step is faster.
 `python -m benchmarks fused:cpu`: models at test size on this machine. Of the untouched and of the fused step, nothing
 recomputed: time (interleaved in one run, the median), peak, and seconds of the first step, which compiles; what was
 predicted of the peak; how far all gradients together are from those in float64, of the fused step over the untouched
-one; and the share of the untouched step's time that products, attention, convolutions, draws and the optimizer take,
-which no group of this kind makes shorter. `fused:cpu,gpt2` for one model, `fused:cpu,whole` without dropout, where
+one; and the share of the untouched step's time, operator by operator, that nodes take which are in no group, the
+optimizer's included: what no compiler of groups makes shorter. `fused:cpu,gpt2` for one model, `fused:cpu,whole` without dropout, where
 float64 can be compared with.
 
 `python -m benchmarks fused:budgets`: plans of the fused step at three budgets each, measured and predicted peak.
@@ -82,7 +82,6 @@ COMPILED = [
     *("workload", "activation_memory_budget", "compiled_mib", "compiled_time", "compiled_first_s"),
     *("fused_mib", "fused_time", "fused_first_s", "time", "first", "failure"),
 ]
-LEFT_ALONE = ("mm", "addmm", "bmm", "baddbmm", "attention", "convolution", "bernoulli", "embedding", "pool", "index")
 MEASURED = [
     "workload",
     "groups",
@@ -348,12 +347,12 @@ def _fused_plan(workload: Workload) -> tuple[Plan, int]:
 
 
 def _left_alone(workload: Workload) -> float:
-    """The share of the untouched step's time that operators take which are no members of groups."""
-    graph = record(fake_step(workload, find_planning_device("cpu")))
-    times = time_operators(graph.kinds, CPU).per_op_us(graph)
-    outside = np.array([any(name in kind.name for name in LEFT_ALONE) for kind in graph.kinds])[graph.op_kind]
-    outside[graph.backward_end :] = True  # the optimizer
-    return round(float(times[outside].sum() / times.sum()), 3)
+    """The share of the untouched step's time that nodes take which are in no group."""
+    untouched = record(fake_step(workload, find_planning_device("cpu")))
+    fused = _fused_profile(workload)
+    all_us = float(time_operators(untouched.kinds, CPU).per_op_us(untouched).sum())
+    in_groups = np.array([kind.name.startswith("remat.fused") for kind in fused.graph.kinds])[fused.graph.op_kind]
+    return round(float(fused.costs.per_op_us(fused.graph)[~in_groups].sum()) / all_us, 3)
 
 
 def _distance(workload: Workload, untouched: Training, gradients: dict[str, torch.Tensor]) -> dict[str, float]:
