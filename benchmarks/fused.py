@@ -9,8 +9,8 @@ below zero the planned step is faster.
 recomputed: time (interleaved in one run, the median), peak, and seconds of the first step, which compiles; what was
 predicted of the peak; how far all gradients together are from those in float64, of the fused step over the untouched
 one; and the share of the untouched step's time, operator by operator, that nodes take which are in no group, the
-optimizer's included: what no compiler of groups makes shorter. `fused:cpu,gpt2` for one model, `fused:cpu,whole` without dropout, where
-float64 can be compared with.
+optimizer's included: what no compiler of groups makes shorter. `fused:cpu,gpt2` for one model, `fused:cpu,whole`
+without dropout, where float64 can be compared with.
 
 `python -m benchmarks fused:budgets`: plans of the fused step at three budgets each, measured and predicted peak.
 
