@@ -2,7 +2,8 @@
 
 `tests/random_models.py` makes a model from its number; `python -m benchmarks fuzzing:123` runs model 123 alone, and
 `fuzzing:250-499` others than the first 250. With `rows` before the numbers (`fuzzing:rows,0-249`) linear layers are
-MLPs, which run in 3 slices.
+MLPs, which run in 3 slices; with `offloads`, plans have random offloads too, whose copies are as late as they may be,
+while what has been let go of is poisoned.
 `tests/fuzzing.py` judges it, and says what is claimed.
 
 Toys are small: a kernel's workspace that the prediction does not know weighs much more in them than in a model.
@@ -11,11 +12,15 @@ Toys are small: a kernel's workspace that the prediction does not know weighs mu
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import multiprocessing
+import os
 import sys
 import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import torch
@@ -23,9 +28,10 @@ import torch
 from benchmarks import report
 from remat.evaluation.form import CAPTURED, Form
 from tests.fuzzing import CPU, STEPS, TOLERANCE, few_rows, verdicts
+from tests.offloads import LateCopies
 
 MODELS, PLANS = 250, 8
-ROWS, SLICES = "rows", 3
+ROWS, SLICES, OFFLOADS = "rows", 3, "offloads"
 COLUMNS = [
     "cases",
     "wrong",
@@ -35,22 +41,20 @@ COLUMNS = [
     "peaks_judged",
     "worst_percent",
     "refused",
+    "offloads",
     "wall_s",
 ]
 
 
 def main(*models: str) -> None:
-    torch.set_num_threads(1)  # toys are too small to share
-    logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
-    form = Form(rows=SLICES) if ROWS in models else CAPTURED
-    which = [text for text in models if text != ROWS] or [f"0-{MODELS - 1}"]
+    which = [text for text in models if text not in (ROWS, OFFLOADS)] or [f"0-{MODELS - 1}"]
     numbers = [number for text in which for number in numbers_of(text)]
     path = report.stem("_".join(["fuzzing", *models]), CPU)
     about = {**report.provenance(CPU), "tolerance_percent": 100 * TOLERANCE, "steps_of_each": STEPS}
     started, rows = time.monotonic(), []
-    with quiet(), few_rows():
-        for number in numbers:
-            found = verdicts(number, PLANS, form)
+    judged = functools.partial(_judged, Form(rows=SLICES) if ROWS in models else CAPTURED, OFFLOADS in models)
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        for number, found in zip(numbers, pool.map(judged, numbers), strict=True):
             rows += found
             for row in found:
                 if row["failures"]:
@@ -61,6 +65,13 @@ def main(*models: str) -> None:
                 if len(numbers) >= MODELS:
                     kept = [row for row in rows if row["failures"]]
                     report.write(path, about, [summary, *kept], [*COLUMNS, "model", "plan", "failures"])  # so far
+
+
+def _judged(form: Form, offloads: bool, number: int) -> list[dict[str, Any]]:
+    torch.set_num_threads(1)  # toys are too small to share
+    logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
+    with quiet(), few_rows():
+        return verdicts(number, PLANS, form, copies=LateCopies() if offloads else None)
 
 
 def numbers_of(text: str) -> range:
@@ -83,6 +94,7 @@ def summarise(rows: list[dict[str, Any]], wall_s: float) -> dict[str, Any]:
         "least_percent": min((row["error_percent"] for row in rows if "error_percent" in row), default=None),
         "peaks_judged": sum("error_percent" in row for row in rows),
         "refused": count("refused"),
+        "offloads": sum(row.get("offloads", 0) for row in rows),
         "regions": sum(row.get("regions", 0) for row in rows),
         "recomputed_nodes": sum(row.get("recomputed", 0) for row in rows),
         "wall_s": round(wall_s, 1),
