@@ -7,10 +7,8 @@ below zero the planned step is faster.
 
 `python -m benchmarks fused:cpu`: models at test size on this machine. Of the untouched and of the fused step, nothing
 recomputed: time (interleaved in one run, the median), peak, and seconds of the first step, which compiles; what was
-predicted of the peak; how far all gradients together are from those in float64, of the fused step over the untouched
-one; and the share of the untouched step's time, operator by operator, that nodes take which are in no group, the
-optimizer's included: what no compiler of groups makes shorter. `fused:cpu,gpt2` for one model, `fused:cpu,whole`
-without dropout, where float64 can be compared with.
+predicted of the peak; and how far all gradients together are from those in float64, of the fused step over the
+untouched one. `fused:cpu,gpt2` for one model, `fused:cpu,whole` without dropout, where float64 can be compared with.
 
 `python -m benchmarks fused:budgets`: plans of the fused step at three budgets each, measured and predicted peak.
 
@@ -29,7 +27,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 import torch._functorch.config as functorch_config
 from torch import nn
@@ -85,7 +82,6 @@ COMPILED = [
 MEASURED = [
     "workload",
     "groups",
-    "left_alone",
     "time",
     "peak",
     "predicted_error_percent",
@@ -209,7 +205,7 @@ def _without_dropout(workload: Workload) -> Workload:
 def _means(rows: list[dict[str, Any]]) -> dict[str, float]:
     return {
         f"geometric mean of {name}": round(math.exp(statistics.mean(math.log(row[name]) for row in rows)), 3)
-        for name in ("time", "peak", "first", "left_alone")
+        for name in ("time", "peak", "first")
         if rows and all(name in row for row in rows)
     }
 
@@ -318,7 +314,6 @@ def _here(workload: Workload) -> dict[str, Any]:
     return {
         "workload": workload.name,
         "groups": sum(node.op.startswith("fused(") for call in plan.identities for node in call),
-        "left_alone": _left_alone(workload),
         "time": round(ms["fused"] / ms["untouched"], 3),
         "peak": round(peaks["fused"] / peaks["untouched"], 3),
         "predicted_error_percent": round(100 * (peaks["fused"] - predicted) / predicted, 4),
@@ -344,15 +339,6 @@ def _fused_plan(workload: Workload) -> tuple[Plan, int]:
     problem = how.pose(profile, how.space(profile.graph), 1 << 50)
     plan = assemble(problem, Solution("none", "feasible"), profile, how, None)
     return plan, int(plan.predicted["peak_bytes"])
-
-
-def _left_alone(workload: Workload) -> float:
-    """The share of the untouched step's time that nodes take which are in no group."""
-    untouched = record(fake_step(workload, find_planning_device("cpu")))
-    fused = _fused_profile(workload)
-    all_us = float(time_operators(untouched.kinds, CPU).per_op_us(untouched).sum())
-    in_groups = np.array([kind.name.startswith("remat.fused") for kind in fused.graph.kinds])[fused.graph.op_kind]
-    return round(float(fused.costs.per_op_us(fused.graph)[~in_groups].sum()) / all_us, 3)
 
 
 def _distance(workload: Workload, untouched: Training, gradients: dict[str, torch.Tensor]) -> dict[str, float]:
