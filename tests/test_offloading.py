@@ -414,6 +414,12 @@ def test_a_random_model_keeps_its_promises_under_random_offloads(number: int) ->
     assert sum(row["offloads"] for row in rows)
 
 
+def test_a_save_that_is_an_input_here_and_a_copy_on_fakes_is_refused_and_never_let_go_of() -> None:
+    """What RReLU gives lies otherwise on fakes: the linear layer behind it copies it there, and saves it here."""
+    failures = [failure for row in verdicts(241, 4, copies=LateCopies()) for failure in row["failures"]]
+    assert len(failures) == 1 and failures[0].startswith("refused: PlanMismatch: the plan brings to the host"), failures
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("tens", range(4))
 def test_many_random_models_keep_their_promises_under_random_offloads(tens: int) -> None:

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from remat._torch.training import is_wrapper
 from remat.errors import PlanMismatch
@@ -260,6 +261,16 @@ class Forward:
         finally:
             self._saves, self._event = {}, None
             self._due.clear()
+
+    def leave(self, values: Any) -> None:
+        """`values` are what the running node takes and gives, which others may read: no save that a plan has sent.
+
+        Where a kernel saves its input and not the copy that it makes on fakes, nothing is sent, and `release` says so.
+        """
+        if self._due:
+            tensors = (t for t in tree_leaves(values) if isinstance(t, Tensor) and not is_wrapper(t))
+            others = {t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided}
+            self._due = [due for due in self._due if due[1].untyped_storage()._cdata not in others]
 
     def send(self, planned: OffloadRef, tensor: Tensor) -> None:
         """The storage of `tensor` is complete: it is the one that `planned` names."""

@@ -450,7 +450,9 @@ def _running(
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with offloader.forward.running(saves, event):
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            offloader.forward.leave((args, kwargs, result))
+            return result
 
     return call
 
