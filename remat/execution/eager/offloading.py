@@ -263,7 +263,7 @@ class Forward:
             self._due.clear()
 
     def leave(self, values: Any) -> None:
-        """`values` are what the running node takes and gives, which others may read: no save that a plan has sent.
+        """`values` are what the running node takes, which others may read: none of them is a save that a plan has sent.
 
         Where a kernel saves its input and not the copy that it makes on fakes, nothing is sent, and `release` says so.
         """

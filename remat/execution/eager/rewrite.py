@@ -451,7 +451,7 @@ def _running(
     def call(*args: Any, **kwargs: Any) -> Any:
         with offloader.forward.running(saves, event):
             result = function(*args, **kwargs)
-            offloader.forward.leave((args, kwargs, result))
+            offloader.forward.leave((args, kwargs))
             return result
 
     return call
