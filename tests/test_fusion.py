@@ -517,12 +517,7 @@ def test_what_only_holds_for_some_sizes_is_lowered_again_for_others(lowerings: l
 
 @pytest.mark.filterwarnings("ignore:.*larger than.*")
 def test_batches_of_every_length_run_the_same_kernels(lowerings: list[str]) -> None:
-    fake = FakeStep(workload(autocast=None), device=torch.device("cpu"))
-    made = plan_here(every_block, fake)
-    torch.manual_seed(0)
-    model = Decoder().train()
-    other = copy.deepcopy(model)
-    remat.apply(model, made, on_larger="warn")
+    model, other = planned_and_plain()
     lowerings.clear()
     counts = []
     for samples, length in ((4, LENGTH), (3, LENGTH), (2, LENGTH), (4, 17), (3, 31), (2, 9), (5, 12)):
@@ -677,6 +672,14 @@ def test_what_cannot_be_fused_is_refused_by_name(options: dict[str, Any], what: 
         plan(workload(), budget="1GiB", target="h100-80gb", fuse=True, **options)
 
 
+def planned_and_plain() -> tuple[nn.Module, nn.Module]:
+    """A decoder with a fused plan, and its copy without one."""
+    made = plan_here(every_block, FakeStep(workload(autocast=None), device=torch.device("cpu")))
+    torch.manual_seed(0)
+    model = Decoder().train()
+    return remat.apply(copy.deepcopy(model), made, on_larger="warn"), model
+
+
 def plan_here(regions: Callable[[Any], Any], fake: FakeStep) -> Plan:
     with fake.in_form(FUSED):
         graph = record(fake)
@@ -684,12 +687,7 @@ def plan_here(regions: Callable[[Any], Any], fake: FakeStep) -> Plan:
 
 
 def test_a_fused_plan_trains_evaluates_and_takes_other_batches() -> None:
-    fake = FakeStep(workload(autocast=None), device=torch.device("cpu"))
-    made = plan_here(every_block, fake)
-    torch.manual_seed(0)
-    model = Decoder().train()
-    other = copy.deepcopy(model)
-    remat.apply(model, made, on_larger="warn")
+    model, other = planned_and_plain()
     for samples in (4, 2, 4):
         given = batch(samples, LENGTH)
         for each in (model, other):
