@@ -145,6 +145,9 @@ class Timeline:
         count = len(storages.birth)
         asked = self._requests < np.iinfo(np.int64).max
         kept = asked & (storages.node >= 0) & (storages.death < graph.forward_end)
+        kept &= (
+            self.lives.death[:count] >= self._requests
+        )  # else nothing that runs needs it: it would come to be let go
         kept[list(self._index.changed)] = False
         kept[self._index.calls[np.maximum(storages.node, 0)] == OUTSIDE] = False
         return np.arange(count)[kept]

@@ -68,7 +68,7 @@ class _Kept:
     def tensor(self) -> torch.Tensor:
         if self._tensor is None:
             assert self._away is not None
-            self._tensor, self._away = self._away.value(), None
+            self._tensor, self._away = _apart(self._away.value()), None  # not a view: the node may write to it
             self.version = self._tensor._version
         return self._tensor
 
