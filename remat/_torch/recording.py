@@ -13,6 +13,8 @@ import torch
 
 from remat._torch.door import internal
 
+DEVICE = torch.ops.prim.device.default  # what asking a fake tensor for its device calls
+
 # Autograd
 
 

@@ -12,6 +12,7 @@ Rules that every command keeps:
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.metadata
 import json
 import os
@@ -46,6 +47,7 @@ from remat.streams import stdout_to_stderr
 
 INTERNAL_ERROR = 1
 ERROR = "bold red"
+SELDOM = (100_000, 20, 100)  # objects before garbage is looked for, which took a tenth of planning: graphs live long
 PACKAGES = ("matplotlib", "numpy", "ortools", "plotly", "torch", "transformers")
 
 # The base of what typer raises for a bad command line; its module depends on typer's version.
@@ -63,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in `argv` and return its exit code."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     as_json = "--json" in arguments
+    gc.set_threshold(*SELDOM)
     try:
         command = typer.main.get_command(app)
         answer = command.main(args=arguments, prog_name="remat", standalone_mode=False)

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from remat._torch.door import Shared
 from remat._torch.dynamo import not_begun_at
+from remat._torch.recording import DEVICE
 from remat._torch.training import UnseenMode, without_modes
 from remat.capture.eager_answers import traced_as
 
@@ -81,6 +82,8 @@ class KnownValues(UnseenMode):
             self._note(copy, value)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].device
         kwargs = kwargs or {}
         known, values = self._computed(func, args, kwargs)
         if not known and func is torch.ops.aten.index.Tensor:

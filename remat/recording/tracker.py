@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from remat._torch.recording import memory_format_of, unwrapped
+from remat._torch.recording import DEVICE, memory_format_of, unwrapped
 from remat._torch.training import UnseenMode
 from remat.evaluation.graph import FROM_HOST, OpKind
 from remat.recording.in_place import InPlace
@@ -146,6 +146,8 @@ class Tracker(UnseenMode):
         return self._ids.get(id(unwrapped(tensor).untyped_storage()), FIXED)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE and isinstance(args[0], FakeTensor):  # four times an operator: no mode below need see it
+            return args[0].device
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
