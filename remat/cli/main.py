@@ -63,9 +63,10 @@ app = typer.Typer(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in `argv` and return its exit code."""
+    if argv is None:  # the process is ours
+        gc.set_threshold(*SELDOM)
     arguments = sys.argv[1:] if argv is None else list(argv)
     as_json = "--json" in arguments
-    gc.set_threshold(*SELDOM)
     try:
         command = typer.main.get_command(app)
         answer = command.main(args=arguments, prog_name="remat", standalone_mode=False)
