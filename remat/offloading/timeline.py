@@ -139,15 +139,16 @@ class Timeline:
 
     @functools.cached_property
     def _kept(self) -> np.ndarray:
-        """Storages made by a captured node that nobody changes, and only backward asks for."""
+        """Storages made by a captured node that nobody changes, and only backward asks for.
+
+        Some are gone by then: a region that has saved them is recomputed, and runs no operator that needs them.
+        """
         graph = self.graph
         storages = graph.storages
         count = len(storages.birth)
         asked = self._requests < np.iinfo(np.int64).max
         kept = asked & (storages.node >= 0) & (storages.death < graph.forward_end)
-        kept &= (
-            self.lives.death[:count] >= self._requests
-        )  # else nothing that runs needs it: it would come to be let go
+        kept &= self.lives.death[:count] >= self._requests
         kept[list(self._index.changed)] = False
         kept[self._index.calls[np.maximum(storages.node, 0)] == OUTSIDE] = False
         return np.arange(count)[kept]
