@@ -25,6 +25,7 @@ from torch import fx, nn
 from torch.utils._pytree import MappingKey, tree_leaves_with_path
 
 from remat._torch.dynamo import settings, trace_error, try_again
+from remat.capture import four_bit
 from remat.capture.attention_masks import (
     IsOnes,
     Masks,
@@ -214,7 +215,10 @@ class _Backend(Capture):
         self._masks = TracedMasks(masks)
 
     def instead(self, asker: str, function: Callable[..., Any]) -> Callable[..., Any] | None:
-        return self._masks.instead(asker, function)
+        other = self._masks.instead(asker, function)
+        if other is None and self.answers is not None:
+            other = four_bit.instead(function, asker, self.answers.opaque)
+        return other
 
     def compile(self, graph_module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         if self._masks.missing:

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from remat._torch.dynamo import left_whole
 from remat._torch.training import without_modes
+from remat.capture import four_bit
 
 Function = type[torch.autograd.Function]
 
@@ -44,8 +45,8 @@ def functions_behind(loss: torch.Tensor) -> frozenset[str]:
 @contextlib.contextmanager
 def opaque(names: Iterable[str]) -> Iterator[None]:
     """While it lasts, the Functions of these names are nodes. One that is not there is nobody's."""
-    functions = [function for function in map(_named, names) if function is not None]
-    with left_whole(functions), contextlib.ExitStack() as stack:
+    functions = [function for function in map(_named, set(names) - {four_bit.FUNCTION}) if function is not None]
+    with left_whole([*functions, four_bit.matmul_4bit]), contextlib.ExitStack() as stack:
         for function in functions:
             stack.enter_context(_keeping_sizes_open(function))
         yield

@@ -33,6 +33,7 @@ from torch import nn
 
 from remat._torch.dynamo import frames_traced, graph_breaks
 from remat._torch.training import without_modes
+from remat.capture import four_bit
 from remat.capture.eager_answers import Answers
 from remat.capture.opaque_functions import functions_behind
 from remat.errors import CaptureError, RematError
@@ -70,7 +71,7 @@ def settle(step: FakeStep) -> None:
     """Bring the model of `step` to its steady state, and let its answers be such that eager branches are captured
     where they can be. Raises CaptureError where the forward cannot be captured at all.
     """
-    found = _steady(step, Answers())
+    found = _steady(step, Answers(opaque=[four_bit.FUNCTION] if four_bit.has_4_bit_layers(step.model) else []))
     while untraced := found.functions - found.answers.opaque:
         other = _steady(step, Answers(opaque=found.answers.opaque | untraced))
         if other.failure is not None:

@@ -1,0 +1,58 @@
+"""Products with 4-bit weights: bitsandbytes' `matmul_4bit`, as one node of a graph.
+
+It calls an `autograd.Function` that Dynamo can trace, forward and backward, for every layer anew: of QLoRA's hundreds
+of layers that is a third of the time that capturing takes. So the function is called as it stands, as those that
+cannot be traced are (`opaque_functions.py`). A node of a graph takes tensors and constants, and it takes a weight's
+scales in an object; so what is traced in its place takes that object apart, and the node puts it together again.
+
+A plan names the Function, as it names others that are left whole. One that does not was made for graphs where it is
+traced.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import nn
+
+FUNCTION = "bitsandbytes.autograd._functions:MatMul4Bit"
+_LIBRARY, _LAYER = "bitsandbytes.autograd._functions", "Linear4bit"
+_TENSORS, _CONSTANTS = ("absmax", "code", "offset"), ("shape", "dtype", "blocksize", "quant_type")
+
+
+def has_4_bit_layers(model: nn.Module) -> bool:
+    """Whether a layer of `model` is one of 4-bit weights."""
+    library = sys.modules.get("bitsandbytes.nn")
+    layer = getattr(library, _LAYER, None)
+    return layer is not None and any(isinstance(module, layer) for module in model.modules())
+
+
+def instead(function: Callable[..., Any], asker: str, opaque: Collection[str]) -> Callable[..., Any] | None:
+    """What is traced in place of `function`, which code of the module `asker` calls; None for itself."""
+    if FUNCTION not in opaque or asker == __name__:
+        return None
+    library = sys.modules.get(_LIBRARY)
+    return _taken_apart if library is not None and function is getattr(library, "matmul_4bit", None) else None
+
+
+def _taken_apart(A: Any, B: Any, quant_state: Any, out: Any = None, bias: Any = None) -> Any:
+    """`matmul_4bit` with its own arguments."""
+    library: Any = sys.modules[_LIBRARY]
+    if out is not None or type(quant_state) is not library.F.QuantState or "packing_format_for_cpu" in vars(quant_state):
+        return library.matmul_4bit(A, B, quant_state, out, bias)
+    of_scales = quant_state.state2
+    nested = None if of_scales is None else [getattr(of_scales, name) for name in (*_TENSORS, *_CONSTANTS)]
+    return matmul_4bit(A, B, bias, [getattr(quant_state, name) for name in (*_TENSORS, *_CONSTANTS)], nested)
+
+
+def matmul_4bit(A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, scales: Any, of_scales: Any) -> Any:
+    """`matmul_4bit` with the fields of a weight's scales, and of those of its scales; a node of a graph."""
+    library: Any = sys.modules[_LIBRARY]
+    state = library.F.QuantState(**dict(zip((*_TENSORS, *_CONSTANTS), scales, strict=True)))
+    if of_scales is not None:
+        state.state2 = library.F.QuantState(**dict(zip((*_TENSORS, *_CONSTANTS), of_scales, strict=True)))
+        state.nested = True
+    return library.matmul_4bit(A, B, state, bias=bias)
