@@ -135,7 +135,7 @@ def peaks_of(workload: Workload) -> tuple[int, int]:
     step = fake_step(workload, place)
     profile = profile_step(step, place)
     variants = Variants(load("eager"), step, profile)
-    least = variants.in_slices(SLICES[-1]).profile if variants.are_losses else profile
+    least = variants.in_slices(max(SLICES)).profile if variants.are_losses else profile
     torch._dynamo.reset()
     return _problem(profile).memory.peak_without_checkpointing, least_peak(
         _problem(least), Limits(time_s=SEARCH_S)

@@ -55,7 +55,7 @@ def main() -> None:
             "batch": f"{samples} x {length}",
             "at_once": round(profile.peak_without_checkpointing / GIB, 2),
             "whole": _least(profile),
-            "loss": _least(variants.in_slices(SLICES[-1]).profile),
+            "loss": _least(variants.in_slices(max(SLICES)).profile),
             "mlps": _least(cut.profile),
             "form": str(cut.form),
             "added_percent": round(100 * cut.extra_us / cut.untouched["step_time_us"], 1),

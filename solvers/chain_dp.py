@@ -112,6 +112,11 @@ class Found:
     def closed(self, gap: float) -> bool:
         return self.infeasible or self.closes(self.bound_ns, gap)
 
+    def suffices(self, limits: Limits) -> bool:
+        """Whether more need not be known: the plan is as good as any, or there is one and none is of use."""
+        is_of_no_use = self.regions is not None and self.bound_ns >= limits.below_us * NS
+        return is_of_no_use or self.closed(limits.gap)
+
     def closes(self, bound_ns: float, gap: float) -> bool:
         """Whether a plan can be at most `gap` better than the best known if `bound_ns` bounds it."""
         if self.regions is None:
@@ -185,7 +190,7 @@ class _Search:
         self._add(self.branch)
         self._tell()
         while self.open:
-            if found.late(self.limits) or found.closed(self.limits.gap) or self._stalls():
+            if found.late(self.limits) or found.suffices(self.limits) or self._stalls():
                 return
             self.branch = branch = self.open.pop(0)
             if any(each.bound_ns <= branch.bound_ns for each in self.exhausted):
@@ -299,6 +304,8 @@ class _Search:
                 self.found.raise_bound(of_table)
                 self._report()
             if overstepped is None or branch.count is not None or len(tables) == COUNTS:
+                break
+            if self.found.suffices(self.limits):
                 break
             if not overstepped.in_forward:
                 low, percent = count.percent, (count.percent + high) // 2

@@ -46,7 +46,7 @@ def solve(problem: Problem, limits: Limits) -> Solution:
     started = time.monotonic()
     start = limits.start if limits.start is not None else _guess(problem)
     if problem.link is not None:
-        alone = solve(problem.without_link(), limits.left(started, ALONE_SHARE))
+        alone = solve(problem.without_link(), dataclasses.replace(limits.left(started, ALONE_SHARE), below_us=math.inf))
         if alone.status == "optimal" and alone.objective_us == 0:
             return alone
         if alone.interrupted:  # its bound is one on plans without offloads
@@ -61,9 +61,9 @@ def solve(problem: Problem, limits: Limits) -> Solution:
         _tell(limits, problem.objective_ns(start) / NS, 0.0)
     problem, found, solution = _by_chains(problem, limits.left(started, CHAIN_SHARE), start)
     try:
-        if not _is_final(solution):
+        if not _is_final(solution, limits):
             solution = _by_heuristics(problem, limits, solution, started)
-        if not _is_final(solution):
+        if not _is_final(solution, limits):
             solution = _searched(problem, limits, found, solution, started)
     except KeyboardInterrupt:
         solution = dataclasses.replace(solution, interrupted=True)
@@ -80,8 +80,9 @@ def _is_late(limits: Limits, started: float) -> bool:
     return limits.time_s is not None and (limits.left(started).time_s or 0.0) < LATE * limits.time_s
 
 
-def _is_final(solution: Solution) -> bool:
-    return solution.status in ("optimal", "infeasible") or solution.interrupted
+def _is_final(solution: Solution, limits: Limits) -> bool:
+    is_of_no_use = solution.fits and solution.bound_us >= limits.below_us
+    return is_of_no_use or solution.status in ("optimal", "infeasible") or solution.interrupted
 
 
 def _by_chain(problem: Problem, limits: Limits) -> tuple[chain_dp.Found, Solution]:
@@ -96,7 +97,7 @@ def _by_chains(problem: Problem, limits: Limits, start: Proposal) -> tuple[Probl
     for share in ROUNDS if problem.link is not None else (1.0,):
         tight = problem.recomputing_at_most(most_us)
         found, solution = _by_chain(tight, dataclasses.replace(limits.left(started, share), start=start))
-        if _is_final(solution) or not solution.fits or solution.objective_us > LESS * most_us:
+        if _is_final(solution, limits) or not solution.fits or solution.objective_us > LESS * most_us:
             break
         start, most_us = solution.regions, solution.objective_us
     return tight, found, solution

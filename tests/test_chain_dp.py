@@ -10,6 +10,7 @@ import functools
 import itertools
 import math
 import operator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -305,6 +306,29 @@ def test_what_is_proved_from_a_start_is_the_oracles(problem: Problem, data: st.D
 @TOO_MANY
 def test_what_is_proved_from_a_start_is_the_oracles_in_thousands(problem: Problem, data: st.DataObject) -> None:
     proved_from_a_start(problem, data)
+
+
+def test_the_first_table_that_shows_a_problem_to_be_of_no_use_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = find_planning_device("h100-80gb")
+    found = profile_step(fake_step(TEST_SIZES["t5-base"](), place), place)
+    problem = Problem(found.graph, found.costs, find_space(found.graph), AMPLE * AMPLE)
+    least = least_peak(problem, EXACT)
+    problem = problem.with_budget((4 * least.peak_bytes + problem.memory.peak_without_checkpointing) // 5)
+    table, tables = chain_dp._Search._table, list[Table]()
+
+    def noted(self: chain_dp._Search, *args: Any) -> Table:
+        tables.append(table(self, *args))
+        return tables[-1]
+
+    monkeypatch.setattr(chain_dp._Search, "_table", noted)
+    asked = dataclasses.replace(EXACT, start=least.regions, time_s=20)
+    proved = chain_dp.solve(problem, asked)
+    assert len(tables) > 1 and proved.objective_us > 0
+    tables.clear()
+    left = chain_dp.solve(problem, dataclasses.replace(asked, below_us=proved.bound_us / 2))
+    assert len(tables) == 1
+    assert left.status == "feasible"
+    assert proved.bound_us / 2 <= left.bound_us < proved.objective_us <= left.objective_us
 
 
 def test_a_plan_of_labels_that_oversteps_a_limit_twice_is_no_error() -> None:

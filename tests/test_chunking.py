@@ -617,7 +617,8 @@ def test_a_region_that_another_form_lacks_is_no_plan_to_begin_from() -> None:
     problem = how.pose(sliced, how.space(sliced.graph), 1 << 40)
     last = dataclasses.replace(made.regions[-1].last, ordinal=10**6)
     other = dataclasses.replace(made, regions=(dataclasses.replace(made.regions[-1], last=last),))
-    assert variants.begun_from(limits, problem, other) is limits
+    effort = variants.Effort(3.0, other, 7.0)
+    assert effort.within(limits, problem) == Limits(time_s=3.0, below_us=7.0)
 
 
 def test_float16_and_other_executions_leave_the_loss_whole() -> None:
@@ -792,10 +793,10 @@ def test_a_variant_that_may_be_better_still_is_searched_once_more_and_the_bound_
     quick = {1: (110.0, 20.0), 2: (100.0, 90.0)}  # objective and bound, by slices
     patient = {1: (112.0, 105.0), 2: (99.0, 97.0)}
 
-    def attempt(variant: variants.Variant, time_s: float, before: Plan | None) -> Draft:
+    def attempt(variant: variants.Variant, effort: variants.Effort) -> Draft:
         (head,) = variant.form.chunks
-        asked.append((head.slices, time_s))
-        objective_us, bound_us = (quick if time_s == variants.QUICK_S else patient)[head.slices]
+        asked.append((head.slices, effort.time_s, effort.below_us))
+        objective_us, bound_us = (quick if effort.time_s == variants.QUICK_S else patient)[head.slices]
         solver: Any = {**made.solver, "status": "feasible", "objective_us": objective_us, "bound_us": bound_us}
         found = dataclasses.replace(made, solver=solver)
         return Draft(found, lambda: found)
@@ -805,5 +806,5 @@ def test_a_variant_that_may_be_better_still_is_searched_once_more_and_the_bound_
 
     both: Any = TwoVariants()
     found = variants.fastest(whole, both, attempt)
-    assert asked == [(1, 3.0), (2, 3.0), (2, 12.0), (1, 12.0)]
+    assert asked == [(1, 3.0, math.inf), (2, 3.0, 110.0), (2, 12.0, 100.0), (1, 12.0, 99.0)]
     assert (found.solver["objective_us"], found.solver["bound_us"]) == (99.0, 97.0)

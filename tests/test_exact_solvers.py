@@ -261,6 +261,28 @@ def renamed(graph: Graph) -> Graph:
     return dataclasses.replace(graph, nodes=nodes)
 
 
+@pytest.mark.parametrize("solver", ["exact", "chain-dp"])
+@given(problems(), st.integers(0, 100), st.sampled_from([0.5, 0.99, 1.0, 1.01, 2.0]))
+@MANY
+def test_what_is_given_up_is_no_better_than_asked_for(
+    solver: str, problem: Problem, percent: int, share: float
+) -> None:
+    """A plan of less than `below_us`, if there is one, is found as without it; else the bound may say that none is."""
+    oracle = Oracle(problem)
+    peaks = sorted(set(oracle.peaks))
+    budget = peaks[percent * (len(peaks) - 1) // 100]
+    least = oracle.least_time_us(budget)
+    assert least is not None
+    below_us = share * least
+    limits = dataclasses.replace(EXACT, below_us=below_us, start=oracle.plans[oracle.peaks.index(min(oracle.peaks))])
+    solution = SOLVERS[solver](problem.with_budget(budget), limits)
+    assert solution.bound_us <= least + 1e-6
+    assert check(problem.with_budget(budget), solution) == []
+    if solver == "exact":
+        assert solution.status == "optimal" or solution.bound_us >= below_us
+        assert solution.objective_us == pytest.approx(least) or least >= below_us
+
+
 @every_prover
 @pytest.mark.parametrize("budget", [67, 68, 87, 88])
 def test_saves_that_are_let_go_late_are_no_obstacle(solver: str, budget: int) -> None:

@@ -41,7 +41,11 @@ def instead(function: Callable[..., Any], asker: str, opaque: Collection[str]) -
 def _taken_apart(A: Any, B: Any, quant_state: Any, out: Any = None, bias: Any = None) -> Any:
     """`matmul_4bit` with its own arguments."""
     library: Any = sys.modules[_LIBRARY]
-    if out is not None or type(quant_state) is not library.F.QuantState or "packing_format_for_cpu" in vars(quant_state):
+    if (
+        out is not None
+        or type(quant_state) is not library.F.QuantState
+        or "packing_format_for_cpu" in vars(quant_state)
+    ):
         return library.matmul_4bit(A, B, quant_state, out, bias)
     of_scales = quant_state.state2
     nested = None if of_scales is None else [getattr(of_scales, name) for name in (*_TENSORS, *_CONSTANTS)]

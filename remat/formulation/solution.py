@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable
 
@@ -20,6 +21,7 @@ class Limits:
     workers      threads                             gap      relative gap at which a plan counts as optimal
     on_progress  called with (objective_us, bound_us) whenever either improves
     start    a plan of the same space, for a solver that can go on from one, whether or not it keeps this budget
+    below_us  objective that a plan has to be below to be of use: one that no plan is below may be given up
     """
 
     time_s: float | None = None
@@ -28,6 +30,11 @@ class Limits:
     gap: float = 0.001
     on_progress: Callable[[float, float], None] | None = None
     start: tuple[Region, ...] | None = None
+    below_us: float = math.inf
+
+    def at_most(self, time_s: float) -> Limits:
+        """These limits with no more than so many seconds."""
+        return dataclasses.replace(self, time_s=time_s if self.time_s is None else min(self.time_s, time_s))
 
     def left(self, started: float, share: float = 1.0) -> Limits:
         """These limits with a share of what is left of their time, which began at `started` (`time.monotonic`)."""

@@ -34,7 +34,7 @@ from remat.planning.assemble import assemble, infeasible
 from remat.planning.budget import Budget
 from remat.planning.links import require_offloads
 from remat.planning.search import Draft, Judge, draft, search
-from remat.planning.variants import PATIENCE_S, Variant, Variants, at_most, begun_from, fastest, priced, require_fusible
+from remat.planning.variants import PATIENCE_S, Effort, Variant, Variants, fastest, priced, require_fusible
 from remat.recording.fake_step import FakeStep
 from remat.shown import Shown
 from remat.solvers import EXACT, HEURISTICS, WITHOUT, every_block, load
@@ -271,11 +271,11 @@ def _with_forms(
     limit_bytes = whole_problem.budget_bytes
     whole = next(row for row in rows if row.strategy == "exact")
 
-    def attempt(variant: Variant, time_s: float, before: Plan | None, name: str = "exact") -> Draft:
+    def attempt(variant: Variant, effort: Effort, name: str = "exact") -> Draft:
         found = variant.profile
         link_of_it = link if name in EXACT else None
         problem = how.pose(found, how.space(found.graph), limit_bytes, link_of_it, like=whole_problem)
-        within = begun_from(at_most(limits, time_s), problem, before)
+        within = effort.within(limits, problem)
 
         def solved(judge: Judge | None) -> Solution:
             solution = solution_of(problem, how, name, judge, within)
@@ -312,7 +312,7 @@ def _with_forms(
     for variant_of, strategy, name in others:
         with contextlib.suppress(Infeasible, NoPlanInTime):
             variant = variant_of()
-            made = priced(attempt(variant, PATIENCE_S, None, strategy).judged(), variant)
+            made = priced(attempt(variant, Effort(PATIENCE_S), strategy).judged(), variant)
             found.append(_row_of(made, name, variants, bound_us))
     captured = UNFUSED if variants.fuse else LOSS_WHOLE
     for row in rows:

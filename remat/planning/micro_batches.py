@@ -44,7 +44,7 @@ from remat.planning.planner import plan_profile
 from remat.planning.profiling import VariantProfiles, fake_step, profile_step
 from remat.planning.search import Draft, Judge
 from remat.planning.untraced import with_untraced
-from remat.planning.variants import Variants, at_most, begun_from, fastest, is_power_of_two, require_fusible
+from remat.planning.variants import Effort, Variants, fastest, is_power_of_two, require_fusible
 from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
 from remat.recording.reslice import HeadCall, Resliced, filled
@@ -216,7 +216,7 @@ class MicroBatches:
             require_fusible(self.how, loop, exact=exact)
         if link is not None:
             require_offloads(self.how, loop)
-            self.limits = at_most(limits, LINKED_S)
+            self.limits = limits.at_most(LINKED_S)
         self._link = link
         self._to_record: dict[int, FakeStep] = {}
         self._families: dict[bool, Family | None] = {}
@@ -406,9 +406,9 @@ class MicroBatches:
         return (in_slices and self._fits_in_slices(window)) or self._whole(window, "exact").fits
 
     def _fits_in_slices(self, window: Window) -> bool:
-        """Whether some plan fits that has the loss in slices, the finest first."""
+        """Whether some plan fits that has the loss in slices."""
         forms = [variant.form for variant in self._variants_of(window) or ()]
-        problems = (self.problem(window, form) for form in reversed(forms))
+        problems = (self.problem(window, form) for form in forms)
         return any(least_peak(each, self.limits).peak_bytes <= self.budget.limit_bytes for each in problems)
 
     def exact(self, window: Window, below_us: float = math.inf) -> Candidate | None:
@@ -463,12 +463,13 @@ class MicroBatches:
     def _fastest_of(self, window: Window, variants: Variants) -> Formed:
         """The plan of least price among the forms of a step."""
 
-        def draft(form: Form, limits: Limits, before: Plan | None = None) -> Draft:
+        def draft(form: Form, effort: Effort | None = None) -> Draft:
             problem = self.problem(window, form)
             if form == CAPTURED:
                 solution = self._whole(window, "exact")
             else:
-                solution = solution_of(problem, self.how, "exact", None, begun_from(limits, problem, before))
+                within = self.limits if effort is None else effort.within(self.limits, problem)
+                solution = solution_of(problem, self.how, "exact", None, within)
             if solution.status == "infeasible":
                 raise infeasible(problem, self.limits)
             if not solution.fits:
@@ -477,11 +478,7 @@ class MicroBatches:
             return Draft(plan, lambda: plan)
 
         try:
-            plan = fastest(
-                lambda: draft(CAPTURED, self.limits),
-                variants,
-                lambda variant, time_s, before: draft(variant.form, at_most(self.limits, time_s), before),
-            )
+            plan = fastest(lambda: draft(CAPTURED), variants, lambda variant, effort: draft(variant.form, effort))
         except (Infeasible, NoPlanInTime) as error:
             return Formed(CAPTURED, Solution("exact", "infeasible" if isinstance(error, Infeasible) else "unknown"))
         form, proof = form_of(plan.about), plan.solver

@@ -36,7 +36,7 @@ from remat.planning.links import (
 )
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.search import Draft, Judge, OnReplay, draft, solve_within
-from remat.planning.variants import Variant, Variants, at_most, begun_from, fastest, require_fusible
+from remat.planning.variants import Effort, Variant, Variants, fastest, require_fusible
 from remat.recording.fake_step import FakeStep
 from remat.reservation.fragmentation import assumed_settings
 from remat.solvers import Solver, load
@@ -200,24 +200,23 @@ def plan_profile(
             problem = posed(profile, whole_space, limit_bytes)
             return made(problem, solved(problem, judge, limits.left(started)), profile, judge)
 
-        def drafted(profile: Profile, judge: Judge, space: Space, limits: Limits, before: Plan | None = None) -> Draft:
-            problem = posed(profile, space, limit_bytes)
-            limits = begun_from(limits, problem, before)
+        def drafted(profile: Profile, judge: Judge, space: Space, effort: Effort | None = None) -> Draft:
+            problem, within = posed(profile, space, limit_bytes), limits.left(started, 0.5)
+            within = within if effort is None else effort.within(within, problem)
             return draft(
                 problem,
-                solved(problem, None, limits),
+                solved(problem, None, within),
                 judge,
                 lambda solution, by: made(problem, solution, profile, by),
-                lambda: solved(problem, judge, limits),
+                lambda: solved(problem, judge, within),
             )
 
         def whole() -> Draft:
             assert judge is not None
-            return drafted(profile, judge, whole_space, limits.left(started, 0.5))
+            return drafted(profile, judge, whole_space)
 
-        def attempt(variant: Variant, time_s: float, before: Plan | None) -> Draft:
-            found, left = variant.profile, at_most(limits.left(started, 0.5), time_s)
-            return drafted(found, variant.judge, how.space(found.graph, depth), left, before)
+        def attempt(variant: Variant, effort: Effort) -> Draft:
+            return drafted(variant.profile, variant.judge, how.space(variant.profile.graph, depth), effort)
 
         return fastest(whole, variants, attempt, lambda: interrupted or limits.left(started).time_s == 0)
 

@@ -6,10 +6,11 @@ one to begin from.
 
 Rule 1  A plan's price is what its step takes more than the captured one: what it recomputes, what its slices cost
         (smaller kernels, gradients added up), less what fusing saves. It may be negative.
-Rule 2  More slices cost more, where costs are estimated. So where slices alone cost as much as the best plan so far, no
-        finer ones are tried, and the bound of all of them is that cost. Where nothing needs to be recomputed, none are.
+Rule 2  Where slices alone cost as much as the best plan so far, no plan of them is looked for, and the bound of those
+        plans is that cost. Where nothing needs to be recomputed, none are.
 Rule 3  Every variant is searched for a few seconds, and the best of them once more, for longer; and so are a few others
-        that may be better still, by their bounds.
+        that may be better still, by their bounds. A search ends where its bound says that the best plan so far stands.
+        Numbers of slices in the middle come first: they are often the best.
 Rule 4  On a device at hand, only as many slices are tried as leave every row's gradient bitwise what it was.
 Rule 5  Another form is taken where it is worth it: unless nothing else fits, by `WORTH` of the step. One that is left
         for less is told of, and the bound is then of plans for the step as captured.
@@ -45,7 +46,7 @@ from remat.planning.search import Draft, Judge, OnReplay
 from remat.recording.fake_step import FakeStep
 from remat.workload.training_loop import TrainingLoop
 
-SLICES = (1, 2, 4, 8, 16)
+SLICES = (8, 16, 4, 2, 1)  # in the order in which they are tried
 WIDE, MOST_ROW_SLICES = 1 << 25, 32  # numbers of the widest value in a slice of what acts by row; slices at most
 BESIDE_ROWS = (4, 16)  # slices of the loss there
 LARGE = 0.01  # of the peak: smaller logits are left whole
@@ -70,7 +71,7 @@ class Variant:
 
 
 class Variants:
-    """The variants of a step but the captured one, by rising number of slices; each is recorded when it is asked for.
+    """The variants of a step but the captured one; each is recorded when it is asked for.
 
     step        of the model, at any batch size
     profile     of the captured step, priced for the execution
@@ -281,7 +282,33 @@ def why_whole(execution: Execution, step: FakeStep) -> str | None:
     return None
 
 
-Attempt = Callable[[Variant, float, Plan | None], Draft]
+@dataclasses.dataclass(frozen=True)
+class Effort:
+    """How to look for a plan of a variant.
+
+    time_s    seconds for it
+    before    the plan of another variant, which is one to begin from
+    below_us  recomputation that a plan has to be below to be of use
+    """
+
+    time_s: float
+    before: Plan | None = None
+    below_us: float = math.inf
+
+    def within(self, limits: Limits, problem: Problem) -> Limits:
+        """`limits` with no more than that time, to begin from the plan before if that is one of the space."""
+        limits = dataclasses.replace(limits.at_most(self.time_s), below_us=self.below_us)
+        if self.before is None:
+            return limits
+        try:
+            start = from_refs(problem.graph, self.before.regions)
+            problem.runs_of(start)
+        except KeyError:
+            return limits
+        return dataclasses.replace(limits, start=start)
+
+
+Attempt = Callable[[Variant, Effort], Draft]
 
 
 def fastest(
@@ -290,7 +317,7 @@ def fastest(
     """The plan of least price, replayed. (Rules 1 to 5, 7 and 8)
 
     whole    the plan of the step as captured
-    attempt  that of a variant, found in so many seconds; the plan of another variant is one to begin from
+    attempt  that of a variant
     is_over  whether the time for all of it is up, or somebody pressed Ctrl-C
 
     Both raise Infeasible or NoPlanInTime.
@@ -479,8 +506,6 @@ class _Search:
                 break
             if variant.extra_us >= self._price_to_beat_us:
                 self.bounds_us.append(variant.extra_us)
-                if variant.profile.costs.source == "estimated":
-                    break
                 continue
             before = self.tried[-1].plan if self.tried else None
             if self._try(variant, QUICK_S, before) is None and self._try(variant, PATIENCE_S, before) is None:
@@ -488,8 +513,9 @@ class _Search:
 
     def _try(self, variant: Variant, time_s: float, before: Plan | None) -> bool | None:
         """Whether there is a plan; None where none was found in time."""
+        effort = Effort(time_s, before, self._price_to_beat_us - variant.extra_us)
         try:
-            self.tried.append(_Tried(variant, self._attempt(variant, time_s, before)))
+            self.tried.append(_Tried(variant, self._attempt(variant, effort)))
         except Infeasible as error:
             self.refused.append(error)
             return False
@@ -497,23 +523,6 @@ class _Search:
             self.refused.append(error)
             return None
         return True
-
-
-def begun_from(limits: Limits, problem: Problem, plan: Plan | None) -> Limits:
-    """`limits`, to begin from the plan of another variant if that is one of the space."""
-    if plan is None:
-        return limits
-    try:
-        start = from_refs(problem.graph, plan.regions)
-        problem.runs_of(start)
-    except KeyError:
-        return limits
-    return dataclasses.replace(limits, start=start)
-
-
-def at_most(limits: Limits, time_s: float) -> Limits:
-    """`limits` with no more than so many seconds."""
-    return dataclasses.replace(limits, time_s=time_s if limits.time_s is None else min(limits.time_s, time_s))
 
 
 def _least_budget(error: Infeasible | NoPlanInTime) -> float:
