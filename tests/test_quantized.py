@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from remat.capture import four_bit
 from remat.capture.beside_parameters import tensors_beside
 from remat.cli.model_spec import ModelSpec
 from remat.errors import UsageError
@@ -104,6 +105,29 @@ def test_adapters_beside_4_bit_weights_train_alike_under_a_plan() -> None:
             assert (p.grad is None) == (q.grad is None) == (not p.requires_grad)
             assert p.grad is None or (q.grad is not None and torch.equal(p.grad, q.grad))
     assert counts_of(model).regions == 2 * len(plan.regions) > 0
+
+
+def test_a_product_is_one_node_and_a_plan_made_before_finds_the_graph_that_it_was_made_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph = step_and_graph()[1]
+    assert [node.op for node in graph.nodes].count("matmul_4bit") == LAYERS * 7
+    assert graph.about["opaque_functions"] == [four_bit.FUNCTION]
+    with monkeypatch.context() as patch:
+        patch.setattr(four_bit, "has_4_bit_layers", lambda model: False)
+        before = recorded(workload())[1]
+    assert [node.op for node in before.nodes].count("matmul_4bit") == 0 and before.about["opaque_functions"] == []
+    made = workload()
+    torch.manual_seed(0)
+    batch = made.batch(SAMPLES, LENGTH)
+    gradients = []
+    for each in (graph, before):
+        model = apply(built("cpu"), plan_by_hand(each, every_block(each)))
+        with torch.autocast("cpu", torch.bfloat16):
+            made.step(model, batch).backward()
+        gradients.append([p.grad for p in model.parameters() if p.requires_grad])
+        assert counts_of(model).regions > 0
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 
 
 @pytest.mark.parametrize(
