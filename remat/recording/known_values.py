@@ -10,7 +10,8 @@ Rule 1  In the making of a batch random integers are known too: drawn from a gen
 Rule 2  Twins are views of each other where the fakes are. What is written into with unknown values is unknown.
 Rule 3  Only small results are known (`MOST_INTEGERS`, `MOST_FLOATS`): what decides a shape is not large.
 
-`torch.tensor` reads numbers off the tensors in a list beneath all dispatch; meanwhile it is handed their values.
+`torch.tensor` reads numbers off the tensors in a list beneath all dispatch; meanwhile it is handed their values. So is
+who asks a tensor for a list.
 
 A FakeTensor has a `constant` of its own, which holds one number and is lost on the way to a GPU.
 """
@@ -58,8 +59,12 @@ class KnownValues(UnseenMode):
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
         """What is known is followed through what runs within."""
-        with self, _lists_of_tensors():
-            yield
+        _following.append(self)
+        try:
+            with self, _lists_of_tensors(), _lists_of_values():
+                yield
+        finally:
+            _following.remove(self)
 
     @contextlib.contextmanager
     def of_batch(self) -> Iterator[None]:
@@ -179,6 +184,21 @@ def _tensor_of_values(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     return _tensor(data, *args, **kwargs)
 
 
+_following: list[KnownValues] = []
+_tolist = FakeTensor.tolist
+
+
+@torch.compiler.disable
+def _tolist_of_values(tensor: FakeTensor) -> Any:
+    """`tolist`, which asks for one number after the other, thousands of a batch's, at once where they are known."""
+    known = next((values for each in _following if (values := each.of(tensor)) is not None), None)
+    if known is None:
+        return _tolist(tensor)
+    with without_modes():
+        return known.tolist()
+
+
+_lists_of_values = Shared(lambda: mock.patch.object(FakeTensor, "tolist", _tolist_of_values))
 _lists_of_tensors = Shared(lambda: mock.patch.object(torch, "tensor", _tensor_of_values))
 
 
