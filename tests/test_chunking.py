@@ -781,6 +781,9 @@ class TwoVariants:
 
     fuse, rows_us = False, math.inf
 
+    def on_variant(self, form: Form) -> None:
+        pass
+
     def __iter__(self) -> Iterator[Any]:
         profile = types.SimpleNamespace(costs=types.SimpleNamespace(source="estimated"))
         for slices in (1, 2):
@@ -801,10 +804,74 @@ def test_a_variant_that_may_be_better_still_is_searched_once_more_and_the_bound_
         found = dataclasses.replace(made, solver=solver)
         return Draft(found, lambda: found)
 
-    def whole() -> Draft:
+    def whole(effort: variants.Effort) -> Draft:
         raise Infeasible("too much", minimum_budget_bytes=1)
 
     both: Any = TwoVariants()
     found = variants.fastest(whole, both, attempt)
     assert asked == [(1, 3.0, math.inf), (2, 3.0, 110.0), (2, 12.0, 100.0), (1, 12.0, 99.0)]
     assert (found.solver["objective_us"], found.solver["bound_us"]) == (99.0, 97.0)
+
+
+class OneVariant(TwoVariants):
+    """Of a step that has a loss to cut, in two slices, and takes a millisecond."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(list(super().__iter__())[1:])
+
+
+CAPTURED_AGAIN = [
+    # what the step as captured is found to take, and at least, within seconds; then; the plan and the bound of all
+    pytest.param((110.0, 20.0), (98.0, 98.0), (98.0, 98.0), id="may-yet-be-the-one-to-take"),
+    pytest.param((115.0, 109.0), (112.0, 109.5), (100.0, 97.0), id="is-not-worth-a-variant"),
+    pytest.param((130.0, 110.0), None, (100.0, 97.0), id="is-proved-to-be-slower"),
+    pytest.param((99.0, 99.0), None, (99.0, 99.0), id="is-proved"),
+    pytest.param("late", (98.0, 98.0), (98.0, 98.0), id="has-a-plan-after-all"),
+    pytest.param("late", "none", (100.0, 97.0), id="has-none"),
+    pytest.param("late", "late", (100.0, 0.0), id="may-have-one-that-nobody-found"),
+]
+
+
+@pytest.mark.parametrize(("quick", "patient", "expected"), CAPTURED_AGAIN)
+def test_the_step_as_captured_is_searched_once_more_only_where_it_may_be_the_one_to_take(
+    quick: Any, patient: Any, expected: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(variants, "WORTH", 0.01)
+    made, asked = plan_by_hand(graph_of(TRANSFORMER), ()), list[variants.Effort]()
+
+    def drafted(objective_us: float, bound_us: float) -> Draft:
+        status = "optimal" if objective_us == bound_us else "feasible"
+        solver: Any = {**made.solver, "status": status, "objective_us": objective_us, "bound_us": bound_us}
+        untouched: Any = {"peak_bytes": 1, "step_time_us": 1000.0}
+        found = dataclasses.replace(made, solver=solver, without_checkpointing=untouched)
+        return Draft(found, lambda: found)
+
+    def whole(effort: variants.Effort) -> Draft:
+        asked.append(effort)
+        found = quick if len(asked) == 1 else patient
+        if found == "late":
+            raise NoPlanInTime("none yet")
+        if found == "none":
+            raise Infeasible("too much", minimum_budget_bytes=1)
+        return drafted(*found)
+
+    one: Any = OneVariant()
+    found = variants.fastest(whole, one, lambda variant, effort: drafted(100.0, 97.0))
+    assert (found.solver["objective_us"], found.solver["bound_us"]) == expected
+    assert [effort.time_s for effort in asked] == [variants.QUICK_S, None][: 1 if patient is None else 2]
+    assert patient is None or asked[1].below_us == 110.0
+
+
+def test_what_no_form_can_do_is_refused_for_good_though_it_was_not_seen_at_once() -> None:
+    def whole(effort: variants.Effort) -> Draft:
+        if effort.time_s is not None:
+            raise NoPlanInTime("none yet")
+        raise Infeasible("too much", minimum_budget_bytes=7)
+
+    def attempt(variant: variants.Variant, effort: variants.Effort) -> Draft:
+        raise Infeasible("too much", minimum_budget_bytes=8)
+
+    one: Any = OneVariant()
+    with pytest.raises(Infeasible) as refused:
+        variants.fastest(whole, one, attempt)
+    assert refused.value.minimum_budget_bytes == 7

@@ -293,7 +293,7 @@ def _with_forms(
             lambda: solved(variant.judge),
         )
 
-    def untouched() -> Draft:
+    def untouched(effort: Effort) -> Draft:
         if whole.plan is None or not whole.fits:
             raise NoPlanInTime("no plan of the step as captured keeps the budget.")
         plan = whole.plan

@@ -478,7 +478,9 @@ class MicroBatches:
             return Draft(plan, lambda: plan)
 
         try:
-            plan = fastest(lambda: draft(CAPTURED), variants, lambda variant, effort: draft(variant.form, effort))
+            plan = fastest(
+                lambda effort: draft(CAPTURED), variants, lambda variant, effort: draft(variant.form, effort)
+            )
         except (Infeasible, NoPlanInTime) as error:
             return Formed(CAPTURED, Solution("exact", "infeasible" if isinstance(error, Infeasible) else "unknown"))
         form, proof = form_of(plan.about), plan.solver

@@ -200,9 +200,9 @@ def plan_profile(
             problem = posed(profile, whole_space, limit_bytes)
             return made(problem, solved(problem, judge, limits.left(started)), profile, judge)
 
-        def drafted(profile: Profile, judge: Judge, space: Space, effort: Effort | None = None) -> Draft:
-            problem, within = posed(profile, space, limit_bytes), limits.left(started, 0.5)
-            within = within if effort is None else effort.within(within, problem)
+        def drafted(profile: Profile, judge: Judge, space: Space, effort: Effort) -> Draft:
+            problem = posed(profile, space, limit_bytes)
+            within = effort.within(limits.left(started, 0.5), problem)
             return draft(
                 problem,
                 solved(problem, None, within),
@@ -211,9 +211,9 @@ def plan_profile(
                 lambda: solved(problem, judge, within),
             )
 
-        def whole() -> Draft:
+        def whole(effort: Effort) -> Draft:
             assert judge is not None
-            return drafted(profile, judge, whole_space)
+            return drafted(profile, judge, whole_space, effort)
 
         def attempt(variant: Variant, effort: Effort) -> Draft:
             return drafted(variant.profile, variant.judge, how.space(variant.profile.graph, depth), effort)

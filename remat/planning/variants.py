@@ -8,9 +8,10 @@ Rule 1  A plan's price is what its step takes more than the captured one: what i
         (smaller kernels, gradients added up), less what fusing saves. It may be negative.
 Rule 2  Where slices alone cost as much as the best plan so far, no plan of them is looked for, and the bound of those
         plans is that cost. Where nothing needs to be recomputed, none are.
-Rule 3  Every variant is searched for a few seconds, and the best of them once more, for longer; and so are a few others
-        that may be better still, by their bounds. A search ends where its bound says that the best plan so far stands.
-        Numbers of slices in the middle come first: they are often the best.
+Rule 3  The step as captured and every variant are searched for a few seconds, and the best variant once more, for
+        longer; and so are a few others that may be better still, by their bounds, and the step as captured if it may
+        yet be the one to take. A search ends where its bound says that the best plan so far stands. Numbers of slices
+        in the middle come first: they are often the best.
 Rule 4  On a device at hand, only as many slices are tried as leave every row's gradient bitwise what it was.
 Rule 5  Another form is taken where it is worth it: unless nothing else fits, by `WORTH` of the step. One that is left
         for less is told of, and the bound is then of plans for the step as captured.
@@ -36,7 +37,7 @@ from remat.costing.planning_device import PlanningDevice
 from remat.costing.profile import Profile
 from remat.errors import Infeasible, NoPlanInTime, RematError, UsageError
 from remat.evaluation.evaluator import Memory
-from remat.evaluation.form import SLICED, WHOLE, Chunk, Form, form_of
+from remat.evaluation.form import CAPTURED, SLICED, WHOLE, Chunk, Form, form_of
 from remat.evaluation.plan import Plan, Prediction, Proof, from_refs
 from remat.execution.base import Execution
 from remat.formulation.problem import Problem
@@ -77,7 +78,7 @@ class Variants:
     profile     of the captured step, priced for the execution
     slices      whether losses may run in slices        fuse  whether groups are fused
     rows        whether, where losses may, so may what acts by row
-    on_variant  called with a form before it is recorded
+    on_variant  called with a form before it is recorded, or searched once more
     profile_in  the profile of the step in a form; by default that of `step`, recorded
     """
 
@@ -95,7 +96,7 @@ class Variants:
         profile_in: Callable[[Form], Profile] | None = None,
     ):
         self._execution, self._step, self._whole, self._on_replay = execution, step, profile, on_replay
-        self._on_variant = on_variant or (lambda form: None)
+        self.on_variant = on_variant or (lambda form: None)
         self._slices, self.fuse, self._profile_in = slices, fuse, profile_in
         self._may_cut_rows = slices and rows
         self._known: dict[Form, Variant] = {}
@@ -230,7 +231,7 @@ class Variants:
     def of(self, form: Form) -> Variant:
         """The variant in `form`."""
         if form not in self._known:
-            self._on_variant(form)
+            self.on_variant(form)
             self._known[form] = self._recorded(form)
         return self._known[form]
 
@@ -286,18 +287,19 @@ def why_whole(execution: Execution, step: FakeStep) -> str | None:
 class Effort:
     """How to look for a plan of a variant.
 
-    time_s    seconds for it
+    time_s    seconds for it, None for all that there are
     before    the plan of another variant, which is one to begin from
     below_us  recomputation that a plan has to be below to be of use
     """
 
-    time_s: float
+    time_s: float | None
     before: Plan | None = None
     below_us: float = math.inf
 
     def within(self, limits: Limits, problem: Problem) -> Limits:
         """`limits` with no more than that time, to begin from the plan before if that is one of the space."""
-        limits = dataclasses.replace(limits.at_most(self.time_s), below_us=self.below_us)
+        limits = limits if self.time_s is None else limits.at_most(self.time_s)
+        limits = dataclasses.replace(limits, below_us=self.below_us)
         if self.before is None:
             return limits
         try:
@@ -312,7 +314,7 @@ Attempt = Callable[[Variant, Effort], Draft]
 
 
 def fastest(
-    whole: Callable[[], Draft], variants: Variants, attempt: Attempt, is_over: Callable[[], bool] = bool
+    whole: Callable[[Effort], Draft], variants: Variants, attempt: Attempt, is_over: Callable[[], bool] = bool
 ) -> Plan:
     """The plan of least price, replayed. (Rules 1 to 5, 7 and 8)
 
@@ -322,8 +324,8 @@ def fastest(
 
     Both raise Infeasible or NoPlanInTime.
     """
-    search = _Search(variants, attempt, is_over)
-    search.begin(whole)
+    search = _Search(whole, variants, attempt, is_over)
+    search.begin()
     try:
         search.run()
     except KeyboardInterrupt:
@@ -389,9 +391,12 @@ class _Search:
     (Rules 2, 3, 7 and 8)
     """
 
-    def __init__(self, variants: Variants, attempt: Attempt, is_over: Callable[[], bool]):
-        self._variants, self._attempt, self._is_over = variants, attempt, is_over
+    def __init__(
+        self, whole: Callable[[Effort], Draft], variants: Variants, attempt: Attempt, is_over: Callable[[], bool]
+    ):
+        self._whole, self._variants, self._attempt, self._is_over = whole, variants, attempt, is_over
         self.untouched: _Tried | None = None
+        self._not_in_time: NoPlanInTime | None = None  # the step as captured may have a plan though none was found
         self.tried: list[_Tried] = []
         self.bounds_us: list[float] = []
         self.refused: list[Infeasible | NoPlanInTime] = []
@@ -421,12 +426,17 @@ class _Search:
         """What the cheapest variant costs without recomputation, as far as is known."""
         return min([0.0, *self.bounds_us, *(tried.variant.extra_us for tried in self.tried if tried.variant)])
 
-    def begin(self, whole: Callable[[], Draft]) -> None:
+    def begin(self) -> None:
         """Try the step as captured."""
+        self.untouched = self._captured(Effort(QUICK_S))
+
+    def _captured(self, effort: Effort) -> _Tried | None:
         try:
-            self.untouched = _Tried(None, whole())
+            return _Tried(None, self._whole(effort))
         except (Infeasible, NoPlanInTime) as error:
-            self.refused.append(error)
+            self.refused = [error, *(each for each in self.refused if each is not self._not_in_time)]
+            self._not_in_time = error if isinstance(error, NoPlanInTime) else None
+            return None
 
     def settled(self) -> _Tried | None:
         """The plan to be taken, as the replay accepts it. (Rule 8)"""
@@ -465,9 +475,13 @@ class _Search:
             self.has_dropped = True
 
     def run(self) -> None:
-        """Try variants that may cost less than the step as captured, and the best of them once more, for longer."""
+        """Try variants that may cost less than the step as captured, and what may be best once more, for longer."""
         if self._price_to_beat_us <= 0 and not self._variants.fuse:
             return
+        self._run_variants()
+        self._captured_again()
+
+    def _run_variants(self) -> None:
         self._try_each(self._variants)
         if self._variants.rows_us < self._price_to_beat_us:
             self._try_each(self._variants.with_rows())
@@ -485,10 +499,32 @@ class _Search:
         for tried in others[:MOST_AGAIN]:
             self._again(tried)
 
+    def _captured_again(self) -> None:
+        """Search the step as captured once more, unless it is proved not to be the one to take. (Rule 5)"""
+        known, best, below_us = self.untouched, self._best_variant(), math.inf
+        if best is not None:
+            below_us = best.price_us + WORTH * best.plan.without_checkpointing["step_time_us"]
+        if known is None and self._not_in_time is None:
+            return
+        if known is not None and (known.plan.solver["status"] == "optimal" or known.bound_us >= below_us):
+            return
+        found = None
+        if not self._is_over():
+            self._variants.on_variant(CAPTURED)
+            found = self._captured(Effort(None, None if known is None else known.plan, below_us))
+        both = [each for each in (known, found) if each is not None]
+        if both:
+            self._not_in_time = None
+            self.untouched = min(both, key=lambda each: each.price_us)
+            self.untouched.least_us = max(each.bound_us for each in both)
+        elif self._not_in_time is not None:
+            self.bounds_us.append(0.0)
+
     def _again(self, tried: _Tried) -> None:
         """Search a variant once more, for longer."""
         if tried.variant is None or tried.plan.solver["status"] == "optimal" or self._is_over():
             return
+        self._variants.on_variant(tried.variant.form)
         if self._try(tried.variant, PATIENCE_S, tried.plan):
             better, worse = sorted((tried, self.tried[-1]), key=lambda each: each.price_us)
             better.least_us = max(tried.bound_us, self.tried[-1].bound_us)
