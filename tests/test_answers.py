@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import logging
@@ -24,8 +25,9 @@ from remat.errors import CaptureError, PlanMismatch
 from remat.evaluation.graph import Graph
 from remat.evaluation.plan import Region
 from remat.execution.apply import apply, counts_of
+from remat.recording.fake_step import FakeStep
 from remat.workload.workload import Workload
-from tests.toys import CPU, every_block, plan_by_hand, recorded, step
+from tests.toys import CPU, TRANSFORMER, every_block, plan_by_hand, recorded, step
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
 
@@ -146,7 +148,6 @@ def test_a_model_that_logs_is_one_graph_and_dynamo_can_write_its_settings_to_its
 
 
 def test_a_step_that_will_be_compiled_takes_the_traced_branch() -> None:
-    from remat.recording.fake_step import FakeStep
     from remat.recording.recorder import record
 
     graph = record(FakeStep(workload_of(lambda: Branches(is_torchdynamo_compiling)), device=CPU, compiled=True))
@@ -445,6 +446,21 @@ def test_a_model_is_captured_until_the_next_forward_traces_no_more_anew_than_eve
     found = [settling._Capture(Answers(), (), None) for _ in anew]
     monkeypatch.setattr(settling, "_captured", lambda step, traced: found.pop())
     monkeypatch.setattr(settling, "frames_traced", lambda: next(frames))
-    step: Any = types.SimpleNamespace(model=nn.Linear(2, 2), forward=lambda: None)
-    settling._steady(step, Answers())
+    step: Any = types.SimpleNamespace(model=nn.Linear(2, 2))
+    settling._steady(step, lambda: None, Answers())
     assert len(anew) - len(found) == captures
+
+
+def test_the_forward_that_shows_a_model_to_be_settled_is_that_of_the_first_step() -> None:
+    calls = []
+
+    def counted(model: nn.Module, batch: Any) -> torch.Tensor:
+        calls.append(torch.is_grad_enabled())
+        return TRANSFORMER.step(model, batch)
+
+    made = FakeStep(dataclasses.replace(TRANSFORMER, step=counted), device=CPU)
+    rise, tracker = made.warm_up()
+    assert len(calls) == 2 and rise > 0
+    again, other = made.warm_up()
+    assert len(calls) == 3
+    assert (again, other.op_count) == (rise, tracker.op_count)

@@ -67,20 +67,24 @@ class _Capture:
         return other.failure is not None and (self.failure is None or str(self.failure) != str(other.failure))
 
 
-def settle(step: FakeStep) -> None:
+def settle(step: FakeStep, run_again: Callable[[], None]) -> None:
     """Bring the model of `step` to its steady state, and let its answers be such that eager branches are captured
     where they can be. Raises CaptureError where the forward cannot be captured at all.
+
+    run_again  one more forward of what is captured
     """
-    found = _steady(step, Answers(opaque=[four_bit.FUNCTION] if four_bit.has_4_bit_layers(step.model) else []))
+    found = _steady(
+        step, run_again, Answers(opaque=[four_bit.FUNCTION] if four_bit.has_4_bit_layers(step.model) else [])
+    )
     while untraced := found.functions - found.answers.opaque:
-        other = _steady(step, Answers(opaque=found.answers.opaque | untraced))
+        other = _steady(step, run_again, Answers(opaque=found.answers.opaque | untraced))
         if other.failure is not None:
             break
         found = other
     tried: set[str] = set()
     while suspects := [q for q in found.answers.suspects(found.breaks) if q.asker not in tried]:
         tried.add(suspects[-1].asker)
-        other = _steady(step, Answers(found.answers.traced | {suspects[-1].asker}, found.answers.opaque))
+        other = _steady(step, run_again, Answers(found.answers.traced | {suspects[-1].asker}, found.answers.opaque))
         if other.gets_further_than(found):
             found = other
     if step.calls.answers is not found.answers:
@@ -89,7 +93,7 @@ def settle(step: FakeStep) -> None:
         raise found.failure
 
 
-def _steady(step: FakeStep, answers: Answers) -> _Capture:
+def _steady(step: FakeStep, run_again: Callable[[], None], answers: Answers) -> _Capture:
     """A capture of the model as it is when it stays as it is."""
     anew_before = -1
     for _ in range(MOST_FORWARDS):
@@ -98,7 +102,7 @@ def _steady(step: FakeStep, answers: Answers) -> _Capture:
         if found.failure is not None:
             break
         frames = frames_traced()
-        step.forward()
+        run_again()
         anew = frames_traced() - frames
         if _state_of(step.model) == before and anew in (0, anew_before):  # some frames every forward traces anew
             break

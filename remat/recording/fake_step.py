@@ -153,6 +153,7 @@ class FakeStep:
         with self.mode, torch.device(device), self.known.of_batch(), (seen := OnesSeen()):
             self.batch = workload.batch(workload.batch_size, workload.seq_len)
         self.execute_call: Any = execute_plainly
+        self._begun: tuple[Tracker, torch.Tensor] | None = None  # a forward that no backward has followed yet
         self._forward = self.model.forward
         self._ones = seen
         self._settled = compiled
@@ -180,14 +181,22 @@ class FakeStep:
         self._captured.clear()
         self._called.clear()
         self._prepared.clear()  # known by ids, which may be given again
+        self._begun = None
         self.calls = _NotedCalls(self._forward, self._execute_call, answers=answers, is_ones=self._ones.hold)
         self.model.forward = self._traced_forward
 
-    def _settle(self) -> None:
+    def _settle(self, alignment_bytes: int) -> None:
         if not self._settled:
             with self.mode, self.known.followed(), grouped_products():
-                settle(self)
+                settle(self, lambda: self._begin_step(alignment_bytes))
         self._settled = True
+
+    def _begin_step(self, alignment_bytes: int) -> None:
+        """Run the forward of a first step. The last that settling looks at is the one that `warm_up` goes on with."""
+        self.held_outputs.let_go()
+        self.model.zero_grad(set_to_none=True)
+        with Tracker(alignment_bytes) as tracker:
+            self._begun = tracker, self.forward()
 
     def _begin_training(self) -> None:
         """Make the optimizer, and all that is there when training begins."""
@@ -355,13 +364,16 @@ class FakeStep:
         the first step. What the forward made is not counted: nothing of it is left but what Dynamo notes in its graphs,
         and what the loop holds.
         """
-        self._settle()
-        self.held_outputs.let_go()
-        self.model.zero_grad(set_to_none=True)
+        self._begun = None
+        self._settle(alignment_bytes)
+        with self.mode, self.known.followed(), grouped_products():
+            if self._begun is None:
+                self._begin_step(alignment_bytes)
+        assert self._begun is not None
+        (tracker, loss), self._begun = self._begun, None
         self._begin_training()
-        with self.mode, self.known.followed(), grouped_products(), Tracker(alignment_bytes) as tracker:
-            loss = self.forward()
-            forward_end = tracker.op_count
+        forward_end = tracker.op_count
+        with self.mode, self.known.followed(), grouped_products(), tracker:
             loss.backward()
             del loss
             backward_end = tracker.op_count
