@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
+import sys
 import types
 import warnings
 from collections.abc import Callable
@@ -687,13 +689,74 @@ def test_trls_sft_trainer_with_lora_trains_alike_within_the_budget(trl: Make, tm
     make = functools.partial(trl, "SFT", data=data, **options)
     expected = losses_of(make())
     losses_of(made := make(first := RematCallback(budget="640KiB", cache=tmp_path)))
-    assert any(map(trainer_workload._has_fused_head, made.model.modules()))
+    assert trainer_workload.has_fused_head(made.model)
     assert first.plan is not None and first.plan.regions and len(first.plan.fingerprints) == 1
     assert first.plan.about["opaque_functions"] == ["trl.kernels.chunked_logprob:ChunkedLogProbFunction"]
 
     losses: list[float] = []
     peak = measure_peak(lambda: losses.extend(losses_of(make(RematCallback(budget="640KiB", cache=tmp_path)))), CPU)
     assert losses == expected and len(losses) == 2
+    assert peak <= first.plan.budget_bytes
+    assert peak == pytest.approx(first.plan.predicted["peak_bytes"], rel=0.005)
+
+
+class Kernel:
+    """Stands for a kernel in Triton: it is launched over a grid, and asks its tensors for addresses."""
+
+    def __init__(self, tile: Any):
+        self.tile = tile
+
+    def __getitem__(self, grid: Any) -> Any:
+        return functools.partial(self.run, grid=grid)
+
+    def run(self, *args: Any, grid: Any, **kwargs: Any) -> None:
+        assert all(arg.data_ptr() for arg in args if isinstance(arg, torch.Tensor))
+        self.tile(*args, **kwargs)
+
+
+@pytest.fixture
+def with_triton(trl: Make, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """TRL as it is where Triton runs: its head selects the rows that count, and launches kernels."""
+    kernels, utils = (importlib.import_module(f"trl.{name}") for name in ("kernels.chunked_logprob", "trainer.utils"))
+
+    def use_triton(device: Any) -> bool:
+        return True
+
+    for module in (kernels, utils):
+        monkeypatch.setattr(module, "_use_triton", use_triton)
+    monkeypatch.setattr(kernels, "triton", types.SimpleNamespace(cdiv=lambda a, b: -(-a // b)), raising=False)
+    monkeypatch.setattr(kernels, "_forward_kernel", Kernel(kernels._forward_tile))
+    monkeypatch.setattr(kernels, "_backward_kernel", Kernel(kernels._backward_tile))
+    monkeypatch.setitem(sys.modules, "triton.runtime.jit", types.SimpleNamespace(JITFunction=Kernel))
+    return kernels
+
+
+@pytest.mark.parametrize("options", [{}, {"bf16": True, "gradient_accumulation_steps": 2}], ids=["fp32", "bf16"])
+def test_where_triton_runs_every_position_is_scored_and_losses_are_those_of_the_labelled_ones(
+    options: dict[str, Any], trl: Make, with_triton: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows of several lengths, whose prompts do not count."""
+    data = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in preferences(prompt=True)]
+    made = functools.partial(trl, "SFT", data=data, **options)
+    rows: list[int] = []
+    forward = with_triton.ChunkedLogProbFunction.forward
+
+    def noted(ctx: Any, hidden: torch.Tensor, *args: Any) -> Any:
+        rows.append(hidden.shape[0])
+        return forward(ctx, hidden, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(with_triton.ChunkedLogProbFunction, "forward", staticmethod(noted))
+        expected = losses_of(made())
+        labelled, rows = max(rows), []
+        losses = losses_of(made(first := RematCallback(budget="75%step", cache=tmp_path)))
+    assert 0 < labelled < max(rows)
+    assert capsys.readouterr().err.count("scores every position") == 1
+    assert first.plan is not None and first.plan.regions and len(first.plan.fingerprints) == 1
+    assert losses == pytest.approx(expected, rel=1e-5)
+    for kernel in (with_triton._forward_kernel, with_triton._backward_kernel):
+        kernel.tile = lambda *args, **kwargs: None  # what a kernel does, it does without allocating anything
+    peak = measure_peak(lambda: losses_of(made(RematCallback(budget="75%step", cache=tmp_path))), CPU)
     assert peak <= first.plan.budget_bytes
     assert peak == pytest.approx(first.plan.predicted["peak_bytes"], rel=0.005)
 

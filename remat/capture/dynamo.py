@@ -25,7 +25,7 @@ from torch import fx, nn
 from torch.utils._pytree import MappingKey, tree_leaves_with_path
 
 from remat._torch.dynamo import settings, trace_error, try_again
-from remat.capture import four_bit
+from remat.capture import four_bit, trl_head
 from remat.capture.attention_masks import (
     IsOnes,
     Masks,
@@ -41,6 +41,7 @@ from remat.capture.eager_answers import Answers, Capture, answering
 from remat.capture.eager_tensors import eager_tensors
 from remat.capture.grouped_products import grouped_products
 from remat.capture.higher_order_ops import open_nodes
+from remat.capture.kernels_on_fakes import kernels_on_fakes
 from remat.capture.opaque_functions import opaque
 from remat.errors import CaptureError, RematError
 
@@ -189,6 +190,7 @@ class GraphCalls:
             answering(),
             eager_tensors(),
             grouped_products(),
+            kernels_on_fakes(),
             opaque(self.answers.opaque if self.answers else ()),
             warnings.catch_warnings(),
         ):
@@ -215,10 +217,12 @@ class _Backend(Capture):
         self._masks = TracedMasks(masks)
 
     def instead(self, asker: str, function: Callable[..., Any]) -> Callable[..., Any] | None:
-        other = self._masks.instead(asker, function)
-        if other is None and self.answers is not None:
-            other = four_bit.instead(function, asker, self.answers.opaque)
-        return other
+        opaque = () if self.answers is None else self.answers.opaque
+        return (
+            self._masks.instead(asker, function)
+            or four_bit.instead(function, asker, opaque)
+            or trl_head.instead(function, asker)
+        )
 
     def compile(self, graph_module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         if self._masks.missing:

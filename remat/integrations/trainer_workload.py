@@ -36,6 +36,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
 from remat._torch.training import UnseenMode, fakes_are_on, without_modes
+from remat.capture import trl_head
 from remat.capture.beside_parameters import HOLDERS, carry_over, tensors_beside
 from remat.errors import UsageError
 from remat.execution.planned_forward import checkpoints_itself
@@ -136,10 +137,11 @@ def _refuse(trainer: Any) -> None:
             "this Trainer shards its states (DeepSpeed or FSDP), and a plan from the Trainer itself does not: plan "
             "with a Workload and `loop=TrainingLoop(ranks=..., shard=...)`."
         )
-    if trainer.args.device.type == "cuda" and any(map(_has_fused_head, trainer.model.modules())):
+    if not trl_head.is_known() and trainer.args.device.type == "cuda" and has_fused_head(trainer.model):
         raise UsageError(
-            "on CUDA the head that TRL puts on this model selects tokens by their labels: a shape that depends on "
-            "data, which no plan can be made for yet. Train with transformers' own Trainer: its loss may run in slices."
+            "on CUDA the head that this version of TRL puts on this model selects tokens by their labels: a shape that "
+            "depends on data, which no plan can be made for. Use TRL 1.16, or train with transformers' own Trainer: "
+            "its loss may run in slices."
         )
 
 
@@ -147,6 +149,11 @@ def _makes_batches(trainer: Any) -> bool:
     """Whether what the Trainer's loss gets is not what its collator makes (TRL's GRPO, RLOO, distillation)."""
     own = getattr(type(trainer), "_prepare_inputs", None)
     return own is not None and not str(own.__module__).startswith("transformers.")
+
+
+def has_fused_head(model: nn.Module) -> bool:
+    """Whether TRL has put its head on `model`, or on a module of it."""
+    return any(map(_has_fused_head, model.modules()))
 
 
 def _has_fused_head(module: nn.Module) -> bool:

@@ -27,6 +27,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from remat.capture.trl_head import selects_rows
 from remat.errors import UsageError
 from remat.evaluation.plan import Plan
 from remat.execution.apply import apply, has_plan
@@ -40,6 +41,7 @@ from remat.integrations.settings import (
     weights_as_planned,
 )
 from remat.integrations.trainer_workload import (
+    has_fused_head,
     is_trainer,
     loop_of,
     own_checkpointing,
@@ -125,6 +127,8 @@ class RematCallback(TrainerCallback):
             plan = plan_of(trainer, self._budget, self._cache, **self._options)
         if gives_way:
             tell(trainer, "the plan decides what is recomputed: the Trainer's own gradient_checkpointing is off")
+        if has_fused_head(model) and selects_rows(trainer.args.device):
+            tell(trainer, SCORES_ALL)
         weights_as_planned(plan, model)
         with beneath_autocast(model, trainer.accelerator):
             apply(model, plan, on_larger=self.on_larger)
@@ -140,6 +144,12 @@ class RematCallback(TrainerCallback):
                 return found
             frame = frame.f_back
         raise UsageError("RematCallback was called by no Trainer of transformers; give it to one as a callback.")
+
+
+SCORES_ALL = (
+    "under the plan TRL's head scores every position, not those alone whose labels count: losses may differ in their "
+    "last bits from those without a plan"
+)
 
 
 @contextlib.contextmanager

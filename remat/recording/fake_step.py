@@ -22,6 +22,7 @@ from remat.capture.circumstances import given_to
 from remat.capture.dynamo import GraphCalls, fake_model, named_tensors, without_cache
 from remat.capture.eager_answers import Answers
 from remat.capture.grouped_products import grouped_products
+from remat.capture.kernels_on_fakes import kernels_on_fakes
 from remat.capture.settling import settle
 from remat.chunking.chunk import CHUNKED, HEAD
 from remat.chunking.chunked_loss import ChunkedLoss
@@ -185,9 +186,15 @@ class FakeStep:
         self.calls = _NotedCalls(self._forward, self._execute_call, answers=answers, is_ones=self._ones.hold)
         self.model.forward = self._traced_forward
 
+    @contextlib.contextmanager
+    def _on_fakes(self) -> Iterator[None]:
+        """What all of a step runs under."""
+        with self.mode, self.known.followed(), grouped_products(), kernels_on_fakes():
+            yield
+
     def _settle(self, alignment_bytes: int) -> None:
         if not self._settled:
-            with self.mode, self.known.followed(), grouped_products():
+            with self._on_fakes():
                 settle(self, lambda: self._begin_step(alignment_bytes))
         self._settled = True
 
@@ -287,14 +294,7 @@ class FakeStep:
 
     def run(self, function: Callable[..., Any], tracker: Tracker, args: Sequence[Any]) -> Any:
         """Run the forward of what a node calls by itself, on `args`."""
-        with (
-            self.mode,
-            self.known.followed(),
-            grouped_products(),
-            tracker,
-            self._forward_context(),
-            self._call_context(),
-        ):
+        with self._on_fakes(), tracker, self._forward_context(), self._call_context():
             return function(*args)
 
     @contextlib.contextmanager
@@ -366,14 +366,14 @@ class FakeStep:
         """
         self._begun = None
         self._settle(alignment_bytes)
-        with self.mode, self.known.followed(), grouped_products():
+        with self._on_fakes():
             if self._begun is None:
                 self._begin_step(alignment_bytes)
         assert self._begun is not None
         (tracker, loss), self._begun = self._begun, None
         self._begin_training()
         forward_end = tracker.op_count
-        with self.mode, self.known.followed(), grouped_products(), tracker:
+        with self._on_fakes(), tracker:
             loss.backward()
             del loss
             backward_end = tracker.op_count
@@ -383,7 +383,7 @@ class FakeStep:
 
     def execute(self, tracker: Tracker, after_forward: Callable[[], None], after_backward: Callable[[], None]) -> None:
         """One whole step under `tracker`: forward, backward, optimizer."""
-        with self.mode, self.known.followed(), grouped_products(), tracker:
+        with self._on_fakes(), tracker:
             loss = self.forward()
             after_forward()
             loss.backward()

@@ -1,0 +1,41 @@
+"""Kernels in Triton on fake tensors: none runs.
+
+A kernel allocates nothing and returns nothing; it writes into tensors that its caller made. So of a fake step it is no
+part, and a Function that calls one (TRL's fused head, Liger's) is recorded as what surrounds it. Triton would ask fakes
+for addresses, which they do not have. Kernels on real tensors run as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+from torch._subclasses.fake_tensor import FakeTensor
+
+from remat._torch.door import Shared
+
+_LAUNCHERS = {"triton.runtime.jit": "JITFunction", "triton.runtime.autotuner": "Autotuner"}
+
+
+@contextlib.contextmanager
+def _unlaunched() -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for module, name in _LAUNCHERS.items():
+            if (launcher := getattr(sys.modules.get(module), name, None)) is not None:
+                stack.enter_context(mock.patch.object(launcher, "run", _launched(launcher.run)))
+        yield
+
+
+def _launched(run: Callable[..., Any]) -> Callable[..., Any]:
+    def launch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(arg, FakeTensor) for arg in (*args, *kwargs.values())):
+            return None
+        return run(self, *args, **kwargs)
+
+    return launch
+
+
+kernels_on_fakes = Shared(_unlaunched)  # no kernel in Triton is launched on fake tensors

@@ -1,0 +1,42 @@
+"""TRL's fused head, as a plan has it: every position is scored, on every device.
+
+TRL's Trainers never make all logits at once: a Function goes through the hidden states in tiles
+(`opaque_functions.py`). Where Triton runs, the head first selects the positions whose labels count. How many there are
+is data: no graph with a fixed shape holds it, and no plan knows what it takes. On other devices TRL itself scores every
+position, and sets to zero what does not count. While a graph is captured the head hears that it is on such a device.
+The Function still runs its kernels in Triton.
+
+What does not count costs time then, and takes memory as if it did. A batch of longest rows in which every label counts
+is the same work. Sums of losses and products are over more rows, of which some are zero: they may round otherwise.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_ASKER, _QUESTION = "trl.trainer.utils", "_use_triton"
+
+
+def is_known() -> bool:
+    """Whether TRL's head asks as it is answered here."""
+    return callable(getattr(sys.modules.get(_ASKER), _QUESTION, None))
+
+
+def selects_rows(device: torch.device) -> bool:
+    """Whether, without a plan, the head scores on `device` those positions alone whose labels count."""
+    return is_known() and bool(getattr(sys.modules[_ASKER], _QUESTION)(device))
+
+
+def instead(function: Callable[..., Any], asker: str) -> Callable[..., Any] | None:
+    """What is traced in place of `function`, which code of the module `asker` calls; None for itself."""
+    if asker != _ASKER or function is not getattr(sys.modules.get(_ASKER), _QUESTION, None):
+        return None
+    return _no
+
+
+def _no(device: Any) -> bool:
+    return False
