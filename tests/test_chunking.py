@@ -600,7 +600,7 @@ def test_a_form_that_ran_out_of_time_is_not_said_to_be_infeasible(
     def without_time(self: Any, variant: variants.Variant, time_s: float, before: Plan | None) -> bool | None:
         if variant.form.chunks[0].slices == 1:
             return attempt(self, variant, time_s, before)
-        self.refused.append(NoPlanInTime("no plan was found in time."))
+        self._refused[variant.form] = NoPlanInTime("no plan was found in time.")
         return None
 
     monkeypatch.setattr(variants._Search, "_try", without_time)
@@ -824,6 +824,8 @@ CAPTURED_AGAIN = [
     # what the step as captured is found to take, and at least, within seconds; then; the plan and the bound of all
     pytest.param((110.0, 20.0), (98.0, 98.0), (98.0, 98.0), id="may-yet-be-the-one-to-take"),
     pytest.param((115.0, 109.0), (112.0, 109.5), (100.0, 97.0), id="is-not-worth-a-variant"),
+    pytest.param((98.0, 20.0), (98.0, 98.0), (98.0, 98.0), id="was-the-best-plan-all-along"),
+    pytest.param((98.0, 20.0), (98.5, 97.95), (98.0, 97.95), id="was-better-and-is-proved-better"),
     pytest.param((130.0, 110.0), None, (100.0, 97.0), id="is-proved-to-be-slower"),
     pytest.param((99.0, 99.0), None, (99.0, 99.0), id="is-proved"),
     pytest.param("late", (98.0, 98.0), (98.0, 98.0), id="has-a-plan-after-all"),
@@ -862,13 +864,42 @@ def test_the_step_as_captured_is_searched_once_more_only_where_it_may_be_the_one
     assert patient is None or asked[1].below_us == 110.0
 
 
-def test_what_no_form_can_do_is_refused_for_good_though_it_was_not_seen_at_once() -> None:
+def test_the_step_as_captured_is_asked_for_all_where_no_variant_keeps_the_budget_as_it_runs() -> None:
+    made, asked = plan_by_hand(graph_of(TRANSFORMER), ()), list[float]()
+
+    def drafted(objective_us: float, bound_us: float, error: Exception | None = None) -> Draft:
+        solver: Any = {**made.solver, "status": "feasible", "objective_us": objective_us, "bound_us": bound_us}
+        untouched: Any = {"peak_bytes": 1, "step_time_us": 1000.0}
+        found = dataclasses.replace(made, solver=solver, without_checkpointing=untouched)
+
+        def judged() -> Plan:
+            if error is not None:
+                raise error
+            return found
+
+        return Draft(found, judged)
+
     def whole(effort: variants.Effort) -> Draft:
-        if effort.time_s is not None:
+        asked.append(effort.below_us)
+        return drafted(150.0, 120.0) if len(asked) == 1 else drafted(121.0, 120.5)
+
+    one: Any = OneVariant()
+    late = NoPlanInTime("none as it runs")
+    found = variants.fastest(whole, one, lambda variant, effort: drafted(100.0, 97.0, late))
+    assert found.solver["objective_us"] == 121.0 and found.solver["bound_us"] <= 97.0
+    assert asked == [math.inf, math.inf]
+
+
+@pytest.mark.parametrize("late", ["captured", "variant"])
+def test_what_no_form_can_do_is_refused_for_good_though_it_was_not_seen_at_once(late: str) -> None:
+    def whole(effort: variants.Effort) -> Draft:
+        if effort.time_s is not None and late == "captured":
             raise NoPlanInTime("none yet")
         raise Infeasible("too much", minimum_budget_bytes=7)
 
     def attempt(variant: variants.Variant, effort: variants.Effort) -> Draft:
+        if effort.time_s == variants.QUICK_S and late == "variant":
+            raise NoPlanInTime("none yet")
         raise Infeasible("too much", minimum_budget_bytes=8)
 
     one: Any = OneVariant()

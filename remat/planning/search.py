@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable
 
@@ -98,6 +99,8 @@ def search(
     and its `replayed_bytes`. A bound is that of the budget asked for: it holds for what is found under smaller ones,
     whose plans are among those of the larger.
     """
+    if judge is not None:  # what is of no use was said of plans that nobody replayed
+        limits = dataclasses.replace(limits, below_us=math.inf)
     started, share = time.monotonic(), 1.0 if execution.is_exact or judge is None else 0.5
     least_bytes = functools.cache(lambda: least_peak(problem, limits.left(started, share)).peak_bytes)
     trivial = None

@@ -346,7 +346,7 @@ def fastest(
     if best is untouched and (left := search.left_for_too_little) is not None:
         made = dataclasses.replace(made, predicted={**made.predicted, SLICED: left.plan.predicted["overhead"]})
     if best is untouched and not search.leaves_open:
-        return made
+        return _bounded(made, best.bound_us, 0.0) if best.least_us > made.solver["bound_us"] else made
     if untouched is not None and best is not untouched:
         made = dataclasses.replace(made, predicted={**made.predicted, WHOLE: untouched.plan.predicted["overhead"]})
     if search.is_interrupted:
@@ -384,6 +384,10 @@ class _Tried:
     def bound_us(self) -> float:
         return max(self.least_us, float(self.plan.solver["bound_us"]))
 
+    @property
+    def is_proved(self) -> bool:
+        return self.plan.solver["status"] == "optimal" or self.bound_us >= self.price_us
+
 
 class _Search:
     """What was found for the step as captured and among variants; `bounds_us` are those of variants without a plan.
@@ -396,12 +400,17 @@ class _Search:
     ):
         self._whole, self._variants, self._attempt, self._is_over = whole, variants, attempt, is_over
         self.untouched: _Tried | None = None
-        self._not_in_time: NoPlanInTime | None = None  # the step as captured may have a plan though none was found
+        self._looked_below_us = -math.inf  # for the step as captured, once more
         self.tried: list[_Tried] = []
         self.bounds_us: list[float] = []
-        self.refused: list[Infeasible | NoPlanInTime] = []
+        self._refused: dict[Form, Infeasible | NoPlanInTime] = {}  # the last of each
         self.is_cut_short = self.is_interrupted = False
         self.has_dropped = False  # a plan of a variant that does not keep the budget as it runs
+
+    @property
+    def refused(self) -> list[Infeasible | NoPlanInTime]:
+        """Why there is no plan of a form, for each that was refused."""
+        return list(self._refused.values())
 
     @property
     def has_plan(self) -> bool:
@@ -434,8 +443,7 @@ class _Search:
         try:
             return _Tried(None, self._whole(effort))
         except (Infeasible, NoPlanInTime) as error:
-            self.refused = [error, *(each for each in self.refused if each is not self._not_in_time)]
-            self._not_in_time = error if isinstance(error, NoPlanInTime) else None
+            self._refused[CAPTURED] = error
             return None
 
     def settled(self) -> _Tried | None:
@@ -445,6 +453,8 @@ class _Search:
                 best.judge()
             except (Infeasible, NoPlanInTime) as error:
                 self._drop(best, error)
+            if best is not self.untouched:
+                self._captured_again()  # of which too little was asked, if the best plan takes longer as it runs
         return best
 
     @property
@@ -466,7 +476,7 @@ class _Search:
         return untouched if untouched.price_us - best.price_us < WORTH * step_us else best
 
     def _drop(self, tried: _Tried, error: Infeasible | NoPlanInTime) -> None:
-        self.refused.append(error)
+        self._refused[CAPTURED if tried.variant is None else tried.variant.form] = error
         self.bounds_us.append(tried.bound_us)
         if tried is self.untouched:
             self.untouched = None
@@ -504,20 +514,20 @@ class _Search:
         known, best, below_us = self.untouched, self._best_variant(), math.inf
         if best is not None:
             below_us = best.price_us + WORTH * best.plan.without_checkpointing["step_time_us"]
-        if known is None and self._not_in_time is None:
+        if known is None and not isinstance(self._refused.get(CAPTURED), NoPlanInTime):
             return
-        if known is not None and (known.plan.solver["status"] == "optimal" or known.bound_us >= below_us):
+        if known is not None and (known.is_proved or known.bound_us >= below_us):
             return
         found = None
-        if not self._is_over():
+        if below_us > self._looked_below_us and not self._is_over():
+            self._looked_below_us = below_us
             self._variants.on_variant(CAPTURED)
             found = self._captured(Effort(None, None if known is None else known.plan, below_us))
-        both = [each for each in (known, found) if each is not None]
+        both = [each for each in (found, known) if each is not None]
         if both:
-            self._not_in_time = None
             self.untouched = min(both, key=lambda each: each.price_us)
             self.untouched.least_us = max(each.bound_us for each in both)
-        elif self._not_in_time is not None:
+        elif isinstance(self._refused[CAPTURED], NoPlanInTime):
             self.bounds_us.append(0.0)
 
     def _again(self, tried: _Tried) -> None:
@@ -553,10 +563,10 @@ class _Search:
         try:
             self.tried.append(_Tried(variant, self._attempt(variant, effort)))
         except Infeasible as error:
-            self.refused.append(error)
+            self._refused[variant.form] = error
             return False
         except NoPlanInTime as error:
-            self.refused.append(error)
+            self._refused[variant.form] = error
             return None
         return True
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
+import functools
 import platform
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -420,12 +421,14 @@ class Recorder(Tracker):
         self.paused = False
         storage = copy.untyped_storage()
         self._ids[id(storage)] = FIXED
-        weakref.finalize(storage, self._ended, row, event, id(storage)).atexit = False
+        self._ends[id(storage)] = weakref.ref(storage, functools.partial(self._ended, row, event, id(storage)))
         return copy
 
-    def _ended(self, row: dict[str, int], event: str, key: int) -> None:
+    @untraced
+    def _ended(self, row: dict[str, int], event: str, key: int, gone: Any) -> None:
         row[event] = self.op_count - 1
         self._ids.pop(key, None)
+        self._ends.pop(key, None)
 
     # Phases
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
@@ -22,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from remat._torch.recording import DEVICE, memory_format_of, unwrapped
+from remat._torch.recording import DEVICE, memory_format_of, untraced, unwrapped
 from remat._torch.training import UnseenMode
 from remat.evaluation.graph import FROM_HOST, OpKind
 from remat.recording.in_place import InPlace
@@ -107,7 +108,8 @@ class Tracker(UnseenMode):
         self._taken_over: TrackedStorage | None = None  # what the last operator would have written its result over
         self._blocks: dict[Hashable, Block] = {}
         self._ids: dict[int, int] = {}  # id of the Python storage -> index; entries die with their storage
-        self._keep: dict[int, Any] = {}  # finalizers
+        self._keep: dict[int, Any] = {}
+        self._ends: dict[int, Any] = {}  # weak references, which tell of it
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
@@ -184,7 +186,7 @@ class Tracker(UnseenMode):
         self._ids[key] = len(self.storages)
         tracked = TrackedStorage(self._rounded(storage.nbytes()), op, cast=cast, between=between)
         self.storages.append(tracked)
-        weakref.finalize(storage, self._died, key, tracked).atexit = False
+        self._ends[key] = weakref.ref(storage, functools.partial(self._died, key, tracked))
 
     def allocated(self, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A storage that comes into being between two operators."""
@@ -261,10 +263,11 @@ class Tracker(UnseenMode):
         birth = -1 if tracked is None else tracked.birth
         return tracked if self._in_place.taken_over(op, func, args, birth, out) else None
 
-    def _died(self, key: int, tracked: TrackedStorage) -> None:
+    @untraced  # between two graphs Dynamo would trace it, for every tracker anew
+    def _died(self, key: int, tracked: TrackedStorage, gone: Any) -> None:
         last = self.op_count - (2 if tracked is self._taken_over else 1)
         tracked.death = max(last, tracked.birth - tracked.between)
-        del self._ids[key]
+        del self._ids[key], self._ends[key]
 
     def bytes_of(self, tensor: torch.Tensor) -> int:
         """What the storage of `tensor` takes."""
