@@ -820,6 +820,22 @@ class OneVariant(TwoVariants):
         return iter(list(super().__iter__())[1:])
 
 
+def drafted(objective_us: float, bound_us: float, error: Exception | None = None) -> Draft:
+    """Of a plan at that price and with that bound; its replay raises `error`."""
+    made = plan_by_hand(graph_of(TRANSFORMER), ())
+    status = "optimal" if objective_us == bound_us else "feasible"
+    solver: Any = {**made.solver, "status": status, "objective_us": objective_us, "bound_us": bound_us}
+    untouched: Any = {"peak_bytes": 1, "step_time_us": 1000.0}
+    found = dataclasses.replace(made, solver=solver, without_checkpointing=untouched)
+
+    def judged() -> Plan:
+        if error is not None:
+            raise error
+        return found
+
+    return Draft(found, judged)
+
+
 CAPTURED_AGAIN = [
     # what the step as captured is found to take, and at least, within seconds; then; the plan and the bound of all
     pytest.param((110.0, 20.0), (98.0, 98.0), (98.0, 98.0), id="may-yet-be-the-one-to-take"),
@@ -839,14 +855,7 @@ def test_the_step_as_captured_is_searched_once_more_only_where_it_may_be_the_one
     quick: Any, patient: Any, expected: tuple[float, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(variants, "WORTH", 0.01)
-    made, asked = plan_by_hand(graph_of(TRANSFORMER), ()), list[variants.Effort]()
-
-    def drafted(objective_us: float, bound_us: float) -> Draft:
-        status = "optimal" if objective_us == bound_us else "feasible"
-        solver: Any = {**made.solver, "status": status, "objective_us": objective_us, "bound_us": bound_us}
-        untouched: Any = {"peak_bytes": 1, "step_time_us": 1000.0}
-        found = dataclasses.replace(made, solver=solver, without_checkpointing=untouched)
-        return Draft(found, lambda: found)
+    asked: list[variants.Effort] = []
 
     def whole(effort: variants.Effort) -> Draft:
         asked.append(effort)
@@ -865,19 +874,7 @@ def test_the_step_as_captured_is_searched_once_more_only_where_it_may_be_the_one
 
 
 def test_the_step_as_captured_is_asked_for_all_where_no_variant_keeps_the_budget_as_it_runs() -> None:
-    made, asked = plan_by_hand(graph_of(TRANSFORMER), ()), list[float]()
-
-    def drafted(objective_us: float, bound_us: float, error: Exception | None = None) -> Draft:
-        solver: Any = {**made.solver, "status": "feasible", "objective_us": objective_us, "bound_us": bound_us}
-        untouched: Any = {"peak_bytes": 1, "step_time_us": 1000.0}
-        found = dataclasses.replace(made, solver=solver, without_checkpointing=untouched)
-
-        def judged() -> Plan:
-            if error is not None:
-                raise error
-            return found
-
-        return Draft(found, judged)
+    asked: list[float] = []
 
     def whole(effort: variants.Effort) -> Draft:
         asked.append(effort.below_us)
@@ -888,6 +885,24 @@ def test_the_step_as_captured_is_asked_for_all_where_no_variant_keeps_the_budget
     found = variants.fastest(whole, one, lambda variant, effort: drafted(100.0, 97.0, late))
     assert found.solver["objective_us"] == 121.0 and found.solver["bound_us"] <= 97.0
     assert asked == [math.inf, math.inf]
+
+
+def test_after_an_interrupt_nothing_is_searched_any_more() -> None:
+    asked: list[variants.Effort] = []
+
+    def whole(effort: variants.Effort) -> Draft:
+        asked.append(effort)
+        return drafted(150.0, 20.0)
+
+    def attempt(variant: variants.Variant, effort: variants.Effort) -> Draft:
+        if variant.form.chunks[0].slices == 2:
+            raise KeyboardInterrupt
+        return drafted(100.0, 97.0)
+
+    both: Any = TwoVariants()
+    found = variants.fastest(whole, both, attempt)
+    assert len(asked) == 1
+    assert found.solver["objective_us"] == 100.0 and found.solver["interrupted"]
 
 
 @pytest.mark.parametrize("late", ["captured", "variant"])

@@ -19,14 +19,13 @@ import torch
 from torch import nn
 
 FUNCTION = "bitsandbytes.autograd._functions:MatMul4Bit"
-_LIBRARY, _LAYER = "bitsandbytes.autograd._functions", "Linear4bit"
-_TENSORS, _CONSTANTS = ("absmax", "code", "offset"), ("shape", "dtype", "blocksize", "quant_type")
+_LIBRARY = FUNCTION.partition(":")[0]
+_FIELDS = ("absmax", "code", "offset", "shape", "dtype", "blocksize", "quant_type")  # of scales; tensors come first
 
 
 def has_4_bit_layers(model: nn.Module) -> bool:
     """Whether a layer of `model` is one of 4-bit weights."""
-    library = sys.modules.get("bitsandbytes.nn")
-    layer = getattr(library, _LAYER, None)
+    layer = getattr(sys.modules.get("bitsandbytes.nn"), "Linear4bit", None)
     return layer is not None and any(isinstance(module, layer) for module in model.modules())
 
 
@@ -34,8 +33,7 @@ def instead(function: Callable[..., Any], asker: str, opaque: Collection[str]) -
     """What is traced in place of `function`, which code of the module `asker` calls; None for itself."""
     if FUNCTION not in opaque or asker == __name__:
         return None
-    library = sys.modules.get(_LIBRARY)
-    return _taken_apart if library is not None and function is getattr(library, "matmul_4bit", None) else None
+    return _taken_apart if function is getattr(sys.modules.get(_LIBRARY), "matmul_4bit", None) else None
 
 
 def _taken_apart(A: Any, B: Any, quant_state: Any, out: Any = None, bias: Any = None) -> Any:
@@ -48,15 +46,15 @@ def _taken_apart(A: Any, B: Any, quant_state: Any, out: Any = None, bias: Any = 
     ):
         return library.matmul_4bit(A, B, quant_state, out, bias)
     of_scales = quant_state.state2
-    nested = None if of_scales is None else [getattr(of_scales, name) for name in (*_TENSORS, *_CONSTANTS)]
-    return matmul_4bit(A, B, bias, [getattr(quant_state, name) for name in (*_TENSORS, *_CONSTANTS)], nested)
+    nested = None if of_scales is None else [getattr(of_scales, name) for name in _FIELDS]
+    return matmul_4bit(A, B, bias, [getattr(quant_state, name) for name in _FIELDS], nested)
 
 
 def matmul_4bit(A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, scales: Any, of_scales: Any) -> Any:
     """`matmul_4bit` with the fields of a weight's scales, and of those of its scales; a node of a graph."""
     library: Any = sys.modules[_LIBRARY]
-    state = library.F.QuantState(**dict(zip((*_TENSORS, *_CONSTANTS), scales, strict=True)))
+    state = library.F.QuantState(**dict(zip(_FIELDS, scales, strict=True)))
     if of_scales is not None:
-        state.state2 = library.F.QuantState(**dict(zip((*_TENSORS, *_CONSTANTS), of_scales, strict=True)))
+        state.state2 = library.F.QuantState(**dict(zip(_FIELDS, of_scales, strict=True)))
         state.nested = True
     return library.matmul_4bit(A, B, state, bias=bias)

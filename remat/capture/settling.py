@@ -73,9 +73,8 @@ def settle(step: FakeStep, run_again: Callable[[], None]) -> None:
 
     run_again  one more forward of what is captured
     """
-    found = _steady(
-        step, run_again, Answers(opaque=[four_bit.FUNCTION] if four_bit.has_4_bit_layers(step.model) else [])
-    )
+    whole = [four_bit.FUNCTION] if four_bit.has_4_bit_layers(step.model) else []
+    found = _steady(step, run_again, Answers(opaque=whole))
     while untraced := found.functions - found.answers.opaque:
         other = _steady(step, run_again, Answers(opaque=found.answers.opaque | untraced))
         if other.failure is not None:

@@ -519,7 +519,7 @@ class _Search:
         if known is not None and (known.is_proved or known.bound_us >= below_us):
             return
         found = None
-        if below_us > self._looked_below_us and not self._is_over():
+        if below_us > self._looked_below_us and not self.is_interrupted and not self._is_over():
             self._looked_below_us = below_us
             self._variants.on_variant(CAPTURED)
             found = self._captured(Effort(None, None if known is None else known.plan, below_us))
@@ -532,7 +532,7 @@ class _Search:
 
     def _again(self, tried: _Tried) -> None:
         """Search a variant once more, for longer."""
-        if tried.variant is None or tried.plan.solver["status"] == "optimal" or self._is_over():
+        if tried.variant is None or tried.is_proved or self._is_over():
             return
         self._variants.on_variant(tried.variant.form)
         if self._try(tried.variant, PATIENCE_S, tried.plan):

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from remat._torch.door import Shared
 from remat._torch.dynamo import not_begun_at
-from remat._torch.recording import DEVICE
+from remat._torch.recording import DEVICE, untraced
 from remat._torch.training import UnseenMode, without_modes
 from remat.capture.eager_answers import traced_as
 
@@ -188,7 +188,7 @@ _following: list[KnownValues] = []
 _tolist = FakeTensor.tolist
 
 
-@torch.compiler.disable
+@untraced
 def _tolist_of_values(tensor: FakeTensor) -> Any:
     """`tolist`, which asks for one number after the other, thousands of a batch's, at once where they are known."""
     known = next((values for each in _following if (values := each.of(tensor)) is not None), None)

@@ -108,8 +108,8 @@ class Tracker(UnseenMode):
         self._taken_over: TrackedStorage | None = None  # what the last operator would have written its result over
         self._blocks: dict[Hashable, Block] = {}
         self._ids: dict[int, int] = {}  # id of the Python storage -> index; entries die with their storage
-        self._keep: dict[int, Any] = {}
-        self._ends: dict[int, Any] = {}  # weak references, which tell of it
+        self._keep: dict[int, Any] = {}  # fixed storages
+        self._ends: dict[int, Any] = {}  # weak references to storages, which tell of their end
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
