@@ -25,7 +25,6 @@ from benchmarks import report
 from remat.costing.planning_device import find_planning_device
 from remat.costing.profile import Profile
 from remat.errors import RematError
-from remat.execution.executions import load
 from remat.formulation.problem import Problem
 from remat.formulation.search_space import find_space
 from remat.formulation.solution import Limits
@@ -33,7 +32,7 @@ from remat.models import build
 from remat.models.adapters import Lora, with_lora
 from remat.models.quantized import quantized
 from remat.planning.profiling import fake_step, profile_step
-from remat.planning.variants import SLICES, Variants
+from remat.planning.study import Study
 from remat.solvers.least_peak import least_peak
 from remat.units import GIB
 from remat.workload.workload import Workload
@@ -134,8 +133,9 @@ def peaks_of(workload: Workload) -> tuple[int, int]:
     place = find_planning_device("h100-80gb")
     step = fake_step(workload, place)
     profile = profile_step(step, place)
-    variants = Variants(load("eager"), step, profile)
-    least = variants.in_slices(max(SLICES)).profile if variants.are_losses else profile
+    study = Study(profile, step=step)
+    forms, slices = study.forms, max(study.request.forms.slices)
+    least = forms.in_slices(slices).profile if forms is not None and forms.are_losses else profile
     torch._dynamo.reset()
     return _problem(profile).memory.peak_without_checkpointing, least_peak(
         _problem(least), Limits(time_s=SEARCH_S)

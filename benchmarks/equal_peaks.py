@@ -30,14 +30,13 @@ from remat.errors import Infeasible, RematError
 from remat.evaluation.form import form_of
 from remat.evaluation.plan import Plan
 from remat.execution.apply import apply
-from remat.execution.executions import load
 from remat.formulation.solution import Limits
 from remat.models import gpt2, llama
-from remat.planning.assemble import assemble
+from remat.planning.assemble import as_found
 from remat.planning.budget import Budget
 from remat.planning.planner import plan_profile
 from remat.planning.profiling import fake_step, profile_step
-from remat.planning.variants import Variants
+from remat.planning.study import Found, Study
 from remat.solvers import load as load_solver
 from remat.units import MIB
 from remat.validation.training import Training
@@ -107,12 +106,11 @@ class Contest:
         return found
 
     def _like_liger(self) -> Plan:
-        how = load("eager")
-        variant = Variants(how, self._step, self._profile).like_liger()
-        profile = variant.profile
-        problem = how.pose(profile, how.space(profile.graph), 1 << 62)
-        solution = load_solver("every-block")(problem, Limits())
-        return assemble(problem, solution, profile, how, variant.judge)
+        study = Study(self._profile, step=self._step)
+        assert study.forms is not None
+        at, budget_bytes = study.forms.like_liger(), 1 << 62
+        solution = load_solver("every-block")(study.problem(at, budget_bytes), Limits())
+        return as_found(study, Found(at, solution, Limits()), budget_bytes)
 
     def row(self, prepare: Prepare) -> dict[str, Any]:
         peer = trained(self._workload, self._device, prepare)

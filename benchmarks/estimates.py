@@ -15,7 +15,7 @@ import torch
 from benchmarks import report
 from remat.costing.planning_device import PlanningDevice, find_planning_device
 from remat.models import TEST_SIZES, build
-from remat.planning.estimate import estimate
+from remat.planning.estimate import estimate_of
 from remat.planning.profiling import fake_step, profile_step
 from remat.units import MIB
 from remat.validation.training import Training, release_memory, undisturbed
@@ -64,7 +64,7 @@ def compare(workload: Workload, place: PlanningDevice, loop: TrainingLoop) -> di
     """Predicted and measured peaks of the first two optimizer steps, in MiB, and by how much they differ."""
     assert place.device is not None
     step = fake_step(workload, place, loop=loop)
-    peaks = estimate(profile_step(step, place)).peaks
+    peaks = estimate_of(profile_step(step, place)).peaks
     assert peaks.eager_bytes is not None  # what runs below is not traced
     first_step_bytes = peaks.first_step_bytes + peaks.eager_bytes - peaks.peak_bytes
     with undisturbed(place.device):

@@ -7,7 +7,6 @@ must exceed the budget.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from typing import Any
 
@@ -20,11 +19,11 @@ from remat.evaluation.plan import Plan
 from remat.execution.apply import apply
 from remat.formulation.solution import Limits, Solution
 from remat.models import TEST_SIZES
-from remat.planning.assemble import assemble
+from remat.planning.assemble import as_found
 from remat.planning.budget import Budget
-from remat.planning.fit import largest_batch
-from remat.planning.micro_batches import MicroBatches, Window
-from remat.solvers.least_peak import least_peak
+from remat.planning.fit import Sizing, largest_batch
+from remat.planning.request import PlanRequest
+from remat.planning.study import Found
 from remat.units import MIB
 from remat.validation.training import Training, undisturbed
 from remat.workload.training_loop import TrainingLoop
@@ -48,17 +47,18 @@ def main(*models: str) -> None:
 
 def row_of(model: str) -> dict[str, Any]:
     workload, place, limits = TEST_SIZES[model](), find_planning_device("cpu"), Limits(time_s=20)
-    sizes = MicroBatches(workload, place, Budget(1 << 60, 1 << 60), TrainingLoop(), limits, lambda what: None)
+    sizes = Sizing(
+        workload, place, Budget(1 << 60, 1 << 60), TrainingLoop(), PlanRequest(limits=limits)
+    ).micro_batches()
     half = sizes.profile(max(workload.batch_size // 2, 1), False)
     limit = Memory(half.graph, half.costs.workspace_per_op(half.graph)).peak_without_checkpointing
-    plan = largest_batch(workload, place, Budget(limit, limit), limits=limits)
+    plan = largest_batch(workload, target="cpu", budget=limit, limits=limits)
     found = plan.about["batch_size"]
     measured = run(workload.sized(found), plan)
-    problem = sizes.problem(Window(found + 1, found + 1)).with_budget(limit)
-    least = least_peak(problem, limits)
+    study = sizes.study(found + 1, False)
+    problem, least = study.problem(study.captured, limit), study.least(study.captured, limits)
     solution = Solution("least-peak", "feasible", least.regions, problem.objective_ns(least.regions) / 1000)
-    over = assemble(problem, solution, sizes.profile(found + 1, False), sizes.how, None)
-    over = dataclasses.replace(over, budget_bytes=least.peak_bytes)
+    over = as_found(study, Found(study.captured, solution, limits), least.peak_bytes)
     next_measured = run(workload.sized(found + 1), over)
     return {
         "budget_mib": _mib(limit),

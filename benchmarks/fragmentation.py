@@ -8,7 +8,6 @@ micro-batches and scaled. `python -m benchmarks.fragmentation [target,target [mo
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import time
 from typing import Any
@@ -24,9 +23,10 @@ from remat.evaluation.plan import AllocatorPeaks, Plan
 from remat.formulation.solution import Limits
 from remat.models import REGISTRY, build
 from remat.planning.budget import Budget
-from remat.planning.card import reserving_at_most
-from remat.planning.micro_batches import MicroBatches, largest
+from remat.planning.fit import Sizing
+from remat.planning.micro_batches import largest
 from remat.planning.planner import plan_profile
+from remat.planning.request import PlanRequest
 from remat.reservation.allocator_settings import AllocatorSettings
 from remat.reservation.fragmentation import CONTEXT_BYTES, footprints
 from remat.solvers import load
@@ -72,7 +72,9 @@ def main(targets: str = TARGETS, *models: str) -> None:
 def _rows(model: str, target: str) -> list[dict[str, Any]]:
     place = find_planning_device(target)
     card = place.target.memory_bytes - CONTEXT_BYTES
-    sizes = MicroBatches(build(model), place, Budget(card, card), TrainingLoop(), PATIENCE, lambda what: None)
+    sizes = Sizing(
+        build(model), place, Budget(card, card), TrainingLoop(), PlanRequest(limits=PATIENCE)
+    ).micro_batches()
     named = {"target": target, "model": model, "card_mib": card // MIB}
     fixed = sizes.profile(2, False).graph.fixed_total
     if fixed > card:
@@ -88,11 +90,13 @@ def _rows(model: str, target: str) -> list[dict[str, Any]]:
     larger = max(fits + 1, fits * 4 // 3)
     profile = sizes.profile(larger, False)
     named["micro_batch"] = larger
-    first = _planned(profile, card)
-    ruled = _planned(profile, int(RULE * place.target.memory_bytes))
+    first = _planned(profile, Budget(card, card))
+    ruled_bytes = int(RULE * place.target.memory_bytes)
+    ruled = _planned(profile, Budget(ruled_bytes, ruled_bytes))
     rows += [{**named, "plan": name, **_row(made, card)} for name, made in (("requested", first), ("90 %", ruled))]
     for name in SETTINGS:
-        rows.append({**named, "plan": f"auto, {name}", **_row(_auto(profile, card, name, first), card)})
+        auto = _planned(profile, Budget(card, card, card), SETTINGS[name])
+        rows.append({**named, "plan": f"auto, {name}", **_row(auto, card)})
     return rows
 
 
@@ -100,30 +104,10 @@ def _memory(profile: Profile) -> Memory:
     return Memory(profile.graph, profile.costs.workspace_per_op(profile.graph))
 
 
-def _planned(profile: Profile, limit_bytes: int, settings: str = "") -> Plan | RematError:
-    budget, solver = Budget(limit_bytes, limit_bytes), load("chain-dp")
+def _planned(profile: Profile, limit: Budget, settings: str = "") -> Plan | RematError:
     try:
-        return plan_profile(profile, budget, limits=PATIENCE, solver=solver, allocator=settings)
+        return plan_profile(profile, limit, limits=PATIENCE, solver=load("chain-dp"), allocator=settings)
     except (Infeasible, NoPlanInTime) as error:
-        return error
-
-
-def _auto(profile: Profile, card: int, name: str, first: Plan | RematError) -> Plan | RematError:
-    """What `--budget auto` gives, which begins with the plan for what is requested."""
-    if isinstance(first, RematError):
-        return first
-
-    def within(limit_bytes: int) -> Plan:
-        made = _planned(profile, limit_bytes, SETTINGS[name])
-        if isinstance(made, RematError):
-            raise made
-        return made
-
-    told = sorted(first.predicted["allocator"], key=lambda each: each["settings"] != SETTINGS[name])
-    begun = dataclasses.replace(first, predicted={**first.predicted, "allocator": told})
-    try:
-        return reserving_at_most(card, begun, within)
-    except NoPlanInTime as error:
         return error
 
 

@@ -44,19 +44,18 @@ from remat.evaluation.evaluator import Memory
 from remat.evaluation.form import Form
 from remat.evaluation.plan import Plan
 from remat.execution.apply import apply
-from remat.execution.executions import load
 from remat.formulation.problem import Problem
 from remat.formulation.search_space import find_space
 from remat.formulation.solution import Limits, Solution
 from remat.fusion import fused_group, kernels
 from remat.models import TEST_SIZES, build
-from remat.planning.assemble import assemble
+from remat.planning.assemble import as_found
 from remat.planning.budget import Budget
-from remat.planning.comparison import UNFUSED, compare
+from remat.planning.comparison import UNFUSED, compare_study
 from remat.planning.planner import plan_profile
 from remat.planning.profiling import fake_step, profile_step
-from remat.planning.variants import Variants
-from remat.recording.fake_step import FakeStep
+from remat.planning.request import PlanRequest
+from remat.planning.study import Found, Study
 from remat.recording.recorder import record
 from remat.solvers.least_peak import least_peak
 from remat.units import GIB, MIB
@@ -118,13 +117,14 @@ def _estimated(models: list[str]) -> None:
         report.write(path, about, rows, [*FORMS, *PLANS])
 
     for model in models:
-        place, how = find_planning_device(TARGET), load("eager")
+        place = find_planning_device(TARGET)
         step = fake_step(build(model), place)
         profile = profile_step(step, place)
         step_us, peak = profile.costs.step_time_us(profile.graph), Memory(profile.graph).peak_without_checkpointing
-        variants = Variants(how, step, profile, fuse=True)
-        of_slices = Variants(how, step, profile)
-        forms = [*[*variants][:2], next(iter(of_slices))]
+        limits = Limits(time_s=TIME_S)
+        study, of_slices = (Study(profile, PlanRequest(fuse=fuse, limits=limits), step) for fuse in (True, False))
+        assert study.forms is not None and of_slices.forms is not None
+        forms = [*[*study.forms][:2], next(iter(of_slices.forms))]
         for each in forms:
             found = each.profile
             memory = Memory(found.graph, found.costs.workspace_per_op(found.graph))
@@ -138,21 +138,13 @@ def _estimated(models: list[str]) -> None:
                 }
             )
         for budget_gib in BUDGETS_GIB[model]:
-            add({"model": model, "budget_gib": budget_gib, **_planned(profile, step, variants, budget_gib)})
+            add({"model": model, "budget_gib": budget_gib, **_planned(study, budget_gib)})
 
 
-def _planned(profile: Profile, step: FakeStep, variants: Variants, budget_gib: float) -> dict[str, Any]:
+def _planned(study: Study, budget_gib: float) -> dict[str, Any]:
     limit, started = int(budget_gib * GIB), time.monotonic()
     try:
-        found = compare(
-            profile,
-            Budget(limit, limit),
-            strategies=("every-block", "exact"),
-            limits=Limits(time_s=TIME_S),
-            step=step,
-            fuse=True,
-            variants=variants,
-        )
+        found = compare_study(study.within(Budget(limit, limit)), strategies=("every-block", "exact"))
     except (Infeasible, NoPlanInTime) as error:
         return {"fused": type(error).__name__, "wall_s": round(time.monotonic() - started, 1)}
     exact = next(row for row in found.rows if row.strategy == "exact")
@@ -339,9 +331,8 @@ def _fused_profile(workload: Workload) -> Profile:
 
 def _fused_plan(workload: Workload) -> tuple[Plan, int]:
     """The plan of no regions for the fused step, and its peak with workspaces as measured."""
-    profile, how = _fused_profile(workload), load("eager")
-    problem = how.pose(profile, how.space(profile.graph), 1 << 50)
-    plan = assemble(problem, Solution("none", "feasible"), profile, how, None)
+    study = Study(_fused_profile(workload))
+    plan = as_found(study, Found(study.captured, Solution("none", "feasible"), Limits()), 1 << 50)
     return plan, int(plan.predicted["peak_bytes"])
 
 

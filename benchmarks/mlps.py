@@ -17,13 +17,12 @@ from benchmarks import report
 from benchmarks.cards import trained
 from remat.costing.planning_device import find_planning_device
 from remat.costing.profile import Profile
-from remat.execution.executions import load
 from remat.formulation.problem import Problem
 from remat.formulation.search_space import find_space
 from remat.formulation.solution import Limits
 from remat.models import build
 from remat.planning.profiling import fake_step, profile_step
-from remat.planning.variants import SLICES, Variants
+from remat.planning.study import Study
 from remat.solvers.least_peak import least_peak
 from remat.units import GIB
 
@@ -47,18 +46,19 @@ def main() -> None:
         workload = build(name) if how == "as it is" else trained(build(name), how)
         step = fake_step(workload.sized(samples, length), place)
         profile = profile_step(step, place)
-        variants = Variants(load("eager"), step, profile)
-        cut = list(variants.with_rows())[-1]
+        study = Study(profile, step=step)
+        assert study.forms is not None
+        cut = list(study.forms.with_rows())[-1]
         row = {
             "model": name,
             "trained": how,
             "batch": f"{samples} x {length}",
             "at_once": round(profile.peak_without_checkpointing / GIB, 2),
             "whole": _least(profile),
-            "loss": _least(variants.in_slices(max(SLICES)).profile),
+            "loss": _least(study.forms.in_slices(max(study.request.forms.slices)).profile),
             "mlps": _least(cut.profile),
             "form": str(cut.form),
-            "added_percent": round(100 * cut.extra_us / cut.untouched["step_time_us"], 1),
+            "added_percent": round(100 * cut.extra_us / study.step_time_us, 1),
             "cpu_s": round(time.process_time() - started, 1),
         }
         rows.append(row)

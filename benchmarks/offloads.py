@@ -20,18 +20,15 @@ import torch
 from benchmarks import report
 from benchmarks.slices import percent
 from remat.costing.planning_device import find_planning_device
-from remat.costing.profile import Profile
 from remat.errors import RematError
-from remat.execution.executions import load
 from remat.formulation.solution import Limits
 from remat.models import build
-from remat.offloading.link import Link
 from remat.planning.budget import Budget
-from remat.planning.comparison import OFFLOAD_ALL, OFFLOAD_INPUTS, Comparison, compare
+from remat.planning.comparison import OFFLOAD_ALL, OFFLOAD_INPUTS, compare_study
 from remat.planning.links import ACTIVATIONS, beside_state, host_bytes_of, link_of, state_wait_us
 from remat.planning.profiling import fake_step, profile_step
-from remat.planning.variants import Variants
-from remat.recording.fake_step import FakeStep
+from remat.planning.request import PlanRequest
+from remat.planning.study import Study
 from remat.units import GIB
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
@@ -74,27 +71,23 @@ def main(*models: str) -> None:
     for model in models or CASES:
         case = CASES[model]
         for target in case.targets:
-            place, how = find_planning_device(target), load("eager")
+            place = find_planning_device(target)
             step = fake_step(case.workload(), place, loop=case.loop)
             profile = profile_step(step, place)
             link = beside_state(link_of(place, ACTIVATIONS), profile.graph, host_bytes_of(place, None))
-            variants = Variants(how, step, profile)
+            study = Study(profile, PlanRequest(limits=Limits(time_s=TIME_S)), step, link=link)
             for budget_gib in case.budgets_gib:
-                found = _row(profile, step, variants, link, budget_gib)
+                found = _row(study, budget_gib)
                 rows.append({"model": model, "target": target, "budget_gib": budget_gib, **found})
                 print(rows[-1], flush=True)
                 report.write(path, about, rows, COLUMNS)
 
 
-def _row(profile: Profile, step: FakeStep, variants: Variants, link: Link | None, budget_gib: float) -> dict[str, Any]:
-    limit, started = int(budget_gib * GIB), time.monotonic()
-
-    def compared(link: Link | None) -> Comparison:
-        options: dict[str, Any] = {"limits": Limits(time_s=TIME_S), "step": step, "variants": variants, "link": link}
-        return compare(profile, Budget(limit, limit), strategies=("every-block", "exact"), **options)
-
+def _row(study: Study, budget_gib: float) -> dict[str, Any]:
+    limit, started, profile = int(budget_gib * GIB), time.monotonic(), study.profile
+    at_this, strategies = study.within(Budget(limit, limit)), ("every-block", "exact")
     try:
-        found, without = compared(link), compared(None)
+        found, without = (compare_study(each, strategies=strategies) for each in (at_this, at_this.without_link))
     except RematError as error:
         return {"with_offloads": type(error).__name__, "wall_s": round(time.monotonic() - started, 1)}
     best = next(row for row in found.rows if row.strategy == "exact")

@@ -21,7 +21,6 @@ from remat.costing.planning_device import find_planning_device
 from remat.costing.profile import Profile
 from remat.errors import RematError
 from remat.evaluation.form import form_of
-from remat.execution.executions import load
 from remat.formulation.problem import Problem
 from remat.formulation.search_space import find_space
 from remat.formulation.solution import Limits
@@ -29,7 +28,7 @@ from remat.models import TEST_SIZES
 from remat.planning.budget import Budget
 from remat.planning.planner import plan_profile
 from remat.planning.profiling import fake_step, profile_step
-from remat.planning.variants import Variants
+from remat.planning.study import Study
 from remat.solvers.least_peak import least_peak
 from remat.units import MIB
 from remat.workload.workload import DTypePolicy, Workload
@@ -61,8 +60,9 @@ def _rows(name: str, workload: Workload, dtype: DTypePolicy) -> Iterator[dict[st
     place = find_planning_device("cpu")
     step = fake_step(workload, place)
     profile = profile_step(step, place)
-    variants = Variants(load("eager"), step, profile)
-    cut = [_least(variant.profile) for variant in (*variants, *variants.with_rows())]
+    forms = Study(profile, step=step).forms
+    assert forms is not None
+    cut = [_least(each.profile) for each in (*forms, *forms.with_rows())]
     whole, least = _least(profile), min(cut, default=0)
     about = {"workload": name, "dtype": dtype}
     if not cut or least > 0.98 * whole:

@@ -21,9 +21,10 @@ from remat.execution.executions import load
 from remat.formulation.solution import Limits
 from remat.models import build
 from remat.planning.budget import Budget
-from remat.planning.comparison import LIGER_LIKE, LOSS_WHOLE, Comparison, compare
+from remat.planning.comparison import LIGER_LIKE, LOSS_WHOLE, Comparison, compare_study
 from remat.planning.profiling import fake_step, profile_step
-from remat.planning.variants import Variants
+from remat.planning.request import PlanRequest
+from remat.planning.study import Study
 from remat.recording.fake_step import FakeStep
 from remat.solvers.least_peak import least_peak
 from remat.units import GIB
@@ -50,12 +51,13 @@ def main(*models: str) -> None:
         place, how = find_planning_device(TARGET), load("eager")
         step = _step(model, place)
         profile = profile_step(step, place)
-        variants = Variants(how, step, profile)
+        study = Study(profile, PlanRequest(limits=Limits(time_s=TIME_S)), step)
+        assert study.forms is not None
         for budget_gib in BUDGETS_GIB[model]:
-            rows.append({"model": model, "budget_gib": budget_gib, **_row(profile, step, variants, budget_gib)})
+            rows.append({"model": model, "budget_gib": budget_gib, **_row(study, budget_gib)})
             print(rows[-1], flush=True)
             report.write(path, {**about, **_least(rows)}, rows, COLUMNS)
-        leasts = {"whole": profile, **{str(v.form.chunks[0].slices): v.profile for v in variants}}
+        leasts = {"whole": profile, **{str(v.form.chunks[0].slices): v.profile for v in study.forms}}
         for name, found in leasts.items():
             least = least_peak(how.pose(found, how.space(found.graph), 0), Limits(time_s=TIME_S))
             rows[-1][f"least_{name}"] = round(least.peak_bytes / GIB, 2)
@@ -80,18 +82,10 @@ def _least(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _row(profile: Any, step: Any, variants: Variants, budget_gib: float) -> dict[str, Any]:
+def _row(study: Study, budget_gib: float) -> dict[str, Any]:
     limit, started = int(budget_gib * GIB), time.monotonic()
-    limits = Limits(time_s=TIME_S)
     try:
-        found = compare(
-            profile,
-            Budget(limit, limit),
-            strategies=("every-block", "exact"),
-            limits=limits,
-            step=step,
-            variants=variants,
-        )
+        found = compare_study(study.within(Budget(limit, limit)), strategies=("every-block", "exact"))
     except RematError as error:
         return {"slices": type(error).__name__, "wall_s": round(time.monotonic() - started, 1)}
     exact = next(row for row in found.rows if row.strategy == "exact")

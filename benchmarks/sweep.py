@@ -17,7 +17,8 @@ from remat.cli.plots import sweep_plot as plotting
 from remat.costing.planning_device import find_planning_device
 from remat.models import build
 from remat.planning.profiling import fake_step, profile_step
-from remat.planning.sweep import Point, Sweep, sweep
+from remat.planning.study import Study
+from remat.planning.sweep import Point, Sweep, sweep_study
 from remat.units import GIB
 
 COLUMNS = ["strategy", "budget_gib", "peak_gib", "overhead_percent", "slices", "status", "gap", "regions", "saved"]
@@ -28,7 +29,7 @@ def main(points: int | str = 20, model: str = "gpt2", target: str = "h100-80gb")
     cpu = torch.device("cpu")
     place = find_planning_device(target)
     step = fake_step(build(model), place)
-    found = sweep(profile_step(step, place), points=int(points), step=step, on_point=_say)
+    found = sweep_study(Study(profile_step(step, place), step=step), points=int(points), on_point=_say)
     require_claims(found)
     path = report.stem(f"sweep_{model}_for_{target}", cpu)
     about = {**report.provenance(cpu), "model": model, "target": target, "costs": found.costs}

@@ -32,8 +32,15 @@ if TYPE_CHECKING:
     from remat.host.weights import offload_weights as offload_weights
     from remat.integrations.trainer_workload import loop_of as loop_of
     from remat.integrations.trainer_workload import workload_of as workload_of
+    from remat.planning.comparison import compare as compare
+    from remat.planning.estimate import estimate as estimate
+    from remat.planning.fit import fit as fit
+    from remat.planning.fit import largest_batch as largest_batch
+    from remat.planning.fit import longest_sequence as longest_sequence
     from remat.planning.planner import plan as plan
     from remat.planning.profiling import profile as profile
+    from remat.planning.request import FormChoice as FormChoice
+    from remat.planning.sweep import sweep as sweep
     from remat.validation.report import Report as Report
     from remat.validation.validating import validate as validate
     from remat.workload.training_loop import TrainingLoop as TrainingLoop
@@ -41,6 +48,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "CaptureError": "remat.errors",
+    "FormChoice": "remat.planning.request",
     "Infeasible": "remat.errors",
     "Limits": "remat.formulation.solution",
     "NoPlanInTime": "remat.errors",
@@ -55,6 +63,11 @@ _HOMES = {
     "Workload": "remat.workload.workload",
     "apply": "remat.execution.apply",
     "bring_weights_back": "remat.host.weights",
+    "compare": "remat.planning.comparison",
+    "estimate": "remat.planning.estimate",
+    "fit": "remat.planning.fit",
+    "largest_batch": "remat.planning.fit",
+    "longest_sequence": "remat.planning.fit",
     "loop_of": "remat.integrations.trainer_workload",
     "offload_optimizer": "remat.host.optimizer_state",
     "offload_weights": "remat.host.weights",
@@ -62,6 +75,7 @@ _HOMES = {
     "planned_step": "remat.execution.planned_step",
     "profile": "remat.planning.profiling",
     "remove": "remat.execution.apply",
+    "sweep": "remat.planning.sweep",
     "validate": "remat.validation.validating",
     "workload_of": "remat.integrations.trainer_workload",
 }

@@ -45,14 +45,10 @@ from remat.solvers.polish import polish
 
 NAME = "chain-dp"
 TRIES = 6
-FINER_S = 20.0  # may finer tables take, where nobody set a time limit
-SMALL_GAP, TIRED_S = 0.005, 8.0  # so little is not worth more time than that
-PLANS_S = 3.0  # for tables that promise no better bound, but may lead to a better plan
+SMALL_GAP = 0.005  # so little is not worth more time than `Clock.small_gap_s`
 FILTER_COST = 3  # times as long as its table takes a filter of runs
 FEWER = 0.9  # of the runs: where a filter leaves more, a table of the same grain would say the same
 PROGRESS = 0.02  # of the gap: less than that is none
-STALLS_S = 4.0  # without progress, before others have their turn
-LABELS_S = 3.0  # for those of one limit
 LABELS_GAP = 0.03  # so close to the bound the best plan has to be: else labels are too many
 COUNTS = 5  # of forward-held bytes, tried at the coarsest grain: all, none, and where the limits trade places
 
@@ -130,7 +126,7 @@ class Found:
         elapsed_s = time.monotonic() - self.started
         if limits.time_s is not None:
             return limits.time_s - elapsed_s
-        return TIRED_S - elapsed_s if self.closed(SMALL_GAP) else FINER_S
+        return limits.clock.small_gap_s - elapsed_s if self.closed(SMALL_GAP) else limits.clock.finer_s
 
     def late(self, limits: Limits) -> bool:
         return limits.time_s is not None and time.monotonic() - self.started > limits.time_s
@@ -216,7 +212,7 @@ class _Search:
         now, gap_ns = time.monotonic(), self.found.objective_ns - self.found.bound_ns
         if math.isinf(gap_ns) or gap_ns < (1 - PROGRESS) * self.gap_then_ns:
             self.gained_at, self.gap_then_ns = now, gap_ns
-        return now - self.gained_at > max(STALLS_S, self.gained_at - self.found.started)
+        return now - self.gained_at > max(self.limits.clock.stalls_s, self.gained_at - self.found.started)
 
     def _add(self, branch: Branch, whole: Branch | None = None) -> None:
         """Solve `branch`, which is `whole` or a part of it, and keep it where it may hold a better plan."""
@@ -260,7 +256,7 @@ class _Search:
 
         And labels may be few, and there is time for them: in all they take about as long as tables.
         """
-        if self.found.regions is None or self.labels_s > self.spent_s + LABELS_S:
+        if self.found.regions is None or self.labels_s > self.spent_s + self.limits.clock.labels_s:
             return False
         chain, legs = branch.table.chain, branch.plan
         overstepped = _overstepped(self.problem, regions_of(self.problem, legs))
@@ -356,7 +352,7 @@ class _Search:
             overstepped = _offer(optimum.legs, self.found)
             if overstepped is None:
                 break
-            is_late = time.monotonic() - started > self.spent_s + LABELS_S
+            is_late = time.monotonic() - started > self.spent_s + self.limits.clock.labels_s
             if overstepped.limit in branch.counts:
                 # Legs of labels that set something aside are none of the table's: of them too little is known to say.
                 chain, grain = branch.table.chain, branch.table.grain
@@ -374,7 +370,7 @@ class _Search:
 
     def _climb(self, among: Sequence[Limit], bound_ns: float, spare_bytes: int = 0) -> Optimum:
         """Labels that say what is set aside take the place of many tables, and may take as long."""
-        most_ns, step_s, deadline_s = self.found.objective_ns, LABELS_S, self.deadline_s
+        most_ns, step_s, deadline_s = self.found.objective_ns, self.limits.clock.labels_s, self.deadline_s
         if among[0].chain.case.aside:
             step_s, until_s = math.inf, time.monotonic() + self.found.patience_s(self.limits)
             deadline_s = min(deadline_s, until_s)
@@ -414,7 +410,7 @@ class _Search:
         fineness = branch.next_fineness
         if branch.says_more_at is None and useful is not None and len(useful) > FEWER * before:
             fineness += 1  # which may still lead to a better plan
-            if not self._is_cheap(branch, fineness, PLANS_S):
+            if not self._is_cheap(branch, fineness, self.limits.clock.plans_s):
                 return []
         return [Branch(branch.case, useful, branch.bound_ns, fineness, branch.count, counts=branch.counts)]
 

@@ -30,7 +30,6 @@ from remat.solvers.deadline import deadline_of
 from remat.solvers.heuristic import Proposal, excess_bytes, fewest_that_fit, recompute_ns
 from remat.solvers.least_peak import least_peak
 
-SEARCH_S = 40.0  # of the search for a better plan than the chain's, where nobody set a time limit
 CHAIN_SHARE = 0.8  # of a time limit: what it does not prove, the search of what is left rarely does
 ALONE_SHARE = 0.4  # of a time limit, for the plan without offloads: the one with them is never slower
 ROUNDS = (0.5, 0.7, 1.0)  # of what is left of the chain's time, with a link
@@ -156,7 +155,7 @@ def _searched(problem: Problem, limits: Limits, found: chain_dp.Found, start: So
     _tell(limits, start.objective_us, start.bound_us)
     search = limits.left(started)
     if start.status == "feasible" and limits.time_s is None:
-        search = dataclasses.replace(limits, time_s=SEARCH_S)
+        search = dataclasses.replace(limits, time_s=limits.clock.program_s)
     from remat.solvers import cp_sat, milp
 
     if useful is not None and len(useful) <= MANY_RUNS:

@@ -81,11 +81,10 @@ def few_slices(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.get_closest_marker("every_slice") is not None:
         yield
         return
-    from remat.planning import variants
+    from remat.planning.request import FormChoice
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(variants, "SLICES", (2,))
-        patch.setattr(variants, "MOST_ROW_SLICES", 0)
+        patch.setattr(FormChoice, "default", lambda: FormChoice(slices=(2,), most_row_slices=0))
         yield
 
 

@@ -15,9 +15,9 @@ from remat.formulation.problem import Problem
 from remat.models import gpt2
 from remat.offloading.link import Link
 from remat.planning.profiling import fake_step, profile_step
-from remat.planning.variants import Variants
 from tests.examples import examples
 from tests.graphs import ToyNode, chain, every_cut, toy_graph, toys
+from tests.studies import forms_of
 
 AMPLE = 10**12
 CHANGES: tuple[dict[str, Any], ...] = ({"time_us": 99}, {"extra": 40}, {"parameter": 44}, {"workspace_bytes": 48})
@@ -88,7 +88,7 @@ def test_a_step_with_its_loss_in_slices_takes_nearly_all_shapes_from_the_step_as
     workload = gpt2.workload("gpt2", width=32, layers=5, heads=2, batch_size=2, positions=16, vocab=512)
     step, how = fake_step(workload, place), load("eager")
     profile = profile_step(step, place)
-    sliced = Variants(how, step, profile).in_slices(2).profile
+    sliced = forms_of(step, profile).in_slices(2).profile
     known = how.pose(profile, how.space(profile.graph), AMPLE)
     assert known.runs
     problem = how.pose(sliced, how.space(sliced.graph), AMPLE, like=known)

@@ -33,9 +33,9 @@ from remat.evaluation.evaluator import Memory
 from remat.evaluation.form import Form, form_of
 from remat.evaluation.plan import Plan, Region, to_refs
 from remat.execution.eager.replay import replay
-from remat.planning import variants
 from remat.planning.planner import plan
 from remat.planning.profiling import fake_step, profile_step
+from remat.planning.request import FormChoice
 from remat.recording.fake_step import FakeStep
 from remat.validation.sums import NEAR
 from remat.validation.validating import validate
@@ -736,9 +736,9 @@ def planned() -> Plan:
     from remat.planning.planner import plan_profile
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(variants, "WIDE", 64 * LENGTH * WIDE // 4)
-        patch.setattr(variants, "round_alike", lambda *about: True)
-        return plan_profile(whole, Budget(budget, budget), step=fake)
+        patch.setattr("remat.planning.forms.round_alike", lambda *about: True)
+        choice = FormChoice(row_numbers=64 * LENGTH * WIDE // 4)
+        return plan_profile(whole, Budget(budget, budget), step=fake, forms=choice)
 
 
 def test_a_plan_with_mlps_in_slices_validates() -> None:

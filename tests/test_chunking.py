@@ -9,10 +9,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import math
-import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,12 +37,13 @@ from remat.evaluation.plan import Plan, to_refs
 from remat.execution.eager.replay import replay
 from remat.execution.executions import load
 from remat.formulation.problem import Problem
-from remat.formulation.solution import Limits
-from remat.planning import variants
-from remat.planning.planner import plan, plan_profile
+from remat.formulation.solution import Solution
+from remat.planning.forms import StepForm, StepForms, why_whole
+from remat.planning.planner import plan_profile
 from remat.planning.profiling import fake_step, profile_step
-from remat.planning.search import Draft, Judge
-from remat.planning.variants import why_whole
+from remat.planning.request import FormChoice, PlanRequest
+from remat.planning.search import Judge
+from remat.planning.study import Study
 from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
 from remat.validation.sums import NEAR
@@ -53,7 +52,8 @@ from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 from tests.cached import cached
 from tests.examples import examples
-from tests.toys import CPU, TRANSFORMER, Block, graph_of, plan_by_hand
+from tests.studies import forms_of
+from tests.toys import CPU, Block
 
 pytestmark = [pytest.mark.usefixtures("fresh_dynamo", "one_thread"), pytest.mark.every_slice]
 
@@ -451,11 +451,9 @@ def regions_of(profile: Any) -> tuple[Any, ...]:
 # Plans
 
 
-@pytest.fixture(autouse=True)
-def slices_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a toy, slices that are many and small take most of the time; here it is memory that counts."""
-    monkeypatch.setattr(variants, "SLICES", (2,))
-    monkeypatch.setattr(variants, "WORTH", 0.0)
+# Of a toy, slices that are many and small take most of the time; here it is memory that counts.
+CHOICE = FormChoice(slices=(2,), worth=0.0)
+plan = functools.partial(remat.plan, forms=CHOICE)
 
 
 @cached
@@ -493,14 +491,11 @@ def test_slices_that_gain_too_little_are_told_of_and_the_bound_is_of_the_loss_wh
 ) -> None:
     budget, _ = tight(LARGER)
     whole = plan(LARGER, budget=budget, target="h100-80gb", exact=True)
-    recorded = variants.Variants._recorded
-    monkeypatch.setattr(
-        variants.Variants, "_recorded", lambda *args: dataclasses.replace(recorded(*args), extra_us=0.0)
-    )
+    recorded = StepForms._recorded
+    monkeypatch.setattr(StepForms, "_recorded", lambda *args: dataclasses.replace(recorded(*args), extra_us=0.0))
     sliced = plan(LARGER, budget=budget, target="h100-80gb")
     assert chunks_of(sliced.about), "slices that cost nothing are better"
-    monkeypatch.setattr(variants, "WORTH", 1e6)
-    made = plan(LARGER, budget=budget, target="h100-80gb")
+    made = plan(LARGER, budget=budget, target="h100-80gb", forms=dataclasses.replace(CHOICE, worth=1e6))
     assert chunks_of(made.about) == () and made.solver["bound_us"] == whole.solver["bound_us"]
     assert made.predicted["sliced_overhead"] == pytest.approx(sliced.predicted["overhead"])
     assert f"in slices the overhead is {100 * sliced.predicted['overhead']:.1f} %" in plan_text(made)
@@ -531,13 +526,15 @@ def test_the_loss_is_left_whole_where_slices_would_change_gradients(changes: dic
     assert found is not None and why in found
 
 
+MANY = dataclasses.replace(CHOICE, slices=(1, 2, 4))
+
+
 @pytest.fixture
 def forms(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Slices of what is replayed, while a step may run in several numbers of them that cost nothing."""
-    monkeypatch.setattr(variants, "SLICES", (1, 2, 4))
-    recorded = variants.Variants._recorded
+    recorded = StepForms._recorded
     free = lambda self, form: dataclasses.replace(recorded(self, form), extra_us=0.0)  # noqa: E731
-    monkeypatch.setattr(variants.Variants, "_recorded", free)
+    monkeypatch.setattr(StepForms, "_recorded", free)
     replayed: list[int] = []
     peak = Judge.peak
 
@@ -550,7 +547,7 @@ def forms(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_of_plans_in_many_forms_only_the_one_that_is_taken_is_replayed(forms: list[int]) -> None:
-    made = plan(LARGER, budget=tight(LARGER)[0], target="h100-80gb")
+    made = plan(LARGER, budget=tight(LARGER)[0], target="h100-80gb", forms=MANY)
     (chunk,) = chunks_of(made.about)
     assert made.predicted["judged_by"] == "replay"
     assert made.predicted["peak_bytes"] <= made.budget_bytes
@@ -561,7 +558,7 @@ def test_a_plan_that_needs_more_as_it_runs_gives_way_to_the_next_best(
     forms: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     budget = tight(LARGER)[0]
-    expected = plan(LARGER, budget=budget, target="h100-80gb")
+    expected = plan(LARGER, budget=budget, target="h100-80gb", forms=MANY)
     best = chunks_of(expected.about)
     peak = Judge.peak
 
@@ -569,7 +566,7 @@ def test_a_plan_that_needs_more_as_it_runs_gives_way_to_the_next_best(
         return peak(self, problem, *args) + (budget if chunks_of(problem.graph.about) == best else 0)
 
     monkeypatch.setattr(Judge, "peak", too_much)
-    made = plan(LARGER, budget=budget, target="h100-80gb")
+    made = plan(LARGER, budget=budget, target="h100-80gb", forms=MANY)
     assert chunks_of(made.about) != best
     assert made.predicted["judged_by"] == "replay"
     assert made.solver["objective_us"] >= expected.solver["objective_us"] >= made.solver["bound_us"]
@@ -579,13 +576,13 @@ def test_a_search_that_is_interrupted_claims_no_proof_of_forms_that_it_did_not_t
     forms: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     budget = tight(LARGER)[0]
-    best = plan(LARGER, budget=budget, target="h100-80gb")
+    best = plan(LARGER, budget=budget, target="h100-80gb", forms=MANY)
 
-    def interrupted(self: variants.Variants, form: Form) -> Any:
+    def interrupted(self: StepForms, form: Form) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(variants.Variants, "of", interrupted)
-    made = plan(LARGER, budget=budget, target="h100-80gb")
+    monkeypatch.setattr(StepForms, "of", interrupted)
+    made = plan(LARGER, budget=budget, target="h100-80gb", forms=MANY)
     assert made.solver["interrupted"]
     assert made.solver["objective_us"] > best.solver["objective_us"] >= made.solver["bound_us"]
     assert made.solver["status"] == "feasible"
@@ -595,30 +592,30 @@ def test_a_form_that_ran_out_of_time_is_not_said_to_be_infeasible(
     forms: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loss whole is, and so may be coarse slices; of finer ones nothing is known."""
-    attempt = variants._Search._try
+    solve = Study.solve
 
-    def without_time(self: Any, variant: variants.Variant, time_s: float, before: Plan | None) -> bool | None:
-        if variant.form.chunks[0].slices == 1:
-            return attempt(self, variant, time_s, before)
-        self._refused[variant.form] = NoPlanInTime("no plan was found in time.")
-        return None
+    def without_time(self: Study, at: StepForm, *about: Any) -> Solution:
+        if not at.form.chunks or at.form.chunks[0].slices == 1:
+            return solve(self, at, *about)
+        raise NoPlanInTime("no plan was found in time.")
 
-    monkeypatch.setattr(variants._Search, "_try", without_time)
+    monkeypatch.setattr(Study, "solve", without_time)
     with pytest.raises(NoPlanInTime):
-        plan(LARGER, budget="70MiB", target="h100-80gb")
+        plan(LARGER, budget="70MiB", target="h100-80gb", forms=MANY)
 
 
 def test_a_region_that_another_form_lacks_is_no_plan_to_begin_from() -> None:
     fake = fake_step(LARGER, find_planning_device("h100-80gb"))
-    profile = profile_step(fake, find_planning_device("h100-80gb"))
-    how, limits = load("eager"), Limits()
-    made = plan(LARGER, budget=tight(LARGER)[0], target="h100-80gb", exact=True)
-    sliced = variants.Variants(how, fake, profile).in_slices(2).profile
-    problem = how.pose(sliced, how.space(sliced.graph), 1 << 40)
-    last = dataclasses.replace(made.regions[-1].last, ordinal=10**6)
-    other = dataclasses.replace(made, regions=(dataclasses.replace(made.regions[-1], last=last),))
-    effort = variants.Effort(3.0, other, 7.0)
-    assert effort.within(limits, problem) == Limits(time_s=3.0, below_us=7.0)
+    study = Study(profile_step(fake, find_planning_device("h100-80gb")), PlanRequest(forms=CHOICE), fake)
+    assert study.forms is not None
+    sliced = study.forms.in_slices(2)
+    problem, captured = study.problem(sliced, 1 << 40), study.problem(study.captured, 1 << 40)
+    regions = [run.region for run in captured.runs if run.region is not None]
+    within_both, reaching = regions[0], max(regions, key=lambda region: region.end)
+    assert reaching.end > len(sliced.profile.graph.nodes)
+    for region, start in ((within_both, (within_both,)), (reaching, None)):
+        begin = study.captured, Solution("by hand", "feasible", (region,))
+        assert study._transferred(begin, problem) == start
 
 
 def test_float16_and_other_executions_leave_the_loss_whole() -> None:
@@ -639,7 +636,7 @@ def planned(workload: Workload) -> Plan:
     from remat.planning.budget import Budget
 
     limit = int(0.93 * least)
-    return plan_profile(profile, Budget(limit, limit), step=fake)
+    return plan_profile(profile, Budget(limit, limit), step=fake, forms=CHOICE)
 
 
 @pytest.mark.fast("language")
@@ -657,11 +654,10 @@ def test_a_plan_in_slices_validates(workload: Workload) -> None:
 
 
 def test_slices_that_round_otherwise_on_this_device_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(variants, "SLICES", (1, 2))
-    monkeypatch.setattr(variants, "round_alike", lambda shape, slices, dtype, device: slices == 1)
+    monkeypatch.setattr("remat.planning.forms.round_alike", lambda shape, slices, dtype, device: slices == 1)
     fake = fake_step(LARGER, find_planning_device("cpu"))
     profile = profile_step(fake, find_planning_device("cpu"))
-    assert [found.form.chunks[0].slices for found in variants.Variants(load("eager"), fake, profile)] == [1]
+    assert [found.form.chunks[0].slices for found in forms_of(fake, profile, FormChoice(slices=(1, 2)))] == [1]
 
 
 def test_slices_of_one_size_round_as_all_rows_do_and_are_seen_to() -> None:
@@ -774,150 +770,3 @@ def test_slices_are_all_rows_once_and_nearly_equal(first: int, rows: int, most: 
     assert [row for each in found for row in range(each.start, each.stop)] == list(range(first, first + rows))
     sizes = [each.stop - each.start for each in found]
     assert max(sizes) - min(sizes) <= (2 * ALIGNED_ROWS if min(sizes) >= 7 * ALIGNED_ROWS else 1)
-
-
-class TwoVariants:
-    """Of a step that has a loss to cut, in one slice and in two."""
-
-    fuse, rows_us = False, math.inf
-
-    def on_variant(self, form: Form) -> None:
-        pass
-
-    def __iter__(self) -> Iterator[Any]:
-        profile = types.SimpleNamespace(costs=types.SimpleNamespace(source="estimated"))
-        for slices in (1, 2):
-            form, untouched = Form((Chunk(0, 0, slices),)), {"peak_bytes": 1, "step_time_us": 1000.0}
-            yield types.SimpleNamespace(form=form, profile=profile, extra_us=0.0, untouched=untouched)
-
-
-def test_a_variant_that_may_be_better_still_is_searched_once_more_and_the_bound_is_that_of_all() -> None:
-    made, asked = plan_by_hand(graph_of(TRANSFORMER), ()), []
-    quick = {1: (110.0, 20.0), 2: (100.0, 90.0)}  # objective and bound, by slices
-    patient = {1: (112.0, 105.0), 2: (99.0, 97.0)}
-
-    def attempt(variant: variants.Variant, effort: variants.Effort) -> Draft:
-        (head,) = variant.form.chunks
-        asked.append((head.slices, effort.time_s, effort.below_us))
-        objective_us, bound_us = (quick if effort.time_s == variants.QUICK_S else patient)[head.slices]
-        solver: Any = {**made.solver, "status": "feasible", "objective_us": objective_us, "bound_us": bound_us}
-        found = dataclasses.replace(made, solver=solver)
-        return Draft(found, lambda: found)
-
-    def whole(effort: variants.Effort) -> Draft:
-        raise Infeasible("too much", minimum_budget_bytes=1)
-
-    both: Any = TwoVariants()
-    found = variants.fastest(whole, both, attempt)
-    assert asked == [(1, 3.0, math.inf), (2, 3.0, 110.0), (2, 12.0, 100.0), (1, 12.0, 99.0)]
-    assert (found.solver["objective_us"], found.solver["bound_us"]) == (99.0, 97.0)
-
-
-class OneVariant(TwoVariants):
-    """Of a step that has a loss to cut, in two slices, and takes a millisecond."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(list(super().__iter__())[1:])
-
-
-def drafted(objective_us: float, bound_us: float, error: Exception | None = None) -> Draft:
-    """Of a plan at that price and with that bound; its replay raises `error`."""
-    made = plan_by_hand(graph_of(TRANSFORMER), ())
-    status = "optimal" if objective_us == bound_us else "feasible"
-    solver: Any = {**made.solver, "status": status, "objective_us": objective_us, "bound_us": bound_us}
-    untouched: Any = {"peak_bytes": 1, "step_time_us": 1000.0}
-    found = dataclasses.replace(made, solver=solver, without_checkpointing=untouched)
-
-    def judged() -> Plan:
-        if error is not None:
-            raise error
-        return found
-
-    return Draft(found, judged)
-
-
-CAPTURED_AGAIN = [
-    # what the step as captured is found to take, and at least, within seconds; then; the plan and the bound of all
-    pytest.param((110.0, 20.0), (98.0, 98.0), (98.0, 98.0), id="may-yet-be-the-one-to-take"),
-    pytest.param((115.0, 109.0), (112.0, 109.5), (100.0, 97.0), id="is-not-worth-a-variant"),
-    pytest.param((98.0, 20.0), (98.0, 98.0), (98.0, 98.0), id="was-the-best-plan-all-along"),
-    pytest.param((98.0, 20.0), (98.5, 97.95), (98.0, 97.95), id="was-better-and-is-proved-better"),
-    pytest.param((130.0, 110.0), None, (100.0, 97.0), id="is-proved-to-be-slower"),
-    pytest.param((99.0, 99.0), None, (99.0, 99.0), id="is-proved"),
-    pytest.param("late", (98.0, 98.0), (98.0, 98.0), id="has-a-plan-after-all"),
-    pytest.param("late", "none", (100.0, 97.0), id="has-none"),
-    pytest.param("late", "late", (100.0, 0.0), id="may-have-one-that-nobody-found"),
-]
-
-
-@pytest.mark.parametrize(("quick", "patient", "expected"), CAPTURED_AGAIN)
-def test_the_step_as_captured_is_searched_once_more_only_where_it_may_be_the_one_to_take(
-    quick: Any, patient: Any, expected: tuple[float, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(variants, "WORTH", 0.01)
-    asked: list[variants.Effort] = []
-
-    def whole(effort: variants.Effort) -> Draft:
-        asked.append(effort)
-        found = quick if len(asked) == 1 else patient
-        if found == "late":
-            raise NoPlanInTime("none yet")
-        if found == "none":
-            raise Infeasible("too much", minimum_budget_bytes=1)
-        return drafted(*found)
-
-    one: Any = OneVariant()
-    found = variants.fastest(whole, one, lambda variant, effort: drafted(100.0, 97.0))
-    assert (found.solver["objective_us"], found.solver["bound_us"]) == expected
-    assert [effort.time_s for effort in asked] == [variants.QUICK_S, None][: 1 if patient is None else 2]
-    assert patient is None or asked[1].below_us == 110.0
-
-
-def test_the_step_as_captured_is_asked_for_all_where_no_variant_keeps_the_budget_as_it_runs() -> None:
-    asked: list[float] = []
-
-    def whole(effort: variants.Effort) -> Draft:
-        asked.append(effort.below_us)
-        return drafted(150.0, 120.0) if len(asked) == 1 else drafted(121.0, 120.5)
-
-    one: Any = OneVariant()
-    late = NoPlanInTime("none as it runs")
-    found = variants.fastest(whole, one, lambda variant, effort: drafted(100.0, 97.0, late))
-    assert found.solver["objective_us"] == 121.0 and found.solver["bound_us"] <= 97.0
-    assert asked == [math.inf, math.inf]
-
-
-def test_after_an_interrupt_nothing_is_searched_any_more() -> None:
-    asked: list[variants.Effort] = []
-
-    def whole(effort: variants.Effort) -> Draft:
-        asked.append(effort)
-        return drafted(150.0, 20.0)
-
-    def attempt(variant: variants.Variant, effort: variants.Effort) -> Draft:
-        if variant.form.chunks[0].slices == 2:
-            raise KeyboardInterrupt
-        return drafted(100.0, 97.0)
-
-    both: Any = TwoVariants()
-    found = variants.fastest(whole, both, attempt)
-    assert len(asked) == 1
-    assert found.solver["objective_us"] == 100.0 and found.solver["interrupted"]
-
-
-@pytest.mark.parametrize("late", ["captured", "variant"])
-def test_what_no_form_can_do_is_refused_for_good_though_it_was_not_seen_at_once(late: str) -> None:
-    def whole(effort: variants.Effort) -> Draft:
-        if effort.time_s is not None and late == "captured":
-            raise NoPlanInTime("none yet")
-        raise Infeasible("too much", minimum_budget_bytes=7)
-
-    def attempt(variant: variants.Variant, effort: variants.Effort) -> Draft:
-        if effort.time_s == variants.QUICK_S and late == "variant":
-            raise NoPlanInTime("none yet")
-        raise Infeasible("too much", minimum_budget_bytes=8)
-
-    one: Any = OneVariant()
-    with pytest.raises(Infeasible) as refused:
-        variants.fastest(whole, one, attempt)
-    assert refused.value.minimum_budget_bytes == 7

@@ -25,6 +25,8 @@ from remat.cli.model_spec import ModelSpec
 from remat.errors import NoPlanInTime, UsageError
 from remat.evaluation.plan import Plan
 from remat.planning import planner as planning
+from remat.planning import request as asking
+from remat.planning.study import Study
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 from tests.command_line import Remat, line_of, once
@@ -150,7 +152,7 @@ def test_an_interrupted_plan_says_so_on_its_last_line(remat: Remat, monkeypatch:
     def stopped(*arguments: Any) -> Any:
         return dataclasses.replace(solve(*arguments), interrupted=True)
 
-    monkeypatch.setattr(planning, "load", lambda name: stopped)
+    monkeypatch.setattr(asking, "load", lambda name: stopped)
     ran = remat(*stack())
     assert ran.exit_code == 0 and ran.stdout.splitlines()[-1].startswith("interrupted: this is the best plan found")
     assert Plan.load("stack.plan.json").solver["interrupted"]
@@ -188,7 +190,8 @@ def test_an_interrupt_without_a_plan_says_so(remat: Remat, monkeypatch: pytest.M
     def interrupted(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("remat.planning.profiling.fake_step", interrupted)
+    for home in ("profiling", "planner"):
+        monkeypatch.setattr(f"remat.planning.{home}.fake_step", interrupted)
     commands = {
         "plan": stack("--json"),
         "profile": ["profile", "--model", "model.py:stack", "--out", "p", "--json"],
@@ -203,11 +206,11 @@ def test_an_interrupt_without_a_plan_says_so(remat: Remat, monkeypatch: pytest.M
 def test_a_time_limit_without_a_plan_says_so(remat: Remat, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = []
 
-    def too_slow(*args: Any, **kwargs: Any) -> None:
-        limits.append(kwargs["limits"])
+    def too_slow(study: Study) -> None:
+        limits.append(study.request.limits)
         raise NoPlanInTime("no plan was found in 1 s; raise --time-limit.")
 
-    monkeypatch.setattr(planning, "plan_profile", too_slow)
+    monkeypatch.setattr(planning, "plan_study", too_slow)
     ran = remat(*stack("--time-limit", "1.5", "--seed", "7"))
     assert (ran.exit_code, ran.stdout) == (5, "")
     assert (limits[0].time_s, limits[0].seed) == (1.5, 7)
@@ -336,7 +339,7 @@ def test_a_missing_package_is_named_with_its_remedy(remat: Remat, monkeypatch: p
     def without_solver(*args: Any, **kwargs: Any) -> None:
         raise ModuleNotFoundError("No module named 'ortools'", name="ortools")
 
-    monkeypatch.setattr(planning, "plan_profile", without_solver)
+    monkeypatch.setattr(planning, "plan_study", without_solver)
     ran = remat(*stack())
     assert ran.exit_code == 2
     assert "error: this needs the package ortools, which is missing. Run `pip install ortools`." in ran.stderr
@@ -385,7 +388,7 @@ def test_out_of_memory_is_no_bug_of_remat(remat: Remat, monkeypatch: pytest.Monk
     def no_room(*args: Any, **kwargs: Any) -> None:
         raise error
 
-    monkeypatch.setattr(planning, "plan_profile", no_room)
+    monkeypatch.setattr(planning, "plan_study", no_room)
     ran = remat(*stack("--json"))
     assert (ran.exit_code, ran.data["exit_code"]) == (2, 2)
     assert ran.data["error"].startswith(f"out of memory, {type(error).__name__}: {error}")
@@ -396,7 +399,7 @@ def test_a_bug_is_one_line_and_a_traceback_on_request(remat: Remat, monkeypatch:
     def broken(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("two is three\nand more")
 
-    monkeypatch.setattr(planning, "plan_profile", broken)
+    monkeypatch.setattr(planning, "plan_study", broken)
     ran = remat(*stack("--json"))
     assert (ran.exit_code, ran.data["exit_code"]) == (1, 1)
     assert re.fullmatch(r"internal error, AssertionError: two is three \(test_cli.py:\d+\)\. .*", ran.data["error"])

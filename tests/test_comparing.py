@@ -20,7 +20,7 @@ from remat.formulation.search_space import find_space
 from remat.formulation.solution import Limits, Solution
 from remat.planning import comparison as comparing
 from remat.planning.budget import Budget
-from remat.planning.comparison import Comparison, Row, compare
+from remat.planning.comparison import Comparison, Row
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.search import Judge
 from remat.recording.fake_step import FakeStep
@@ -28,6 +28,7 @@ from remat.solvers import HEURISTICS, heuristic
 from remat.validation.measured_comparison import measure_plans
 from tests import toys
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD
+from tests.studies import compared
 
 pytestmark = pytest.mark.filterwarnings(DYNAMO_LOOKS_AT_GRAD)
 
@@ -77,7 +78,7 @@ def budget(problem: Problem) -> Budget:
 
 @pytest.fixture(scope="module")
 def found(taken: tuple[Profile, FakeStep], budget: Budget) -> Comparison:
-    return compare(taken[0], budget, limits=LIMITS, step=taken[1])
+    return compared(taken[0], budget, limits=LIMITS, step=taken[1])
 
 
 def row_of(comparison: Comparison, strategy: str) -> Row:
@@ -145,7 +146,7 @@ def test_it_is_one_document(found: Comparison) -> None:
 
 def test_named_strategies_are_compared_once_each(profile: Profile, budget: Budget) -> None:
     seen = []
-    found = compare(
+    found = compared(
         profile, budget, strategies=["none", "every-block", "none"], on_strategy=lambda *about: seen.append(about)
     )
     assert seen == [("none", 1, 2), ("every-block", 2, 2)]
@@ -155,12 +156,12 @@ def test_named_strategies_are_compared_once_each(profile: Profile, budget: Budge
 
 def test_an_unknown_strategy_is_refused(profile: Profile, budget: Budget) -> None:
     with pytest.raises(UsageError, match=r"there is no strategy 'every-blok'.*every-block"):
-        compare(profile, budget, strategies=["every-blok"])
+        compared(profile, budget, strategies=["every-blok"])
 
 
 def test_a_step_that_fits_needs_no_proof(profile: Profile, problem: Problem) -> None:
     most = problem.memory.peak_without_checkpointing
-    found = compare(profile, Budget(most, most), strategies=["none", "exact"])
+    found = compared(profile, Budget(most, most), strategies=["none", "exact"])
     assert all(row.fits and row.overhead == 0 and row.above_bound is None for row in found.rows)
     assert row_of(found, "exact").status == "optimal"
 
@@ -168,15 +169,15 @@ def test_a_step_that_fits_needs_no_proof(profile: Profile, problem: Problem) -> 
 def test_where_it_is_proved_that_nothing_fits_the_least_budget_is_named(profile: Profile, problem: Problem) -> None:
     limit = problem.memory.peak_without_checkpointing // 10
     with pytest.raises(Infeasible) as refused:
-        compare(profile, Budget(limit, limit), strategies=["none", "exact"], limits=LIMITS)
+        compared(profile, Budget(limit, limit), strategies=["none", "exact"], limits=LIMITS)
     least = refused.value.minimum_budget_bytes
     assert least is not None and limit < least
-    assert compare(profile, Budget(least, least), strategies=["exact"], limits=LIMITS).rows[0].fits
+    assert compared(profile, Budget(least, least), strategies=["exact"], limits=LIMITS).rows[0].fits
 
 
 def test_heuristics_that_do_not_fit_prove_nothing(profile: Profile, problem: Problem) -> None:
     limit = problem.memory.peak_without_checkpointing // 10
-    found = compare(profile, Budget(limit, limit), strategies=["none", "every-block"])
+    found = compared(profile, Budget(limit, limit), strategies=["none", "every-block"])
     assert found.best is None
     assert [row.strategy for row in found.rows] == ["every-block", "none"]  # by peak
 
@@ -209,24 +210,24 @@ def test_a_plan_that_does_not_hold_is_no_row(
     blocks = tuple(toys.every_block(problem.graph))
     answering(monkeypatch, exact=Solution("liar", "optimal", blocks, objective_us=1.0, bound_us=1.0))
     with pytest.raises(RematError, match=r"solver liar gave a plan that does not hold: .*claims 1\.000 us"):
-        compare(profile, budget, strategies=["exact"])
+        compared(profile, budget, strategies=["exact"])
 
 
 def test_no_plan_in_time_is_a_row_without_numbers(
     profile: Profile, budget: Budget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answering(monkeypatch, exact=Solution("slow", "unknown", bound_us=1.0, wall_s=2.0))
-    row = compare(profile, budget, strategies=["exact", "every-block"]).rows[-1]
+    row = compared(profile, budget, strategies=["exact", "every-block"]).rows[-1]
     assert (row.strategy, row.status, row.fits, row.bound_us, row.wall_s) == ("exact", "unknown", False, 1.0, 2.0)
     assert row.peak_bytes is None and row.step_time_us is None and row.tokens_per_s is None and row.plan is None
 
 
 def test_an_interrupt_keeps_the_rows_so_far(profile: Profile, budget: Budget, monkeypatch: pytest.MonkeyPatch) -> None:
     answering(monkeypatch, sqrt_n=KeyboardInterrupt())
-    found = compare(profile, budget, strategies=["every-block", "sqrt-n", "none"])
+    found = compared(profile, budget, strategies=["every-block", "sqrt-n", "none"])
     assert found.interrupted and [row.strategy for row in found.rows] == ["every-block"]
     with pytest.raises(KeyboardInterrupt):
-        compare(profile, budget, strategies=["sqrt-n"])
+        compared(profile, budget, strategies=["sqrt-n"])
 
 
 def test_where_the_replay_needs_more_less_is_asked_for(
@@ -234,7 +235,7 @@ def test_where_the_replay_needs_more_less_is_asked_for(
 ) -> None:
     replay = Judge.peak
     monkeypatch.setattr(Judge, "peak", lambda *args: replay(*args) + 1000)
-    row = compare(taken[0], budget, strategies=["exact"], limits=LIMITS, step=taken[1]).rows[0]
+    row = compared(taken[0], budget, strategies=["exact"], limits=LIMITS, step=taken[1]).rows[0]
     assert row.peak_bytes is not None and row.peak_bytes + 1000 <= budget.limit_bytes
 
 
@@ -243,7 +244,7 @@ def test_where_the_replay_needs_more_less_is_asked_for(
 
 @pytest.fixture(scope="module")
 def of_modules(taken: tuple[Profile, FakeStep], budget: Budget) -> Comparison:
-    return compare(taken[0], budget, limits=LIMITS, step=taken[1], execution="modules")
+    return compared(taken[0], budget, limits=LIMITS, step=taken[1], execution="modules")
 
 
 def test_plans_of_modules_are_compared_with_each_other(of_modules: Comparison, found: Comparison) -> None:

@@ -20,7 +20,7 @@ from remat.evaluation import breakdown
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import Graph
 from remat.planning.advice import CHUNKS, advise, with_chunked_loss, with_fused_attention
-from remat.planning.estimate import estimate
+from remat.planning.estimate import estimate_of
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.timeline import POINTS, Timeline, save_snapshot, timeline
 from remat.workload.training_loop import TrainingLoop
@@ -53,7 +53,7 @@ def test_an_estimate_is_what_the_evaluator_finds() -> None:
     profile = profiled()
     memory, regions = Memory(profile.graph), every_block(profile.graph)
     for plan in ((), regions):
-        found = estimate(profile, plan).peaks
+        found = estimate_of(profile, plan).peaks
         assert found.peak_bytes == memory.curve(plan).peak_bytes == max(found.phases.values())
         assert found.parts == breakdown.at_peak(memory, plan)
         assert found.first_step_bytes == memory.first_step_peak(plan)
@@ -61,7 +61,7 @@ def test_an_estimate_is_what_the_evaluator_finds() -> None:
 
 def test_recomputation_raises_hfu_and_not_the_models_operations() -> None:
     profile = profiled()
-    plain, planned = estimate(profile).speed, estimate(profile, every_block(profile.graph)).speed
+    plain, planned = estimate_of(profile).speed, estimate_of(profile, every_block(profile.graph)).speed
     assert plain.model_flops == planned.model_flops
     assert plain.mfu == plain.hfu
     assert planned.mfu is not None and planned.hfu is not None and plain.mfu is not None
@@ -81,18 +81,18 @@ def test_backward_is_twice_forward_so_recomputing_all_is_four_thirds() -> None:
 
 
 def test_accumulation_counts_every_micro_batch_and_the_optimizer_once() -> None:
-    once, often = estimate(profiled(1)).speed, estimate(profiled(4)).speed
+    once, often = estimate_of(profiled(1)).speed, estimate_of(profiled(4)).speed
     assert (often.samples, often.tokens) == (4 * once.samples, 4 * (once.tokens or 0))
     assert often.model_flops == 4 * once.model_flops
     graph, costs = profiled(4).graph, profiled(4).costs
     times = costs.per_op_us(graph)
     expected = 4 * times[: graph.backward_end].sum() + times[graph.backward_end :].sum()
     assert often.update_time_us == pytest.approx(expected)
-    assert estimate(profiled(4)).peaks.peak_bytes > estimate(profiled(1)).peaks.peak_bytes
+    assert estimate_of(profiled(4)).peaks.peak_bytes > estimate_of(profiled(1)).peaks.peak_bytes
 
 
 def test_an_estimate_is_a_document() -> None:
-    found = estimate(profiled()).to_json()
+    found = estimate_of(profiled()).to_json()
     assert json.loads(json.dumps(found))["peaks"]["phases"].keys() == {"forward", "backward", "optimizer"}
 
 
@@ -105,12 +105,12 @@ def test_local_variables_of_untraced_code_are_in_the_eager_peak() -> None:
     place = find_planning_device("h100-80gb")
     step = fake_step(dataclasses.replace(WIDE, build=lambda: Hoarding(layers=3, width=64)), place)
     profile = profile_step(step, place)
-    peaks = estimate(profile).peaks
+    peaks = estimate_of(profile).peaks
     assert peaks.eager_bytes is not None
     assert (
         0 < peaks.eager_bytes - peaks.peak_bytes <= 64 * 32 * 64 * 4
     )  # until the forward ends: backward may need more
-    assert estimate(profile, every_block(profile.graph)).peaks.eager_bytes is None
+    assert estimate_of(profile, every_block(profile.graph)).peaks.eager_bytes is None
 
 
 # Timelines

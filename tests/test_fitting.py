@@ -20,11 +20,12 @@ from remat.evaluation.evaluator import Memory
 from remat.evaluation.form import chunks_of
 from remat.evaluation.graph import Graph
 from remat.evaluation.scaling import Recorded, family
+from remat.formulation.problem import Problem
 from remat.formulation.solution import Limits
 from remat.offloading.link import Link
-from remat.planning import variants
 from remat.planning.budget import Budget
-from remat.planning.fit import JOINT, Fit, fit, largest_batch, longest_sequence, samples_of_rank
+from remat.planning.fit import JOINT, Fit, largest_batch, longest_sequence, samples_of_rank
+from remat.planning.forms import StepForms
 from remat.planning.micro_batches import (
     OFFLOAD_RUNG,
     RUNGS,
@@ -36,12 +37,14 @@ from remat.planning.micro_batches import (
     samples_that_fit,
 )
 from remat.planning.profiling import VariantProfiles, fake_step, profile_step
+from remat.planning.request import FormChoice
 from remat.recording.recorder import record
 from remat.solvers.least_peak import least_peak
 from remat.units import GIB
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 from tests.cached import cached
+from tests.studies import fit_all, micro_batches
 from tests.test_chunking import LANGUAGE
 from tests.test_fusion import workload as decoder
 from tests.toys import CONVNET, TRANSFORMER, Transformer, every_block
@@ -62,10 +65,10 @@ def at(batch_size: int, model: str = "transformer", accumulation: int = 1) -> Gr
 
 
 def search(
-    budget_bytes: int, workload: Workload = WIDE, loop: TrainingLoop | None = None, fuse: bool = False
+    budget_bytes: int, workload: Workload = WIDE, loop: TrainingLoop | None = None, **wanted: Any
 ) -> MicroBatches:
     budget, place = Budget(budget_bytes, budget_bytes), find_planning_device(TARGET)
-    return MicroBatches(workload, place, budget, loop or TrainingLoop(), LIMITS, lambda what: None, fuse=fuse)
+    return micro_batches(workload, place, budget, loop, limits=LIMITS, **wanted)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -131,17 +134,18 @@ def test_two_records_give_the_step_at_any_batch(model: str, accumulates: bool, s
 @pytest.mark.parametrize("slices", [1, 4], ids=["slices1", "slices4"])
 @pytest.mark.parametrize("sizes", [(64,), (3, 11)], ids=["64", "others"])
 def test_two_records_give_the_step_in_slices_at_any_batch(
-    sizes: tuple[int, ...], slices: int, accumulates: bool, monkeypatch: pytest.MonkeyPatch
+    sizes: tuple[int, ...], slices: int, accumulates: bool
 ) -> None:
-    monkeypatch.setattr(variants, "LARGE", 0.0)
-    look, place = search(GIB, LANGUAGE), find_planning_device(TARGET)
+    look, place = search(GIB, LANGUAGE, forms=FormChoice(large=0.0)), find_planning_device(TARGET)
     loop, other = TrainingLoop(accumulation=2 if accumulates else 1), TrainingLoop(accumulation=1 if accumulates else 2)
     look.profile(3, accumulates)
     for step in look._to_record.values():  # as where the other family was recorded last
         step.loop = other
         record(step)
     for size in sizes:
-        scaled = look.variants(size, accumulates).in_slices(slices)
+        forms = look.study(size, accumulates).forms
+        assert forms is not None
+        scaled = forms.in_slices(slices)
         step = fake_step(LANGUAGE.sized(size), place, loop=loop)
         whole = profile_step(step, place)
         real = VariantProfiles(step, place, whole).profile(scaled.form)
@@ -153,7 +157,7 @@ def test_two_records_give_the_step_in_slices_at_any_batch(
         assert len({tuple((k.name, k.flops, k.moved_bytes) for k in each) for each in kinds}) == 1
         assert scaled.profile.costs.step_time_us(scaled.profile.graph) == real.costs.step_time_us(real.graph)
         assert scaled.profile.graph.fixed_bytes == real.graph.fixed_bytes
-    assert look.variants(3, accumulates)._profile_in is not None  # else each size would have a record of its own
+    assert not look._steps  # else each size would have a record of its own
 
 
 def test_steps_of_different_models_are_no_family() -> None:
@@ -216,7 +220,7 @@ def test_samples_of_llama_8b_beside_its_states_on_80_gib(ranks: int, samples: in
 @cached
 def fitted(budget_share: float = 0.4, global_batch: int = 24) -> Fit:
     budget = beside_states(at(global_batch), budget_share)
-    return fit(WIDE, find_planning_device(TARGET), Budget(budget, budget), global_batch, limits=LIMITS)
+    return fit_all(WIDE, find_planning_device(TARGET), Budget(budget, budget), global_batch, limits=LIMITS)
 
 
 @pytest.mark.fast("0.4")
@@ -233,7 +237,7 @@ def test_with_a_link_to_the_host_nothing_is_slower_and_the_ladder_has_a_rung_mor
     alone, place = fitted(), find_planning_device(TARGET)
     times_us = roofline_costs(at(24), place.target).per_op_us(at(24))
     link = Link(10 * at(24).storages.size_bytes.sum() / times_us.sum(), 1 << 40, latency_us=0.0)
-    found = fit(WIDE, place, Budget(alone.budget_bytes, alone.budget_bytes), 24, link=link, limits=LIMITS)
+    found = fit_all(WIDE, place, Budget(alone.budget_bytes, alone.budget_bytes), 24, link=link, limits=LIMITS)
     assert tuple(found.rungs) == (*RUNGS, OFFLOAD_RUNG, JOINT)
     assert (found.best.time_us or 0.0) < (alone.best.time_us or 0.0)
     assert found.best.offloaded_bytes and found.plan.offloads
@@ -250,7 +254,7 @@ def test_where_groups_are_fused_the_step_is_faster_at_every_size_and_the_ladder_
     place = find_planning_device(TARGET)
     size = beside_states(search(1 << 50, DECODER).profile(24, False).graph, 0.4)
     budget = Budget(size, size)
-    alone, found = (fit(DECODER, place, budget, 24, limits=LIMITS, fuse=fuse) for fuse in (False, True))
+    alone, found = (fit_all(DECODER, place, budget, 24, limits=LIMITS, fuse=fuse) for fuse in (False, True))
     assert found.best.fused and found.plan.about["fused"]
     assert (found.best.time_us or 0.0) < (alone.best.time_us or 0.0)
     assert found.best.peak_bytes == found.plan.predicted["peak_bytes"] <= size
@@ -262,7 +266,7 @@ def test_where_groups_are_fused_the_step_is_faster_at_every_size_and_the_ladder_
         fits = look.exact(Window(24, other))
         assert fits is None or fits.time_us is None or fits.time_us >= (found.best.time_us or 0.0)
     with pytest.raises(UsageError, match="exclude each other"):
-        fit(DECODER, place, budget, 24, exact=True, fuse=True)
+        fit_all(DECODER, place, budget, 24, exact=True, fuse=True)
 
 
 def test_with_room_for_all_it_runs_as_it_is() -> None:
@@ -301,14 +305,20 @@ def test_an_uneven_last_micro_batch_is_costed_at_its_own_size() -> None:
     assert uneven.time_us is not None and even.time_us is not None and uneven.time_us <= even.time_us
 
 
+HOWEVER_LITTLE = FormChoice(slices=(2,), most_row_slices=0, worth=0.0)
+
+
+def captured_problem(look: MicroBatches) -> Problem:
+    study = look.study(64, False)
+    return study.problem(study.captured, 1 << 40)
+
+
 @pytest.fixture
 def slices_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a toy, slices that are many and small would take most of the time; here it is memory that counts."""
-    recorded = variants.Variants._recorded
+    recorded = StepForms._recorded
     free = lambda self, form: dataclasses.replace(recorded(self, form), extra_us=0.0)  # noqa: E731
-    monkeypatch.setattr(variants.Variants, "_recorded", free)
-    monkeypatch.setattr(variants, "SLICES", (2,))
-    monkeypatch.setattr(variants, "WORTH", 0.0)
+    monkeypatch.setattr(StepForms, "_recorded", free)
 
 
 @pytest.mark.fast("slices")
@@ -317,23 +327,29 @@ def slices_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_loss_runs_in_slices_where_that_makes_room(exact: bool) -> None:
     place, limits = find_planning_device(TARGET), Limits(time_s=20)
     least = search(1 << 40, LANGUAGE)
-    budget_bytes = least_peak(least.problem(Window(64, 64)), limits).peak_bytes
+    budget_bytes = least_peak(captured_problem(least), limits).peak_bytes
     budget = Budget(budget_bytes, budget_bytes)
-    found = fit(LANGUAGE, place, budget, 64, limits=limits, exact=exact)
+    found = fit_all(LANGUAGE, place, budget, 64, limits=limits, exact=exact, forms=HOWEVER_LITTLE)
     assert found.best.micro_batch == 64
     assert found.best.slices == (0 if exact else 2)
     assert [chunk.slices for chunk in chunks_of(found.plan.about)] == ([] if exact else [2])
     assert found.best.peak_bytes == found.plan.predicted["peak_bytes"] <= budget_bytes
-    assert exact or largest_batch(LANGUAGE, place, budget, limits=limits).about["batch_size"] > 64
+    assert (
+        exact
+        or largest_batch(LANGUAGE, target=TARGET, budget=budget_bytes, limits=limits, forms=HOWEVER_LITTLE).about[
+            "batch_size"
+        ]
+        > 64
+    )
 
 
 @pytest.mark.usefixtures("slices_cost_nothing")
 def test_the_loss_stays_whole_where_it_would_be_multiplied_by_what_rounds() -> None:
     """Three micro-batches, or a last one that is smaller. (Rule 4)"""
     look = search(1 << 40, LANGUAGE)
-    assert look._variants_of(Window(64, 32)) is not None
-    assert look._variants_of(Window(96, 32)) is None
-    assert look._variants_of(Window(63, 32)) is None
+    assert look.study_of(Window(64, 32)).has_forms
+    assert not look.study_of(Window(96, 32)).has_forms
+    assert not look.study_of(Window(63, 32)).has_forms
 
 
 def test_the_guess_is_what_fits_as_it_is() -> None:
@@ -345,7 +361,7 @@ def test_the_guess_is_what_fits_as_it_is() -> None:
 @pytest.mark.exhaustive
 def test_one_more_sample_than_the_largest_batch_does_not_fit() -> None:
     budget = beside_states(at(16), 0.5)
-    plan = largest_batch(WIDE, find_planning_device(TARGET), Budget(budget, budget), limits=LIMITS)
+    plan = largest_batch(WIDE, target=TARGET, budget=budget, limits=LIMITS)
     found = plan.about["batch_size"]
     assert found > 8  # of 16, half of which would fit without recomputation
     look = search(budget)
@@ -358,7 +374,7 @@ def test_one_more_sample_than_the_largest_batch_does_not_fit() -> None:
 @pytest.mark.exhaustive
 def test_a_longer_sequence_than_the_longest_does_not_fit() -> None:
     budget = beside_states(at(4), 0.85)
-    plan = longest_sequence(WIDE.sized(4), find_planning_device(TARGET), Budget(budget, budget), limits=LIMITS)
+    plan = longest_sequence(WIDE.sized(4), target=TARGET, budget=budget, limits=LIMITS)
     found = plan.about["seq_len"]
     assert plan.predicted["peak_bytes"] <= budget
     longer = search(budget, WIDE.sized(4, found + 2))  # a sixteenth of 32
@@ -367,12 +383,12 @@ def test_a_longer_sequence_than_the_longest_does_not_fit() -> None:
 
 def test_images_have_no_longest_sequence() -> None:
     with pytest.raises(UsageError, match="has no sequences"):
-        longest_sequence(CONVNET, find_planning_device(TARGET), Budget(GIB, GIB))
+        longest_sequence(CONVNET, target=TARGET, budget=GIB)
 
 
 def test_where_not_one_sample_fits_the_least_budget_is_named() -> None:
     with pytest.raises(Infeasible) as refused:
-        fit(WIDE, find_planning_device(TARGET), Budget(1 << 10, 1 << 10), 8, limits=LIMITS)
+        fit_all(WIDE, find_planning_device(TARGET), Budget(1 << 10, 1 << 10), 8, limits=LIMITS)
     assert refused.value.minimum_budget_bytes
 
 

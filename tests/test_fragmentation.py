@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,15 +13,19 @@ from remat.costing.planning_device import find_planning_device
 from remat.costing.profile import Profile
 from remat.errors import Infeasible, NoPlanInTime, UsageError
 from remat.evaluation.evaluator import Memory
+from remat.evaluation.form import CAPTURED
 from remat.evaluation.graph import OPTIMIZER_STATE, Graph, Parameter
-from remat.evaluation.plan import AllocatorPeaks, Plan, Prediction, Proof, from_refs
-from remat.formulation.solution import Limits
+from remat.evaluation.plan import AllocatorPeaks, Plan, from_refs
+from remat.formulation.solution import Limits, Solution
 from remat.models import TEST_SIZES
 from remat.planning.budget import Budget, parse_budget, usable_bytes
 from remat.planning.card import reserving_at_most
-from remat.planning.estimate import estimate
+from remat.planning.estimate import estimate_of
+from remat.planning.forms import StepForm
 from remat.planning.planner import plan_profile
+from remat.planning.portfolio import Outcome
 from remat.planning.profiling import fake_step, profile_step
+from remat.planning.study import Found
 from remat.planning.timeline import timeline
 from remat.reservation.allocator_settings import AllocatorSettings
 from remat.reservation.caching_allocator import CachingAllocator
@@ -177,7 +182,7 @@ def test_a_plan_names_all_three_and_the_settings_assumed(monkeypatch: pytest.Mon
 def test_estimate_and_timeline_say_the_same() -> None:
     profile = profile_of("gpt2")
     found = footprints(memory_of(profile), (), EXPANDABLE)
-    assert estimate(profile, allocator="expandable_segments:True").allocator == found
+    assert estimate_of(profile, allocator="expandable_segments:True").allocator == found
     made = timeline(profile, allocator="expandable_segments:True")
     assert made.allocator == found
     assert made.to_json()["allocator"] == [each.to_json() for each in found]
@@ -200,7 +205,7 @@ def test_where_there_is_no_cuda_nothing_is_said(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
     profile = dataclasses.replace(profile_of("gpt2"), target=Target("cpu", "cpu", 64 * GIB, 1e5, {"float32": 1e6}))
     assert "allocator" not in plan_profile(profile, Budget(GIB, GIB)).predicted
-    assert estimate(profile).allocator == timeline(profile).allocator == ()
+    assert estimate_of(profile).allocator == timeline(profile).allocator == ()
 
 
 def enlarged(profile: Profile, times: int) -> Profile:
@@ -245,34 +250,42 @@ def test_a_footprint_is_in_the_plan_file_as_it_is() -> None:
     assert [field.name for field in dataclasses.fields(Footprint)] == list(AllocatorPeaks.__annotations__)
 
 
-def plan_reserving(peak_bytes: int, reserved: int, other: int, objective_us: float = 1.0) -> Plan:
-    """A plan with these predictions and nothing else of interest."""
-    found = [Footprint(peak_bytes, peak_bytes, size, name, 2) for name, size in (("", reserved), ("other:1", other))]
-    predicted: Prediction = {"peak_bytes": peak_bytes, "allocator": [each.to_json() for each in found]}
-    solver: Proof = {"status": "optimal", "objective_us": objective_us, "bound_us": 1.0, "gap": 0.0}
-    return Plan((), (), {}, "h100-80gb", "estimated", 1000, predicted, {}, solver, {})
+def outcome(peak_bytes: int, price_us: float = 1.0) -> Outcome:
+    """The outcome of a search, with nothing else of interest."""
+    study: Any = None
+    at = StepForm(CAPTURED, study, 0.0)
+    found = Found(at, Solution("by hand", "optimal", objective_us=price_us, bound_us=1.0), Limits())
+    return Outcome(found, peak_bytes, 1.0, 0.0, "optimal", 1.0)
+
+
+def under_two_settings(peak_bytes: int, reserved: int, other: int) -> tuple[Footprint, ...]:
+    settings = (("", reserved), ("other:1", other))
+    return tuple(Footprint(peak_bytes, peak_bytes, size, name, 2) for name, size in settings)
 
 
 def test_the_search_halves_between_what_reserves_too_much_and_what_does_not() -> None:
     """Reserved are 1.5 times what is requested: 90 reserve 135 of 100, 35 too much; 55 do; 72 do not ..."""
     asked = []
 
-    def within(limit_bytes: int) -> Plan:
+    def within(limit_bytes: int) -> Outcome:
         asked.append(limit_bytes)
-        return plan_reserving(limit_bytes, limit_bytes * 3 // 2, 0, objective_us=200 - limit_bytes)
+        return outcome(limit_bytes, 200.0 - limit_bytes)
 
-    made = reserving_at_most(100, plan_reserving(90, 135, 0), within)
+    made = reserving_at_most(
+        100, outcome(90), within, lambda each: under_two_settings(each.peak_bytes, each.peak_bytes * 3 // 2, 0)
+    )
     assert asked == [55, 72, 63, 67]
-    assert made.predicted["peak_bytes"] == 67  # 100 of 100: close enough, and the fastest of those that fit
+    assert made.peak_bytes == 67  # 100 of 100: close enough, and the fastest of those that fit
+    assert (made.bound_us, made.status) == (1.0, "feasible")
 
 
 @pytest.mark.parametrize(
     ("other", "says"), [(90, "With PYTORCH_CUDA_ALLOC_CONF=other:1 it reserves"), (110, "Reduce the batch")]
 )
 def test_a_refusal_says_whether_other_settings_would_do(other: int, says: str) -> None:
-    def within(limit_bytes: int) -> Plan:
+    def within(limit_bytes: int) -> Outcome:
         raise Infeasible(f"{limit_bytes} is too small", 95)
 
     with pytest.raises(NoPlanInTime, match=r"more than the .* that the card can give") as refusal:
-        reserving_at_most(100, plan_reserving(95, 130, other), within)
+        reserving_at_most(100, outcome(95), within, lambda each: under_two_settings(95, 130, other))
     assert says in str(refusal.value)

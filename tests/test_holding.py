@@ -32,9 +32,7 @@ from remat.evaluation.plan import Plan, to_refs
 from remat.execution.apply import apply
 from remat.execution.compiled.replay import replay_compiled
 from remat.execution.eager.replay import replay
-from remat.formulation.solution import Limits
 from remat.planning.budget import Budget
-from remat.planning.micro_batches import MicroBatches
 from remat.planning.planner import plan_profile
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.timeline import save_snapshot
@@ -46,6 +44,7 @@ from remat.validation.validating import validate
 from remat.workload.training_loop import Holds, TrainingLoop
 from tests.cached import cached
 from tests.command_line import Remat
+from tests.studies import micro_batches
 from tests.toys import CHOICES, CPU, TRANSFORMER, VOCAB, Choose, Transformer
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
@@ -253,7 +252,7 @@ def test_files_and_pictures_tell_of_it(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_at_any_batch_size_it_is_what_a_record_finds() -> None:
     place = find_planning_device("h100-80gb")
-    sizes = MicroBatches(PAIR, place, Budget(1, 1), TrainingLoop(holds="outputs"), Limits(), lambda what: None)
+    sizes = micro_batches(PAIR, place, Budget(1, 1), TrainingLoop(holds="outputs"))
     found = sizes.profile(8, False).graph.held_outputs
     assert found == sizes.recorded(8, 1)[0].graph.held_outputs and found[0][0] >= LOGITS // 2
 

@@ -45,7 +45,7 @@ from remat.offloading.relief import Relief
 from remat.offloading.schedule import all_offloads, fewest_offloads, stall_us, stashed_offloads
 from remat.offloading.timeline import Timeline
 from remat.planning.budget import parse_budget
-from remat.planning.comparison import KEPT, OFFLOAD_ALL, OFFLOAD_INPUTS, compare
+from remat.planning.comparison import KEPT, OFFLOAD_ALL, OFFLOAD_INPUTS
 from remat.planning.links import link_of, require_offloads
 from remat.planning.planner import plan_profile
 from remat.planning.profiling import fake_step, profile_step
@@ -61,6 +61,7 @@ from tests.fuzzing import verdicts
 from tests.graphs import spaces, toy_graph, toys
 from tests.offloads import FAULTS, Fault, LateCopies, random_offloads
 from tests.oracle import every_plan
+from tests.studies import compared
 from tests.toys import CHOICES, SHORT, WORKLOADS, plan_by_hand, recorded, tokens
 from tests.toys import every_block as every_block_of
 from tests.toys import step as step_of
@@ -700,7 +701,7 @@ def test_a_comparison_shows_what_offloading_by_hand_takes() -> None:
     given = parse_budget(budget, None, AMPLE)
     times = profile.costs.per_op_us(graph)
     link = Link(0.3 * Timeline(Memory(graph), (), times).kept_bytes / float(times[: graph.forward_end].sum()), AMPLE, 0)
-    found = compare(
+    found = compared(
         profile, given, step=step, strategies=["every-block", "exact"], exact=True, link=link, limits=Limits(time_s=2)
     )
     rows = {row.strategy: row for row in found.rows}

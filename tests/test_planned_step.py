@@ -21,10 +21,10 @@ from remat.errors import PlanMismatch, UsageError
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.form import chunks_of
 from remat.evaluation.plan import Plan
-from remat.planning import variants
 from remat.planning.budget import Budget
 from remat.planning.planner import plan_profile
 from remat.planning.profiling import fake_step, profile_step
+from remat.planning.request import FormChoice
 from remat.validation.validating import validate
 from remat.workload.workload import Workload
 from tests.toys import Block, every_block
@@ -62,6 +62,7 @@ def step(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 OUTSIDE = Workload("outside", Language, batch, step, batch_size=SAMPLES, seq_len=LENGTH)
 PLANNED = OUTSIDE.with_planned_step()
+HOWEVER_LITTLE = FormChoice(slices=(2,), most_row_slices=0, worth=0.0)
 
 
 @functools.cache
@@ -72,9 +73,7 @@ def planned() -> Plan:
     profile = profile_step(fake, place)
     memory = Memory(profile.graph, profile.costs.workspace_per_op(profile.graph))
     budget = int(0.93 * memory.curve(tuple(every_block(profile.graph))).peak_bytes)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(variants, "WORTH", 0.0)
-        return plan_profile(profile, Budget(budget, budget), step=fake)
+    return plan_profile(profile, Budget(budget, budget), step=fake, forms=HOWEVER_LITTLE)
 
 
 def test_a_loss_outside_of_the_model_is_cut_and_validates() -> None:
@@ -97,9 +96,7 @@ def test_rows_that_are_selected_before_the_loss_are_no_other_kernels() -> None:
     fake = fake_step(workload, place)
     profile = profile_step(fake, place)
     budget = int(0.9 * Memory(profile.graph).peak_without_regions)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(variants, "WORTH", 0.0)
-        made = plan_profile(profile, Budget(budget, budget), step=fake)
+    made = plan_profile(profile, Budget(budget, budget), step=fake, forms=HOWEVER_LITTLE)
     assert chunks_of(made.about)
     report = validate(workload, made, repeats=1)
     assert report.passed, str(report)

@@ -28,14 +28,13 @@ from remat.execution.compiled.replay import replay_compiled
 from remat.execution.executions import load
 from remat.formulation.search_space import find_space
 from remat.planning.budget import Budget
-from remat.planning.comparison import compare
 from remat.planning.planner import plan_profile
-from remat.planning.sweep import sweep
 from remat.recording.fake_step import FakeStep
 from remat.validation.validating import validate
 from remat.workload.target import TARGETS
 from remat.workload.training_loop import TrainingLoop
 from tests.command_line import Remat
+from tests.studies import compared, traced
 from tests.test_applying import batch_of, built, loss_of
 from tests.test_cli import stack
 from tests.test_generated_code import HALVES
@@ -194,13 +193,13 @@ def test_strategies_are_compared_and_the_curve_is_traced_as_the_step_runs_compil
 ) -> None:
     step, profile = larger
     budget, names = Budget(plan.budget_bytes, plan.budget_bytes), ["every-block", "exact"]
-    found = compare(profile, budget, strategies=names, step=step, execution="aot_eager")
+    found = compared(profile, budget, strategies=names, step=step, execution="aot_eager")
     assert found.execution == "aot_eager" and found.bound_us == 0 and all(row.gap is None for row in found.rows)
     assert found.without_checkpointing["peak_bytes"] == plan.without_checkpointing["peak_bytes"]
     best = found.best
     assert best is not None and best.plan is not None and best.plan.regions == plan.regions
     assert best.peak_bytes == plan.predicted["peak_bytes"]
-    curve = sweep(profile, points=3, strategies=[], step=step, execution="aot_eager").points
+    curve = traced(profile, points=3, strategies=[], step=step, execution="aot_eager").points
     assert [(point.gap, point.bound_us) for point in curve] == [(None, None)] * len(curve)
     assert all(a.peak_bytes < b.peak_bytes and a.overhead > b.overhead for a, b in itertools.pairwise(curve))
     assert curve[-1].peak_bytes == plan.without_checkpointing["peak_bytes"]

@@ -12,12 +12,11 @@ from remat.costing.profile import Profile
 from remat.evaluation.plan import Plan
 from remat.formulation.solution import Limits
 from remat.planning.budget import Budget
-from remat.planning.comparison import compare
-from remat.planning.sweep import sweep
 from remat.shown import as_html, as_text
 from remat.units import gib
 from remat.validation.report import Report
 from tests.command_line import Remat
+from tests.studies import compared, traced
 
 STEP = ("--model", "model.py:stack", "--target", "h100-80gb")
 BUDGET = 72 << 20
@@ -84,8 +83,8 @@ def made(remat: Remat) -> tuple[Plan, Profile]:
 def test_every_result_is_a_small_static_table_with_its_numbers(made: tuple[Plan, Profile]) -> None:
     plan, profile = made
     limits = Limits(time_s=5)
-    comparison = compare(profile, Budget(BUDGET, BUDGET), strategies=["every-block", "exact"], limits=limits)
-    curve = sweep(profile, points=3, limits=limits, strategies=["none"])
+    comparison = compared(profile, Budget(BUDGET, BUDGET), strategies=["every-block", "exact"], limits=limits)
+    curve = traced(profile, points=3, limits=limits, strategies=["none"])
     wanted: list[tuple[Any, list[str]]] = [
         (plan, [gib(plan.predicted["peak_bytes"]), gib(BUDGET)]),
         (profile, [gib(plan.without_checkpointing["peak_bytes"]), "operators"]),

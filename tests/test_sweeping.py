@@ -16,22 +16,19 @@ from remat.cli.plots import sweep_plot as plotting
 from remat.costing.planning_device import find_planning_device
 from remat.costing.profile import Profile
 from remat.errors import RematError, UsageError
-from remat.evaluation.form import Chunk, Form
-from remat.execution import executions
 from remat.formulation.problem import Problem
 from remat.formulation.search_space import find_space
 from remat.formulation.solution import Limits, Solution
 from remat.offloading.link import Link
-from remat.planning import comparison as comparing
-from remat.planning import sweep as sweeping
-from remat.planning import variants
 from remat.planning.comparison import KEPT, LIGER_LIKE, LOSS_WHOLE
 from remat.planning.profiling import fake_step, profile_step
-from remat.planning.sweep import Sweep, sweep
-from remat.solvers import HEURISTICS
+from remat.planning.request import FormChoice
+from remat.planning.sweep import Sweep
+from remat.solvers import HEURISTICS, exact
 from remat.solvers.least_peak import least_peak
 from tests import toys
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD
+from tests.studies import changing, traced
 from tests.test_chunking import LANGUAGE
 
 pytestmark = pytest.mark.filterwarnings(DYNAMO_LOOKS_AT_GRAD)
@@ -55,7 +52,7 @@ def problem(profile: Profile) -> Problem:
 def swept(profile: Profile) -> tuple[Sweep, list[tuple[str, int, int]]]:
     """A sweep, and what it said of its progress."""
     seen: list[tuple[str, int, int]] = []
-    return sweep(profile, points=POINTS, limits=LIMITS, on_point=lambda *about: seen.append(about)), seen
+    return traced(profile, points=POINTS, limits=LIMITS, on_point=lambda *about: seen.append(about)), seen
 
 
 @pytest.fixture(scope="module")
@@ -92,18 +89,15 @@ def test_every_point_keeps_its_budget_and_is_proved(found: Sweep) -> None:
         )
 
 
-def test_half_the_points_are_evenly_apart_and_the_others_where_least_is_known(
-    profile: Profile, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_the_points_are_evenly_apart_and_the_others_where_least_is_known(profile: Profile) -> None:
     budgets: list[int] = []
-    solve = sweeping._Trace._solve
 
-    def watched(self: Any, form: Any, budget: int, name: str, limits: Limits) -> Solution:
-        budgets.append(budget)
-        return solve(self, form, budget, name, limits)
+    def watched(problem: Problem, limits: Limits) -> Solution:
+        budgets.append(problem.budget_bytes)
+        return exact.solve(problem, limits)
 
-    monkeypatch.setattr(sweeping._Trace, "_solve", watched)
-    sweep(profile, points=POINTS, limits=LIMITS, strategies=[])
+    traced(profile, points=POINTS, limits=LIMITS, strategies=[], solver=watched)
+    budgets.insert(POINTS // 2 - 1, profile.peak_without_checkpointing)  # which needs no search
     evenly, others = budgets[: POINTS // 2], budgets[POINTS // 2 :]
     steps = [b - a for a, b in itertools.pairwise(evenly)]
     assert max(steps) - min(steps) <= 1
@@ -134,7 +128,7 @@ def test_no_strategy_is_better_than_what_the_curve_proves(found: Sweep) -> None:
 
 def test_a_curve_of_modules_lies_above_that_of_nodes(profile: Profile, found: Sweep) -> None:
     """Its plans are among those of nodes."""
-    modules = sweep(profile, points=4, limits=LIMITS, strategies=["every-block"], execution="modules")
+    modules = traced(profile, points=4, limits=LIMITS, strategies=["every-block"], execution="modules")
     assert modules.execution == "modules" and found.execution == "eager"
     assert all(point.saved == 0 for point in (*modules.points, *modules.others))
     assert modules.points[0].budget_bytes >= found.points[0].budget_bytes
@@ -161,26 +155,13 @@ def test_it_is_one_document(found: Sweep) -> None:
 
 def test_an_unknown_strategy_is_refused(profile: Profile) -> None:
     with pytest.raises(UsageError, match="there is no strategy 'all-of-it'"):
-        sweep(profile, strategies=["all-of-it"])
+        traced(profile, strategies=["all-of-it"])
 
 
 # Searches that end early, or wrong
 
 
-def changed(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
-    """Let `change(solution, number)` stand in for the solution of the number-th search, from 1."""
-    solve, count = comparing.solve, itertools.count(1)
-
-    def changing(problem: Problem, name: str, limits: Limits) -> Solution:
-        found: Solution = change(solve(problem, name, limits), next(count))
-        return found
-
-    monkeypatch.setattr("remat.planning.sweep.solve", changing)
-
-
-def test_a_worse_plan_than_that_of_a_smaller_budget_is_not_shown(
-    profile: Profile, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worse_plan_than_that_of_a_smaller_budget_is_not_shown(profile: Profile) -> None:
     solutions: list[Solution] = []
 
     def first_again(solution: Solution, number: int) -> Solution:
@@ -188,8 +169,8 @@ def test_a_worse_plan_than_that_of_a_smaller_budget_is_not_shown(
         solutions.append(solution)
         return dataclasses.replace(solutions[0], status="feasible", bound_us=0.0) if number == 3 else solution
 
-    changed(monkeypatch, first_again)
-    found = sweep(profile, points=POINTS, limits=LIMITS, strategies=[])
+    solver = changing(exact.solve, first_again)
+    found = traced(profile, points=POINTS, limits=LIMITS, strategies=[], solver=solver)
     assert solutions[1].objective_us < solutions[0].objective_us
     least, most = found.points[0].budget_bytes, found.points[-1].budget_bytes
     third = next(point for point in found.points if point.budget_bytes >= least + (most - least) * 2 // 3)
@@ -199,12 +180,11 @@ def test_a_worse_plan_than_that_of_a_smaller_budget_is_not_shown(
     assert times == sorted(times, reverse=True)
 
 
-def test_without_a_plan_in_time_the_neighbours_stands_in(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_plan_in_time_the_neighbours_stands_in(profile: Profile) -> None:
     def none_in_time(solution: Solution, number: int) -> Solution:
         return Solution("slow", "unknown", wall_s=1.0) if number in (1, 2) else solution
 
-    changed(monkeypatch, none_in_time)
-    found = sweep(profile, points=4, limits=LIMITS, strategies=[])
+    found = traced(profile, points=4, limits=LIMITS, strategies=[], solver=changing(exact.solve, none_in_time))
     first = found.points[0]
     assert (first.status, first.peak_bytes) == ("feasible", first.budget_bytes)
     assert first.bound_us == max(point.bound_us or 0 for point in found.points[1:])  # what a larger budget proves
@@ -213,14 +193,14 @@ def test_without_a_plan_in_time_the_neighbours_stands_in(profile: Profile, monke
     )
 
 
-def test_a_solver_that_denies_what_there_is_is_wrong(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
-    changed(monkeypatch, lambda solution, number: Solution("liar", "infeasible"))
+def test_a_solver_that_denies_what_there_is_is_wrong(profile: Profile) -> None:
+    liar = changing(exact.solve, lambda solution, number: Solution("liar", "infeasible"))
     with pytest.raises(RematError, match="solver liar says that no plan keeps"):
-        sweep(profile, points=4, limits=LIMITS)
+        traced(profile, points=4, limits=LIMITS, solver=liar)
 
 
 @pytest.mark.parametrize("raised", [True, False], ids=["raised", "in-the-solution"])
-def test_an_interrupt_keeps_the_points_so_far(profile: Profile, monkeypatch: pytest.MonkeyPatch, raised: bool) -> None:
+def test_an_interrupt_keeps_the_points_so_far(profile: Profile, raised: bool) -> None:
     def interrupted(solution: Solution, number: int) -> Solution:
         if number < 3:
             return solution
@@ -228,8 +208,7 @@ def test_an_interrupt_keeps_the_points_so_far(profile: Profile, monkeypatch: pyt
             raise KeyboardInterrupt
         return dataclasses.replace(solution, interrupted=True)
 
-    changed(monkeypatch, interrupted)
-    found = sweep(profile, points=8, limits=LIMITS)
+    found = traced(profile, points=8, limits=LIMITS, solver=changing(exact.solve, interrupted))
     assert found.interrupted and len(found.points) == (2 if raised else 3) and not found.others
 
 
@@ -277,7 +256,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.exhaustive
 def test_a_curve_with_offloads_lies_below_the_one_without(profile: Profile) -> None:
     link = Link(0.02 * profile.peak_without_checkpointing / profile.costs.step_time_us(profile.graph), 1 << 40)
-    found = sweep(profile, points=3, limits=Limits(workers=1, time_s=2), strategies=[], link=link)
+    found = traced(profile, points=3, limits=Limits(workers=1, time_s=2), strategies=[], link=link)
     without = found.by_strategy()[KEPT]
     assert any(point.host_bytes for point in found.points) and not any(point.host_bytes for point in without)
     assert found.points[0].budget_bytes <= min(point.peak_bytes for point in without)
@@ -297,19 +276,18 @@ def in_slices() -> tuple[Sweep, Sweep, Profile]:
     place = find_planning_device("h100-80gb")
     step = fake_step(LANGUAGE.sized(64), place)
     profile = profile_step(step, place)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(variants, "SLICES", (1, 4))
-        found = sweep(profile, points=6, limits=LIMITS, strategies=["every-block"], step=step)
-    exact = sweep(profile, points=6, limits=LIMITS, strategies=["every-block"], step=step, exact=True)
-    return found, exact, profile
+    choice = FormChoice(slices=(1, 4), most_row_slices=0)
+    found = traced(profile, points=6, limits=LIMITS, strategies=["every-block"], step=step, forms=choice)
+    whole = traced(profile, points=6, limits=LIMITS, strategies=["every-block"], step=step, exact=True)
+    return found, whole, profile
 
 
 def test_a_curve_is_the_least_of_all_forms(in_slices: tuple[Sweep, Sweep, Profile]) -> None:
-    found, exact, _ = in_slices
+    found, whole, _ = in_slices
     step_us = found.without_checkpointing["step_time_us"]
     assert found.forms[0] == "as captured" and len(found.forms) == 3
-    assert found.points[0].budget_bytes < exact.points[0].budget_bytes
-    assert any(point.slices for point in found.points) and not any(point.slices for point in exact.points)
+    assert found.points[0].budget_bytes < whole.points[0].budget_bytes
+    assert any(point.slices for point in found.points) and not any(point.slices for point in whole.points)
     for point in found.points:
         added_us = point.recompute_time_us + point.form_time_us
         assert point.peak_bytes <= point.budget_bytes
@@ -318,7 +296,7 @@ def test_a_curve_is_the_least_of_all_forms(in_slices: tuple[Sweep, Sweep, Profil
         assert point.bound_us is not None and point.bound_us <= added_us + 1e-6
         assert bool(point.slices) == bool(point.form_time_us)
         assert all(
-            point.overhead <= other.overhead + 1e-9 for other in exact.points if other.peak_bytes <= point.budget_bytes
+            point.overhead <= other.overhead + 1e-9 for other in whole.points if other.peak_bytes <= point.budget_bytes
         )
 
 
@@ -330,48 +308,27 @@ def test_more_budget_never_costs_more_in_any_form(in_slices: tuple[Sweep, Sweep,
 
 
 def test_beside_a_curve_of_forms_stands_the_step_as_captured(in_slices: tuple[Sweep, Sweep, Profile]) -> None:
-    found, exact, _ = in_slices
+    found, whole, _ = in_slices
     captured = found.by_strategy()[LOSS_WHOLE]
     assert not any(point.slices for point in captured)
-    assert min(point.peak_bytes for point in captured) == exact.points[0].peak_bytes
+    assert min(point.peak_bytes for point in captured) == whole.points[0].peak_bytes
     (by_hand,) = found.by_strategy()[LIGER_LIKE]
     assert by_hand.slices
     larger = next((point for point in found.points if point.budget_bytes >= by_hand.peak_bytes), found.points[-1])
     assert by_hand.recompute_time_us + by_hand.form_time_us >= (larger.bound_us or 0) - 0.01
     assert set(found.by_strategy()) == {LOSS_WHOLE, LIGER_LIKE, "every-block"}
-    assert LOSS_WHOLE not in exact.by_strategy()
+    assert LOSS_WHOLE not in whole.by_strategy()
 
 
 def test_a_profile_out_of_a_file_is_swept_as_it_was_captured(in_slices: tuple[Sweep, Sweep, Profile]) -> None:
-    _, exact, profile = in_slices
-    alone = sweep(profile, points=3, limits=LIMITS, strategies=[])
+    _, whole, profile = in_slices
+    alone = traced(profile, points=3, limits=LIMITS, strategies=[])
     assert alone.forms == ("as captured",)
-    assert alone.points[0].budget_bytes == exact.points[0].budget_bytes
-
-
-def test_a_form_whose_bound_is_above_the_best_is_not_searched(
-    in_slices: tuple[Sweep, Sweep, Profile], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, exact, profile = in_slices
-    asked: list[str] = []
-    solve = sweeping._Trace._solve
-
-    def watched(self: Any, form: Any, *about: Any) -> Solution:
-        asked.append(str(form.form))
-        return solve(self, form, *about)
-
-    monkeypatch.setattr(sweeping._Trace, "_solve", watched)
-    trace = sweeping._Trace(profile, executions.load("eager"), LIMITS, lambda *about: None)
-    dear = Form((Chunk(0, 0, 2),))
-    trace.may_run_as(dear, profile, 1e9)
-    trace.find_curve(3)
-    assert asked and str(dear) not in asked
-    assert all(trace.point(each).status == "optimal" for each in trace.curve)
-    assert trace.point(trace.curve[0]).budget_bytes == exact.points[0].budget_bytes
+    assert alone.points[0].budget_bytes == whole.points[0].budget_bytes
 
 
 def test_groups_are_fused_where_asked_and_only_where_they_can_be(profile: Profile) -> None:
     with pytest.raises(UsageError, match="exclude each other"):
-        sweep(profile, fuse=True, exact=True)
+        traced(profile, fuse=True, exact=True)
     with pytest.raises(UsageError, match="plan from the model"):
-        sweep(profile, fuse=True)
+        traced(profile, fuse=True)

@@ -22,13 +22,10 @@ from remat.evaluation.plan import Plan
 from remat.formulation.solution import NONE_NEEDED, TRACING_ALONE
 from remat.models import TEST_SIZES
 from remat.planning.budget import Budget
-from remat.planning.comparison import compare
-from remat.planning.estimate import estimate
-from remat.planning.fit import fit
+from remat.planning.estimate import estimate_of
 from remat.planning.micro_batches import RUNGS
 from remat.planning.planner import plan_profile
 from remat.planning.profiling import fake_step, profile_step
-from remat.planning.sweep import sweep
 from remat.recording.fake_step import FakeStep
 from remat.units import gib
 from remat.validation.training import Training, undisturbed
@@ -36,6 +33,7 @@ from remat.validation.validating import validate
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 from tests.cached import cached
+from tests.studies import compared, fit_all, traced
 from tests.toys import CPU, TRANSFORMER, Transformer
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
@@ -154,7 +152,7 @@ def test_a_profile_file_knows_it_and_an_older_one_does_not(between: int, tmp_pat
     data = profile.graph.to_json()
     del data["untraced_bytes"]
     old = dataclasses.replace(profile, graph=type(profile.graph).from_json(data))
-    assert estimate(old).peaks.eager_bytes is None
+    assert estimate_of(old).peaks.eager_bytes is None
 
 
 def test_a_model_that_runs_traced_only_is_planned_all_the_same() -> None:
@@ -178,12 +176,12 @@ def test_a_model_that_runs_traced_only_is_planned_all_the_same() -> None:
 
 def test_in_a_comparison_and_on_a_curve_no_checkpointing_is_the_untraced_step(memory: Memory, between: int) -> None:
     profile, step, _ = profiled()
-    found = compare(profile, Budget(between, between), strategies=["none", "exact"], step=step)
+    found = compared(profile, Budget(between, between), strategies=["none", "exact"], step=step)
     exact, none = found.rows
     assert found.without_checkpointing["peak_bytes"] == none.peak_bytes == memory.peak_without_checkpointing
     assert (exact.strategy, exact.fits, none.fits) == ("exact", True, False)
     assert exact.plan is not None and exact.plan.solver["name"] == TRACING_ALONE
-    curve = sweep(profile, points=4, strategies=["none"])
+    curve = traced(profile, points=4, strategies=["none"])
     assert [point.peak_bytes for point in curve.others] == [memory.peak_without_checkpointing]
     assert curve.points[-1].peak_bytes == memory.peak_without_regions
 
@@ -203,7 +201,7 @@ def test_the_ladder_of_a_fit_is_what_runs_without_a_plan() -> None:
     profile, _, _ = profiled("h100-80gb")
     memory = Memory(profile.graph)
     limit = (memory.peak_without_checkpointing + memory.peak_without_regions) // 2
-    found = fit(TOY, place, Budget(limit, limit), TOY.batch_size)
+    found = fit_all(TOY, place, Budget(limit, limit), TOY.batch_size)
     as_is = found.rungs[RUNGS[0]]
     assert as_is is not None and not as_is.fits
     # To what rounding to 512 bytes comes to in a toy: sizes are scaled from two records.

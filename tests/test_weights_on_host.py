@@ -24,7 +24,6 @@ from remat.errors import Infeasible, PlanMismatch, UsageError
 from remat.evaluation.graph import Graph
 from remat.evaluation.plan import Plan, Region
 from remat.execution.apply import planned_forward
-from remat.execution.executions import load
 from remat.host import weights as module
 from remat.host.copies import Copies, InstantCopies
 from remat.host.weights import AT_ONCE, HostWeights, Layer, bring_weights_back, layers_of, spread, weights_on_host
@@ -35,8 +34,8 @@ from remat.planning import layers_on_host
 from remat.planning.advice import advise, least_peak_of
 from remat.planning.layers_on_host import with_layers, with_layers_on_host
 from remat.planning.profiling import fake_step, profile_step
+from remat.planning.request import PlanRequest
 from remat.recording.fake_step import FakeStep
-from remat.solvers import load as solver
 from remat.workload.target import TARGETS
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
@@ -534,7 +533,7 @@ def layers_in_plan(bytes_per_us: float, share: float, host_bytes: int = 1 << 40)
     """How many layers are on the host within a budget of such a share of what the step takes."""
     step, profile = profiled(bytes_per_us)
     budget = int(share * profile.peak_without_checkpointing)
-    found = with_layers_on_host(profile, step, load("eager"), solver("exact"), budget, host_bytes)
+    found = with_layers_on_host(profile, step, PlanRequest(), budget, host_bytes)
     assert step.loop.weights_on_host == found.graph.about.get("weights_on_host", 0)
     return step.loop.weights_on_host
 

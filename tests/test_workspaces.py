@@ -16,7 +16,6 @@ from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import LIBRARY_WORKSPACES, OpKind
 from remat.formulation.solution import Limits
 from remat.planning.budget import Budget
-from remat.planning.micro_batches import MicroBatches
 from remat.planning.planner import plan_profile
 from remat.planning.profiling import fake_step, profile_step
 from remat.units import GIB, KIB, MIB
@@ -24,6 +23,7 @@ from remat.workload.target import TARGETS, Target
 from remat.workload.training_loop import TrainingLoop
 from tests import toys
 from tests.cached import cached
+from tests.studies import micro_batches
 
 H100 = TARGETS["h100-80gb"].with_versions("2.13.0")
 A100 = TARGETS["a100-80gb"].with_versions("2.13.0")
@@ -180,7 +180,7 @@ def test_the_replay_counts_libraries_once(loop: TrainingLoop) -> None:
 @pytest.mark.exhaustive
 def test_a_step_at_another_batch_size_has_its_workspaces() -> None:
     place = find_planning_device("h100-80gb")
-    sizes = MicroBatches(toys.TRANSFORMER_BF16, place, Budget(GIB, GIB), TrainingLoop(), Limits(), lambda what: None)
+    sizes = micro_batches(toys.TRANSFORMER_BF16, place, Budget(GIB, GIB))
     scaled = sizes.profile(48, False)
     recorded, _ = sizes.recorded(48, 1)
     assert scaled.graph.fixed_bytes[LIBRARY_WORKSPACES] == recorded.graph.fixed_bytes[LIBRARY_WORKSPACES]

@@ -13,13 +13,12 @@ from remat.costing.planning_device import PlanningDevice
 from remat.costing.profile import Profile
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.plan import Plan, Region
-from remat.execution import executions
 from remat.execution.apply import apply
-from remat.formulation.problem import Problem
 from remat.formulation.search_space import blocks, find_space
-from remat.formulation.solution import Solution
-from remat.planning.assemble import assemble
+from remat.formulation.solution import Limits, Solution
+from remat.planning.assemble import as_found
 from remat.planning.profiling import fake_step
+from remat.planning.study import Found, Study
 from remat.recording.recorder import record
 from remat.validation.kernel_log import KernelLog
 from remat.validation.training import Training
@@ -48,9 +47,11 @@ def _plan_that_saves_attention(workload: Workload, place: PlanningDevice) -> Pla
         Region(first, end, tuple(v for v in range(first, end) if v in saved)) for first, end in blocks(graph)
     )
     costs = roofline_costs(graph, place.target)
-    problem = Problem(graph, costs, space, Memory(graph).curve(regions).peak_bytes)
-    solution = Solution("by hand", "feasible", regions, problem.objective_ns(regions) / 1e3)
-    return assemble(problem, solution, Profile(graph, costs, place.target), executions.load("eager"), None)
+    study = Study(Profile(graph, costs, place.target), space=space)
+    budget_bytes = Memory(graph).curve(regions).peak_bytes
+    objective_us = study.problem(study.captured, budget_bytes).objective_ns(regions) / 1e3
+    solution = Solution("by hand", "feasible", regions, objective_us)
+    return as_found(study, Found(study.captured, solution, Limits()), budget_bytes)
 
 
 def _compare(work: Work, workload: Workload, plan: Plan) -> dict[str, Any]:

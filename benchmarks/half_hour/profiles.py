@@ -14,7 +14,7 @@ from benchmarks.half_hour.work import GPT2, LLAMA, Work
 from remat.costing.profile import Profile
 from remat.costing.workspaces import FORMULAS, workspace_bytes
 from remat.evaluation.evaluator import Memory
-from remat.planning.estimate import estimate
+from remat.planning.estimate import estimate_of
 from remat.planning.profiling import fake_step, profile_step
 from remat.recording.recorder import record
 from remat.validation.training import release_memory
@@ -34,7 +34,7 @@ def profile_of(work: Work, model: str) -> None:
     dataclasses.replace(found, graph=dataclasses.replace(found.graph, about=about)).save(file)
     work.findings.note("costs", {**found.costs.about, "file": file.name, "kinds": len(found.graph.kinds)})
     work.findings.note("workspaces", _workspaces(work, found))
-    work.findings.note("estimate", estimate(found).to_json())
+    work.findings.note("estimate", estimate_of(found).to_json())
     missing = found.costs.about["not_measured"]
     work.findings.say(
         f"{len(found.graph.kinds)} kinds, {len(missing)} not measured: {sorted({k['op'] for k in missing})}"
@@ -64,7 +64,7 @@ def _step_beside(work: Work, workload: Workload, profile: Profile) -> dict[str, 
         peaks = observing.peaks_of(training.update, work.device)
         before = training.bytes_before(work.alignment_bytes)
         times = observing.times_of(training.step, work.device, 5)
-    predicted = estimate(profile).peaks.peak_bytes
+    predicted = estimate_of(profile).peaks.peak_bytes
     total_us = profile.costs.step_time_us(profile.graph)
     allocated = peaks["allocated"] + (0 if work.on_cuda else before)
     work.findings.say(

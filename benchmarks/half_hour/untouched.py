@@ -11,7 +11,7 @@ from benchmarks.half_hour.work import GPT2, Work
 from remat.costing.costs import roofline_costs, with_library_workspaces
 from remat.costing.planning_device import PlanningDevice, find_planning_device
 from remat.costing.profile import Profile
-from remat.planning.estimate import estimate
+from remat.planning.estimate import estimate_of
 from remat.planning.profiling import fake_step
 from remat.planning.untraced import with_untraced
 from remat.recording.recorder import record
@@ -97,7 +97,7 @@ def _prediction(work: Work, workload: Workload, place: PlanningDevice) -> dict[s
     graph = with_library_workspaces(record(step, alignment_bytes=place.target.alignment_bytes), place.target)
     costs = roofline_costs(graph, place.target)
     profile = Profile(with_untraced(graph, step, costs, place.target), costs, place.target)
-    found = estimate(profile)
+    found = estimate_of(profile)
     peaks = found.peaks
     work.findings.say(
         f"predicted peak {mib(peaks.peak_bytes)} MiB traced, {mib(peaks.eager_bytes or 0)} untraced, first step "

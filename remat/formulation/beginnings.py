@@ -1,6 +1,6 @@
 """Beginnings: how many segments two steps have alike, from the first on.
 
-Forms of one step (`planning/variants.py`) differ in the loss head. All before it does the same in each of them, at the
+Forms of one step (`planning/forms.py`) differ in the loss head. All before it does the same in each of them, at the
 same forward operators, and its backward comes last, at operators that count alike from the end of backward. Runs of
 such segments have the same shapes, so those of one problem hold in the other (`Problem`, `like`).
 

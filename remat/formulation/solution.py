@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from remat.evaluation.plan import Offload, Region
 from remat.evaluation.plan import Status as Status
+from remat.formulation.clock import Clock
 
 NONE_NEEDED, TRACING_ALONE = "none needed", "tracing alone"  # solvers of plans without regions
 
@@ -22,6 +23,7 @@ class Limits:
     on_progress  called with (objective_us, bound_us) whenever either improves
     start    a plan of the same space, for a solver that can go on from one, whether or not it keeps this budget
     below_us  objective that a plan has to be below to be of use: one that no plan is below may be given up
+    clock    how long each part of planning may take where `time_s` does not end it first
     """
 
     time_s: float | None = None
@@ -31,9 +33,12 @@ class Limits:
     on_progress: Callable[[float, float], None] | None = None
     start: tuple[Region, ...] | None = None
     below_us: float = math.inf
+    clock: Clock = Clock()
 
     def at_most(self, time_s: float) -> Limits:
-        """These limits with no more than so many seconds."""
+        """These limits with no more than so many seconds; infinity changes nothing."""
+        if math.isinf(time_s):
+            return self
         return dataclasses.replace(self, time_s=time_s if self.time_s is None else min(self.time_s, time_s))
 
     def left(self, started: float, share: float = 1.0) -> Limits:

@@ -12,17 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar, Unpack
 
+from remat.costing.planning_device import find_planning_device
 from remat.costing.profile import Profile
 from remat.errors import Infeasible, NoPlanInTime
-from remat.evaluation.form import CAPTURED, form_of
-from remat.evaluation.graph import Graph
-from remat.evaluation.plan import Plan, Prediction, Region
-from remat.execution import executions
-from remat.execution.base import Execution
-from remat.execution.executions import EAGER
+from remat.evaluation.plan import Plan, Prediction, Proof, Region
 from remat.formulation import check
 from remat.formulation.liveness import NS
 from remat.formulation.problem import Problem
@@ -30,16 +26,21 @@ from remat.formulation.solution import Limits, Solution, Status
 from remat.offloading.link import Link
 from remat.offloading.schedule import stall_us, stashed_offloads
 from remat.offloading.timeline import Timeline
-from remat.planning.assemble import assemble, infeasible
-from remat.planning.budget import Budget
-from remat.planning.links import require_offloads
-from remat.planning.search import Draft, Judge, draft, search
-from remat.planning.variants import PATIENCE_S, Effort, Variant, Variants, fastest, priced, require_fusible
-from remat.recording.fake_step import FakeStep
+from remat.planning.assemble import assemble, predict
+from remat.planning.forms import StepForm
+from remat.planning.planner import headroom_on_top, studied
+from remat.planning.portfolio import Outcome, fastest
+from remat.planning.refusals import infeasible
+from remat.planning.request import PlanRequest, Wanted
+from remat.planning.search import search
+from remat.planning.study import Found, Study
 from remat.shown import Shown
 from remat.solvers import EXACT, HEURISTICS, WITHOUT, every_block, load
-from remat.solvers.least_peak import least_peak
 from remat.units import gib, ms
+from remat.workload.training_loop import TrainingLoop
+from remat.workload.workload import Workload
+
+OnStrategy = Callable[[str, int, int], None]
 
 DEFAULT = (*HEURISTICS, "exact")
 NO_LIMIT = 1 << 62
@@ -113,13 +114,14 @@ class Heading(Shown):
     execution: str
 
     @staticmethod
-    def fields_of(profile: Profile, problem: Problem, execution: Execution) -> dict[str, Any]:
+    def fields_of(study: Study, budget_bytes: int, *, judged: bool) -> dict[str, Any]:
+        profile = study.profile
         return {
             "about": profile.graph.about,
             "target": profile.target.name,
             "costs": profile.costs.source,
-            "without_checkpointing": problem.without_checkpointing,
-            "execution": execution.name,
+            "without_checkpointing": study.without_checkpointing(budget_bytes, judged=judged),
+            "execution": study.how.name,
         }
 
     def heading_json(self) -> dict[str, Any]:
@@ -176,150 +178,195 @@ class Comparison(Heading):
 
 
 def compare(
-    profile: Profile,
-    budget: Budget,
+    workload: Workload,
     *,
+    target: str = "auto",
+    loop: TrainingLoop | None = None,
     strategies: Sequence[str] | None = None,
-    limits: Limits | None = None,
-    step: FakeStep | None = None,
-    execution: str = EAGER,
-    exact: bool = False,
-    fuse: bool = False,
-    link: Link | None = None,
-    variants: Variants | None = None,
-    on_strategy: Callable[[str, int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+    on_strategy: OnStrategy | None = None,
+    **wanted: Unpack[Wanted],
 ) -> Comparison:
-    """What each strategy makes of `profile` under `budget`; with `step`, every plan that fits is also replayed.
+    """Plan the step of `workload` by several strategies under one budget.
+
+    target, loop  as in `remat.plan`
+    strategies    names in `solvers.STRATEGIES`; by default the quick ones
+    on_progress   called with (done, total) while costs are measured
+    on_strategy   see `compare_study`
+    wanted        fields of `PlanRequest`, as in `remat.plan`; limits hold for each strategy
+
+    Raises Infeasible where it is proved that no plan fits, CaptureError, UsageError.
+    """
+    request, place = PlanRequest.of(**wanted), find_planning_device(target)
+    study = studied(workload, request, place, loop, on_progress=on_progress)
+    return compare_study(study, strategies=strategies, on_strategy=on_strategy)
+
+
+def compare_study(
+    study: Study, *, strategies: Sequence[str] | None = None, on_strategy: OnStrategy | None = None
+) -> Comparison:
+    """Plan one step by several strategies under the budget of `study`.
+
+    Where there is a step, every plan that fits is replayed.
+    Beside the strategies there are rows for what the best plan is without its means (`LOSS_WHOLE`, `UNFUSED`, `KEPT`),
+    and for what people run without a planner (`LIGER_LIKE`, `FUSE_ONLY`, `OFFLOAD_ALL`, `OFFLOAD_INPUTS`).
 
     strategies   names in `solvers.STRATEGIES`; by default the quick ones
-    limits       for each strategy on its own
-    execution    how the step will run, as in `planner.plan`
-    exact        leave losses whole, as in `planner.plan`; else, where "exact" is among the strategies and cuts them
-                 because that pays, there are two rows more: `LOSS_WHOLE` and `LIGER_LIKE`
-    link         to the host's memory, for offloads of the exact strategies; three rows more: `KEPT`, `OFFLOAD_ALL` and
-                 `OFFLOAD_INPUTS`
-    fuse         fuse groups, as in `planner.plan`; two rows more: `UNFUSED` and `FUSE_ONLY`
-    variants     of the step, to use again what was recorded for another budget
     on_strategy  called with the name of each before it begins, its number from 1, and how many there are
 
     Raises Infeasible where it is proved that no plan fits, UsageError for an unknown strategy.
     """
-    names, limits = tuple(dict.fromkeys(strategies or DEFAULT)), limits or Limits()
+    names = tuple(dict.fromkeys(strategies or DEFAULT))
     for name in names:
         load(name)
-    how = executions.load(execution)
-    profile = how.price(profile)
-    problem = how.pose(profile, how.space(profile.graph), budget.limit_bytes)
-    judge = None if step is None else Judge(how, step, profile)
-    solutions: dict[str, Solution] = {}
-    interrupted = False
-    if link is not None:
-        require_offloads(how, None if step is None else step.loop)
-    linked = problem if link is None else how.pose(profile, problem.space, budget.limit_bytes, link)
-    for number, name in enumerate(names, start=1):
-        if on_strategy is not None:
-            on_strategy(name, number, len(names))
-        try:
-            solutions[name] = solution_of(linked if name in EXACT else problem, how, name, judge, limits)
-            interrupted = solutions[name].interrupted
-        except KeyboardInterrupt:
-            if not solutions:
-                raise
-            interrupted = True
-        if interrupted:
-            break
-    if link is not None and not interrupted:
-        solutions |= {name: offloaded_by_hand(problem, link, name) for name in (OFFLOAD_ALL, OFFLOAD_INPUTS)}
-        with contextlib.suppress(KeyboardInterrupt):
-            if "exact" in solutions:
-                if on_strategy is not None:
-                    on_strategy(KEPT, len(names), len(names))
-                solutions[KEPT] = solution_of(problem, how, "exact", judge, limits)
-    rows, bound_us = rows_of(problem, solutions, profile, how, judge), best_bound(solutions)
-    if fuse:
-        require_fusible(how, None if step is None else step.loop, exact=exact)
-    if step is not None and not exact and not interrupted and "exact" in solutions:
-        variants = variants or Variants(how, step, profile, fuse=fuse)
-        rows, bound_us = _with_forms(rows, bound_us, variants, how, linked, limits, link)
-    if not any(row.fits for row in rows) and any(row.status == "infeasible" for row in rows):
-        raise infeasible(linked, limits)
-    untouched = how.without_plan(problem, None if judge is None else lambda: judge.peak(problem, ()))
-    heading = Heading.fields_of(profile, problem, how)
-    heading["without_checkpointing"] = {**heading["without_checkpointing"], "peak_bytes": untouched}
-    return Comparison(
-        budget_bytes=budget.limit_bytes,
-        rows=rows,
-        bound_us=bound_us if how.bound_carries else 0.0,
-        interrupted=interrupted,
-        **heading,
-    )
+    budget = study.budget
+    assert budget is not None
+    with headroom_on_top(budget):
+        return _Comparing(study, budget.limit_bytes, on_strategy or (lambda *about: None)).run(names)
 
 
-def _with_forms(
-    rows: tuple[Row, ...],
-    bound_us: float,
-    variants: Variants,
-    how: Execution,
-    whole_problem: Problem,
-    limits: Limits,
-    link: Link | None,
-) -> tuple[tuple[Row, ...], float]:
-    """The rows, with what other forms make of the step where that pays; and the bound of all of it.
+class _Comparing:
+    """The rows of a comparison, as they are found."""
 
-    whole_problem  of the step as captured
-    """
-    limit_bytes = whole_problem.budget_bytes
-    whole = next(row for row in rows if row.strategy == "exact")
+    def __init__(self, study: Study, budget_bytes: int, on_strategy: OnStrategy):
+        self._study, self._budget_bytes, self._on_strategy = study, budget_bytes, on_strategy
+        self._limits, self._at = study.request.limits, study.captured
+        self._problem = study.problem(self._at, budget_bytes)
+        self._solutions: dict[str, Solution] = {}  # of the step as captured
+        self._interrupted = False
 
-    def attempt(variant: Variant, effort: Effort, name: str = "exact") -> Draft:
-        found = variant.profile
-        link_of_it = link if name in EXACT else None
-        problem = how.pose(found, how.space(found.graph), limit_bytes, link_of_it, like=whole_problem)
-        within = effort.within(limits, problem)
-
-        def solved(judge: Judge | None) -> Solution:
-            solution = solution_of(problem, how, name, judge, within)
-            if solution.fits:
-                return solution
-            if solution.status == "infeasible" or least_peak(problem, within).bound_bytes > limit_bytes:
-                raise infeasible(problem, within)
-            raise NoPlanInTime(f"no plan of the step with {variant.form} keeps the budget.")
-
-        return draft(
-            problem,
-            solved(None),
-            variant.judge,
-            lambda solution, judge: assemble(problem, solution, found, how, judge),
-            lambda: solved(variant.judge),
+    def run(self, names: Sequence[str]) -> Comparison:
+        study, how = self._study, self._study.how
+        self._solve_each(names)
+        if study.link is not None and not self._interrupted:
+            self._solve_beside_offloads(len(names))
+        outcome = self._best_of_forms()
+        if outcome is None:
+            bound_us = best_bound(self._solutions)
+            rows = [self._row(name, Found(self._at, found, self._limits), bound_us) for name, found in self._named()]
+        else:
+            bound_us = outcome.bound_us
+            rows = [self._row("exact", outcome.found, bound_us, outcome), *self._by_hand(bound_us)]
+            captured = UNFUSED if study.request.fuse else LOSS_WHOLE
+            for name, found in self._named():
+                row = self._row(name, Found(self._at, found, self._limits), bound_us)
+                rows.append(dataclasses.replace(row, strategy=captured if name == "exact" else name))
+        if not any(row.fits for row in rows) and any(row.status == "infeasible" for row in rows):
+            raise infeasible(self._problem, self._study.least(self._at, self._limits))
+        return Comparison(
+            budget_bytes=self._budget_bytes,
+            rows=tuple(sorted(rows, key=lambda row: row.rank)),
+            bound_us=bound_us if how.bound_carries else 0.0,
+            interrupted=self._interrupted,
+            **Heading.fields_of(study, self._budget_bytes, judged=study.step is not None),
         )
 
-    def untouched(effort: Effort) -> Draft:
-        if whole.plan is None or not whole.fits:
-            raise NoPlanInTime("no plan of the step as captured keeps the budget.")
-        plan = whole.plan
-        return Draft(plan, lambda: plan)
+    def _named(self) -> Iterable[tuple[str, Solution]]:
+        return self._solutions.items()
 
-    try:
-        best = fastest(untouched, variants, attempt)
-    except (Infeasible, NoPlanInTime):
-        return rows, bound_us
-    if form_of(best.about) == CAPTURED:
-        return rows, bound_us
-    bound_us = best.solver["bound_us"]
-    found = [_row_of(best, "exact", variants, bound_us)]
-    others = [(variants.like_liger, "every-block", LIGER_LIKE)] if variants.are_losses else []
-    others += [(variants.fused, FUSE_ONLY, FUSE_ONLY)] if variants.fuse else []
-    for variant_of, strategy, name in others:
-        with contextlib.suppress(Infeasible, NoPlanInTime):
-            variant = variant_of()
-            made = priced(attempt(variant, Effort(PATIENCE_S), strategy).judged(), variant)
-            found.append(_row_of(made, name, variants, bound_us))
-    captured = UNFUSED if variants.fuse else LOSS_WHOLE
-    for row in rows:
-        name = captured if row is whole else row.strategy
-        above = _above(row.recompute_time_us, bound_us) if row.fits else None
-        found.append(dataclasses.replace(row, strategy=name, above_bound=above))
-    return tuple(sorted(found, key=lambda row: row.rank)), bound_us
+    def _solve_each(self, names: Sequence[str]) -> None:
+        for number, name in enumerate(names, start=1):
+            self._on_strategy(name, number, len(names))
+            study = self._study if name in EXACT else self._study.without_link
+            try:
+                found = strategy_solution(study, self._at, name, self._budget_bytes, self._limits)
+            except KeyboardInterrupt:
+                if not self._solutions:
+                    raise
+                self._interrupted = True
+                break
+            self._solutions[name] = found
+            if found.interrupted:
+                self._interrupted = True
+                break
+
+    def _solve_beside_offloads(self, count: int) -> None:
+        """Solve without offloads, and find the offloads that people run without a plan."""
+        link, alone = self._study.link, self._study.without_link
+        assert link is not None
+        problem = alone.problem(self._at, self._budget_bytes)
+        self._solutions |= {name: offloaded_by_hand(problem, link, name) for name in (OFFLOAD_ALL, OFFLOAD_INPUTS)}
+        if "exact" not in self._solutions:
+            return
+        with contextlib.suppress(KeyboardInterrupt):
+            self._on_strategy(KEPT, count, count)
+            self._solutions[KEPT] = strategy_solution(alone, self._at, "exact", self._budget_bytes, self._limits)
+
+    def _best_of_forms(self) -> Outcome | None:
+        """The best plan of another form than the captured one, where that pays."""
+        if self._interrupted or "exact" not in self._solutions or not self._study.has_forms:
+            return None
+        try:
+            outcome = fastest(self._study, self._budget_bytes, dataclasses.replace(self._limits, time_s=None))
+        except (Infeasible, NoPlanInTime):
+            return None
+        return None if outcome.at is self._at else outcome
+
+    def _by_hand(self, bound_us: float) -> Iterator[Row]:
+        """Rows of what people run in another form without a plan."""
+        forms = self._study.forms
+        assert forms is not None
+        others = [(forms.like_liger, "every-block", LIGER_LIKE)] if forms.are_losses else []
+        others += [(forms.fused, FUSE_ONLY, FUSE_ONLY)] if forms.fuse else []
+        limits = self._limits.at_most(self._limits.clock.longer_s)
+        for form, strategy, name in others:
+            at = form()
+            solution = strategy_solution(self._study.without_link, at, strategy, self._budget_bytes, limits)
+            if solution.fits:
+                yield self._row(name, Found(at, solution, limits), bound_us)
+
+    def _row(self, name: str, found: Found, best_bound_us: float, outcome: Outcome | None = None) -> Row:
+        """The row of a strategy.
+
+        best_bound_us  the best bound of the comparison: in its file, a plan without a proof of its own gets that one
+        """
+        how, solution, is_exact = self._study.how, found.solution, name in EXACT or name == KEPT
+        carries = how.bound_carries
+        fits, bound_us, gap = solution.fits, found.bound_us, solution.gap
+        status = solution.status if outcome is None else outcome.status
+        if outcome is not None:
+            bound_us, gap = outcome.bound_us, outcome.gap
+        plan: Plan | None = None
+        predicted: Prediction = {}
+        if has_plan(name, solution):
+            asked = self._study.judge(found.at) if fits or not how.is_exact else None
+            if asked is not None and solution.replayed_bytes is None:
+                peak_bytes = asked.peak(self._study.problem(found.at, 0), solution.regions, solution.offloads)
+                solution = dataclasses.replace(solution, replayed_bytes=peak_bytes)
+            found = dataclasses.replace(found, solution=solution, is_judged=asked is not None)
+            proved_us = min(best_bound_us, found.price_us) if carries else 0.0
+            proof: Proof = {
+                "name": solution.solver,
+                "status": status,
+                "objective_us": found.price_us,
+                "bound_us": proved_us,
+                "gap": gap if outcome is not None else (found.price_us - proved_us) / max(found.price_us, 1.0),
+                "wall_s": round(solution.wall_s, 3),
+            }
+            plan = assemble(self._study, found, self._budget_bytes, predict(self._study, found), proof)
+            predicted = plan.predicted
+        about = found.at.profile.graph.about
+        again_us = predicted.get("recompute_time_us")
+        added_us = samples_per_s = None
+        if again_us is not None:
+            waited_us = again_us + predicted.get("stall_us", 0.0)
+            added_us, samples_per_s = waited_us + found.at.extra_us, _samples_per_s(found.at.profile, waited_us)
+        return Row(
+            strategy=name,
+            status=status,
+            fits=fits,
+            peak_bytes=solution.replayed_bytes if name == WITHOUT else predicted.get("peak_bytes"),
+            step_time_us=predicted.get("step_time_us"),
+            recompute_time_us=again_us,
+            overhead=predicted.get("overhead"),
+            samples_per_s=samples_per_s,
+            tokens_per_s=samples_per_s * about["seq_len"] if samples_per_s and about["seq_len"] else None,
+            bound_us=bound_us if is_exact and carries else None,
+            gap=gap if is_exact and fits and carries else None,
+            above_bound=_above(added_us, best_bound_us) if fits else None,
+            wall_s=round(solution.wall_s, 3),
+            plan=plan,
+        )
 
 
 def offloaded_by_hand(problem: Problem, link: Link, name: str) -> Solution:
@@ -340,34 +387,11 @@ def _above(price_us: float | None, bound_us: float) -> float | None:
     return None if price_us is None or bound_us <= 0 else max(price_us / bound_us - 1, 0.0)
 
 
-def _samples_per_s(profile: Profile, graph: Graph, recompute_us: float) -> float | None:
-    """Of one rank, over all micro-batches of an optimizer step."""
-    about = graph.about
-    update_us = profile.costs.update_time_us(graph, about["accumulation"], recompute_us)
+def _samples_per_s(profile: Profile, added_us: float) -> float | None:
+    """Samples of one rank, over all micro-batches of an optimizer step."""
+    about = profile.graph.about
+    update_us = profile.costs.update_time_us(profile.graph, about["accumulation"], added_us)
     return about["batch_size"] * about["accumulation"] / update_us * 1e6 if update_us else None
-
-
-def _row_of(plan: Plan, name: str, variants: Variants, bound_us: float) -> Row:
-    """The row of a plan that cuts losses."""
-    about, predicted, price_us = plan.about, plan.predicted, plan.solver["objective_us"]
-    profile = variants.profile_of(plan)
-    samples_per_s = _samples_per_s(profile, profile.graph, predicted["recompute_time_us"])
-    return Row(
-        strategy=name,
-        status=plan.solver["status"],
-        fits=True,
-        peak_bytes=predicted["peak_bytes"],
-        step_time_us=predicted["step_time_us"],
-        recompute_time_us=predicted["recompute_time_us"],
-        overhead=predicted["overhead"],
-        samples_per_s=samples_per_s,
-        tokens_per_s=samples_per_s * about["seq_len"] if samples_per_s and about["seq_len"] else None,
-        bound_us=plan.solver["bound_us"] if name == "exact" else None,
-        gap=plan.solver["gap"] if name == "exact" else None,
-        above_bound=_above(price_us, bound_us),
-        wall_s=plan.solver["wall_s"],
-        plan=plan,
-    )
 
 
 def solve(problem: Problem, name: str, limits: Limits) -> Solution:
@@ -383,13 +407,17 @@ def solve(problem: Problem, name: str, limits: Limits) -> Solution:
     return solution
 
 
-def solution_of(problem: Problem, how: Execution, name: str, judge: Judge | None, limits: Limits) -> Solution:
-    """What `name` makes of `problem` as the step runs."""
+def strategy_solution(study: Study, at: StepForm, name: str, budget_bytes: int, limits: Limits) -> Solution:
+    """The solution of the strategy `name` for the step in a form, as it runs."""
+    problem, how, judge = study.problem(at, budget_bytes), study.how, study.judge(at)
     if name == WITHOUT:  # it is not replayed: people run it untraced, and compiled where all is
         peak = how.without_plan(problem, None if judge is None else lambda: judge.peak(problem, ()))
-        return Solution(WITHOUT, "feasible" if peak <= problem.budget_bytes else "unknown", replayed_bytes=peak)
-
-    return search(problem, how, lambda at, limits: solve(at, name, limits), judge, limits, exact=name in EXACT)
+        return Solution(WITHOUT, "feasible" if peak <= budget_bytes else "unknown", replayed_bytes=peak)
+    exact = name in EXACT
+    found = search(problem, how, lambda each, limits: solve(each, name, limits), judge, limits, exact=exact)
+    if exact and how.is_exact and found.fits:
+        study.remember(at, budget_bytes, found)
+    return found
 
 
 def peak_of(problem: Problem, name: str, regions: tuple[Region, ...]) -> int:
@@ -406,56 +434,3 @@ def has_plan(name: str, solution: Solution) -> bool:
 def best_bound(solutions: dict[str, Solution]) -> float:
     """Microseconds that every plan within the budget recomputes for."""
     return max((solution.bound_us for name, solution in solutions.items() if name in EXACT), default=0.0)
-
-
-def rows_of(
-    problem: Problem, solutions: dict[str, Solution], profile: Profile, how: Execution, judge: Judge | None
-) -> tuple[Row, ...]:
-    """The rows, best first; `judge` is what replayed the plans that fit, if anything did."""
-    bound_us = best_bound(solutions)
-    rows = (_row(problem, name, solution, profile, bound_us, how, judge) for name, solution in solutions.items())
-    return tuple(sorted(rows, key=lambda row: row.rank))
-
-
-def _row(
-    problem: Problem,
-    name: str,
-    solution: Solution,
-    profile: Profile,
-    best_bound_us: float,
-    how: Execution,
-    judge: Judge | None,
-) -> Row:
-    plan, exact, about = None, name in EXACT, profile.graph.about
-    fits = solution.fits
-    if has_plan(name, solution):
-        # In its file, a plan without a proof of its own gets the one that others made.
-        asked = judge if fits or not how.is_exact else None
-        proved = dataclasses.replace(
-            solution,
-            bound_us=min(best_bound_us, solution.objective_us) if how.bound_carries else 0.0,
-            replayed_bytes=None if asked is None else asked.peak(problem, solution.regions, solution.offloads),
-        )
-        plan = assemble(problem, proved, profile, how, asked)
-    predicted: Prediction = plan.predicted if plan is not None else {}
-    step_us, again_us = predicted.get("step_time_us"), predicted.get("recompute_time_us")
-    added_us = None if again_us is None else again_us + predicted.get("stall_us", 0.0)
-    samples_per_s = None
-    if step_us is not None and added_us is not None:
-        samples_per_s = _samples_per_s(profile, problem.graph, added_us)
-    return Row(
-        strategy=name,
-        status=solution.status,
-        fits=fits,
-        peak_bytes=solution.replayed_bytes if name == WITHOUT else predicted.get("peak_bytes"),
-        step_time_us=step_us,
-        recompute_time_us=again_us,
-        overhead=predicted.get("overhead"),
-        samples_per_s=samples_per_s,
-        tokens_per_s=samples_per_s * about["seq_len"] if samples_per_s and about["seq_len"] else None,
-        bound_us=solution.bound_us if exact and how.bound_carries else None,
-        gap=solution.gap if exact and fits and how.bound_carries else None,
-        above_bound=_above(added_us, best_bound_us) if fits else None,
-        wall_s=round(solution.wall_s, 3),
-        plan=plan,
-    )

@@ -14,14 +14,19 @@ from typing import Any
 
 import numpy as np
 
+from remat.costing.planning_device import find_planning_device
 from remat.costing.profile import Profile
 from remat.evaluation import breakdown
 from remat.evaluation.evaluator import Curve, Memory
+from remat.evaluation.form import form_of
 from remat.evaluation.graph import Graph
-from remat.evaluation.plan import Region
-from remat.planning.assemble import where
+from remat.evaluation.plan import Plan, Region
+from remat.execution.regions_in_graph import require_regions_in
+from remat.planning.profiling import fake_step, profile_step
+from remat.planning.refusals import where
 from remat.reservation.fragmentation import Footprint, assumed_settings, footprints
 from remat.workload.training_loop import TrainingLoop
+from remat.workload.workload import Workload
 
 PHASES = ("forward", "backward", "optimizer")
 
@@ -95,7 +100,31 @@ class Estimate:
         }
 
 
-def estimate(profile: Profile, regions: Sequence[Region] = (), allocator: str | None = None) -> Estimate:
+def estimate(
+    workload: Workload,
+    *,
+    plan: Plan | None = None,
+    target: str = "auto",
+    loop: TrainingLoop | None = None,
+    allocator: str | None = None,
+) -> Estimate:
+    """Say where every byte of the step of `workload` goes, and how fast it can be; nothing is solved.
+
+    plan       the step under this plan, by default without one
+    target     as in `remat.plan`, as is `loop`
+    allocator  settings of PYTORCH_CUDA_ALLOC_CONF; those of the environment by default
+
+    Raises CaptureError, UsageError, and PlanMismatch for a plan of another step.
+    """
+    place = find_planning_device(target)
+    step = fake_step(workload, place, loop=loop)
+    if plan is not None:
+        step.form = form_of(plan.about)
+    profile = profile_step(step, place)
+    return estimate_of(profile, () if plan is None else require_regions_in(plan, profile.graph), allocator)
+
+
+def estimate_of(profile: Profile, regions: Sequence[Region] = (), allocator: str | None = None) -> Estimate:
     """What the step of `profile` takes under `regions`; without regions also as Python runs it.
 
     allocator  settings of PYTORCH_CUDA_ALLOC_CONF; those of the environment by default. Raises UsageError

@@ -16,17 +16,17 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar, Unpack
 
-from remat.costing.planning_device import PlanningDevice
+from remat.costing.planning_device import PlanningDevice, find_planning_device
 from remat.errors import Infeasible, NoPlanInTime, UsageError
 from remat.evaluation.plan import Plan
-from remat.execution.executions import EAGER
-from remat.formulation.solution import Limits
 from remat.offloading.link import Link
-from remat.planning.budget import Budget
+from remat.planning.budget import Budget, is_share_of_step
+from remat.planning.forms import is_power_of_two
 from remat.planning.micro_batches import Candidate, MicroBatches, Window, largest
-from remat.planning.variants import is_power_of_two
+from remat.planning.planner import headroom_on_top
+from remat.planning.request import PlanRequest, Wanted
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 
@@ -69,37 +69,85 @@ class Fit:
         return self.samples / candidate.time_us * 1e6 if candidate.time_us else None
 
 
+@dataclasses.dataclass(frozen=True)
+class Sizing:
+    """A workload, and what holds for its step at any size of the batch.
+
+    loop    ranks, shards and what else training does
+    link    to the host's memory, where activations may be offloaded
+    on_try  called with what is tried next, in words
+    """
+
+    workload: Workload
+    place: PlanningDevice
+    budget: Budget
+    loop: TrainingLoop
+    request: PlanRequest
+    link: Link | None = None
+    on_try: Callable[[str], None] = lambda what: None
+
+    @classmethod
+    def of(
+        cls,
+        workload: Workload,
+        request: PlanRequest,
+        place: PlanningDevice,
+        loop: TrainingLoop | None = None,
+        on_try: Callable[[str], None] | None = None,
+    ) -> Sizing:
+        """What `request` asks for. Raises UsageError for what cannot be had, and for a budget in shares of a step."""
+        own = request.loop(loop) or TrainingLoop()
+        if is_share_of_step(request.budget):
+            raise UsageError(f"budget {request.budget!r} is a share of one step, and here is none; give it in GiB.")
+        if request.wants_layers:
+            raise UsageError("micro-batches are fitted with the weights on the device; leave weights out of `offload`.")
+        request.require(place, own)
+        budget, link = request.limit(place), request.link(place, own)
+        if budget is None:
+            raise UsageError("a micro-batch is fitted to a budget: say how much memory a step may take, `budget=`.")
+        return cls(workload, place, budget, own, request, link, on_try or (lambda what: None))
+
+    def micro_batches(self, seq_len: int | None = None) -> MicroBatches:
+        """The step at any micro-batch; of another length, each size is recorded by itself."""
+        workload = self.workload if seq_len is None else self.workload.sized(seq_len=seq_len)
+        common = (workload, self.place, self.budget, self.loop, self.request, self.on_try)
+        return MicroBatches(*common, link=self.link, scaled=seq_len is None)
+
+    def refuse(self, sizes: MicroBatches, window: Window) -> NoReturn:
+        """Raise Infeasible: not even `window` fits."""
+        with headroom_on_top(self.budget):
+            raise sizes.refusal(window)
+
+
 def fit(
     workload: Workload,
-    place: PlanningDevice,
-    budget: Budget,
-    global_batch: int,
     *,
+    global_batch: int,
+    target: str = "auto",
     loop: TrainingLoop | None = None,
-    execution: str = EAGER,
-    exact: bool = False,
-    fuse: bool = False,
-    link: Link | None = None,
-    limits: Limits | None = None,
     on_try: Callable[[str], None] | None = None,
+    **wanted: Unpack[Wanted],
 ) -> Fit:
-    """The fastest way to run `global_batch` samples in each optimizer step within `budget`.
+    """Find the fastest way to run `global_batch` samples in each optimizer step within a budget.
 
-    loop       ranks, shards and what else training does; its accumulation is chosen here
-    execution  how the step will run, as in `planner.plan`
-    exact      leave losses whole, as there        fuse  fuse groups, likewise
-    link       to the host's memory, for offloads, as in `planner.plan_profile`
-    limits     of each solution
-    on_try     called with what is tried next, in words
+    target  as in `remat.plan`
+    loop    ranks, shards and what else training does; its accumulation is chosen here
+    on_try  called with what is tried next, in words
+    wanted  fields of `PlanRequest`, as in `remat.plan`; limits hold for each solution
 
     Raises UsageError where the global batch does not divide over the ranks, Infeasible where not even a micro-batch
     of one sample fits.
     """
-    loop, limits = loop or TrainingLoop(), limits or Limits()
-    samples = samples_of_rank(global_batch, loop.ranks)
-    say = on_try or (lambda what: None)
-    how: dict[str, Any] = {"execution": execution, "exact": exact, "fuse": fuse, "link": link}
-    sizes = MicroBatches(workload, place, budget, loop, limits, say, **how)
+    return fitted(
+        Sizing.of(workload, PlanRequest.of(**wanted), find_planning_device(target), loop, on_try), global_batch
+    )
+
+
+def fitted(sizing: Sizing, global_batch: int) -> Fit:
+    """`fit`, of a Sizing."""
+    budget, ranks = sizing.budget, sizing.loop.ranks
+    samples = samples_of_rank(global_batch, ranks)
+    sizes = sizing.micro_batches()
     windows = sizes.windows(samples)
     tried: list[Candidate] = []
     best_us = math.inf
@@ -110,9 +158,9 @@ def fit(
         tried.append(found)
         best_us = min(best_us, found.time_us or math.inf)
     if best_us == math.inf:
-        raise sizes.refusal(Window(samples, 1))
+        sizing.refuse(sizes, Window(samples, 1))
     fitting = sorted((found for found in tried if found.time_us is not None), key=lambda found: found.time_us or 0.0)
-    best, plan = _reserving(fitting, lambda found: sizes.plan(Window(samples, found.micro_batch)), budget)
+    best, plan = _reserving(fitting, lambda found: sizes.plan(Window(samples, found.micro_batch)))
     rungs = {**sizes.ladder(samples, windows), JOINT: best}
     return Fit(
         rungs=rungs,
@@ -123,7 +171,7 @@ def fit(
         costs=plan.costs,
         budget_bytes=budget.limit_bytes,
         samples=global_batch,
-        ranks=loop.ranks,
+        ranks=ranks,
     )
 
 
@@ -144,27 +192,25 @@ def samples_of_rank(global_batch: int, ranks: int) -> int:
 
 def largest_batch(
     workload: Workload,
-    place: PlanningDevice,
-    budget: Budget,
     *,
+    target: str = "auto",
     loop: TrainingLoop | None = None,
-    execution: str = EAGER,
-    exact: bool = False,
-    fuse: bool = False,
-    link: Link | None = None,
-    limits: Limits | None = None,
     on_try: Callable[[str], None] | None = None,
+    **wanted: Unpack[Wanted],
 ) -> Plan:
-    """A plan for the largest micro-batch that fits `budget`; arguments and errors are those of `fit`."""
-    loop, on_try = loop or TrainingLoop(), on_try or (lambda what: None)
-    limits = limits or Limits()
-    how: dict[str, Any] = {"execution": execution, "exact": exact, "fuse": fuse, "link": link}
-    sizes = MicroBatches(workload, place, budget, loop, limits, on_try, **how)
+    """Plan for the largest micro-batch that fits a budget; arguments and errors are those of `fit`."""
+    return largest_of(Sizing.of(workload, PlanRequest.of(**wanted), find_planning_device(target), loop, on_try))
+
+
+def largest_of(sizing: Sizing) -> Plan:
+    """`largest_batch`, of a Sizing."""
+    loop = sizing.loop
+    sizes = sizing.micro_batches()
     guess, cuts = sizes.guess(accumulates=loop.accumulates), is_power_of_two(loop.accumulation)
     found = largest(lambda size: sizes.feasible(size, accumulates=loop.accumulates, in_slices=cuts), guess=guess)
     if not found:
-        raise sizes.refusal(Window(1, 1))
-    return _reserving(_fewer(found), lambda size: sizes.plan(Window(size * loop.accumulation, size)), budget)[1]
+        sizing.refuse(sizes, Window(1, 1))
+    return _reserving(_fewer(found), lambda size: sizes.plan(Window(size * loop.accumulation, size)))[1]
 
 
 def _fewer(size: int) -> Iterator[int]:
@@ -174,7 +220,7 @@ def _fewer(size: int) -> Iterator[int]:
         size = min(size - 1, round((1 - STEP_DOWN) * size))
 
 
-def _reserving(choices: Iterable[T], plan: Callable[[T], Plan], budget: Budget) -> tuple[T, Plan]:
+def _reserving(choices: Iterable[T], plan: Callable[[T], Plan]) -> tuple[T, Plan]:
     """The first of `choices` with a plan that keeps the budget, recorded at its size.
 
     Sizes are chosen by what they request; what the caching allocator reserves, where the budget is that, is known of a
@@ -192,33 +238,31 @@ def _reserving(choices: Iterable[T], plan: Callable[[T], Plan], budget: Budget) 
 
 def longest_sequence(
     workload: Workload,
-    place: PlanningDevice,
-    budget: Budget,
     *,
+    target: str = "auto",
     loop: TrainingLoop | None = None,
-    execution: str = EAGER,
-    exact: bool = False,
-    fuse: bool = False,
-    link: Link | None = None,
-    limits: Limits | None = None,
     on_try: Callable[[str], None] | None = None,
+    **wanted: Unpack[Wanted],
 ) -> Plan:
-    """A plan for the longest sequence that fits `budget` at the workload's batch size, to 1 part in `SEQ_PARTS`.
+    """Plan for the longest sequence that fits a budget at the workload's batch size, to 1 part in `SEQ_PARTS`.
 
-    Each length is recorded by itself. Raises UsageError for a workload without sequences, Infeasible where not even the
-    shortest length looked at fits.
+    Each length is recorded by itself. Arguments are those of `fit`. Raises UsageError for a workload without sequences,
+    Infeasible where not even the shortest length that is looked at fits.
     """
+    return longest_of(Sizing.of(workload, PlanRequest.of(**wanted), find_planning_device(target), loop, on_try))
+
+
+def longest_of(sizing: Sizing) -> Plan:
+    """`longest_sequence`, of a Sizing."""
+    workload, loop = sizing.workload, sizing.loop
     if workload.seq_len is None:
         raise UsageError(f"{workload.name} has no sequences; ask for --max-batch.")
     step, size = max(workload.seq_len // SEQ_PARTS, 1), workload.batch_size
-    loop, limits, on_try = loop or TrainingLoop(), limits or Limits(), on_try or (lambda what: None)
     cuts = is_power_of_two(loop.accumulation)
 
     @functools.cache
     def at(parts: int) -> MicroBatches:
-        shaped = workload.sized(seq_len=parts * step)
-        how: dict[str, Any] = {"execution": execution, "exact": exact, "fuse": fuse, "link": link, "scaled": False}
-        return MicroBatches(shaped, place, budget, loop, limits, on_try, **how)
+        return sizing.micro_batches(parts * step)
 
     def fits(parts: int) -> bool:
         try:
@@ -231,5 +275,5 @@ def longest_sequence(
     window = Window(size * loop.accumulation, size)
     found = largest(fits, guess=SEQ_PARTS)
     if not found:
-        raise at(1).refusal(window)
-    return _reserving(_fewer(found), lambda parts: at(parts).plan(window), budget)[1]
+        sizing.refuse(at(1), window)
+    return _reserving(_fewer(found), lambda parts: at(parts).plan(window))[1]

@@ -17,28 +17,20 @@ from remat.errors import UsageError
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import Graph
 from remat.evaluation.plan import Region
-from remat.execution.base import Execution
 from remat.formulation.problem import Problem
-from remat.formulation.solution import Limits, Solution
+from remat.formulation.solution import Solution
 from remat.host.weights import AT_ONCE, FEWEST, Layer, layers_of, spread
 from remat.offloading.link import Link
+from remat.planning.request import PlanRequest
 from remat.recording.fake_step import LAYERS_ON_HOST, FakeStep
 from remat.recording.tracker import Tracker
-from remat.solvers import Solver
 from remat.units import gib
-from remat.workload.training_loop import TrainingLoop
 
 PARTS = 8  # numbers of layers that are tried, beside none and those half way from the best to the next
-QUICK_S = 4.0  # for each
 
 
 def with_layers_on_host(
-    profile: Profile,
-    step: FakeStep,
-    execution: Execution,
-    solver: Solver,
-    budget_bytes: int,
-    host_bytes: int,
+    profile: Profile, step: FakeStep, request: PlanRequest, budget_bytes: int, host_bytes: int
 ) -> Profile:
     """`profile` with as many layers on the host as make the best plan; `step` runs so from now on.
 
@@ -51,7 +43,8 @@ def with_layers_on_host(
             f"take {gib(least_bytes)}; give more with `host_budget` (--host-budget)."
         )
     counts = [count for count in _counts(len(layers)) if pinned_bytes(_sizes(layers[:count])) <= host_bytes]
-    problem = execution.pose(profile, execution.space(profile.graph), budget_bytes)
+    how, limits = request.how, request.limits.at_most(request.limits.clock.layers_s)
+    problem = how.pose(profile, how.space(profile.graph, request.depth), budget_bytes)
     best = np.inf, counts[-1]
 
     def try_with(count: int) -> float:
@@ -59,7 +52,7 @@ def with_layers_on_host(
         nonlocal best
         on_host = spread(layers, count) if count else []
         freed_bytes = sum(layer.size_bytes for layer in on_host[AT_ONCE:])
-        found = solver(problem.with_budget(budget_bytes + freed_bytes), Limits(time_s=QUICK_S))
+        found = request.solve(problem.with_budget(budget_bytes + freed_bytes), limits)
         if not found.fits:
             return 0.0
         wait_us = _wait_us(problem, found, on_host, profile.target.host_bytes_per_us)
@@ -92,13 +85,6 @@ def pinned_bytes(sizes: Iterable[int]) -> int:
 
 def _sizes(layers: Sequence[Layer]) -> list[int]:
     return [layer.size_bytes for layer in layers]
-
-
-def require_layers(execution: Execution, loop: TrainingLoop | None) -> None:
-    """Raise UsageError where no weights can be on the host."""
-    if not execution.runs_offloads:
-        raise UsageError(f'no weights are on the host under `execution="{execution}"`; leave one of them out.')
-    dataclasses.replace(loop or TrainingLoop(), weights_on_host=FEWEST)  # which says what it contradicts
 
 
 def movable_layers(step: FakeStep) -> list[Layer]:

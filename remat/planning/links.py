@@ -13,6 +13,7 @@ from remat.errors import UsageError
 from remat.evaluation.graph import FROM_HOST, Graph
 from remat.execution.base import Execution
 from remat.host.optimizer_state import SMALL_BYTES
+from remat.host.weights import FEWEST
 from remat.offloading.link import Link
 from remat.units import gib, parse_bytes
 from remat.workload.training_loop import TrainingLoop
@@ -117,3 +118,10 @@ def require_offloads(execution: Execution, loop: TrainingLoop | None) -> None:
         raise UsageError(f'nothing is offloaded under `execution="{execution}"`; leave `execution` or `offload` out.')
     if loop is not None and loop.shard is not None:
         raise UsageError("nothing is offloaded where states are sharded; leave `offload` or `shard` out.")
+
+
+def require_layers(execution: Execution, loop: TrainingLoop | None) -> None:
+    """Raise UsageError where no weights can be on the host."""
+    if not execution.runs_offloads:
+        raise UsageError(f'no weights are on the host under `execution="{execution}"`; leave one of them out.')
+    dataclasses.replace(loop or TrainingLoop(), weights_on_host=FEWEST)  # which says what it contradicts

@@ -5,9 +5,10 @@ Rule 1  Candidates are the divisors of a rank's samples and the largest micro-ba
 Rule 2  Sizes come from two records (`scaling.py`) where costs are estimated; measured costs need a record each, and so
         does a single sample, which broadcasting treats differently. What is chosen is recorded, solved and replayed.
 Rule 3  The loss is averaged over the samples: micro-batch i counts with its share of them (`Window.weights`).
-Rule 4  At every size the loss may run in slices, as in a plan (`variants.py`), where micro-batches are all alike and a
-        power of two: else the loss is multiplied by what rounds. Records of slices at two sizes are hollow: how many
-        operators they take depends on the size. So the losses are run by themselves at each (`reslice.filled`).
+Rule 4  At every size the step may run in other forms, as in a plan (`forms.py`): losses in slices where micro-batches
+        are all alike and a power of two, else the loss is multiplied by what rounds. Records of slices at two sizes are
+        hollow: how many operators they take depends on the size. So the losses are run by themselves at each
+        (`reslice.filled`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,31 +27,29 @@ from remat.costing.planning_device import PlanningDevice
 from remat.costing.profile import Profile
 from remat.errors import Infeasible, NoPlanInTime
 from remat.evaluation.evaluator import Memory
-from remat.evaluation.form import CAPTURED, Form, form_of
+from remat.evaluation.form import CAPTURED, Form
 from remat.evaluation.graph import Graph
-from remat.evaluation.plan import Plan, Region, from_refs
+from remat.evaluation.plan import Plan, Region
 from remat.evaluation.scaling import Family, Recorded, family
 from remat.evaluation.sharding import shard
-from remat.execution import executions
-from remat.execution.executions import EAGER
-from remat.formulation.problem import Problem
-from remat.formulation.solution import Limits, Solution
+from remat.formulation.solution import Solution
 from remat.offloading.link import Link
-from remat.planning.assemble import assemble, infeasible
 from remat.planning.budget import Budget
-from remat.planning.comparison import OFFLOAD_ALL, offloaded_by_hand, peak_of, solution_of
+from remat.planning.comparison import OFFLOAD_ALL, offloaded_by_hand, peak_of, strategy_solution
+from remat.planning.forms import StepForm, is_power_of_two
 from remat.planning.links import beside_state, require_offloads
-from remat.planning.planner import plan_profile
+from remat.planning.planner import plan_study
+from remat.planning.portfolio import fastest
 from remat.planning.profiling import VariantProfiles, fake_step, profile_step
-from remat.planning.search import Draft, Judge
+from remat.planning.refusals import infeasible
+from remat.planning.request import PlanRequest
+from remat.planning.study import Found, Study
 from remat.planning.untraced import with_untraced
-from remat.planning.variants import Effort, Variants, fastest, is_power_of_two, require_fusible
 from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
 from remat.recording.reslice import HeadCall, Resliced, filled
 from remat.recording.tracker import Tracker
 from remat.solvers import EXACT
-from remat.solvers.least_peak import least_peak
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 
@@ -58,7 +57,7 @@ RUNGS = ("as is", "accumulate", "checkpoint")  # of the classic ladder
 OFFLOAD_RUNG = "offload"  # the last of them, where there is a link
 RECORDED_AT = (2, 4)  # batch sizes
 SEVERAL = 2  # micro-batches: from the second on, all are alike
-LINKED_S = 8.0  # for the best plan of a size where there is a link: it is rarely proved
+NOTHING = Solution("exact", "unknown")
 MOST = 1 << 20  # samples in a micro-batch, or steps of a sequence
 
 
@@ -154,19 +153,6 @@ def _even_window(micro_batch: int, accumulates: bool) -> Window:
 
 
 @dataclasses.dataclass(frozen=True)
-class Formed:
-    """A solution, for the step in a form; `gap` is that of all forms."""
-
-    form: Form
-    solution: Solution
-    form_gap: float | None = None
-
-    @property
-    def gap(self) -> float:
-        return self.solution.gap if self.form_gap is None else self.form_gap
-
-
-@dataclasses.dataclass(frozen=True)
 class _Hollow:
     """Hollow records of a step in slices, at two sizes, and their losses."""
 
@@ -186,10 +172,9 @@ class _Hollow:
 class MicroBatches:
     """One workload under one budget at any micro-batch.
 
-    execution  how the steps will run; where that is not as the evaluator says, plans are replayed at every size
-    exact      leave losses whole        fuse  fuse groups
-    link       to the host's memory, for offloads
-    scaled     sizes come from two records where they can, else each from one of its own (Rule 2)
+    request  what is wanted; where its execution is not as the evaluator says, plans are replayed at every size
+    link     to the host's memory, where activations may be offloaded
+    scaled   sizes come from two records where they can, else each from one of its own (Rule 2)
     """
 
     def __init__(
@@ -198,54 +183,67 @@ class MicroBatches:
         place: PlanningDevice,
         budget: Budget,
         loop: TrainingLoop,
-        limits: Limits,
+        request: PlanRequest,
         on_try: Callable[[str], None],
         *,
-        execution: str = EAGER,
-        exact: bool = False,
-        fuse: bool = False,
         link: Link | None = None,
         scaled: bool = True,
     ):
-        self.workload, self.place, self.budget, self.loop = workload, place, budget, loop
-        self.limits = self._given_limits = limits
-        self.on_try, self.leaves_whole, self.fuses = on_try, exact, fuse
-        self.how, self._scaled = executions.load(execution), scaled and place.device is None
+        self.workload, self.place, self.budget, self.loop, self.request = workload, place, budget, loop, request
+        self.limits = request.limits if link is None else request.limits.at_most(request.limits.clock.window_s)
+        self.on_try, self.how = on_try, request.how
         self.how.require(place, loop)
-        if fuse:
-            require_fusible(self.how, loop, exact=exact)
+        request.require_of(loop, has_model=True)
         if link is not None:
             require_offloads(self.how, loop)
-            self.limits = limits.at_most(LINKED_S)
-        self._link = link
+        self._scaled, self._link = scaled and place.device is None, link
         self._to_record: dict[int, FakeStep] = {}
         self._families: dict[bool, Family | None] = {}
         self._hollow: dict[tuple[bool, Form], _Hollow | None] = {}
         self._profiles: dict[tuple[int, bool], Profile] = {}
         self._recorded_forms: dict[tuple[int, bool], VariantProfiles] = {}
         self._steps: dict[tuple[int, bool], FakeStep] = {}  # of those that have a record of their own
-        self._problems: dict[tuple[int, bool, Form], Problem] = {}
+        self._studies: dict[tuple[int, bool], Study] = {}
         self._solutions: dict[tuple[int, bool, str], Solution] = {}
-        self._fastest: dict[tuple[int, bool], Formed] = {}
-        self._variants: dict[tuple[int, bool, bool], Variants] = {}
-        self._judges: dict[tuple[int, bool], Judge] = {}
 
     # Steps at any size (Rule 2)
 
-    def profile(self, micro_batch: int, accumulates: bool, form: Form = CAPTURED) -> Profile:
+    def profile(self, micro_batch: int, accumulates: bool) -> Profile:
+        """The profile of the step as captured."""
         key = (micro_batch, accumulates)
-        if form != CAPTURED:
-            return self.variants(*key, in_slices=bool(form.chunks)).of(form).profile
         if key not in self._profiles:
             scaled = self._family_for(micro_batch, accumulates)
             if scaled is None:
-                found, step = self.recorded(micro_batch, SEVERAL if accumulates else 1)
-                found = self.how.price(found)
-                self._steps[key] = step
+                self._record(key)
             else:
-                found = self.how.price(self._costed(scaled.at(micro_batch)))
-            self._profiles[key] = found
+                self._profiles[key] = self.how.price(self._costed(scaled.at(micro_batch)))
         return self._profiles[key]
+
+    def _record(self, key: tuple[int, bool]) -> None:
+        micro_batch, accumulates = key
+        found, self._steps[key] = self.recorded(micro_batch, SEVERAL if accumulates else 1)
+        self._profiles[key] = self.how.price(found)
+
+    def study(self, micro_batch: int, accumulates: bool) -> Study:
+        """The step at a size, in all its forms."""
+        key = (micro_batch, accumulates)
+        if key not in self._studies:
+            if not self.how.is_exact and key not in self._steps:
+                self._record(key)
+            profile, profile_in, step = self.profile(*key), None, self._steps.get(key)
+            if step is None:
+                scaled, step = self._family(accumulates), self._to_record[RECORDED_AT[0]]
+                assert scaled is not None
+                profile_in = functools.partial(self._scaled_in, scaled, *key)
+            self._studies[key] = Study(
+                profile,
+                dataclasses.replace(self.request, limits=self.limits),
+                step,
+                link=self._link_beside(profile.graph),
+                replays=not self.how.is_exact,
+                profile_in=profile_in,
+            )
+        return self._studies[key]
 
     def _family_for(self, micro_batch: int, accumulates: bool) -> Family | None:
         return self._family(accumulates) if self._scaled and micro_batch > 1 else None
@@ -263,29 +261,15 @@ class MicroBatches:
     def _loop(self, accumulates: bool) -> TrainingLoop:
         return dataclasses.replace(self.loop, accumulation=SEVERAL if accumulates else 1)
 
-    # ... in slices (Rule 4)
-
-    def variants(self, micro_batch: int, accumulates: bool, in_slices: bool = True) -> Variants:
-        """The steps in other forms at a size; losses are left whole where that is asked for, or `in_slices` is not."""
-        key = (micro_batch, accumulates)
-        in_slices = in_slices and not self.leaves_whole
-        if (*key, in_slices) not in self._variants:
-            whole = self.profile(*key)
-            options: dict[str, Any] = {"slices": in_slices, "rows": False, "fuse": self.fuses}
-            step = self._steps.get(key)
-            if step is None:
-                scaled, step = self._family(accumulates), self._to_record[RECORDED_AT[0]]
-                assert scaled is not None
-                options["profile_in"] = functools.partial(self._scaled_in, scaled, *key)
-            self._variants[*key, in_slices] = Variants(self.how, step, whole, **options)
-        return self._variants[*key, in_slices]
+    # ... in other forms (Rule 4)
 
     def _scaled_in(self, whole: Family, micro_batch: int, accumulates: bool, form: Form) -> Profile:
         """The profile in a form, from two hollow records; where that cannot be, recorded.
 
-        Of fused groups each size has a record: what a compiler takes meanwhile does not grow in a straight line.
+        Fused groups and MLPs in slices are recorded at each size: what a compiler takes meanwhile, and the number of
+        slices, do not grow in a straight line.
         """
-        if form.fused:
+        if form.fused or form.rows:
             return self._recorded_in(micro_batch, accumulates).profile(form)
         key = accumulates, form.in_one_slice
         if key not in self._hollow:
@@ -343,30 +327,15 @@ class MicroBatches:
         step = fake_step(self.workload.sized(micro_batch), self.place, loop=loop, compiled=compiled)
         return profile_step(step, self.place), step
 
-    def problem(self, window: Window, form: Form = CAPTURED) -> Problem:
-        key = (window.micro_batch, window.accumulation > 1, form)
-        if key not in self._problems:
-            found = self.profile(*key)
-            captured = self._problems.get((*_key(window), CAPTURED))
-            space = self.how.space(found.graph)
-            link = self._link_beside(found.graph)
-            self._problems[key] = self.how.pose(found, space, self.budget.limit_bytes, link, like=captured)
-        return self._problems[key]
-
     def _link_beside(self, graph: Graph) -> Link | None:
         """The link, with the room that the optimizer's state leaves on the host."""
         return None if self._link is None else beside_state(self._link, graph, self._link.host_bytes)
 
-    def judge(self, window: Window) -> Judge | None:
-        """What replays plans at this size, where the evaluator does not know what they need."""
-        if self.how.is_exact:
-            return None
-        key = (window.micro_batch, window.accumulation > 1)
-        if key not in self._judges:
-            profile, step = self.recorded(window.micro_batch, SEVERAL if window.accumulation > 1 else 1)
-            self._profiles[key] = self.how.price(profile)
-            self._judges[key] = Judge(self.how, step, self._profiles[key])
-        return self._judges[key]
+    def study_of(self, window: Window) -> Study:
+        """The step in a window; with losses whole where slices would multiply by what rounds. (Rule 4)"""
+        found = self.study(*_key(window))
+        are_alike = window.last == window.micro_batch and is_power_of_two(window.accumulation)
+        return found if are_alike else found.with_losses_whole
 
     # Candidates
 
@@ -392,111 +361,81 @@ class MicroBatches:
         return max(samples_that_fit(self.budget.limit_bytes, fixed, per_sample), 1) if per_sample > 0 else 1
 
     def _peak_before_optimizer(self, micro_batch: int, accumulates: bool) -> int:
-        problem = self.problem(_even_window(micro_batch, accumulates))
+        study = self.study(micro_batch, accumulates)
+        problem = study.problem(study.captured, self.budget.limit_bytes)
         return int(problem.memory.curve(()).alive_bytes[: problem.graph.backward_end].max())
 
     def feasible(self, micro_batch: int, *, accumulates: bool, in_slices: bool = True) -> bool:
-        """Whether some plan fits `micro_batch`; without `in_slices`, one that leaves losses whole."""
-        window = _even_window(micro_batch, accumulates)
-        if self.how.is_exact and self.problem(window).memory.peak_without_regions <= self.budget.limit_bytes:
+        """Whether some plan fits `micro_batch`; without `in_slices`, one that leaves losses and MLPs whole."""
+        window, study = _even_window(micro_batch, accumulates), self.study(micro_batch, accumulates)
+        problem = study.problem(study.captured, self.budget.limit_bytes)
+        if self.how.is_exact and problem.memory.peak_without_regions <= self.budget.limit_bytes:
             return True
         self.on_try(f"is there a plan for micro-batch {micro_batch}")
         if self._whole(window, "every-block").fits:
             return True
-        return (in_slices and self._fits_in_slices(window)) or self._whole(window, "exact").fits
+        forms = self.study_of(window).forms if in_slices else None
+        if forms is not None and self._fits_in_one_of(study, forms):
+            return True
+        return self._whole(window, "exact").fits or (
+            forms is not None and self._fits_in_one_of(study, forms.with_rows())
+        )
 
-    def _fits_in_slices(self, window: Window) -> bool:
-        """Whether some plan fits that has the loss in slices."""
-        forms = [variant.form for variant in self._variants_of(window) or ()]
-        problems = (self.problem(window, form) for form in forms)
-        return any(least_peak(each, self.limits).peak_bytes <= self.budget.limit_bytes for each in problems)
+    def _fits_in_one_of(self, study: Study, forms: Iterable[StepForm]) -> bool:
+        return any(study.least(at, self.limits).peak_bytes <= self.budget.limit_bytes for at in forms)
 
     def exact(self, window: Window, below_us: float = math.inf) -> Candidate | None:
         """The best plan at a micro-batch; None where its time cannot be below `below_us`. (Rule 1)"""
-        if self._time_us(window, (), Form(fused=self.fuses)) >= below_us:
+        if self._least_time_us(window) >= below_us:
             return None
         self.on_try(f"micro-batch {window.micro_batch}")
-        return self._candidate(window, "exact", self._solved(window, "exact"))
+        study = self.study_of(window)
+        try:
+            found = fastest(study, self.budget.limit_bytes, self.limits, judged=not self.how.is_exact)
+        except (Infeasible, NoPlanInTime):
+            return self._candidate(window, "exact", Found(study.captured, NOTHING, self.limits))
+        return self._candidate(window, "exact", found.found, found.gap)
+
+    def _least_time_us(self, window: Window) -> float:
+        """The time of an optimizer step in its fastest form, nothing recomputed."""
+        return self._time_us(window, (), Form(fused=self.request.fuse))
 
     def ladder(self, samples: int, windows: list[Window]) -> dict[str, Candidate | None]:
         """The rungs of the classic ladder; a rung is the largest micro-batch of its kind that fits."""
         as_is = Window(samples, samples)
-        rungs: dict[str, Candidate | None] = {RUNGS[0]: self._candidate(as_is, "none", self._solved(as_is, "none"))}
+        rungs: dict[str, Candidate | None] = {RUNGS[0]: self._rung(as_is, "none")}
         others = [(RUNGS[1], "none"), (RUNGS[2], "every-block")]
         others += [(OFFLOAD_RUNG, OFFLOAD_ALL)] if self._link is not None else []
         for name, strategy in others:
-            fitting = (self._candidate(window, strategy, self._solved(window, strategy)) for window in windows)
+            fitting = (self._rung(window, strategy) for window in windows)
             rungs[name] = next((found for found in fitting if found.fits), None)
         return rungs
+
+    def _rung(self, window: Window, strategy: str) -> Candidate:
+        study = self.study(*_key(window))
+        return self._candidate(window, strategy, Found(study.captured, self._whole(window, strategy), self.limits))
 
     def _whole(self, window: Window, strategy: str) -> Solution:
         """What a strategy does with the step as captured."""
         key = (*_key(window), strategy)
         if key not in self._solutions:
-            self._solutions[key] = self._found_by(strategy, window)
+            self._solutions[key] = self._found_by(strategy, self.study(*_key(window)))
         return self._solutions[key]
 
-    def _found_by(self, strategy: str, window: Window) -> Solution:
-        problem = self.problem(window)
+    def _found_by(self, strategy: str, study: Study) -> Solution:
+        alone, limit_bytes = study.without_link, self.budget.limit_bytes
         if strategy == OFFLOAD_ALL:
-            assert problem.link is not None
-            return offloaded_by_hand(problem.without_link(), problem.link, strategy)
-        at = problem if strategy in EXACT else problem.without_link()
-        return solution_of(at, self.how, strategy, self.judge(window), self.limits)
+            assert study.link is not None
+            return offloaded_by_hand(alone.problem(study.captured, limit_bytes), study.link, strategy)
+        at = study if strategy in EXACT else alone
+        return strategy_solution(at, study.captured, strategy, limit_bytes, self.limits)
 
-    def _solved(self, window: Window, strategy: str) -> Formed:
-        variants = self._variants_of(window) if strategy == "exact" else None
-        if variants is None:
-            return Formed(CAPTURED, self._whole(window, strategy))
-        if _key(window) not in self._fastest:
-            self._fastest[_key(window)] = self._fastest_of(window, variants)
-        return self._fastest[_key(window)]
-
-    def _variants_of(self, window: Window) -> Variants | None:
-        """Those that may run in this window, None where there are none. (Rule 4)"""
-        if not self.how.is_exact:
-            return None
-        are_alike = window.last == window.micro_batch and is_power_of_two(window.accumulation)
-        found = self.variants(*_key(window), in_slices=are_alike)
-        return found if found.are_any else None
-
-    def _fastest_of(self, window: Window, variants: Variants) -> Formed:
-        """The plan of least price among the forms of a step."""
-
-        def draft(form: Form, effort: Effort | None = None) -> Draft:
-            problem = self.problem(window, form)
-            if form == CAPTURED:
-                solution = self._whole(window, "exact")
-            else:
-                within = self.limits if effort is None else effort.within(self.limits, problem)
-                solution = solution_of(problem, self.how, "exact", None, within)
-            if solution.status == "infeasible":
-                raise infeasible(problem, self.limits)
-            if not solution.fits:
-                raise NoPlanInTime(f"no plan for micro-batch {window.micro_batch} with {form}.")
-            plan = assemble(problem, solution, self.profile(*_key(window), form), self.how, None)
-            return Draft(plan, lambda: plan)
-
-        try:
-            plan = fastest(
-                lambda effort: draft(CAPTURED), variants, lambda variant, effort: draft(variant.form, effort)
-            )
-        except (Infeasible, NoPlanInTime) as error:
-            return Formed(CAPTURED, Solution("exact", "infeasible" if isinstance(error, Infeasible) else "unknown"))
-        form, proof = form_of(plan.about), plan.solver
-        regions = from_refs(self.problem(window, form).graph, plan.regions)
-        objective_us, bound_us = plan.solver["objective_us"], plan.solver["bound_us"]
-        solution = Solution(proof["name"], proof["status"], regions, objective_us, bound_us)
-        offloads = self.problem(window, form).offloads_of(regions)
-        return Formed(form, dataclasses.replace(solution, offloads=offloads), proof["gap"])
-
-    def _candidate(self, window: Window, strategy: str, found: Formed) -> Candidate:
-        form, solution = found.form, found.solution
-        problem, fits, regions = self.problem(window, form), solution.fits, solution.regions
-        memory, sizes = problem.memory.offloading(solution.offloads), problem.graph.storages.size_bytes
+    def _candidate(self, window: Window, strategy: str, found: Found, gap: float | None = None) -> Candidate:
+        study, solution, form = self.study(*_key(window)), found.solution, found.at.form
+        problem, fits, regions = study.problem(found.at, self.budget.limit_bytes), solution.fits, solution.regions
         peak = solution.replayed_bytes
         if peak is None:
-            peak = memory.curve(regions).peak_bytes if solution.offloads else peak_of(problem, strategy, regions)
+            peak = study.peak_bytes(found) if solution.offloads else peak_of(problem, strategy, regions)
         plain_us = self._time_us(window, ())
         time_us = self._time_us(window, regions, form) + self._stall_us(window, strategy, solution)
         return Candidate(
@@ -508,10 +447,10 @@ class MicroBatches:
             time_us=time_us if fits else None,
             overhead=time_us / plain_us - 1 if fits and plain_us else None,
             regions=regions,
-            gap=found.gap if strategy == "exact" and fits else None,
+            gap=gap if fits else None,
             slices=max((chunk.slices for chunk in form.chunks), default=0),
             fused=form.fused,
-            offloaded_bytes=int(sum(sizes[each.storage] for each in solution.offloads)),
+            offloaded_bytes=int(sum(problem.graph.storages.size_bytes[each.storage] for each in solution.offloads)),
         )
 
     def _stall_us(self, window: Window, strategy: str, solution: Solution) -> float:
@@ -523,12 +462,19 @@ class MicroBatches:
 
     def _time_us(self, window: Window, regions: tuple[Region, ...], form: Form = CAPTURED) -> float:
         """Time of one optimizer step: the full micro-batches, the last one, and the optimizer."""
-        full = self.profile(*_key(window), form)
+        full = self._profile_in(*_key(window), form)
         if window.last == window.micro_batch:
             return self._update_us(full, window.accumulation, regions)
-        last = self.profile(window.last, True, form)
+        last = self._profile_in(window.last, True, form)
         rest = self._update_us(last, 1, regions) - self._update_us(last, 0, regions)
         return self._update_us(full, window.accumulation - 1, regions) + rest
+
+    def _profile_in(self, micro_batch: int, accumulates: bool, form: Form) -> Profile:
+        if form == CAPTURED:
+            return self.profile(micro_batch, accumulates)
+        forms = self.study(micro_batch, accumulates).forms
+        assert forms is not None
+        return forms.of(form).profile
 
     def _update_us(self, profile: Profile, micro_batches: int, regions: tuple[Region, ...]) -> float:
         graph, costs = profile.graph, profile.costs
@@ -542,13 +488,14 @@ class MicroBatches:
         profile, step = self.recorded(window.micro_batch, window.accumulation)
         self.on_try(f"solving micro-batch {window.micro_batch}")
         link = self._link_beside(profile.graph)
-        how: dict[str, Any] = {"execution": self.how, "exact": self.leaves_whole, "fuse": self.fuses, "link": link}
-        return plan_profile(profile, self.budget, limits=self._given_limits, step=step, **how)
+        return plan_study(Study(profile, self.request, step, budget=self.budget, link=link))
 
     def refusal(self, window: Window) -> Infeasible:
         """Not even one sample at a time fits."""
-        forms = [CAPTURED, *(variant.form for variant in self._variants_of(window) or ())]
-        refusals = (infeasible(self.problem(window, form), self.limits) for form in forms)
+        study = self.study_of(window)
+        forms = [study.captured, *(study.forms or ())]
+        limit_bytes = self.budget.limit_bytes
+        refusals = (infeasible(study.problem(at, limit_bytes), study.least(at, self.limits)) for at in forms)
         return min(refusals, key=lambda refusal: refusal.minimum_budget_bytes or 0)
 
 

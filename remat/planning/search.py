@@ -16,31 +16,19 @@ from remat.costing.profile import Profile
 from remat.errors import NoPlanInTime
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.form import form_of
-from remat.evaluation.plan import Offload, Plan, Region, to_refs
+from remat.evaluation.plan import Offload, Region, to_refs
 from remat.execution.base import Execution, Try
 from remat.formulation import check
 from remat.formulation.problem import Problem
 from remat.formulation.solution import NONE_NEEDED, Limits, Solution
 from remat.offloading.refs import to_offload_refs
-from remat.planning.assemble import infeasible
+from remat.planning.refusals import infeasible
 from remat.recording.fake_step import FakeStep
 from remat.solvers import Solver
 from remat.solvers.least_peak import least_peak
 from remat.units import gib
 
 OnReplay = Callable[[int, int], None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Draft:
-    """A plan as the evaluator sees it; `judged` gives the plan that the replay has accepted.
-
-    That is the same one, or another where it does not keep the budget as it runs. `judged` raises Infeasible or
-    NoPlanInTime where there is none.
-    """
-
-    plan: Plan
-    judged: Callable[[], Plan]
 
 
 class Judge:
@@ -149,26 +137,6 @@ def as_it_runs(problem: Problem, found: Solution, judge: Judge) -> Solution:
     return dataclasses.replace(found, replayed_bytes=peak)
 
 
-def draft(
-    problem: Problem,
-    solution: Solution,
-    judge: Judge,
-    made: Callable[[Solution, Judge | None], Plan],
-    again: Callable[[], Solution],
-) -> Draft:
-    """The Draft of a solution that the evaluator has judged.
-
-    made   the plan of a solution, and of who judged it
-    again  a solution that keeps the budget as it runs, looked for where this one does not
-    """
-
-    def judged() -> Plan:
-        found = as_it_runs(problem, solution, judge)
-        return made(found if (found.replayed_bytes or 0) <= problem.budget_bytes else again(), judge)
-
-    return Draft(made(solution, None), judged)
-
-
 def _evaluated(problem: Problem, found: Solution) -> int:
     return problem.memory.offloading(found.offloads).curve(found.regions).peak_bytes
 
@@ -184,9 +152,9 @@ def solve_within(
     if found.fits:
         return found
     if found.status == "infeasible":
-        raise infeasible(problem, limits)
+        raise infeasible(problem, least_peak(problem, limits))
     if found.replayed_bytes is None and least_peak(problem, limits).bound_bytes > problem.budget_bytes:
-        raise infeasible(problem, limits)
+        raise infeasible(problem, least_peak(problem, limits))
     if judge is None or found.replayed_bytes is None:
         raise NoPlanInTime(
             f"no plan within {gib(problem.budget_bytes)} was found in {found.wall_s:.0f} s; "

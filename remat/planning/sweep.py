@@ -7,9 +7,8 @@ Rule 3  A strategy's plan under one budget is its plan under every budget down t
         is asked again only below it.
 Rule 4  Between two budgets the optimum lies between their plans. Half of the points are evenly apart; each of the
         others goes where least is known: into the largest such rectangle of bytes and time.
-Rule 5  Where the step may run in other forms (`variants.py`), each budget is that of the form of least price: added
-        time, recomputed or the form's own. A form is searched unless its own time, or what is proved of it for a larger
-        budget, already says that it costs more. What the step as captured can do is a strategy beside the curve.
+Rule 5  Where the step may run in other forms, each budget has the portfolio's plan of least price, however little it
+        saves (`portfolio.py`, with `worth` 0). The plans of the step as captured are a strategy beside the curve.
 
 Plans are judged by the evaluator and by `check`. No plan is handed out here: `remat plan` replays the one chosen.
 Where a step does not run as the evaluator says, every plan is replayed, and the curve is that of the replays.
@@ -21,22 +20,18 @@ import bisect
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, Unpack
 
 import numpy as np
 
-from remat.costing.profile import Profile
-from remat.errors import RematError
+from remat.costing.planning_device import find_planning_device
+from remat.errors import Infeasible, NoPlanInTime, RematError
 from remat.evaluation.form import CAPTURED, Form
 from remat.evaluation.plan import Region
-from remat.execution import executions
-from remat.execution.base import Execution
-from remat.execution.executions import EAGER
 from remat.formulation.liveness import NS
 from remat.formulation.problem import Problem
-from remat.formulation.solution import Limits, Solution, Status
-from remat.offloading.link import Link
+from remat.formulation.solution import Solution, Status
 from remat.planning.comparison import (
     FUSE_ONLY,
     KEPT,
@@ -47,13 +42,17 @@ from remat.planning.comparison import (
     Heading,
     solve,
 )
-from remat.planning.links import require_offloads
-from remat.planning.search import Judge
-from remat.planning.variants import Variant, Variants, require_fusible
-from remat.recording.fake_step import FakeStep
+from remat.planning.forms import StepForm
+from remat.planning.planner import studied
+from remat.planning.portfolio import fastest
+from remat.planning.request import PlanRequest, Wanted
+from remat.planning.study import Found, Study
 from remat.solvers import EXACT, HEURISTICS, every_block, load
-from remat.solvers.least_peak import least_peak
 from remat.units import gib, ms
+from remat.workload.training_loop import TrainingLoop
+from remat.workload.workload import Workload
+
+OnPoint = Callable[[str, int, int], None]
 
 COLUMNS = ("budget", "peak", "added", "gap", "regions")
 CURVE = "exact"  # the strategy whose plans are the curve
@@ -142,56 +141,59 @@ class Sweep(Heading):
 
 
 def sweep(
-    profile: Profile,
+    workload: Workload,
     *,
+    target: str = "auto",
+    loop: TrainingLoop | None = None,
     points: int = 20,
-    limits: Limits | None = None,
     strategies: Sequence[str] | None = None,
-    step: FakeStep | None = None,
-    execution: str = EAGER,
-    exact: bool = False,
-    fuse: bool = False,
-    link: Link | None = None,
-    on_point: Callable[[str, int, int], None] | None = None,
-    on_variant: Callable[[Form], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+    on_point: OnPoint | None = None,
+    on_form: Callable[[Form], None] | None = None,
+    **wanted: Unpack[Wanted],
 ) -> Sweep:
-    """The curve at up to `points` budgets, and what other strategies reach under the same.
+    """Trace the least added time of the step of `workload` against its peak, at up to `points` budgets.
 
-    limits      for each point       strategies  names in `solvers.STRATEGIES`, by default the heuristics
-    step        what is recorded in other forms, and replayed where the execution is not as the evaluator says; without
-                it the curve is that of the step as captured
-    execution   how the step will run, as in `planner.plan`
-    exact       leave losses whole; else, where slices pay, what the curve is without is a strategy, `LOSS_WHOLE`, and
-                so is `LIGER_LIKE`
-    fuse        fuse groups, as in `planner.plan`; two strategies more: `UNFUSED` and `FUSE_ONLY`
-    link        to the host's memory, for offloads; what the curve is without them is a strategy then, `KEPT`
+    target, loop   as in `remat.plan`
+    strategies     names in `solvers.STRATEGIES`, by default the heuristics: what they reach under the same budgets
+    on_progress    called with (done, total) while costs are measured
+    on_point       see `sweep_study`
+    on_form        called with a form of the step before it is recorded
+    wanted         fields of `PlanRequest`, as in `remat.plan`; limits hold for each point, and a budget is not used
+
+    Raises CaptureError, UsageError.
+    """
+    request, place = PlanRequest.of(**wanted), find_planning_device(target)
+    study = studied(workload, request, place, loop, on_progress=on_progress, on_form=on_form)
+    return sweep_study(study, points=points, strategies=strategies, on_point=on_point)
+
+
+def sweep_study(
+    study: Study, *, points: int = 20, strategies: Sequence[str] | None = None, on_point: OnPoint | None = None
+) -> Sweep:
+    """Trace the curve of a study, and what other strategies reach under the same budgets.
+
+    Beside the strategies there are those of `comparison.py` without a means (`LOSS_WHOLE`, `UNFUSED`, `KEPT`) and of
+    people without a planner (`LIGER_LIKE`, `FUSE_ONLY`).
+
+    strategies  names in `solvers.STRATEGIES`, by default the heuristics
     on_point    called before each solution with its strategy, its number from 1, and how many there may be
-    on_variant  see `variants.Variants`
 
-    Raises UsageError for an unknown strategy, and where groups cannot be fused.
+    Raises UsageError for an unknown strategy.
     """
     names = [name for name in dict.fromkeys(HEURISTICS if strategies is None else strategies) if name != CURVE]
     for name in names:
         load(name)
-    how = executions.load(execution)
-    if link is not None:
-        require_offloads(how, None if step is None else step.loop)
+    if study.link is not None:
         names.append(KEPT)
-    if fuse:
-        require_fusible(how, None if step is None else step.loop, exact=exact)
-    profile = how.price(profile)
-    trace = _Trace(profile, how, limits or Limits(), on_point or (lambda *about: None), link)
-    variants = None
-    if step is not None and not exact:
-        variants = Variants(how, step, profile, on_variant=on_variant, fuse=fuse)
+    trace = _Trace(study, on_point or (lambda *about: None))
     interrupted = False
     try:
-        for variant in (*variants, *variants.with_rows()) if variants else ():
-            trace.may_run_as(variant.form, variant.profile, variant.extra_us)
+        trace.find_forms()
         trace.find_curve(points)
-        if variants is not None and trace.curve_has_forms:
-            trace.show_captured(UNFUSED if fuse else LOSS_WHOLE)
-            trace.show_by_hand(variants)
+        if trace.curve_has_forms:
+            trace.show_captured(UNFUSED if study.request.fuse else LOSS_WHOLE)
+            trace.show_by_hand()
         for name in names:
             trace.find_others(name)
     except KeyboardInterrupt:
@@ -199,81 +201,44 @@ def sweep(
             raise
         interrupted = True
     curve, others = _with_bounds(_monotone(trace.curve)), trace.others
-    if step is not None and not how.is_exact:
-        judge = Judge(how, step, profile)
-        curve, others = _falling(trace.replayed(curve, judge)), trace.replayed(others, judge)
+    if study.step is not None and not study.how.is_exact:
+        curve, others = _falling(trace.replayed(curve)), trace.replayed(others)
     return Sweep(
         points=tuple(map(trace.point, curve)),
         others=tuple(map(trace.point, others)),
-        forms=tuple(str(form.form) for form in trace.forms),
+        forms=tuple(str(at.form) for at in trace.forms),
         interrupted=interrupted,
-        **Heading.fields_of(profile, trace.problem, how),
+        **Heading.fields_of(study, 0, judged=False),
     )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Form:
-    """The step in one form, whatever the budget.
-
-    extra_us     what it takes longer than as captured, without recomputation
-    least_plan   one that needs least, or least of those known: `least_bytes`; none keeps less than `bound_bytes`
-    found        what the curve's strategy does with it, by rising budget
-    """
-
-    form: Form
-    problem: Problem
-    extra_us: float
-    bound_bytes: int
-    least_bytes: int
-    least_plan: tuple[Region, ...]
-    found: list[_Solved] = dataclasses.field(default_factory=list)
-
-    def peak(self, solution: Solution) -> int:
-        return self.problem.memory.offloading(solution.offloads).curve(solution.regions).peak_bytes
-
-    def recompute_us(self, regions: tuple[Region, ...]) -> float:
-        return self.problem.memory.recompute_time_us(regions, self.problem.liveness.op_time_ns / NS)
-
-    def start(self, budget: int) -> tuple[Region, ...]:
-        """A plan to begin from: that of the next smaller budget."""
-        at = bisect.bisect(self.found, budget, key=lambda solved: solved.budget_bytes)
-        return self.found[at - 1].solution.regions if at else self.least_plan
-
-    def least_us(self, budget: int) -> float:
-        """What its plans within `budget` are known to cost at least. (Rule 2)"""
-        if budget < self.bound_bytes:
-            return math.inf
-        return max([self.extra_us, *(solved.bound_us for solved in self.found if solved.budget_bytes >= budget)])
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class _Solved:
-    """What a strategy does under a budget: its plan, for the step in a form, the peak of that, and what is proved.
+    """A strategy's plan under a budget, the peak of that plan, and what is proved.
 
     bound_us  what every plan that the strategy looked among adds to the step as captured at least
     """
 
     strategy: str
     budget_bytes: int
-    solution: Solution
-    form: _Form
+    found: Found
     peak_bytes: int
     bound_us: float
 
-    @classmethod
-    def by(cls, strategy: str, budget_bytes: int, solution: Solution, form: _Form) -> _Solved:
-        bound_us = solution.bound_us + form.extra_us
-        return cls(strategy, budget_bytes, solution, form, form.peak(solution), bound_us)
+    @property
+    def solution(self) -> Solution:
+        return self.found.solution
 
     @property
     def price_us(self) -> float:
         """What the plan adds to the step as captured."""
-        return self.solution.objective_us + self.form.extra_us
+        return self.found.price_us
 
     def at(self, budget_bytes: int, wall_s: float) -> _Solved:
         """The same plan under another budget, of which it proves nothing."""
         solution = dataclasses.replace(self.solution, status="feasible", wall_s=wall_s)
-        return dataclasses.replace(self, budget_bytes=budget_bytes, solution=solution, bound_us=-math.inf)
+        found = dataclasses.replace(self.found, solution=solution)
+        return dataclasses.replace(self, budget_bytes=budget_bytes, found=found, bound_us=-math.inf)
 
     def proved(self, bound_us: float) -> _Solved:
         """With what is proved of its budget besides."""
@@ -286,46 +251,31 @@ class _Trace:
     forms  that it may run in, the captured one first        curve  by rising budget
     """
 
-    def __init__(
-        self,
-        profile: Profile,
-        how: Execution,
-        limits: Limits,
-        on_point: Callable[[str, int, int], None],
-        link: Link | None = None,
-    ):
-        self.how, self.limits, self.on_point, self._link = how, limits, on_point, link
-        self.forms: list[_Form] = []
+    def __init__(self, study: Study, on_point: OnPoint):
+        self._study, self._on_point = study, on_point
+        clock = dataclasses.replace(study.request.limits.clock, first_s=math.inf)  # each search has all of a point's
+        self._limits = dataclasses.replace(study.request.limits, clock=clock)
+        self.forms: list[StepForm] = [study.captured]
         self.curve: list[_Solved] = []
         self.others: list[_Solved] = []
-        self.may_run_as(CAPTURED, profile, 0.0)
 
-    @property
-    def captured(self) -> _Form:
-        return self.forms[0]
+    def find_forms(self) -> None:
+        forms = self._study.forms
+        self.forms += [*forms, *forms.with_rows()] if forms is not None else []
 
-    @property
-    def problem(self) -> Problem:
-        """Of the step as captured."""
-        return self.captured.problem
-
-    def may_run_as(self, form: Form, profile: Profile, extra_us: float) -> None:
-        captured = self.problem if self.forms else None
-        problem = self.how.pose(profile, self.how.space(profile.graph), 0, self._link, captured)
-        self.forms.append(_Form(form, problem, extra_us, *self._least_peak(problem)))
-
-    def _least_peak(self, problem: Problem) -> tuple[int, int, tuple[Region, ...]]:
-        """What every plan needs, the least budget that is known to do, and a plan that keeps it."""
-        least = least_peak(problem, self.limits)
-        if least.bound_bytes >= (1 - self.limits.gap) * least.peak_bytes:
-            return least.bound_bytes, least.peak_bytes, least.regions
-        # It ran out of time, and a heuristic may know better: each shows the plan that comes nearest to 0 bytes.
-        plans = [least.regions, *(solve(problem, name, self.limits).regions for name in HEURISTICS)]
-        # with all that the link carries
-        return least.bound_bytes, *min((problem.curve(plan).peak_bytes, plan) for plan in plans)
+    def _least_bytes(self, at: StepForm) -> int:
+        """The least budget that is known to do."""
+        least = self._study.least(at, self._limits)
+        if least.bound_bytes < (1 - self._limits.gap) * least.peak_bytes:
+            # It ran out of time, and a heuristic may know better: each shows the plan that comes nearest to 0 bytes.
+            problem = self._study.problem(at, 0)
+            for name in HEURISTICS:
+                self._study.know_plan(at, solve(problem, name, self._limits).regions)
+        return self._study.least_known_bytes(at)
 
     def find_curve(self, points: int) -> None:
-        least, most = min(form.least_bytes for form in self.forms), self.problem.memory.peak_without_regions
+        least = min(map(self._least_bytes, self.forms))
+        most = self._study.problem(self._study.captured, 0).memory.peak_without_regions
         evenly = np.linspace(least, most, max(points // 2, 2)).astype(int).tolist()
         for budget in sorted({*evenly, most}):
             self._add_point(budget, points)
@@ -334,124 +284,105 @@ class _Trace:
 
     def _add_point(self, budget: int, points: int) -> None:
         """Solve for one more budget."""
-        self.on_point(CURVE, len(self.curve) + 1, points)
-        found = self._least_priced(CURVE, budget)
-        assert found is not None, "no budget is below the least of all forms"
-        at = bisect.bisect(self.curve, budget, key=lambda solved: solved.budget_bytes)
-        self.curve.insert(at, found)
-        if found.solution.interrupted:
+        self._on_point(CURVE, len(self.curve) + 1, points)
+        solved = self._least_priced(self._study, CURVE, budget)
+        at = bisect.bisect(self.curve, budget, key=lambda each: each.budget_bytes)
+        self.curve.insert(at, solved)
+        if solved.solution.interrupted:
             raise KeyboardInterrupt
 
-    def _least_priced(self, name: str, budget: int) -> _Solved | None:
-        """The plan of the form of least price, with what is proved of all forms; None where there is none. (Rule 5)"""
-        best: _Solved | None = None
-        bounds_us, interrupted = [math.inf], False
-        for form in self.forms:
-            least_us = form.least_us(budget) if name == CURVE else form.extra_us
-            bounds_us.append(least_us)
-            if form.least_bytes > budget or interrupted or (best is not None and least_us >= best.price_us):
-                continue
-            solved = self._solved(form, name, budget)
-            if solved is None:
-                continue
-            bounds_us[-1], interrupted = max(least_us, solved.bound_us), solved.solution.interrupted
-            if best is None or solved.price_us < best.price_us:
-                best = solved
-        if best is None:
-            return None
-        solution = dataclasses.replace(best.solution, interrupted=interrupted)
-        return dataclasses.replace(best, solution=solution, bound_us=min(*bounds_us, best.price_us))
-
-    def _solved(self, form: _Form, name: str, budget: int) -> _Solved | None:
-        """What an exact strategy does with one form, going on from the plan of the next smaller budget."""
-        start = form.start(budget)
-        found = self._solve(form, budget, name, dataclasses.replace(self.limits, start=start))
-        if name == KEPT:
-            return _Solved.by(name, budget, found, form) if found.fits else None
-        if found.status == "infeasible":
-            raise RematError(f"solver {found.solver} says that no plan keeps {budget} bytes, but one does.")
-        if found.status == "unknown":
-            found = dataclasses.replace(
-                found,
-                status="feasible",
-                regions=start,
-                objective_us=form.recompute_us(start),
-                offloads=form.problem.with_budget(budget).offloads_of(start),
-            )
-        solved = _Solved.by(name, budget, found, form)
-        at = bisect.bisect(form.found, budget, key=lambda each: each.budget_bytes)
-        form.found.insert(at, solved)
-        return solved
-
-    def _solve(self, form: _Form, budget: int, name: str, limits: Limits) -> Solution:
-        problem = form.problem.with_budget(budget)
-        if name == KEPT:
-            problem, name = problem.without_link(), CURVE
-        trivial = self.how.trivial(problem, None) if name in EXACT else None
-        return trivial or solve(problem, name, limits)
+    def _least_priced(self, study: Study, name: str, budget: int) -> _Solved:
+        """The plan of the form of least price, with what is proved of all forms. (Rule 5)"""
+        outcome = fastest(study, budget, self._limits, judged=False, worth=0.0)
+        solution = dataclasses.replace(outcome.solution, interrupted=outcome.interrupted)
+        found = dataclasses.replace(outcome.found, solution=solution)
+        return _Solved(name, budget, found, outcome.peak_bytes, outcome.floor_us)
 
     @property
     def curve_has_forms(self) -> bool:
-        return any(solved.form is not self.captured for solved in self.curve)
+        return any(solved.found.at is not self._study.captured for solved in self.curve)
 
     def show_captured(self, name: str) -> None:
         """What the step as captured does under the budgets of the curve, from its own least one on."""
-        form = self.captured
-        if all(solved.budget_bytes != form.least_bytes for solved in form.found):
-            self._solved(form, CURVE, form.least_bytes)
-        plans = {solved.peak_bytes: dataclasses.replace(solved, strategy=name) for solved in _monotone(form.found)}
-        self.others += plans.values()
+        study, at = self._study, self._study.captured
+        budgets = {study.least_known_bytes(at), *(solved.budget_bytes for solved in self.curve)}
+        known = [(budget, best) for budget in sorted(budgets) if (best := study.best_known(at, budget)) is not None]
+        solved = [self._solved(name, budget, Found(at, best, self._limits)) for budget, best in known]
+        self.others += {each.peak_bytes: each for each in _monotone(solved)}.values()
 
-    def show_by_hand(self, variants: Variants) -> None:
+    def _solved(self, name: str, budget: int, found: Found) -> _Solved:
+        return _Solved(name, budget, found, self._study.peak_bytes(found), found.bound_us)
+
+    def show_by_hand(self) -> None:
         """What people run in another form without a plan: every block beside Liger-Kernel's head, or groups fused."""
-        made: list[tuple[str, Callable[[], Variant], Callable[[Problem], tuple[Region, ...]]]] = []
-        if variants.are_losses:
-            made.append((LIGER_LIKE, variants.like_liger, every_block.regions))
-        if variants.fuse:
-            made.append((FUSE_ONLY, variants.fused, lambda problem: ()))
-        for name, variant_of, regions_of in made:
+        forms = self._study.forms
+        assert forms is not None
+        made: list[tuple[str, Callable[[], StepForm], Callable[[Problem], tuple[Region, ...]]]] = []
+        if forms.are_losses:
+            made.append((LIGER_LIKE, forms.like_liger, every_block.regions))
+        if forms.fuse:
+            made.append((FUSE_ONLY, forms.fused, lambda problem: ()))
+        for name, form_of, regions_of in made:
             try:
-                variant = variant_of()
+                at = form_of()
             except RematError:  # the step, or a later graph, reads the logits
                 continue
-            problem = self.how.pose(variant.profile, self.how.space(variant.profile.graph), 0)
+            problem = self._study.without_link.problem(at, 0)
             regions = regions_of(problem)
-            least = problem.curve(regions).peak_bytes
-            form = _Form(variant.form, problem, variant.extra_us, 0, least, regions)
-            solution = Solution(name, "feasible", regions, form.recompute_us(regions))
-            self.others.append(_Solved.by(name, least, solution, form))
+            solution = Solution(name, "feasible", regions, self._recompute_us(at, regions))
+            self.others.append(self._solved(name, problem.curve(regions).peak_bytes, Found(at, solution, self._limits)))
+
+    def _recompute_us(self, at: StepForm, regions: tuple[Region, ...]) -> float:
+        problem = self._study.problem(at, 0)
+        return problem.memory.recompute_time_us(regions, problem.liveness.op_time_ns / NS)
 
     def find_others(self, name: str) -> None:
         """The distinct plans of a strategy under the budgets of the curve. (Rule 3)"""
-        as_it_is = self.problem.memory.peak_without_checkpointing
-        peak, at = as_it_is + 1, len(self.others)
+        as_it_is = self._study.problem(self._study.captured, 0).memory.peak_without_checkpointing
+        peak, place = as_it_is + 1, len(self.others)
         budgets = sorted({*(solved.budget_bytes for solved in self.curve), as_it_is})
         for number, budget in enumerate(reversed(budgets), start=1):
             if budget >= peak:
                 continue
-            self.on_point(name, number, len(budgets))
-            solved = self._least_priced(name, budget) if name == KEPT else self._captured_by(name, budget)
+            self._on_point(name, number, len(budgets))
+            solved = self._by(name, budget)
             if solved is None:
                 continue
             if solved.solution.fits:
                 solved = dataclasses.replace(solved, peak_bytes=as_it_is) if name == WITHOUT else solved
                 peak = solved.peak_bytes
-                self.others.insert(at, solved)
+                self.others.insert(place, solved)
             if solved.solution.interrupted:
                 raise KeyboardInterrupt
 
-    def _captured_by(self, name: str, budget: int) -> _Solved:
-        return _Solved.by(name, budget, self._solve(self.captured, budget, name, self.limits), self.captured)
+    def _by(self, name: str, budget: int) -> _Solved | None:
+        """What a strategy does under a budget; None where there is no plan without offloads."""
+        if name == KEPT:
+            try:
+                return self._least_priced(self._study.without_link, KEPT, budget)
+            except (Infeasible, NoPlanInTime):
+                return None
+        at, study = self._study.captured, self._study if name in EXACT else self._study.without_link
+        problem = study.problem(at, budget)
+        trivial = study.how.trivial(problem, None) if name in EXACT else None
+        return self._solved(name, budget, Found(at, trivial or solve(problem, name, self._limits), self._limits))
 
-    def replayed(self, found: Sequence[_Solved], judge: Judge) -> list[_Solved]:
+    def replayed(self, found: Iterable[_Solved]) -> list[_Solved]:
         """`found`, each under the least budget that it keeps as it runs."""
-        peaks = [judge.peak(solved.form.problem, solved.solution.regions) for solved in found]
+        found, study = list(found), self._study
+        peaks = []
+        for solved in found:
+            judge = study.judge(solved.found.at)
+            assert judge is not None
+            peaks.append(judge.peak(study.problem(solved.found.at, 0), solved.solution.regions))
         return [
             dataclasses.replace(
                 solved,
                 budget_bytes=peak,
                 peak_bytes=peak,
-                solution=dataclasses.replace(solved.solution, status="feasible"),
+                found=dataclasses.replace(
+                    solved.found, solution=dataclasses.replace(solved.solution, status="feasible")
+                ),
                 bound_us=self._bound_us(peak, solved, found),
             )
             for peak, solved in zip(peaks, found, strict=True)
@@ -459,21 +390,21 @@ class _Trace:
 
     def _bound_us(self, budget: int, solved: _Solved, found: Sequence[_Solved]) -> float:
         """What is proved for plans that keep `budget` as they run. (Rule 2)"""
-        if not self.how.bound_carries or solved.strategy not in EXACT:
+        if not self._study.how.bound_carries or solved.strategy not in EXACT:
             return 0.0
         bounds = (other.bound_us for other in found if other.budget_bytes >= budget)
         return min(max(bounds, default=0.0), solved.price_us)
 
     def point(self, solved: _Solved) -> Point:
-        solution, form, step_us = solved.solution, solved.form, self.problem.step_time_us
-        sizes = form.problem.graph.storages.size_bytes
-        again_us = form.recompute_us(solution.regions)
-        added_us = again_us + solution.stall_us + form.extra_us
-        proves = solved.strategy in EXACT and self.how.bound_carries
+        solution, at, step_us = solved.solution, solved.found.at, self._study.step_time_us
+        sizes, form = at.profile.graph.storages.size_bytes, at.form
+        again_us = self._recompute_us(at, solution.regions)
+        added_us = again_us + solution.stall_us + at.extra_us
+        proves = solved.strategy in EXACT and self._study.how.bound_carries
         gap = self._gap(solved)
         status = solution.status
         if solved.strategy == CURVE:
-            status = "optimal" if self.how.is_exact and gap <= self.limits.gap else "feasible"
+            status = "optimal" if self._study.how.is_exact and gap <= self._limits.gap else "feasible"
         return Point(
             strategy=solved.strategy,
             budget_bytes=solved.budget_bytes,
@@ -488,15 +419,15 @@ class _Trace:
             saved=sum(len(region.saved) for region in solution.regions),
             wall_s=round(solution.wall_s, 3),
             host_bytes=int(sum(sizes[each.storage] for each in solution.offloads)),
-            form_time_us=form.extra_us,
-            form=str(form.form),
-            slices=max((chunk.slices for chunk in form.form.chunks), default=0),
-            rows=form.form.rows,
+            form_time_us=at.extra_us,
+            form=str(form),
+            slices=max((chunk.slices for chunk in form.chunks), default=0),
+            rows=form.rows,
         )
 
     def _gap(self, solved: _Solved) -> float:
         """How far the plan may be from the best, as a share of what it costs beyond the cheapest form."""
-        cheapest_us = min(form.extra_us for form in self.forms)
+        cheapest_us = min(at.extra_us for at in self.forms)
         return max(solved.price_us - solved.bound_us, 0.0) / max(solved.price_us - cheapest_us, 1.0)
 
 

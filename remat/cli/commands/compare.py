@@ -11,17 +11,8 @@ import typer
 
 from remat.cli.commands import Answer
 from remat.cli.commands.files import about_with, file_name, require_folder
-from remat.cli.commands.options import (
-    BudgetOptions,
-    EachSearchOptions,
-    Exact,
-    ExecutionOptions,
-    Fuse,
-    HostOptions,
-    Json,
-    SourceOptions,
-)
-from remat.cli.commands.source import Source, budget_for, budget_of_step, headroom_on_top, opened, workload_of
+from remat.cli.commands.options import Advice, BudgetOptions, EachRequestOptions, Json, SourceOptions
+from remat.cli.commands.source import Source, levers_where_infeasible, opened, workload_of
 from remat.cli.commands.validate import measuring_first
 from remat.errors import UsageError, ValidationFailed
 from remat.units import gib, ms, parse_bytes
@@ -42,9 +33,7 @@ MOST_BUDGETS = 1.5  # that a bar shows; what is longer ends in an arrow
 def compare(
     budget: BudgetOptions,
     source: SourceOptions,
-    search: EachSearchOptions,
-    how: ExecutionOptions,
-    host: HostOptions,
+    wanted: EachRequestOptions,
     measure: Annotated[
         bool,
         typer.Option(
@@ -57,8 +46,7 @@ def compare(
             metavar="FOLDER", show_default=False, help="Write every plan that fits to NAME.STRATEGY.plan.json there."
         ),
     ] = None,
-    exact: Exact = False,
-    fuse: Fuse = False,
+    advice: Advice = False,
     as_json: Json = False,
 ) -> Answer:
     """Plan one step by several strategies under one budget, and show them side by side."""
@@ -68,30 +56,18 @@ def compare(
         require_folder(save.absolute() if save.exists() else save.absolute().parent, save)
     with live_line() as line:
         line.say("loading PyTorch")
-        from remat.execution.executions import load
-        from remat.planning.comparison import compare
+        from remat.planning.comparison import compare_study
 
-        found = opened(source, line, load(how.name), activations=True)
-        limit = budget_for(budget, found.target)
+        found = opened(source, line)
         workload = _to_measure(found, source) if measure else None
-        link = host.link(source.offload, found)
-        profile, step = found.record()
-        link = host.beside_state(link, profile, found)
-        limit = budget_of_step(budget, limit, profile)
-        with headroom_on_top(limit):
-            comparison = compare(
-                profile,
-                limit,
-                strategies=search.names,
-                limits=search.limits(line),
-                step=step,
-                execution=how.name,
-                exact=exact,
-                fuse=fuse,
-                link=link,
+        study = found.studied(wanted.request(line, source, budget), line)
+        with levers_where_infeasible(found, study, line, wanted=advice):
+            comparison = compare_study(
+                study,
+                strategies=wanted.names,
                 on_strategy=lambda name, number, count: line.say(name, number, count),
             )
-        files = _saved(comparison, save, found, limit) if save is not None else {}
+        files = _saved(comparison, save, found, study.budget) if save is not None and study.budget else {}
         if workload is not None:
             comparison = _measured(comparison, workload, line)
     return _answer(comparison, files)

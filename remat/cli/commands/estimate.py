@@ -48,14 +48,14 @@ def estimate(
         found, loaded = opened_step(source, plan, line)
         profile, step = found.record()
         from remat.execution.regions_in_graph import require_regions_in
-        from remat.planning.estimate import estimate
+        from remat.planning.estimate import estimate_of
 
         regions = require_regions_in(loaded, profile.graph) if loaded is not None else ()
         allocator = allocator_of(loaded, allocator)
-        estimates = [estimate(profile, regions, allocator)]
+        estimates = [estimate_of(profile, regions, allocator)]
         if step is not None and found.loop is not None:
             again = _other_loop(found.loop)
-            estimates.append(estimate(_recorded_again(step, found, again), regions, allocator=allocator))
+            estimates.append(estimate_of(_recorded_again(step, found, again), regions, allocator=allocator))
         levers = _advice(found, profile, step, regions, line) if advice else None
     return _answer(estimates, levers)
 

@@ -10,17 +10,8 @@ import typer
 
 from remat.cli.commands import Answer
 from remat.cli.commands.files import about_with, file_name, require_writable
-from remat.cli.commands.options import (
-    BudgetOptions,
-    Exact,
-    ExecutionOptions,
-    Fuse,
-    HostOptions,
-    Json,
-    SearchOptions,
-    StepOptions,
-)
-from remat.cli.commands.source import Source, budget_for, headroom_on_top, opened, usable, workload_of
+from remat.cli.commands.options import BudgetOptions, Json, RequestOptions, StepOptions
+from remat.cli.commands.source import Source, opened, warn_of_budget, workload_of
 from remat.errors import UsageError
 from remat.units import gib
 
@@ -34,9 +25,7 @@ if TYPE_CHECKING:
 def fit(
     budget: BudgetOptions,
     step: StepOptions,
-    search: SearchOptions,
-    how: ExecutionOptions,
-    host: HostOptions,
+    wanted: RequestOptions,
     global_batch: Annotated[
         int | None,
         typer.Option(min=1, help="Samples of all ranks in an optimizer step; finds the fastest way to run them."),
@@ -46,8 +35,6 @@ def fit(
     out: Annotated[
         Path | None, typer.Option(help="The plan file.", show_default="NAME.plan.json in this folder")
     ] = None,
-    exact: Exact = False,
-    fuse: Fuse = False,
     as_json: Json = False,
 ) -> Answer:
     """Choose micro-batch, accumulation and plan together, for the least time per token."""
@@ -56,32 +43,18 @@ def fit(
     _require_one_question(global_batch, max_batch, max_seq, step)
     require_writable(out or Path("new.plan.json"))
     with live_line() as line:
-        from remat.execution.executions import load
+        from remat.planning.fit import Sizing, fitted, largest_of, longest_of
 
-        found = opened(step, line, load(how.name), activations=True)
-        execution = load(how.name)
-        limit = budget_for(budget, found.target, usable(found) if execution.compiler is None else None, shares=False)
-        from remat.planning.fit import fit, largest_batch, longest_sequence
-
+        found = opened(step, line)
         assert found.spec is not None and found.place is not None
-        options: dict[str, Any] = {
-            "loop": found.loop,
-            "execution": how.name,
-            "exact": exact,
-            "fuse": fuse,
-            "link": host.link(step.offload, found),
-            "limits": search.limits(line),
-            "on_try": line.say,
-        }
-        workload = workload_of(found.spec)
-        with headroom_on_top(limit):
-            if global_batch is not None:
-                fitted = fit(workload, found.place, limit, global_batch, **options)
-                path = _save(fitted.plan, found, limit, out)
-                return _fit_answer(fitted, path)
-            ask = largest_batch if max_batch else longest_sequence
-            plan = ask(workload, found.place, limit, **options)
-    return _plan_answer(plan, _save(plan, found, limit, out), "max_batch" if max_batch else "max_seq")
+        request = wanted.request(line, step, budget)
+        warn_of_budget(request.limit(found.place), found.target)
+        sizing = Sizing.of(workload_of(found.spec), request, found.place, found.loop, line.say)
+        if global_batch is not None:
+            fit = fitted(sizing, global_batch)
+            return _fit_answer(fit, _save(fit.plan, found, sizing.budget, out))
+        plan = (largest_of if max_batch else longest_of)(sizing)
+    return _plan_answer(plan, _save(plan, found, sizing.budget, out), "max_batch" if max_batch else "max_seq")
 
 
 def _require_one_question(global_batch: int | None, max_batch: bool, max_seq: bool, step: StepOptions) -> None:

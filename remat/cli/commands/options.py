@@ -22,16 +22,9 @@ from remat.cli.commands import Answer
 from remat.errors import UsageError
 
 if TYPE_CHECKING:
-    from remat.cli.commands.source import Source
     from remat.cli.model_spec import ModelSpec
     from remat.cli.screen import LiveLine
-    from remat.costing.planning_device import PlanningDevice
-    from remat.costing.profile import Profile
-    from remat.execution.base import Execution
-    from remat.formulation.solution import Limits
-    from remat.offloading.link import Link
-    from remat.planning.budget import Budget
-    from remat.recording.fake_step import FakeStep
+    from remat.planning.request import PlanRequest
     from remat.workload.training_loop import TrainingLoop
 
 STEP, LOOP, SEARCH = "The training step", "The training loop", "The search"  # titles in --help
@@ -49,22 +42,8 @@ def _option(*names: str, panel: str = STEP, **about: Any) -> Any:
     return typer.Option(*names, show_default=about.pop("show_default", False), rich_help_panel=panel, **about)
 
 
-Exact = Annotated[
-    bool,
-    typer.Option(
-        "--exact",
-        rich_help_panel=SEARCH,
-        help="Every gradient bitwise that of the untouched step: losses are left whole, nothing is fused.",
-    ),
-]
-Fuse = Annotated[
-    bool,
-    typer.Option(
-        "--fuse",
-        rich_help_panel=SEARCH,
-        help="Compile groups of pointwise and reducing nodes by themselves, the rest stays eager: less memory and less "
-        "time, numbers that round elsewhere.",
-    ),
+Advice = Annotated[
+    bool, typer.Option(help="Where the budget is too small, look for what would make room (it takes a while).")
 ]
 Allocator = Annotated[
     str | None,
@@ -253,26 +232,108 @@ class BudgetOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class SearchOptions:
+class RequestOptions:
+    """What is wanted of a plan beside its budget: the fields of a `PlanRequest`."""
+
     time_limit: Annotated[
         float | None,
         _option(panel=SEARCH, show_default="none", help="Seconds for a solver; the best plan by then is taken."),
     ] = None
     seed: Annotated[int, _option(panel=SEARCH, show_default=True, min=0, max=2**31 - 1, help="Seed of solvers.")] = 0
+    execution: Annotated[
+        str | None,
+        _option(
+            panel=SEARCH,
+            show_default="eager",
+            help="How the step will run. eager: captured graphs, any run of nodes a region. modules: whole modules are "
+            "regions, as FSDP2 (fully_shard) needs. inductor, aot_eager: compiled so, on this machine, every plan "
+            "replayed compiled.",
+        ),
+    ] = None
+    regions: Annotated[str | None, _option(hidden=True, help="Now --execution.")] = None
+    compiler: Annotated[str | None, _option(hidden=True, help="Now --execution.")] = None
+    depth: Annotated[
+        int | None,
+        _option(
+            panel=SEARCH,
+            min=1,
+            max=2,
+            show_default="as deep as the execution bears",
+            help="How deep regions may nest; 1 for an eager plan that torch.compile can keep.",
+        ),
+    ] = None
+    exact: Annotated[
+        bool,
+        _option(
+            "--exact",
+            panel=SEARCH,
+            help="Every gradient bitwise that of the untouched step: losses are left whole, nothing is fused.",
+        ),
+    ] = False
+    fuse: Annotated[
+        bool,
+        _option(
+            "--fuse",
+            panel=SEARCH,
+            help="Compile groups of pointwise and reducing nodes by themselves, the rest stays eager: less memory and "
+            "less time, numbers that round elsewhere.",
+        ),
+    ] = False
+    host_budget: Annotated[
+        str | None,
+        _option(
+            panel=SEARCH,
+            show_default="half of what is free; for a target elsewhere what it has; down to a power of two",
+            help="What may lie on the host: bytes with a unit, or a percentage of what is free.",
+        ),
+    ] = None
+    allocator: Allocator = None
 
     def __post_init__(self) -> None:
         if self.time_limit is not None and not 0 < self.time_limit < math.inf:
             raise UsageError(f"--time-limit {self.time_limit} is not a positive number of seconds.")
+        from remat.execution.executions import NAMES
 
-    def limits(self, line: LiveLine) -> Limits:
+        if self.regions not in (None, "nodes", "modules"):
+            raise UsageError(f"--regions is nodes or modules, not {self.regions!r}; or use --execution.")
+        if len(self._given) > 1:
+            raise UsageError(
+                f"--execution, --regions and --compiler say the same: {' and '.join(self._given)}; use one."
+            )
+        if self._name not in NAMES:
+            raise UsageError(f"there is no execution {self._name!r}; choose {', '.join(NAMES)}.")
+
+    @property
+    def _given(self) -> list[str]:
+        modules = "modules" if self.regions == "modules" else None
+        return [name for name in (self.execution, modules, self.compiler) if name]
+
+    @property
+    def _name(self) -> str:
+        return self._given[0] if self._given else "eager"
+
+    def request(self, line: LiveLine, source: StepOptions, budget: BudgetOptions | None = None) -> PlanRequest:
+        """The request that the options make, together with `--offload` of the step and the budget."""
         from remat.formulation.solution import Limits
+        from remat.planning.request import PlanRequest
 
-        return Limits(time_s=self.time_limit, seed=self.seed, on_progress=line.solved)
+        return PlanRequest(
+            budget=None if budget is None else budget.budget,
+            headroom=None if budget is None else budget.headroom,
+            execution=self._name,
+            depth=self.depth,
+            exact=self.exact,
+            fuse=self.fuse,
+            offload=source.offload,
+            host_budget=self.host_budget,
+            allocator=self.allocator,
+            limits=Limits(time_s=self.time_limit, seed=self.seed, on_progress=line.solved),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
-class EachSearchOptions(SearchOptions):
-    """A search of several solvers or budgets, which must not stay with one for ever."""
+class EachRequestOptions(RequestOptions):
+    """A request to several solvers, or for several budgets: none of them may take all the time."""
 
     time_limit: Annotated[
         float | None, _option(panel=SEARCH, show_default=True, help="Seconds for each; the best plan by then is taken.")
@@ -309,93 +370,9 @@ class EachSearchOptions(SearchOptions):
         return STRATEGIES if "all" in self._named else self._named or None
 
 
-@dataclasses.dataclass(frozen=True)
-class ExecutionOptions:
-    """How the step will run."""
-
-    execution: Annotated[
-        str | None,
-        _option(
-            panel=SEARCH,
-            show_default="eager",
-            help="How the step will run. eager: captured graphs, any run of nodes a region. modules: whole modules are "
-            "regions, as FSDP2 (fully_shard) needs. inductor, aot_eager: compiled so, on this machine, every plan "
-            "replayed compiled.",
-        ),
-    ] = None
-    regions: Annotated[str | None, _option(hidden=True, help="Now --execution.")] = None
-    compiler: Annotated[str | None, _option(hidden=True, help="Now --execution.")] = None
-
-    def __post_init__(self) -> None:
-        from remat.execution.executions import NAMES
-
-        if self.regions not in (None, "nodes", "modules"):
-            raise UsageError(f"--regions is nodes or modules, not {self.regions!r}; or use --execution.")
-        if len(self._given) > 1:
-            raise UsageError(
-                f"--execution, --regions and --compiler say the same: {' and '.join(self._given)}; use one."
-            )
-        if self.name not in NAMES:
-            raise UsageError(f"there is no execution {self.name!r}; choose {', '.join(NAMES)}.")
-
-    @property
-    def _given(self) -> list[str]:
-        modules = "modules" if self.regions == "modules" else None
-        return [name for name in (self.execution, modules, self.compiler) if name]
-
-    @property
-    def name(self) -> str:
-        return self._given[0] if self._given else "eager"
-
-
-@dataclasses.dataclass(frozen=True)
-class HostOptions:
-    """How much may lie on the host."""
-
-    host_budget: Annotated[
-        str | None,
-        _option(
-            panel=SEARCH,
-            show_default="half of what is free; for a target elsewhere what it has; down to a power of two",
-            help="What may lie on the host: bytes with a unit, or a percentage of what is free.",
-        ),
-    ] = None
-
-    def link(self, offload: str | None, found: Source) -> Link | None:
-        """The link that activations go over; raises UsageError."""
-        from remat.planning.links import link_of
-
-        has_state = found.loop is None or found.loop.offload_optimizer  # of a profile it is known when it is read
-        return link_of(self._place(found), offload, self.host_budget, has_state=has_state)
-
-    def beside_state(self, link: Link | None, profile: Profile, found: Source) -> Link | None:
-        """`link`, with the room that the optimizer's state leaves; raises UsageError where it leaves none."""
-        from remat.planning.links import beside_state, host_bytes_of
-
-        return beside_state(link, profile.graph, host_bytes_of(self._place(found), self.host_budget))
-
-    def with_layers_on_host(
-        self, profile: Profile, step: FakeStep, execution: Execution, limit: Budget, found: Source
-    ) -> Profile:
-        """`profile` with as many layers on the host as is best; raises UsageError where none can be there."""
-        from remat.planning.layers_on_host import require_layers, with_layers_on_host
-        from remat.planning.links import host_bytes_of
-        from remat.solvers import load
-
-        require_layers(execution, step.loop)
-        room_bytes = host_bytes_of(self._place(found), self.host_budget)
-        return with_layers_on_host(profile, step, execution, load("exact"), limit.limit_bytes, room_bytes)
-
-    @staticmethod
-    def _place(found: Source) -> PlanningDevice:
-        from remat.costing.planning_device import PlanningDevice
-
-        return found.place or PlanningDevice(found.target, None)
-
-
 GROUPS = (
     *(ModelOptions, StepOptions, SourceOptions, BudgetOptions),
-    *(SearchOptions, EachSearchOptions, ExecutionOptions, HostOptions),
+    *(RequestOptions, EachRequestOptions),
 )
 
 

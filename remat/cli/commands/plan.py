@@ -11,25 +11,8 @@ import typer
 
 from remat.cli.commands import Answer
 from remat.cli.commands.files import about_with, file_name, require_writable
-from remat.cli.commands.options import (
-    Allocator,
-    BudgetOptions,
-    Exact,
-    ExecutionOptions,
-    Fuse,
-    HostOptions,
-    Json,
-    SearchOptions,
-    SourceOptions,
-)
-from remat.cli.commands.source import (
-    budget_for,
-    budget_of_step,
-    headroom_on_top,
-    levers_where_infeasible,
-    opened,
-    usable,
-)
+from remat.cli.commands.options import Advice, BudgetOptions, Json, RequestOptions, SourceOptions
+from remat.cli.commands.source import levers_where_infeasible, opened
 
 if TYPE_CHECKING:
     from remat.cli.screen import LiveLine
@@ -40,27 +23,11 @@ if TYPE_CHECKING:
 def plan(
     budget: BudgetOptions,
     source: SourceOptions,
-    search: SearchOptions,
-    how: ExecutionOptions,
-    host: HostOptions,
+    wanted: RequestOptions,
     out: Annotated[
         Path | None, typer.Option(help="The plan file.", show_default="NAME.plan.json in this folder")
     ] = None,
-    depth: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=2,
-            show_default="as deep as the execution bears",
-            help="How deep regions may nest; 1 for an eager plan that torch.compile can keep.",
-        ),
-    ] = None,
-    allocator: Allocator = None,
-    exact: Exact = False,
-    fuse: Fuse = False,
-    advice: Annotated[
-        bool, typer.Option(help="Where the budget is too small, look for what would make room (it takes a while).")
-    ] = True,
+    advice: Advice = True,
     as_json: Json = False,
 ) -> Answer:
     """Find the fastest plan within a memory budget, and write it to a file."""
@@ -69,53 +36,26 @@ def plan(
     require_writable(out or Path("new.plan.json"))
     with live_line() as line:
         line.say("loading PyTorch")
-        from remat.execution.executions import load
-        from remat.planning.planner import plan_profile
-        from remat.planning.variants import can_cut
+        from remat.planning.planner import plan_study
 
-        execution = load(how.name)
-        found = opened(source, line, execution, activations=True, weights=True)
-        limit = budget_for(budget, found.target, usable(found) if execution.compiler is None else None)
-        link = host.link(source.offload, found)
-        profile, step = found.record()
-        link = host.beside_state(link, profile, found)
-        limit = budget_of_step(budget, limit, profile)
-        if step is not None and "weights" in (source.offload or ""):
-            line.say("solving for layers on the host")
-            profile = host.with_layers_on_host(profile, step, execution, limit, found)
-        with (
-            headroom_on_top(limit),
-            levers_where_infeasible(
-                found,
-                profile,
-                limit,
-                line,
-                wanted=advice,
-                losses_are_cut=lambda: (
-                    not exact and depth != 1 and step is not None and can_cut(execution, step, profile)
-                ),
-            ),
-        ):
-            line.say("solving")
-            made = plan_profile(
-                profile,
-                limit,
-                limits=search.limits(line),
-                step=step,
-                execution=execution,
-                depth=depth,
-                allocator=allocator,
-                exact=exact,
-                fuse=fuse,
-                link=link,
-                on_variant=functools.partial(_forming, line),
-                on_replay=None if execution.is_exact else functools.partial(_replaying, line, how.name),
-            )
+        found, request = opened(source, line), wanted.request(line, source, budget)
+        saying = functools.partial(_replaying, line, request.execution)
+        study = found.studied(
+            request,
+            line,
+            on_form=functools.partial(_forming, line),
+            on_replay=None if request.how.is_exact else saying,
+        )
+        line.say("solving")
+        with levers_where_infeasible(found, study, line, wanted=advice):
+            made = plan_study(study)
+    limit = study.budget
+    assert limit is not None
     path = out or Path(f"{file_name(made.about['workload'])}.plan.json")
     about = {**about_with(found.spec, made.about, path), "headroom_bytes": limit.given_bytes - limit.limit_bytes}
     made = dataclasses.replace(made, about=about)
     made.save(path)
-    return _answer(made, path, replayed=step is not None)
+    return _answer(made, path, replayed=study.step is not None)
 
 
 def _replaying(line: LiveLine, execution: str, number: int, most: int) -> None:

@@ -11,7 +11,7 @@ import typer
 from remat.cli.commands import Answer
 from remat.cli.commands.files import about_with, require_writable
 from remat.cli.commands.options import Json, StepOptions
-from remat.cli.commands.source import opened
+from remat.cli.commands.source import opened, require_state_alone
 
 if TYPE_CHECKING:
     from remat.costing.profile import Profile
@@ -27,6 +27,7 @@ def profile(
 
     require_writable(out)
     with live_line() as line:
+        require_state_alone(step)
         source = opened(step, line)
         found, _ = source.record()
     graph = dataclasses.replace(found.graph, about=about_with(source.spec, found.graph.about, out))

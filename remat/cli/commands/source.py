@@ -1,4 +1,4 @@
-"""The step that a command is about: of a model, to be recorded, or out of a profile; and the budget that it gets."""
+"""The step that a command is about: of a model, to be recorded, or out of a profile."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from remat.cli.commands.files import spec_in
-from remat.cli.commands.options import BudgetOptions, SourceOptions, StepOptions
+from remat.cli.commands.options import SourceOptions, StepOptions
 from remat.errors import Infeasible, UsageError
 from remat.units import gib
 
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from remat.costing.profile import Profile
     from remat.evaluation.form import Form
     from remat.evaluation.plan import Plan
-    from remat.execution.base import Execution
     from remat.planning.advice import Lever
     from remat.planning.budget import Budget
+    from remat.planning.request import PlanRequest
+    from remat.planning.study import Study
     from remat.recording.fake_step import FakeStep
     from remat.workload.target import Target
     from remat.workload.training_loop import TrainingLoop
@@ -37,42 +38,55 @@ class Source:
 
     spec    how to make the workload again; None where a profile does not say
     record  the profile, and the step to replay plans on; a profile out of a file has none
-    place, loop  what it is recorded for; None where it was recorded before
+    place   what it is recorded for; None where it was recorded before
     """
 
     target: Target
     spec: ModelSpec | None
     record: Callable[[], tuple[Profile, FakeStep | None]]
+    loop: TrainingLoop
     place: PlanningDevice | None = None
-    loop: TrainingLoop | None = None
+
+    def studied(self, request: PlanRequest, line: LiveLine, **callbacks: Any) -> Study:
+        """The step as `request` will run it, recorded where it was not; raises UsageError before that.
+
+        callbacks  `on_form` and `on_replay` of the Study
+        """
+        from remat.costing.planning_device import PlanningDevice
+        from remat.planning.planner import studied, study_of
+
+        if self.place is None:
+            place = PlanningDevice(self.target, None)
+            request.require(place, self.loop, has_model=False)
+            warn_of_budget(request.limit(place), self.target)
+            return study_of(self.record()[0], request, place, **callbacks)
+        assert self.spec is not None
+        request.require(self.place, self.loop)
+        warn_of_budget(request.limit(self.place), self.target)
+        line.say(f"recording {self.spec.model}")
+        workload = workload_of(self.spec)
+        return studied(workload, request, self.place, self.loop, on_progress=line.measured, **callbacks)
 
 
-def opened(
-    options: StepOptions,
-    line: LiveLine,
-    execution: Execution | None = None,
-    *,
-    activations: bool = False,
-    weights: bool = False,
-) -> Source:
-    """The step that `options` name, to run as `execution` says. Raises UsageError.
+def opened(options: StepOptions, line: LiveLine) -> Source:
+    """The step that `options` name. Raises UsageError."""
+    if isinstance(options, SourceOptions) and options.profile is not None:
+        _refuse_beside_profile(options)
+        return _from_profile(options.profile, line)
+    return _from_model(options, line)
 
-    activations, weights  whether they may be offloaded here
-    """
-    if not activations and "activations" in (options.offload or ""):
+
+def require_state_alone(options: StepOptions) -> None:
+    """Raise UsageError where activations or weights are to be offloaded by a command that makes no plan."""
+    from remat.planning.links import ACTIVATIONS, WEIGHTS, offloads_named
+
+    names = offloads_named(options.offload)
+    if ACTIVATIONS in names:
         raise UsageError(
             "activations go to the host under `remat plan`, `compare`, `sweep` and `fit`; leave them out here."
         )
-    if not weights and "weights" in (options.offload or ""):
+    if WEIGHTS in names:
         raise UsageError("weights go to the host under `remat plan`; leave them out here.")
-    if isinstance(options, SourceOptions) and options.profile is not None:
-        _refuse_beside_profile(options)
-        found = _from_profile(options.profile, line)
-    else:
-        found = _from_model(options, line, execution)
-    if execution is not None:
-        execution.require(found.place, found.loop)
-    return found
 
 
 def opened_plan(path: Path, line: LiveLine, *, as_captured: bool = False) -> tuple[Source, Plan]:
@@ -94,6 +108,7 @@ def opened_plan(path: Path, line: LiveLine, *, as_captured: bool = False) -> tup
 def opened_step(options: SourceOptions, plan: Path | None, line: LiveLine) -> tuple[Source, Plan | None]:
     """The step that `options` or a plan file name, and the plan. Raises UsageError."""
     if plan is None:
+        require_state_alone(options)
         return opened(options, line), None
     if options.given:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in options.given)
@@ -111,39 +126,33 @@ def allocator_of(plan: Plan | None, given: str | None) -> str | None:
 def _from_profile(path: Path, line: LiveLine) -> Source:
     line.say(f"reading {path}")
     from remat.costing.profile import Profile
+    from remat.workload.training_loop import TrainingLoop
 
     profile = Profile.load(path)
-    return Source(profile.target, spec_in(profile.graph.about, path), lambda: (profile, None))
+    about = profile.graph.about
+    return Source(profile.target, spec_in(about, path), lambda: (profile, None), TrainingLoop.of(about))
 
 
-def _from_model(options: StepOptions, line: LiveLine, execution: Execution | None) -> Source:
+def _from_model(options: StepOptions, line: LiveLine) -> Source:
     line.say("loading PyTorch")
     from remat.costing.planning_device import find_planning_device
 
     spec = options.spec()
-    loop = options.loop(spec.loop())
-    compiled = execution is not None and execution.compiler is not None
-    return _recorded(spec, find_planning_device(options.target or "auto"), loop, line, compiled=compiled)
+    return _recorded(spec, find_planning_device(options.target or "auto"), options.loop(spec.loop()), line)
 
 
 def _recorded(
-    spec: ModelSpec,
-    place: PlanningDevice,
-    loop: TrainingLoop,
-    line: LiveLine,
-    *,
-    compiled: bool = False,
-    form: Form | None = None,
+    spec: ModelSpec, place: PlanningDevice, loop: TrainingLoop, line: LiveLine, *, form: Form | None = None
 ) -> Source:
     def record() -> tuple[Profile, FakeStep]:
         from remat.planning.profiling import fake_step, profile_step
 
         line.say(f"recording {spec.model}")
-        step = fake_step(workload_of(spec), place, loop=loop, compiled=compiled)
+        step = fake_step(workload_of(spec), place, loop=loop)
         step.form = form or step.form
         return profile_step(step, place, on_progress=line.measured), step
 
-    return Source(place.target, spec, record, place, loop)
+    return Source(place.target, spec, record, loop, place)
 
 
 def _refuse_beside_profile(options: SourceOptions) -> None:
@@ -168,88 +177,36 @@ def levers_of(found: Source, profile: Profile, line: LiveLine) -> list[Lever]:
     from remat.evaluation.evaluator import Memory
     from remat.planning.advice import advise
 
-    assert found.spec is not None and found.place is not None and found.loop is not None
+    assert found.spec is not None and found.place is not None
     line.say("trying levers")
     workload, whole = workload_of(found.spec), profile.whole or profile.graph
     return advise(workload, found.place, found.loop, whole, lambda graph, costs: Memory(graph).curve(()).peak_bytes)
 
 
-# Budgets
-
-
-def usable(found: Source) -> int | None:
-    """What the caching allocator can reserve where the step of `found` runs; None without CUDA."""
-    from remat.costing.planning_device import PlanningDevice
-    from remat.planning.budget import usable_bytes
-
-    return usable_bytes(found.place or PlanningDevice(found.target, None))
-
-
-def budget_for(
-    options: BudgetOptions, target: Target, usable_bytes: int | None = None, *, shares: bool = True
-) -> Budget:
-    """The budget that `options` mean on `target`, with a warning where it is more than the target has.
-
-    usable_bytes  as for `parse_budget`
-    shares        whether a share of the step will do, to be read again with `budget_of_step` once it is recorded
-    """
+def warn_of_budget(limit: Budget | None, target: Target) -> None:
+    """Warn where the budget is more than the target has."""
     from remat.cli.screen import tell
-    from remat.planning.budget import parse_budget
 
-    of_step = target.memory_bytes if shares else None
-    limit = parse_budget(options.budget, options.headroom, target.memory_bytes, usable_bytes, of_step)
-    if limit.given_bytes > target.memory_bytes:
+    if limit is not None and limit.given_bytes > target.memory_bytes:
         tell(
             "warning",
             f"the budget of {gib(limit.given_bytes)} is more than the {gib(target.memory_bytes)} of {target.name}; "
             "it is planned for all the same.",
             "bold yellow",
         )
-    return limit
-
-
-def budget_of_step(options: BudgetOptions, limit: Budget, profile: Profile) -> Budget:
-    """`limit`, or the share of the recorded step that `options` ask for."""
-    from remat.planning.budget import is_share_of_step, parse_budget
-
-    if not is_share_of_step(options.budget):
-        return limit
-    step_bytes = profile.peak_without_checkpointing
-    return parse_budget(options.budget, options.headroom, profile.target.memory_bytes, step_bytes=step_bytes)
 
 
 @contextlib.contextmanager
-def headroom_on_top(limit: Budget) -> Iterator[None]:
-    """A refusal names the least peak; what the headroom takes comes on top of that."""
-    try:
-        yield
-    except Infeasible as error:
-        if not (headroom := limit.given_bytes - limit.limit_bytes):
-            raise
-        message = f"{error} The headroom of {gib(headroom)} comes on top."
-        raise Infeasible(message, error.minimum_budget_bytes, error.breakdown) from error
-
-
-@contextlib.contextmanager
-def levers_where_infeasible(
-    source: Source,
-    profile: Profile,
-    limit: Budget,
-    line: LiveLine,
-    *,
-    wanted: bool,
-    losses_are_cut: Callable[[], bool] = lambda: False,
-) -> Iterator[None]:
-    """A refusal also says which lever would make room: what is found by recording the step again with each.
-
-    losses_are_cut  whether plans had losses in slices, as far as there are any
+def levers_where_infeasible(source: Source, study: Study, line: LiveLine, *, wanted: bool) -> Iterator[None]:
+    """Let a refusal also say which change would make room, found by recording the step again with each.
 
     That takes a while, so a terminal shows the refusal meanwhile; Ctrl-C ends the search, and the refusal stands.
     """
     try:
         yield
     except Infeasible as error:
-        if source.spec is None or source.place is None or source.loop is None or error.minimum_budget_bytes is None:
+        budget = study.budget
+        if source.spec is None or source.place is None or error.minimum_budget_bytes is None or budget is None:
             raise
         if not wanted:
             raise
@@ -257,19 +214,13 @@ def levers_where_infeasible(
         line.say(f"does not fit, {least} are the least; looking for what would make room (Ctrl-C: do not)")
         from remat.planning.advice import advise, least_peak_of
 
-        whole = profile.whole or profile.graph
+        whole, workload = study.profile.whole or study.profile.graph, workload_of(source.spec)
+        is_cut = study.forms is not None and study.forms.are_losses
         try:
-            levers = advise(
-                workload_of(source.spec),
-                source.place,
-                source.loop,
-                whole,
-                least_peak_of,
-                losses_are_cut=losses_are_cut(),
-            )
+            levers = advise(workload, source.place, source.loop, whole, least_peak_of, losses_are_cut=is_cut)
         except KeyboardInterrupt:
             raise error from None
-        message = f"{error} {_levers_text(levers, limit.limit_bytes)}"
+        message = f"{error} {_levers_text(levers, budget.limit_bytes)}"
         raise Infeasible(message, error.minimum_budget_bytes, error.breakdown) from error
 
 

@@ -13,15 +13,7 @@ import typer
 
 from remat.cli.commands import Answer
 from remat.cli.commands.files import require_writable
-from remat.cli.commands.options import (
-    EachSearchOptions,
-    Exact,
-    ExecutionOptions,
-    Fuse,
-    HostOptions,
-    Json,
-    SourceOptions,
-)
+from remat.cli.commands.options import EachRequestOptions, Json, SourceOptions
 from remat.cli.commands.source import opened
 from remat.units import gib, ms, parse_bytes
 
@@ -40,17 +32,13 @@ PLAIN_CURVE, PLAIN_MARKS = "@", "abcdefghijklmnopqrstuvwxyz"  # where there is o
 
 def sweep(
     source: SourceOptions,
-    search: EachSearchOptions,
-    how: ExecutionOptions,
-    host: HostOptions,
+    wanted: EachRequestOptions,
     points: Annotated[int, typer.Option(min=2, max=1000, help="Budgets to solve for, at most.")] = 20,
     plot: Annotated[
         Path | None,
         typer.Option(show_default=False, help="Draw the curve: a .png, a .svg, or a .html to point at."),
     ] = None,
     out: Annotated[Path | None, typer.Option(show_default=False, help="Write the curve to a JSON file.")] = None,
-    exact: Exact = False,
-    fuse: Fuse = False,
     as_json: Json = False,
 ) -> Answer:
     """Trace how time falls as the budget rises, from the least that does to no checkpointing at all.
@@ -67,26 +55,16 @@ def sweep(
         require(plot)
     with live_line() as line:
         line.say("loading PyTorch")
-        from remat.execution.executions import load
-        from remat.planning.sweep import sweep
+        from remat.planning.sweep import sweep_study
 
-        found = opened(source, line, load(how.name), activations=True)
-        link = host.link(source.offload, found)
-        profile, step = found.record()
-        link = host.beside_state(link, profile, found)
-
+        study = opened(source, line).studied(
+            wanted.request(line, source), line, on_form=lambda form: line.say(f"{form}: recording")
+        )
         line.say("looking for the least feasible budget")
-        swept = sweep(
-            profile,
+        swept = sweep_study(
+            study,
             points=points,
-            limits=search.limits(line),
-            strategies=search.names,
-            step=step,
-            execution=how.name,
-            exact=exact,
-            fuse=fuse,
-            link=link,
-            on_variant=lambda form: line.say(f"{form}: recording"),
+            strategies=wanted.names,
             on_point=lambda name, number, count: line.say(f"{name}, point", number, count),
         )
     if out is not None:

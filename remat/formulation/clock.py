@@ -1,0 +1,42 @@
+"""Clock: how long every part of planning may take. No other module of planning or solving has a number of seconds.
+
+A time limit that the caller sets (`Limits.time_s`) is above all of these. Where none is set, these end the search:
+past them, searches rarely found better plans or bounds on the models in `results/`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Clock:
+    """Seconds.
+
+    Searches among the forms of a step (`planning/portfolio.py`):
+
+    first_s      for the first search of a form         longer_s  for a second search of one that may be the best
+    window_s     for each micro-batch size where activations may be offloaded: its optimum is rarely proved
+    layers_s     for each number of layers whose weights are on the host
+    advice_s     for the least peak under each remedy that a refusal proposes
+
+    Parts of the exact solver:
+
+    program_s    for the integer program, after the chain
+    finer_s      for finer tables of the chain, and `small_gap_s` where the gap is below 0.5 %
+    plans_s      for tables that cannot raise the bound but may give a better plan
+    stalls_s     without progress before another part of the search has its turn
+    labels_s     for labels with one limit
+    """
+
+    first_s: float = 3.0
+    longer_s: float = 12.0
+    window_s: float = 8.0
+    layers_s: float = 4.0
+    advice_s: float = 10.0
+    program_s: float = 40.0
+    finer_s: float = 20.0
+    small_gap_s: float = 8.0
+    plans_s: float = 3.0
+    stalls_s: float = 4.0
+    labels_s: float = 3.0

@@ -1,0 +1,313 @@
+"""Portfolio: the best plan of a step under one budget, among all its forms. One search serves every command.
+
+Rule 1  A plan's price is the time that its step takes beyond the captured one: recomputation, waits for copies, and
+        what its form takes longer (smaller kernels, gradients added up) or, where groups are fused, shorter.
+Rule 2  A form that alone costs as much as the best plan so far is not searched; its own time bounds its plans. No
+        other form is looked at where nothing needs to be recomputed, unless groups may be fused.
+Rule 3  Every form is searched for `Clock.first_s`. The best one, a few whose bounds say that they may be better still,
+        and the step as captured if it may yet be taken, are searched again for longer. A search ends where its bound
+        says that the best plan so far stands.
+Rule 4  Another form is taken if it saves `FormChoice.worth` of the step, or if nothing else fits. One that saves less
+        is reported, and the bound is then that of plans for the step as captured.
+Rule 5  Plans are compared as the evaluator sees them, and the one to be taken is replayed. Where the replay exceeds the
+        budget and the plan found in its place is slower, all are compared again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterable
+
+from remat.errors import Infeasible, NoPlanInTime
+from remat.formulation.solution import Limits, Solution, Status
+from remat.planning.forms import StepForm
+from remat.planning.search import solve_within
+from remat.planning.study import Begin, Found, Refusal, Study
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """The plan to take, with the proof about it.
+
+    peak_bytes  by the replay where the plan was judged, else by the evaluator
+    bound_us    the least price of any plan of the forms that the proof is about
+    gap         (price - bound) / (price - price of the cheapest form without recomputation)
+    floor_us    the least price of any plan of any form
+    captured    the best plan of the step as captured, where another form is taken and it has one
+    left        the best plan of another form that saves too little to be taken (Rule 4)
+    """
+
+    found: Found
+    peak_bytes: int
+    bound_us: float
+    gap: float
+    status: Status
+    floor_us: float
+    captured: Found | None = None
+    left: Found | None = None
+    interrupted: bool = False
+
+    @property
+    def at(self) -> StepForm:
+        return self.found.at
+
+    @property
+    def solution(self) -> Solution:
+        return self.found.solution
+
+    @property
+    def price_us(self) -> float:
+        return self.found.price_us
+
+
+def fastest(
+    study: Study,
+    budget_bytes: int,
+    limits: Limits | None = None,
+    *,
+    judged: bool = True,
+    worth: float | None = None,
+) -> Outcome:
+    """The plan of least price within `budget_bytes`.
+
+    limits  `time_s` is for the whole search; by default those of the request
+    judged  let the replay judge the plan that is taken
+    worth   in place of that of the request's `FormChoice`
+
+    Raises Infeasible where no form can keep the budget, NoPlanInTime where no plan was found.
+    """
+    limits = limits or study.request.limits
+    if limits.time_s is None:
+        limits = dataclasses.replace(limits, time_s=study.how.patience_s)
+    if not study.has_forms:
+        return _only_captured(study, budget_bytes, limits, judged=judged)
+    worth = study.request.forms.worth if worth is None else worth
+    return _Search(study, budget_bytes, limits, judged=judged, worth=worth).run()
+
+
+def _only_captured(study: Study, budget_bytes: int, limits: Limits, *, judged: bool) -> Outcome:
+    """The plan of a step that has no other form."""
+    at, judge = study.captured, study.judge(study.captured) if judged else None
+    if judge is None:
+        solution = study.solve(at, budget_bytes, limits)
+    else:
+        solution = solve_within(study.problem(at, budget_bytes), study.how, study.request.solve, judge, limits)
+    found = Found(at, solution, limits, is_judged=judge is not None)
+    peak_bytes = study.peak_bytes(found)
+    bound_us = found.bound_us
+    return Outcome(
+        found, peak_bytes, bound_us, solution.gap, solution.status, bound_us, interrupted=solution.interrupted
+    )
+
+
+class _Search:
+    """The search among the forms of a step. (Rules 2 to 5)
+
+    bounds_us  of forms of which no plan is known
+    """
+
+    def __init__(self, study: Study, budget_bytes: int, limits: Limits, *, judged: bool, worth: float):
+        assert study.forms is not None
+        self._study, self._forms, self._budget_bytes, self._limits = study, study.forms, budget_bytes, limits
+        self._judges, self._worth, self._started = judged, worth, time.monotonic()
+        self.captured: Found | None = None
+        self._looked_below_us = -math.inf  # for the step as captured, the second time
+        self.others: list[Found] = []
+        self.bounds_us: list[float] = []
+        self._refused: dict[StepForm, Refusal] = {}  # the last of each
+        self.is_cut_short = self.is_interrupted = False
+        self.has_dropped = False  # a plan of another form that exceeds the budget as it runs
+
+    def run(self) -> Outcome:
+        self.captured = self._searched(self._study.captured, self._limits.clock.first_s)
+        try:
+            self._search_others()
+        except KeyboardInterrupt:
+            if not self._plans:
+                raise
+            self.is_interrupted = True
+        best = self._settled()
+        if best is None:
+            raise self._refusal()
+        return self._outcome(best)
+
+    # Searches
+
+    def _searched(
+        self, at: StepForm, time_s: float | None, begin: Begin | None = None, below_us: float = math.inf
+    ) -> Found | None:
+        """The plan of a form; None where there is none, or none was found.
+
+        time_s    None for all the time that is left
+        below_us  recomputation that a plan has to be below to be of use
+        """
+        limits = self._limits.left(self._started, 0.5)
+        limits = limits if time_s is None else limits.at_most(time_s)
+        limits = dataclasses.replace(limits, below_us=below_us)
+        try:
+            solution = self._study.solve(at, self._budget_bytes, limits, begin)
+        except (Infeasible, NoPlanInTime) as error:
+            self._refused[at] = error
+            return None
+        self.is_interrupted = self.is_interrupted or solution.interrupted
+        return Found(at, solution, limits)
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether the time for all of it is up, or Ctrl-C was pressed."""
+        return self.is_interrupted or self._limits.left(self._started).time_s == 0
+
+    def _search_others(self) -> None:
+        """Search other forms that may cost less than the captured one, and the best ones again for longer."""
+        if self.is_interrupted or (self._price_to_beat_us <= 0 and not self._forms.fuse):
+            return
+        self._search_each(self._forms)
+        if self._forms.rows_us < self._price_to_beat_us:
+            self._search_each(self._forms.with_rows())
+        elif self._forms.rows_us:
+            self.bounds_us.append(self._forms.rows_us)
+        self._search_again()
+        self._search_captured_again()
+
+    def _search_each(self, forms: Iterable[StepForm]) -> None:
+        clock = self._limits.clock
+        for at in forms:
+            if self._is_over:
+                self.is_cut_short = True
+                self.bounds_us.append(min(at.extra_us, 0.0))
+                break
+            if at.extra_us >= self._price_to_beat_us:
+                self.bounds_us.append(at.extra_us)
+                continue
+            begin = (self.others[-1].at, self.others[-1].solution) if self.others else None
+            found = self._searched_below(at, clock.first_s, begin)
+            if found is None and isinstance(self._refused[at], NoPlanInTime):
+                found = self._searched_below(at, clock.longer_s, begin)
+                if found is None and isinstance(self._refused[at], NoPlanInTime):
+                    self.bounds_us.append(at.extra_us)
+            if found is not None:
+                self.others.append(found)
+
+    def _searched_below(self, at: StepForm, time_s: float, begin: Begin | None = None) -> Found | None:
+        return self._searched(at, time_s, begin, self._price_to_beat_us - at.extra_us)
+
+    def _search_again(self) -> None:
+        """Search the best of the other forms, and those that may be better still, for longer. (Rule 3)"""
+        best, choice = self._best_other(), self._study.request.forms
+        if best is None:
+            return
+        self._again(best)
+        price_us = self._price_to_beat_us
+        open_us = choice.open * max(price_us - self._cheapest_us, 0.0)
+        others = [each for each in self.others if each is not best and each.bound_us < price_us - open_us]
+        for each in sorted(others, key=lambda each: each.bound_us)[: choice.most_again]:
+            self._again(each)
+
+    def _again(self, known: Found) -> None:
+        if known.is_proved or self._is_over:
+            return
+        self._study.on_form(known.at.form)
+        if (found := self._searched_below(known.at, self._limits.clock.longer_s)) is not None:
+            known.solution, known.limits = found.solution, found.limits
+
+    def _search_captured_again(self) -> None:
+        """Search the step as captured again, unless it is proved not to be the one to take. (Rule 4)"""
+        known, best, at, below_us = self.captured, self._best_other(), self._study.captured, math.inf
+        if best is not None:
+            below_us = best.price_us + self._worth_us
+        if known is None and not isinstance(self._refused.get(at), NoPlanInTime):
+            return
+        if known is not None and (known.is_proved or known.bound_us >= below_us):
+            return
+        if below_us > self._looked_below_us and not self._is_over:
+            self._looked_below_us = below_us
+            self._study.on_form(at.form)
+            self.captured = self._searched(at, None, below_us=below_us) or known
+        if self.captured is None and isinstance(self._refused[at], NoPlanInTime):
+            self.bounds_us.append(0.0)
+
+    # The plan to take
+
+    def _settled(self) -> Found | None:
+        """The plan to take, as the replay accepts it. (Rule 5)"""
+        while (best := self._best()) is not None and self._judges and not best.is_judged:
+            try:
+                solution = self._study.judged(best.at, self._budget_bytes, best.solution, best.limits)
+                bound_us = max(solution.bound_us, best.solution.bound_us)
+                best.solution = dataclasses.replace(solution, bound_us=min(bound_us, solution.objective_us))
+                best.is_judged = True
+            except (Infeasible, NoPlanInTime) as error:
+                self._drop(best, error)
+            if best is not self.captured:
+                self._search_captured_again()  # it was asked for too little, if the best plan takes longer as it runs
+        return best
+
+    def _drop(self, found: Found, error: Refusal) -> None:
+        self._refused[found.at] = error
+        self.bounds_us.append(found.bound_us)
+        if found is self.captured:
+            self.captured = None
+        else:
+            self.others.remove(found)
+            self.has_dropped = True
+
+    @property
+    def _worth_us(self) -> float:
+        """How much another form has to save to be taken. (Rule 4)"""
+        return self._worth * self._study.step_time_us
+
+    @property
+    def _plans(self) -> list[Found]:
+        return self.others if self.captured is None else [self.captured, *self.others]
+
+    @property
+    def _price_to_beat_us(self) -> float:
+        return min((each.price_us for each in self._plans), default=math.inf)
+
+    @property
+    def _cheapest_us(self) -> float:
+        """Price of the cheapest form without recomputation, as far as is known."""
+        return min([0.0, *self.bounds_us, *(each.at.extra_us for each in self.others)])
+
+    def _best_other(self) -> Found | None:
+        return min(self.others, key=lambda each: each.price_us, default=None)
+
+    def _best(self) -> Found | None:
+        """The plan to take, as far as is known. (Rule 4)"""
+        captured, best = self.captured, self._best_other()
+        if best is None or captured is None:
+            return best or captured
+        return captured if captured.price_us - best.price_us < self._worth_us else best
+
+    # What is said of it
+
+    def _outcome(self, best: Found) -> Outcome:
+        if self.is_interrupted:
+            self.bounds_us.append(-self._study.step_time_us)  # a form that was not searched still takes some time
+        peak_bytes = self._study.peak_bytes(best)
+        floor_us = min([best.price_us, *self.bounds_us, *(each.bound_us for each in self._plans)])
+        other, captured, left = self._best_other(), self.captured, None
+        if best is captured:
+            captured, left = None, other if other is not None and other.price_us < best.price_us else None
+            if not (self.has_dropped or self.is_cut_short or self.is_interrupted):
+                gap, status = best.solution.gap, best.solution.status
+                return Outcome(best, peak_bytes, best.bound_us, gap, status, floor_us, left=left)
+        gap = (best.price_us - floor_us) / max(best.price_us - self._cheapest_us, 1.0)
+        status = "optimal" if gap <= self._limits.gap else "feasible"
+        return Outcome(best, peak_bytes, floor_us, gap, status, floor_us, captured, left, self.is_interrupted)
+
+    def _refusal(self) -> Refusal:
+        refused = list(self._refused.values())
+        if self.is_cut_short:
+            return NoPlanInTime(
+                f"{min(refused, key=_least_budget)} That is with the loss whole or in few slices: there was no time to "
+                "look for plans that cut it finer; raise --time-limit."
+            )
+        late = [error for error in refused if isinstance(error, NoPlanInTime)]
+        return min(late or refused, key=_least_budget)  # refused for good is only what no form can do
+
+
+def _least_budget(error: Refusal) -> float:
+    return getattr(error, "minimum_budget_bytes", None) or math.inf

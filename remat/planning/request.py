@@ -1,0 +1,203 @@
+"""The request: all that a caller can ask of planning, in one frozen value.
+
+The library's functions take its fields as keywords, the command line's options become one, and every search reads it.
+What it may not ask for is refused by `require`, before anything is recorded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TypedDict, Unpack
+
+from remat.costing.planning_device import PlanningDevice
+from remat.errors import UsageError
+from remat.execution import executions
+from remat.execution.base import Execution
+from remat.execution.executions import EAGER
+from remat.formulation.solution import Limits
+from remat.offloading.link import Link
+from remat.planning.budget import Budget, is_share_of_step, parse_budget, usable_bytes
+from remat.planning.links import (
+    ACTIVATIONS,
+    WEIGHTS,
+    host_bytes_of,
+    link_of,
+    loop_with,
+    offloads_named,
+    require_layers,
+    require_offloads,
+)
+from remat.solvers import Solver, load
+from remat.workload.training_loop import TrainingLoop
+
+
+@dataclasses.dataclass(frozen=True)
+class FormChoice:
+    """Which forms of a step are tried, and when another form than the captured one is taken.
+
+    slices          numbers of slices of a loss, in the order in which they are tried
+    beside_rows     numbers of slices of a loss that are tried beside MLPs in slices
+    row_numbers     numbers in the widest value of one slice of an MLP
+    most_row_slices slices of an MLP at most; 0 or 1: MLPs are left whole
+    large           share of the peak; a loss whose logits are smaller is left whole
+    worth           share of the step; another form is taken if it saves so much or nothing else fits
+    most_again      forms beside the best one that are searched a second time
+    open            share of the best price; a form whose bound is lower by so much is searched a second time
+    """
+
+    slices: tuple[int, ...] = (8, 16, 4, 2, 1)
+    beside_rows: tuple[int, ...] = (4, 16)
+    row_numbers: int = 1 << 25
+    most_row_slices: int = 32
+    large: float = 0.01
+    worth: float = 0.01
+    most_again: int = 3
+    open: float = 0.01
+
+    @classmethod
+    def default(cls) -> FormChoice:
+        """The choice of a request that says nothing of it."""
+        return cls()
+
+
+class Wanted(TypedDict, total=False):
+    """The keywords that become a `PlanRequest`, which describes them; `time_limit` is that of `limits`, in seconds."""
+
+    budget: str | int | None
+    headroom: str | int | None
+    execution: str
+    depth: int | None
+    exact: bool
+    fuse: bool
+    offload: str | None
+    host_budget: str | int | None
+    allocator: str | None
+    limits: Limits | None
+    time_limit: float | None
+    solver: Solver | None
+    forms: FormChoice | None
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanRequest:
+    """What is wanted of a plan, whatever the step.
+
+    budget, headroom  see `parse_budget`; None where the caller tries budgets itself
+    execution    how the step will run: "eager"; "modules" for regions that are whole modules, as FSDP2 needs them;
+                 "inductor" or "aot_eager" for a step that is compiled on this machine
+    depth        how deep regions may nest, by default as deep as they may; 1 for an eager plan that `torch.compile` can
+                 keep, which leaves losses whole
+    exact        every gradient is bitwise that of the untouched step: losses and MLPs stay whole, nothing is fused
+    fuse         compile groups of pointwise and reducing nodes by themselves (`fusion/`); results differ in rounding
+    offload      "activations", "optimizer", "weights", or two with a comma between: what may be on the host. The
+                 training script calls `remat.offload_optimizer` or `remat.offload_weights` for the last two
+    host_budget  host memory for it, in bytes or as "64GiB"; by default half of what this host has free, or as much as
+                 the device has for a target elsewhere
+    allocator    settings of PYTORCH_CUDA_ALLOC_CONF to predict for; those of the environment by default
+    limits       of the search; its `clock` says how long each part may take
+    solver       any function of `remat.solvers`; the exact one by default
+    forms        which forms of the step are tried
+    """
+
+    budget: str | int | None = None
+    headroom: str | int | None = None
+    execution: str = EAGER
+    depth: int | None = None
+    exact: bool = False
+    fuse: bool = False
+    offload: str | None = None
+    host_budget: str | int | None = None
+    allocator: str | None = None
+    limits: Limits = Limits()
+    solver: Solver | None = None
+    forms: FormChoice = dataclasses.field(default_factory=lambda: FormChoice.default())
+
+    @property
+    def how(self) -> Execution:
+        """The execution; raises UsageError where there is none of that name."""
+        return executions.load(self.execution)
+
+    @property
+    def solve(self) -> Solver:
+        return self.solver or load("exact")
+
+    @property
+    def cuts(self) -> bool:
+        """Whether losses and MLPs may run in slices. With depth 1 they may not: `torch.compile` runs no slices."""
+        return not self.exact and self.depth != 1
+
+    @property
+    def wants_layers(self) -> bool:
+        """Whether frozen weights may be on the host."""
+        return WEIGHTS in offloads_named(self.offload)
+
+    def loop(self, own: TrainingLoop | None) -> TrainingLoop | None:
+        """The training loop `own`, with the optimizer's state where `offload` says."""
+        return loop_with(own, self.offload)
+
+    def require(self, place: PlanningDevice, loop: TrainingLoop | None, *, has_model: bool = True) -> None:
+        """Raise UsageError for what cannot be had of a step on `place` in `loop`, which `self.loop` gave.
+
+        has_model  whether there is a model, not a profile alone
+        """
+        self.how.require(place if has_model else None, loop)
+        self.limit(place)
+        self.link(place, loop)
+        self.require_of(loop, has_model=has_model)
+
+    def require_of(self, loop: TrainingLoop | None, *, has_model: bool) -> None:
+        """Raise UsageError where offloads or fused groups contradict the execution, the loop or each other."""
+        how = self.how
+        if self.wants_layers:
+            require_layers(how, loop)
+        if ACTIVATIONS in offloads_named(self.offload):
+            require_offloads(how, loop)
+        if self.fuse:
+            require_fusible(how, loop, exact=self.exact, has_model=has_model)
+
+    def limit(self, place: PlanningDevice, step_bytes: int | None = None) -> Budget | None:
+        """The budget in bytes on `place`, None where the request has none. Raises UsageError.
+
+        step_bytes  peak of the step without checkpointing, once it is recorded; before, a share of the step is checked
+                    and read as a share of the device
+        """
+        if self.budget is None:
+            return None
+        target = place.target
+        shares_of = step_bytes if step_bytes is not None else target.memory_bytes
+        simulated = usable_bytes(place) if self.budget == "auto" and self.how.compiler is None else None
+        of_step = shares_of if is_share_of_step(self.budget) else None
+        return parse_budget(self.budget, self.headroom, target.memory_bytes, simulated, of_step)
+
+    def link(self, place: PlanningDevice, loop: TrainingLoop | None) -> Link | None:
+        """The link that activations go over, None where none do. Raises UsageError."""
+        has_state = loop is not None and loop.offload_optimizer
+        return link_of(place, self.offload, self.host_budget, has_state=has_state)
+
+    def host_bytes(self, place: PlanningDevice) -> int:
+        """Host memory that may be taken on `place`."""
+        return host_bytes_of(place, self.host_budget)
+
+    @classmethod
+    def of(cls, **wanted: Unpack[Wanted]) -> PlanRequest:
+        """A request from keywords."""
+        time_limit, limits = wanted.pop("time_limit", None), wanted.pop("limits", None) or Limits()
+        if time_limit is not None:
+            limits = dataclasses.replace(limits, time_s=time_limit)
+        if wanted.get("forms") is None:
+            wanted.pop("forms", None)
+        return cls(**{**wanted, "limits": limits})  # type: ignore[arg-type]
+
+
+def require_fusible(execution: Execution, loop: TrainingLoop | None, *, exact: bool, has_model: bool) -> None:
+    """Raise UsageError where groups cannot be fused."""
+    if exact:
+        raise UsageError(
+            "`fuse=True` and `exact=True` exclude each other: fused groups round elsewhere than the untouched step."
+        )
+    if not execution.runs_forms:
+        raise UsageError(f'groups are fused in eager execution, not under `execution="{execution}"`.')
+    if not has_model:
+        raise UsageError("a profile out of a file holds the step as captured; to fuse, plan from the model.")
+    if loop is not None and loop.shard is not None:
+        raise UsageError("groups are not fused where states are sharded; leave `fuse` or `shard` out.")

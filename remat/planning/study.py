@@ -1,0 +1,298 @@
+"""Study: one step under one request, its forms, and all that was found of them.
+
+A study owns a recorded step. It poses the problem of each form once, solves it under any budget, and remembers each
+solution: under another budget a search begins from the best plan known, and is not begun where bounds already meet. So
+plans for one budget, a curve over many, and a plan that must also fit what the allocator reserves share one memory.
+
+Solutions here are the evaluator's. `judged` gives the one that the replay accepts.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from remat.costing.profile import Profile
+from remat.errors import Infeasible, NoPlanInTime, RematError
+from remat.evaluation.form import CAPTURED, Form
+from remat.evaluation.plan import Region, from_refs, to_refs
+from remat.formulation.liveness import NS
+from remat.formulation.problem import Problem
+from remat.formulation.search_space import Space
+from remat.formulation.solution import NONE_NEEDED, TRACING_ALONE, Limits, Solution
+from remat.offloading.link import Link
+from remat.planning.budget import Budget
+from remat.planning.forms import StepForm, StepForms
+from remat.planning.links import require_offloads
+from remat.planning.refusals import infeasible
+from remat.planning.request import PlanRequest
+from remat.planning.search import Judge, OnReplay, as_it_runs, search, solve_within
+from remat.recording.fake_step import FakeStep
+from remat.solvers import Solver
+from remat.solvers.least_peak import LeastPeak, least_peak
+from remat.units import gib
+
+Refusal = Infeasible | NoPlanInTime
+Begin = tuple[StepForm, Solution]  # a plan of another form to begin a search from
+
+
+@dataclasses.dataclass(eq=False)
+class Found:
+    """The best plan known of one form, and the limits of the search that found it.
+
+    is_judged  the replay has accepted it
+    """
+
+    at: StepForm
+    solution: Solution
+    limits: Limits
+    is_judged: bool = False
+
+    @property
+    def price_us(self) -> float:
+        """Time of the step beyond the captured one without a plan."""
+        return self.solution.objective_us + self.at.extra_us
+
+    @property
+    def bound_us(self) -> float:
+        """The least price of any plan of this form."""
+        return self.solution.bound_us + self.at.extra_us
+
+    @property
+    def is_proved(self) -> bool:
+        return self.solution.status == "optimal" or self.bound_us >= self.price_us
+
+
+@dataclasses.dataclass(frozen=True)
+class _Known:
+    """A solution of one form that was found under a budget, and the peak of its plan."""
+
+    budget_bytes: int
+    solution: Solution
+    peak_bytes: int
+
+
+class Study:
+    """A step, its forms, and the solutions found so far.
+
+    profile     of the step as captured              step   to record other forms of, and to replay plans on
+    budget      of the request, in bytes; None where the caller tries budgets itself
+    link        to the host's memory, where activations may be offloaded
+    space       of plans for the step as captured, by default the execution's
+    replays     whether plans are replayed where there is a step
+    profile_in  the profile of the step in a form; by default that of `step`, recorded
+    cuts        whether losses and MLPs may run in slices, where the request allows it
+    on_form     called with a form before it is recorded or searched again
+    on_replay   see `search.Judge`
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        request: PlanRequest | None = None,
+        step: FakeStep | None = None,
+        *,
+        budget: Budget | None = None,
+        link: Link | None = None,
+        space: Space | None = None,
+        replays: bool = True,
+        profile_in: Callable[[Form], Profile] | None = None,
+        cuts: bool = True,
+        on_form: Callable[[Form], None] | None = None,
+        on_replay: OnReplay | None = None,
+    ):
+        self.request = request or PlanRequest()
+        self.how, self.step, self.link, self.budget = self.request.how, step, link, budget
+        loop = None if step is None else step.loop
+        self.request.require_of(loop, has_model=step is not None)
+        if link is not None:
+            require_offloads(self.how, loop)
+        self.profile = self.how.price(profile)
+        self.captured = StepForm(CAPTURED, self.profile, 0.0)
+        self.on_form = on_form or (lambda form: None)
+        self._space, self._replays, self._on_replay = space, replays, on_replay
+        self.forms: StepForms | None = None
+        if step is not None and ((cuts and self.request.cuts) or self.request.fuse):
+            options: dict[str, Any] = {"slices": cuts and self.request.cuts, "fuse": self.request.fuse}
+            options |= {"profile_in": profile_in, "on_form": self.on_form}
+            self.forms = StepForms(self.how, step, self.profile, self.request.forms, **options)
+        self._linked: Study | None = None  # the study that this one is without the link of
+        self._posed: dict[StepForm, Problem] = {}
+        self._known: dict[StepForm, list[_Known]] = {}
+        self._judges: dict[StepForm, Judge] = {}
+        self._least: dict[StepForm, LeastPeak] = {}
+
+    @property
+    def has_forms(self) -> bool:
+        """Whether the step may run otherwise than captured."""
+        return self.forms is not None and self.forms.are_any
+
+    @property
+    def step_time_us(self) -> float:
+        """Time of the step as captured, without checkpointing."""
+        return self.profile.costs.step_time_us(self.profile.graph)
+
+    def within(self, budget: Budget) -> Study:
+        """The same study, and the same memory, under another budget."""
+        other = copy.copy(self)
+        other.budget = budget
+        return other
+
+    @functools.cached_property
+    def with_losses_whole(self) -> Study:
+        """The same study, and the same memory, for plans that leave losses and MLPs whole."""
+        other = copy.copy(self)
+        other.forms = None if self.forms is None or not self.forms.fuse else self.forms.with_losses_whole
+        return other
+
+    @functools.cached_property
+    def without_link(self) -> Study:
+        """The same study for plans that leave all activations on the device."""
+        other = copy.copy(self)
+        other.link, other._linked = None, self
+        other._known, other._judges, other._least = {}, {}, {}
+        return other
+
+    def problem(self, at: StepForm, budget_bytes: int) -> Problem:
+        """The problem of the step in a form, posed once."""
+        if self._linked is not None:
+            return self._linked.problem(at, budget_bytes).without_link()
+        if at not in self._posed:
+            captured = self._posed.get(self.captured)
+            space = self._space if at is self.captured and self._space else None
+            space = space or self.how.space(at.profile.graph, self.request.depth)
+            self._posed[at] = self.how.pose(at.profile, space, budget_bytes, self.link, like=captured)
+        return self._posed[at].with_budget(budget_bytes)
+
+    def without_checkpointing(self, budget_bytes: int, *, judged: bool) -> dict[str, Any]:
+        """Peak and time of the step without a plan, compiled where the execution compiles."""
+        problem = self.problem(self.captured, budget_bytes)
+        judge = self.judge(self.captured) if judged else None
+        peak_bytes = self.how.without_plan(problem, None if judge is None else lambda: judge.peak(problem, ()))
+        return {**problem.without_checkpointing, "peak_bytes": peak_bytes}
+
+    def peak_bytes(self, found: Found) -> int:
+        """Peak of a plan, by the replay where it was replayed, else by the evaluator."""
+        solution = found.solution
+        if solution.replayed_bytes is not None:
+            return solution.replayed_bytes
+        memory = self.problem(found.at, 0).memory.offloading(solution.offloads)
+        return memory.curve(solution.regions).peak_bytes
+
+    def judge(self, at: StepForm) -> Judge | None:
+        """The replay of plans for the step in a form; None where there is nothing to replay."""
+        if self.step is None or not self._replays:
+            return None
+        if at not in self._judges:
+            self._judges[at] = Judge(self.how, self.step, at.profile, self._on_replay)
+        return self._judges[at]
+
+    def least(self, at: StepForm, limits: Limits) -> LeastPeak:
+        """The least peak of the step in a form, see `solvers.least_peak`; found once, and its plan is remembered."""
+        known = self._least.get(at)
+        if known is None or not known.proved:
+            self._least[at] = least_peak(self.problem(at, 0), limits)
+            self.know_plan(at, self._least[at].regions)
+        return self._least[at]
+
+    def least_known_bytes(self, at: StepForm) -> int:
+        """The least peak of the plans that are known of a form."""
+        return min(each.peak_bytes for each in self._known[at])
+
+    def know_plan(self, at: StepForm, regions: tuple[Region, ...]) -> None:
+        """Remember a plan, of which nothing is proved; with all that the link carries."""
+        problem = self.problem(at, 0)
+        peak_bytes = problem.curve(regions).peak_bytes
+        problem = problem.with_budget(peak_bytes)
+        offloads, price_us = problem.offloads_of(regions), problem.objective_ns(regions) / NS
+        self.remember(at, peak_bytes, Solution("least-peak", "feasible", regions, price_us, offloads=offloads))
+
+    def solve(
+        self, at: StepForm, budget_bytes: int, limits: Limits, begin: Begin | None = None, solver: Solver | None = None
+    ) -> Solution:
+        """The best plan of the step in a form within `budget_bytes`, as the evaluator sees it.
+
+        begin  a plan of another form to begin from
+
+        Raises Infeasible, or NoPlanInTime.
+        """
+        problem = self.problem(at, budget_bytes)
+        if (trivial := self.how.trivial(problem, None)) is not None:
+            return trivial
+        best = self.best_known(at, budget_bytes)
+        if best is None and at in self._least and self._least[at].bound_bytes > budget_bytes:
+            raise infeasible(problem, self._least[at])
+        if best is not None and (best.gap <= limits.gap or best.bound_us >= limits.below_us):
+            return best
+        start = best.regions if best is not None else self._transferred(begin, problem)
+        limits = dataclasses.replace(limits, start=start)
+        found = search(problem, self.how, solver or self.request.solve, None, limits, exact=True)
+        if found.fits:
+            self.remember(at, budget_bytes, found)
+        elif best is None:
+            raise self._refusal(at, problem, found, limits)
+        elif found.status == "infeasible":
+            raise RematError(f"solver {found.solver} says that no plan keeps {budget_bytes} bytes, but one does.")
+        else:  # of a search that ended without a plan the bound stands
+            self.remember(at, budget_bytes, dataclasses.replace(best, bound_us=max(found.bound_us, best.bound_us)))
+        merged = self.best_known(at, budget_bytes)
+        assert merged is not None
+        return dataclasses.replace(merged, interrupted=found.interrupted, wall_s=found.wall_s)
+
+    def judged(self, at: StepForm, budget_bytes: int, solution: Solution, limits: Limits) -> Solution:
+        """`solution`, or another that keeps the budget as it runs. Raises Infeasible, or NoPlanInTime."""
+        judge, problem = self.judge(at), self.problem(at, budget_bytes)
+        if judge is None:
+            return solution
+        found = as_it_runs(problem, solution, judge)
+        if (found.replayed_bytes or 0) <= budget_bytes:
+            return found
+        return solve_within(problem, self.how, self.request.solve, judge, dataclasses.replace(limits, start=None))
+
+    def best_known(self, at: StepForm, budget_bytes: int) -> Solution | None:
+        """The best plan known to keep a budget, with the best bound known of it; None where no plan is known."""
+        known = self._known.get(at, [])
+        fitting = [each.solution for each in known if each.peak_bytes <= budget_bytes]
+        if not fitting:
+            return None
+        best, bound_us = min(fitting, key=lambda each: each.objective_us), self.bound_us(at, budget_bytes)
+        best = dataclasses.replace(best, status="feasible", bound_us=min(bound_us, best.objective_us))
+        return dataclasses.replace(best, status="optimal") if best.gap <= Limits().gap else best
+
+    def bound_us(self, at: StepForm, budget_bytes: int) -> float:
+        """Recomputation that every plan of a form within `budget_bytes` is known to need: a bound holds for less."""
+        bounds = (each.solution.bound_us for each in self._known.get(at, ()) if each.budget_bytes >= budget_bytes)
+        return max(bounds, default=0.0)
+
+    def _refusal(self, at: StepForm, problem: Problem, found: Solution, limits: Limits) -> Refusal:
+        """What a search without a plan means."""
+        least = self.least(at, limits)
+        if found.status == "infeasible" or least.bound_bytes > problem.budget_bytes:
+            return infeasible(problem, least)
+        return NoPlanInTime(
+            f"no plan within {gib(problem.budget_bytes)} was found in {found.wall_s:.0f} s; raise the time limit "
+            "(`time_limit=`)."
+        )
+
+    def remember(self, at: StepForm, budget_bytes: int, found: Solution) -> None:
+        """Take note of a plan that keeps `budget_bytes`, and of its bound, which holds for plans that do."""
+        if found.solver in (NONE_NEEDED, TRACING_ALONE):
+            return  # each budget says for itself whether a plan is needed
+        peak_bytes = self.problem(at, budget_bytes).memory.offloading(found.offloads).curve(found.regions).peak_bytes
+        self._known.setdefault(at, []).append(_Known(budget_bytes, found, peak_bytes))
+
+    def _transferred(self, begin: Begin | None, problem: Problem) -> tuple[Region, ...] | None:
+        """A plan of another form as one of this form; None where it has none."""
+        if begin is None:
+            return None
+        other, solution = begin
+        graph = other.profile.graph
+        try:
+            start = from_refs(problem.graph, to_refs(graph, solution.regions, problem.space.modules))
+            problem.runs_of(start)
+        except KeyError:
+            return None
+        return start

@@ -1,0 +1,87 @@
+"""One request is what every function and every command takes: no option is in one and missing in another."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import remat
+from remat.cli.commands.compare import compare
+from remat.cli.commands.fit import fit
+from remat.cli.commands.options import GROUPS, EachRequestOptions, RequestOptions, StepOptions
+from remat.cli.commands.plan import plan
+from remat.cli.commands.sweep import sweep
+from remat.costing.planning_device import find_planning_device
+from remat.errors import UsageError
+from remat.formulation.solution import Limits
+from remat.planning.request import PlanRequest, Wanted
+from remat.workload.training_loop import TrainingLoop
+
+FIELDS = {field.name for field in dataclasses.fields(PlanRequest)}
+OF_LIMITS = {"time_limit", "seed"}  # options that are fields of `Limits`
+NOT_ON_A_COMMAND_LINE = {"limits", "solver", "forms"}
+OLDER_NAMES = {"regions", "compiler"}
+
+
+def test_keywords_are_the_fields_of_the_request() -> None:
+    assert set(Wanted.__annotations__) == FIELDS | {"time_limit"}
+    assert PlanRequest.of(time_limit=3.0, exact=True) == PlanRequest(limits=Limits(time_s=3.0), exact=True)
+
+
+def test_the_plan_function_spells_every_keyword_out() -> None:
+    own = {"workload", "target", "loop", "batch_size", "on_progress"}
+    assert set(inspect.signature(remat.plan).parameters) == own | set(Wanted.__annotations__)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [remat.compare, remat.sweep, remat.fit, remat.largest_batch, remat.longest_sequence],
+    ids=lambda function: function.__name__,
+)
+def test_every_other_function_takes_the_same_keywords(function: Callable[..., Any]) -> None:
+    hints = typing.get_type_hints(function, include_extras=True)
+    assert typing.get_args(hints["wanted"]) == (Wanted,)
+    assert {"workload", "target", "loop"} <= set(inspect.signature(function).parameters)
+
+
+@pytest.mark.parametrize("command", [plan, compare, sweep, fit], ids=lambda command: command.__name__)
+def test_every_command_takes_every_option(command: Callable[..., Any]) -> None:
+    groups = [hint for hint in typing.get_type_hints(command).values() if hint in GROUPS]
+    options = {field.name for group in groups for field in dataclasses.fields(group)}
+    beside = {"budget", "headroom"} if command is sweep else set()  # which tries budgets itself
+    assert FIELDS - NOT_ON_A_COMMAND_LINE - beside | OF_LIMITS <= options
+
+
+@pytest.mark.parametrize("group", [RequestOptions, EachRequestOptions])
+def test_options_are_the_fields_of_the_request(group: type) -> None:
+    options = {field.name for field in dataclasses.fields(group)} - OLDER_NAMES - OF_LIMITS - {"strategies"}
+    assert options | {"offload", "budget", "headroom"} | NOT_ON_A_COMMAND_LINE == FIELDS
+    assert "offload" in {field.name for field in dataclasses.fields(StepOptions)}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "loop", "says"),
+    [
+        pytest.param({"fuse": True, "exact": True}, None, "exclude each other", id="fused-and-bitwise"),
+        pytest.param({"fuse": True, "execution": "modules"}, None, "groups are fused in eager", id="fused-modules"),
+        pytest.param({"fuse": True}, TrainingLoop(ranks=2, shard="zero3"), "states are sharded", id="fused-shards"),
+        pytest.param({"offload": "activations", "execution": "modules"}, None, "nothing is offloaded", id="modules"),
+        pytest.param({"offload": "weights", "execution": "modules"}, None, "no weights are on the host", id="weights"),
+        pytest.param({"offload": "everything"}, None, "offload is activations", id="unknown"),
+        pytest.param({"host_budget": "1GiB"}, None, "a host budget is for", id="nothing-to-offload"),
+        pytest.param({"budget": "20"}, None, "20", id="budget-without-unit"),
+        pytest.param({"execution": "lazy"}, None, "is not known", id="execution"),
+        pytest.param({"execution": "inductor"}, None, "is not this machine's", id="compiled-elsewhere"),
+    ],
+)
+def test_a_request_that_cannot_be_met_is_refused_before_anything_is_recorded(
+    wanted: dict[str, Any], loop: TrainingLoop | None, says: str
+) -> None:
+    request = PlanRequest.of(**{"budget": "20GiB", **wanted})
+    with pytest.raises(UsageError, match=says):
+        request.require(find_planning_device("h100-80gb"), request.loop(loop))
