@@ -122,7 +122,7 @@ def _estimated(models: list[str]) -> None:
         profile = profile_step(step, place)
         step_us, peak = profile.costs.step_time_us(profile.graph), Memory(profile.graph).peak_without_checkpointing
         limits = Limits(time_s=TIME_S)
-        study, of_slices = (Study(profile, PlanRequest(fuse=fuse, limits=limits), step) for fuse in (True, False))
+        study, of_slices = (Study(profile, PlanRequest.of(fuse=fuse, limits=limits), step) for fuse in (True, False))
         assert study.forms is not None and of_slices.forms is not None
         forms = [*[*study.forms][:2], next(iter(of_slices.forms))]
         for each in forms:

@@ -263,7 +263,7 @@ def test_where_groups_are_fused_the_step_is_faster_at_every_size_and_the_ladder_
     ][:-1]
     look = search(size, DECODER, fuse=True)
     for other in set(divisors(24)) - {candidate.micro_batch for candidate in found.candidates}:
-        fits = look.exact(Window(24, other))
+        fits = look.best(Window(24, other))
         assert fits is None or fits.time_us is None or fits.time_us >= (found.best.time_us or 0.0)
     with pytest.raises(UsageError, match="exclude each other"):
         fit_all(DECODER, place, budget, 24, exact=True, fuse=True)
@@ -293,13 +293,13 @@ def test_no_candidate_that_was_not_solved_could_have_been_better() -> None:
     look = search(found.budget_bytes)
     for size in set(divisors(24)) - tried:
         window = Window(24, size)
-        fits = look.exact(window)
+        fits = look.best(window)
         assert fits is None or fits.time_us is None or fits.time_us >= found.best.time_us
 
 
 def test_an_uneven_last_micro_batch_is_costed_at_its_own_size() -> None:
     look = search(1 << 40)
-    even, uneven = look.exact(Window(24, 12)), look.exact(Window(23, 12))
+    even, uneven = look.best(Window(24, 12)), look.best(Window(23, 12))
     assert even is not None and uneven is not None
     assert (uneven.last, uneven.accumulation) == (11, 2)
     assert uneven.time_us is not None and even.time_us is not None and uneven.time_us <= even.time_us

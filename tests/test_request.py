@@ -25,16 +25,18 @@ from remat.workload.training_loop import TrainingLoop
 FIELDS = {field.name for field in dataclasses.fields(PlanRequest)}
 OF_LIMITS = {"time_limit", "seed"}  # options that are fields of `Limits`
 NOT_ON_A_COMMAND_LINE = {"limits", "solver", "forms"}
-OLDER_NAMES = {"regions", "compiler"}
+OLDER_NAMES = {"regions", "compiler", "exact", "fuse"}  # of fields
+OLDER_KEYWORDS = {"exact", "fuse"}
 
 
 def test_keywords_are_the_fields_of_the_request() -> None:
-    assert set(Wanted.__annotations__) == FIELDS | {"time_limit"}
-    assert PlanRequest.of(time_limit=3.0, exact=True) == PlanRequest(limits=Limits(time_s=3.0), exact=True)
+    assert set(Wanted.__annotations__) == FIELDS | OLDER_KEYWORDS | {"time_limit"}
+    assert PlanRequest.of(time_limit=3.0, exact=True) == PlanRequest(limits=Limits(time_s=3.0), numerics="bitwise")
+    assert PlanRequest.of(fuse=True) == PlanRequest.of(numerics="rounding") == PlanRequest(numerics="rounding")
 
 
 def test_the_plan_function_spells_every_keyword_out() -> None:
-    own = {"workload", "target", "loop", "batch_size", "on_progress"}
+    own = {"workload", "target", "loop", "batch_size", "menu", "on_progress"}
     assert set(inspect.signature(remat.plan).parameters) == own | set(Wanted.__annotations__)
 
 
@@ -68,6 +70,8 @@ def test_options_are_the_fields_of_the_request(group: type) -> None:
     ("wanted", "loop", "says"),
     [
         pytest.param({"fuse": True, "exact": True}, None, "exclude each other", id="fused-and-bitwise"),
+        pytest.param({"fuse": True, "numerics": "sums"}, None, "say two things", id="two-answers"),
+        pytest.param({"numerics": "any"}, None, "numerics is bitwise, sums or rounding", id="no-numerics"),
         pytest.param({"fuse": True, "execution": "modules"}, None, "groups are fused in eager", id="fused-modules"),
         pytest.param({"fuse": True}, TrainingLoop(ranks=2, shard="zero3"), "states are sharded", id="fused-shards"),
         pytest.param({"offload": "activations", "execution": "modules"}, None, "nothing is offloaded", id="modules"),
@@ -82,6 +86,6 @@ def test_options_are_the_fields_of_the_request(group: type) -> None:
 def test_a_request_that_cannot_be_met_is_refused_before_anything_is_recorded(
     wanted: dict[str, Any], loop: TrainingLoop | None, says: str
 ) -> None:
-    request = PlanRequest.of(**{"budget": "20GiB", **wanted})
     with pytest.raises(UsageError, match=says):
+        request = PlanRequest.of(**{"budget": "20GiB", **wanted})
         request.require(find_planning_device("h100-80gb"), request.loop(loop))

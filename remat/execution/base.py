@@ -55,7 +55,7 @@ class Execution(abc.ABC):
     """A way to run a plan's step.
 
     name            `Plan.execution`, `--execution`
-    is_exact        whether what the evaluator says is what the step needs
+    runs_as_evaluated  whether the step needs what the evaluator says
     compiler        the compiler that the step must run under; None where it must not run under any
     bound_carries   whether no plan within the budget, run this way, can recompute for less than the evaluator's bound
     runs_forms      whether the step may run in another form: losses in slices, groups fused
@@ -65,7 +65,7 @@ class Execution(abc.ABC):
     """
 
     name: str
-    is_exact: bool = False
+    runs_as_evaluated: bool = False
     compiler: str | None = None
     bound_carries: bool = True
     runs_forms: bool = False

@@ -5,7 +5,7 @@ evaluator's, and with a step at hand the replay must accept it too. The best bou
 beside all of them, because they choose from the same space of plans.
 
 Where regions are modules, strategies that join layers or save inside them have no plan of their own. Where the step
-does not run as the evaluator says (`Execution.is_exact`), a peak is the replay's, as in planning.
+does not run as the evaluator says (`Execution.runs_as_evaluated`), a peak is the replay's, as in planning.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ class _Comparing:
         else:
             bound_us = outcome.bound_us
             rows = [self._row("exact", outcome.found, bound_us, outcome), *self._by_hand(bound_us)]
-            captured = UNFUSED if study.request.fuse else LOSS_WHOLE
+            captured = UNFUSED if study.request.fuses else LOSS_WHOLE
             for name, found in self._named():
                 row = self._row(name, Found(self._at, found, self._limits), bound_us)
                 rows.append(dataclasses.replace(row, strategy=captured if name == "exact" else name))
@@ -320,7 +320,7 @@ class _Comparing:
 
         best_bound_us  the best bound of the comparison: in its file, a plan without a proof of its own gets that one
         """
-        how, solution, is_exact = self._study.how, found.solution, name in EXACT or name == KEPT
+        how, solution, proves = self._study.how, found.solution, name in EXACT or name == KEPT
         carries = how.bound_carries
         fits, bound_us, gap = solution.fits, found.bound_us, solution.gap
         status = solution.status if outcome is None else outcome.status
@@ -329,7 +329,7 @@ class _Comparing:
         plan: Plan | None = None
         predicted: Prediction = {}
         if has_plan(name, solution):
-            asked = self._study.judge(found.at) if fits or not how.is_exact else None
+            asked = self._study.judge(found.at) if fits or not how.runs_as_evaluated else None
             if asked is not None and solution.replayed_bytes is None:
                 peak_bytes = asked.peak(self._study.problem(found.at, 0), solution.regions, solution.offloads)
                 solution = dataclasses.replace(solution, replayed_bytes=peak_bytes)
@@ -361,8 +361,8 @@ class _Comparing:
             overhead=predicted.get("overhead"),
             samples_per_s=samples_per_s,
             tokens_per_s=samples_per_s * about["seq_len"] if samples_per_s and about["seq_len"] else None,
-            bound_us=bound_us if is_exact and carries else None,
-            gap=gap if is_exact and fits and carries else None,
+            bound_us=bound_us if proves and carries else None,
+            gap=gap if proves and fits and carries else None,
             above_bound=_above(added_us, best_bound_us) if fits else None,
             wall_s=round(solution.wall_s, 3),
             plan=plan,
@@ -413,9 +413,9 @@ def strategy_solution(study: Study, at: StepForm, name: str, budget_bytes: int, 
     if name == WITHOUT:  # it is not replayed: people run it untraced, and compiled where all is
         peak = how.without_plan(problem, None if judge is None else lambda: judge.peak(problem, ()))
         return Solution(WITHOUT, "feasible" if peak <= budget_bytes else "unknown", replayed_bytes=peak)
-    exact = name in EXACT
-    found = search(problem, how, lambda each, limits: solve(each, name, limits), judge, limits, exact=exact)
-    if exact and how.is_exact and found.fits:
+    proves = name in EXACT
+    found = search(problem, how, lambda each, limits: solve(each, name, limits), judge, limits, may_need_none=proves)
+    if proves and how.runs_as_evaluated and found.fits:
         study.remember(at, budget_bytes, found)
     return found
 

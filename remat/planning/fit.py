@@ -152,7 +152,7 @@ def fitted(sizing: Sizing, global_batch: int) -> Fit:
     tried: list[Candidate] = []
     best_us = math.inf
     for window in windows:
-        found = sizes.exact(window, best_us)
+        found = sizes.best(window, best_us)
         if found is None:
             continue
         tried.append(found)

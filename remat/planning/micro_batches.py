@@ -228,7 +228,7 @@ class MicroBatches:
         """The step at a size, in all its forms."""
         key = (micro_batch, accumulates)
         if key not in self._studies:
-            if not self.how.is_exact and key not in self._steps:
+            if not self.how.runs_as_evaluated and key not in self._steps:
                 self._record(key)
             profile, profile_in, step = self.profile(*key), None, self._steps.get(key)
             if step is None:
@@ -240,7 +240,7 @@ class MicroBatches:
                 dataclasses.replace(self.request, limits=self.limits),
                 step,
                 link=self._link_beside(profile.graph),
-                replays=not self.how.is_exact,
+                replays=not self.how.runs_as_evaluated,
                 profile_in=profile_in,
             )
         return self._studies[key]
@@ -369,7 +369,7 @@ class MicroBatches:
         """Whether some plan fits `micro_batch`; without `in_slices`, one that leaves losses and MLPs whole."""
         window, study = _even_window(micro_batch, accumulates), self.study(micro_batch, accumulates)
         problem = study.problem(study.captured, self.budget.limit_bytes)
-        if self.how.is_exact and problem.memory.peak_without_regions <= self.budget.limit_bytes:
+        if self.how.runs_as_evaluated and problem.memory.peak_without_regions <= self.budget.limit_bytes:
             return True
         self.on_try(f"is there a plan for micro-batch {micro_batch}")
         if self._whole(window, "every-block").fits:
@@ -384,21 +384,21 @@ class MicroBatches:
     def _fits_in_one_of(self, study: Study, forms: Iterable[StepForm]) -> bool:
         return any(study.least(at, self.limits).peak_bytes <= self.budget.limit_bytes for at in forms)
 
-    def exact(self, window: Window, below_us: float = math.inf) -> Candidate | None:
+    def best(self, window: Window, below_us: float = math.inf) -> Candidate | None:
         """The best plan at a micro-batch; None where its time cannot be below `below_us`. (Rule 1)"""
         if self._least_time_us(window) >= below_us:
             return None
         self.on_try(f"micro-batch {window.micro_batch}")
         study = self.study_of(window)
         try:
-            found = fastest(study, self.budget.limit_bytes, self.limits, judged=not self.how.is_exact)
+            found = fastest(study, self.budget.limit_bytes, self.limits, judged=not self.how.runs_as_evaluated)
         except (Infeasible, NoPlanInTime):
             return self._candidate(window, "exact", Found(study.captured, NOTHING, self.limits))
         return self._candidate(window, "exact", found.found, found.gap)
 
     def _least_time_us(self, window: Window) -> float:
         """The time of an optimizer step in its fastest form, nothing recomputed."""
-        return self._time_us(window, (), Form(fused=self.request.fuse))
+        return self._time_us(window, (), Form(fused=self.request.fuses))
 
     def ladder(self, samples: int, windows: list[Window]) -> dict[str, Candidate | None]:
         """The rungs of the classic ladder; a rung is the largest micro-batch of its kind that fits."""

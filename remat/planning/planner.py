@@ -14,7 +14,7 @@ from typing import Any, Unpack
 
 from remat.costing.planning_device import PlanningDevice, find_planning_device
 from remat.costing.profile import Profile
-from remat.errors import Infeasible
+from remat.errors import Infeasible, UsageError
 from remat.evaluation.form import Form
 from remat.evaluation.plan import Plan
 from remat.execution.executions import EAGER
@@ -25,10 +25,11 @@ from remat.planning.assemble import plan_of
 from remat.planning.budget import Budget
 from remat.planning.card import footprints_of, reserving_at_most
 from remat.planning.layers_on_host import movable_layers, with_layers_on_host
-from remat.planning.links import beside_state
+from remat.planning.links import ACTIVATIONS, beside_state, require_offloads
+from remat.planning.menu import with_alternatives
 from remat.planning.portfolio import Outcome, fastest
 from remat.planning.profiling import fake_step, profile_step
-from remat.planning.request import FormChoice, PlanRequest, Wanted
+from remat.planning.request import FormChoice, Numerics, PlanRequest, Wanted
 from remat.planning.search import OnReplay
 from remat.planning.study import Study
 from remat.recording.fake_step import FakeStep
@@ -49,6 +50,7 @@ def plan(
     headroom: str | int | None = None,
     execution: str = EAGER,
     depth: int | None = None,
+    numerics: Numerics | None = None,
     exact: bool = False,
     fuse: bool = False,
     offload: str | None = None,
@@ -58,6 +60,7 @@ def plan(
     time_limit: float | None = None,
     solver: Solver | None = None,
     forms: FormChoice | None = None,
+    menu: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
     """Find the plan with the least added time whose peak over the whole step stays within `budget`.
@@ -66,6 +69,8 @@ def plan(
     loop         what training does around forward and backward: accumulation, clipping, shards, ...
     batch_size   samples in place of the workload's own number
     time_limit   seconds for the search: that of `limits`, which has more to set
+    menu         also find the answers that may change more or less in the numbers, or that offload activations:
+                 `menu.alternatives_of(plan)`
     on_progress  called with (done, total) while costs are measured
 
     All other arguments are fields of `PlanRequest`, which describes them.
@@ -77,6 +82,7 @@ def plan(
         headroom=headroom,
         execution=execution,
         depth=depth,
+        numerics=numerics,
         exact=exact,
         fuse=fuse,
         offload=offload,
@@ -90,7 +96,9 @@ def plan(
     place = find_planning_device(target)
     if batch_size is not None:
         workload = workload.sized(batch_size)
-    return plan_study(studied(workload, request, place, loop, on_progress=on_progress))
+    study = studied(workload, request, place, loop, on_progress=on_progress)
+    made = plan_study(study)
+    return with_alternatives(made, study, link_beside(study, place)) if menu else made
 
 
 def studied(
@@ -126,6 +134,17 @@ def study_of(
     if request.wants_layers and step is not None and budget is not None:
         profile = with_layers_on_host(profile, step, request, budget.limit_bytes, request.host_bytes(place))
     return Study(profile, request, step, budget=budget, link=link, **callbacks)
+
+
+def link_beside(study: Study, place: PlanningDevice) -> Link | None:
+    """The link that activations of a study would go over, None where none can."""
+    request = dataclasses.replace(study.request, offload=ACTIVATIONS)
+    loop = TrainingLoop.of(study.profile.graph.about)
+    try:
+        require_offloads(study.how, loop)
+        return beside_state(request.link(place, loop), study.profile.graph, request.host_bytes(place))
+    except UsageError:
+        return None
 
 
 def plan_study(study: Study) -> Plan:

@@ -7,7 +7,7 @@ What it may not ask for is refused by `require`, before anything is recorded.
 from __future__ import annotations
 
 import dataclasses
-from typing import TypedDict, Unpack
+from typing import Literal, TypedDict, Unpack
 
 from remat.costing.planning_device import PlanningDevice
 from remat.errors import UsageError
@@ -29,6 +29,12 @@ from remat.planning.links import (
 )
 from remat.solvers import Solver, load
 from remat.workload.training_loop import TrainingLoop
+
+Numerics = Literal["bitwise", "sums", "rounding"]
+BITWISE: Numerics = "bitwise"
+SUMS: Numerics = "sums"
+ROUNDING: Numerics = "rounding"
+NUMERICS: tuple[Numerics, ...] = (BITWISE, SUMS, ROUNDING)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,12 +67,17 @@ class FormChoice:
 
 
 class Wanted(TypedDict, total=False):
-    """The keywords that become a `PlanRequest`, which describes them; `time_limit` is that of `limits`, in seconds."""
+    """The keywords that become a `PlanRequest`, which describes them.
+
+    `time_limit` is that of `limits`, in seconds. `exact=True` is `numerics="bitwise"`, and `fuse=True` is
+    `numerics="rounding"`.
+    """
 
     budget: str | int | None
     headroom: str | int | None
     execution: str
     depth: int | None
+    numerics: Numerics | None
     exact: bool
     fuse: bool
     offload: str | None
@@ -87,8 +98,10 @@ class PlanRequest:
                  "inductor" or "aot_eager" for a step that is compiled on this machine
     depth        how deep regions may nest, by default as deep as they may; 1 for an eager plan that `torch.compile` can
                  keep, which leaves losses whole
-    exact        every gradient is bitwise that of the untouched step: losses and MLPs stay whole, nothing is fused
-    fuse         compile groups of pointwise and reducing nodes by themselves (`fusion/`); results differ in rounding
+    numerics     what a plan may change in the numbers. "bitwise": nothing; losses and MLPs stay whole.
+                 "sums": losses and MLPs may run in slices; gradients of weights in them are summed in another order.
+                 "rounding": groups of pointwise and reducing nodes are compiled by themselves too (`fusion/`), which
+                 round elsewhere, nearer to float64
     offload      "activations", "optimizer", "weights", or two with a comma between: what may be on the host. The
                  training script calls `remat.offload_optimizer` or `remat.offload_weights` for the last two
     host_budget  host memory for it, in bytes or as "64GiB"; by default half of what this host has free, or as much as
@@ -103,8 +116,7 @@ class PlanRequest:
     headroom: str | int | None = None
     execution: str = EAGER
     depth: int | None = None
-    exact: bool = False
-    fuse: bool = False
+    numerics: Numerics = SUMS
     offload: str | None = None
     host_budget: str | int | None = None
     allocator: str | None = None
@@ -124,7 +136,12 @@ class PlanRequest:
     @property
     def cuts(self) -> bool:
         """Whether losses and MLPs may run in slices. With depth 1 they may not: `torch.compile` runs no slices."""
-        return not self.exact and self.depth != 1
+        return self.numerics != BITWISE and self.depth != 1
+
+    @property
+    def fuses(self) -> bool:
+        """Whether groups are fused."""
+        return self.numerics == ROUNDING
 
     @property
     def wants_layers(self) -> bool:
@@ -152,8 +169,8 @@ class PlanRequest:
             require_layers(how, loop)
         if ACTIVATIONS in offloads_named(self.offload):
             require_offloads(how, loop)
-        if self.fuse:
-            require_fusible(how, loop, exact=self.exact, has_model=has_model)
+        if self.fuses:
+            require_fusible(how, loop, has_model=has_model)
 
     def limit(self, place: PlanningDevice, step_bytes: int | None = None) -> Budget | None:
         """The budget in bytes on `place`, None where the request has none. Raises UsageError.
@@ -186,15 +203,33 @@ class PlanRequest:
             limits = dataclasses.replace(limits, time_s=time_limit)
         if wanted.get("forms") is None:
             wanted.pop("forms", None)
-        return cls(**{**wanted, "limits": limits})  # type: ignore[arg-type]
+        numerics = numerics_of(
+            wanted.pop("numerics", None), exact=wanted.pop("exact", False), fuse=wanted.pop("fuse", False)
+        )
+        return cls(**{**wanted, "numerics": numerics, "limits": limits})  # type: ignore[arg-type]
 
 
-def require_fusible(execution: Execution, loop: TrainingLoop | None, *, exact: bool, has_model: bool) -> None:
-    """Raise UsageError where groups cannot be fused."""
-    if exact:
+def numerics_of(numerics: str | None, *, exact: bool = False, fuse: bool = False) -> Numerics:
+    """What a plan may change in the numbers, from the name and from the older flags for two of the names.
+
+    Raises UsageError where they contradict each other, and for an unknown name.
+    """
+    if exact and fuse:
         raise UsageError(
             "`fuse=True` and `exact=True` exclude each other: fused groups round elsewhere than the untouched step."
         )
+    asked = BITWISE if exact else ROUNDING if fuse else None
+    if numerics is None:
+        return asked or SUMS
+    if numerics not in NUMERICS:
+        raise UsageError(f"numerics is {', '.join(NUMERICS[:-1])} or {NUMERICS[-1]}, not {numerics!r}.")
+    if asked not in (None, numerics):
+        raise UsageError(f"`numerics={numerics!r}` and `{'exact' if exact else 'fuse'}=True` say two things; use one.")
+    return numerics
+
+
+def require_fusible(execution: Execution, loop: TrainingLoop | None, *, has_model: bool) -> None:
+    """Raise UsageError where groups cannot be fused."""
     if not execution.runs_forms:
         raise UsageError(f'groups are fused in eager execution, not under `execution="{execution}"`.')
     if not has_model:

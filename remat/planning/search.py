@@ -76,12 +76,12 @@ def search(
     judge: Judge | None,
     limits: Limits,
     *,
-    exact: bool,
+    may_need_none: bool,
 ) -> Solution:
     """What `solve` finds for `problem` that keeps its budget as it runs; without `judge` as the evaluator sees it.
 
-    exact   take the plan of no regions where it keeps the budget: nothing is better
-    limits  of all that is solved here; where more than one plan may have to be tried, each gets half of what is left
+    may_need_none  take the plan of no regions where it keeps the budget: nothing is better
+    limits         of the whole search; where more than one plan may have to be tried, each gets half of what is left
 
     Where plans were found and none of them keeps the budget, the status is "unknown", with the one that needs least
     and its `replayed_bytes`. A bound is that of the budget asked for: it holds for what is found under smaller ones,
@@ -89,10 +89,10 @@ def search(
     """
     if judge is not None:  # what is of no use was said of plans that nobody replayed
         limits = dataclasses.replace(limits, below_us=math.inf)
-    started, share = time.monotonic(), 1.0 if execution.is_exact or judge is None else 0.5
+    started, share = time.monotonic(), 1.0 if execution.runs_as_evaluated or judge is None else 0.5
     least_bytes = functools.cache(lambda: least_peak(problem, limits.left(started, share)).peak_bytes)
     trivial = None
-    if exact:
+    if may_need_none:
         trivial = execution.trivial(problem, None if judge is None else lambda: judge.peak(problem, ()))
         if trivial is not None and trivial.solver == NONE_NEEDED:
             return trivial
@@ -148,7 +148,7 @@ def solve_within(
 
     Raises Infeasible where no plan keeps the budget that was asked for, NoPlanInTime where none was found.
     """
-    found = search(problem, execution, solver, judge, limits, exact=True)
+    found = search(problem, execution, solver, judge, limits, may_need_none=True)
     if found.fits:
         return found
     if found.status == "infeasible":

@@ -28,7 +28,7 @@ from remat.planning.budget import Budget
 from remat.planning.forms import StepForm, StepForms
 from remat.planning.links import require_offloads
 from remat.planning.refusals import infeasible
-from remat.planning.request import PlanRequest
+from remat.planning.request import Numerics, PlanRequest
 from remat.planning.search import Judge, OnReplay, as_it_runs, search, solve_within
 from remat.recording.fake_step import FakeStep
 from remat.solvers import Solver
@@ -114,16 +114,29 @@ class Study:
         self.captured = StepForm(CAPTURED, self.profile, 0.0)
         self.on_form = on_form or (lambda form: None)
         self._space, self._replays, self._on_replay = space, replays, on_replay
-        self.forms: StepForms | None = None
-        if step is not None and ((cuts and self.request.cuts) or self.request.fuse):
-            options: dict[str, Any] = {"slices": cuts and self.request.cuts, "fuse": self.request.fuse}
-            options |= {"profile_in": profile_in, "on_form": self.on_form}
-            self.forms = StepForms(self.how, step, self.profile, self.request.forms, **options)
+        self._profile_in, self._may_cut = profile_in, cuts
+        self.forms = self._forms()
         self._linked: Study | None = None  # the study that this one is without the link of
         self._posed: dict[StepForm, Problem] = {}
         self._known: dict[StepForm, list[_Known]] = {}
         self._judges: dict[StepForm, Judge] = {}
         self._least: dict[StepForm, LeastPeak] = {}
+
+    def _forms(self) -> StepForms | None:
+        """The forms that the request allows beside the captured one."""
+        cuts, fuse = self._may_cut and self.request.cuts, self.request.fuses
+        if self.step is None or not (cuts or fuse):
+            return None
+        return StepForms(
+            self.how,
+            self.step,
+            self.profile,
+            self.request.forms,
+            slices=cuts,
+            fuse=fuse,
+            profile_in=self._profile_in,
+            on_form=self.on_form,
+        )
 
     @property
     def has_forms(self) -> bool:
@@ -141,6 +154,29 @@ class Study:
         other.budget = budget
         return other
 
+    def allowing(self, numerics: Numerics) -> Study:
+        """The same study, and the same memory, where a plan may change other things in the numbers.
+
+        Raises UsageError where that cannot be had of the step.
+        """
+        if numerics == self.request.numerics:
+            return self
+        other = copy.copy(self)
+        other.request = dataclasses.replace(self.request, numerics=numerics)
+        other.request.require_of(None if self.step is None else self.step.loop, has_model=self.step is not None)
+        other.forms = other._forms()
+        return other
+
+    def over(self, link: Link | None) -> Study:
+        """The same step with another link, and without a memory of plans: other plans may be had over it."""
+        if link is None:
+            return self.without_link
+        other = copy.copy(self)
+        other.link, other._linked = link, None
+        other._posed, other._known, other._judges, other._least = {}, {}, {}, {}
+        vars(other).pop("without_link", None)
+        return other
+
     @functools.cached_property
     def with_losses_whole(self) -> Study:
         """The same study, and the same memory, for plans that leave losses and MLPs whole."""
@@ -151,6 +187,8 @@ class Study:
     @functools.cached_property
     def without_link(self) -> Study:
         """The same study for plans that leave all activations on the device."""
+        if self.link is None:
+            return self
         other = copy.copy(self)
         other.link, other._linked = None, self
         other._known, other._judges, other._least = {}, {}, {}
@@ -229,7 +267,7 @@ class Study:
             return best
         start = best.regions if best is not None else self._transferred(begin, problem)
         limits = dataclasses.replace(limits, start=start)
-        found = search(problem, self.how, solver or self.request.solve, None, limits, exact=True)
+        found = search(problem, self.how, solver or self.request.solve, None, limits, may_need_none=True)
         if found.fits:
             self.remember(at, budget_bytes, found)
         elif best is None:

@@ -192,7 +192,7 @@ def sweep_study(
         trace.find_forms()
         trace.find_curve(points)
         if trace.curve_has_forms:
-            trace.show_captured(UNFUSED if study.request.fuse else LOSS_WHOLE)
+            trace.show_captured(UNFUSED if study.request.fuses else LOSS_WHOLE)
             trace.show_by_hand()
         for name in names:
             trace.find_others(name)
@@ -201,7 +201,7 @@ def sweep_study(
             raise
         interrupted = True
     curve, others = _with_bounds(_monotone(trace.curve)), trace.others
-    if study.step is not None and not study.how.is_exact:
+    if study.step is not None and not study.how.runs_as_evaluated:
         curve, others = _falling(trace.replayed(curve)), trace.replayed(others)
     return Sweep(
         points=tuple(map(trace.point, curve)),
@@ -404,7 +404,7 @@ class _Trace:
         gap = self._gap(solved)
         status = solution.status
         if solved.strategy == CURVE:
-            status = "optimal" if self._study.how.is_exact and gap <= self._limits.gap else "feasible"
+            status = "optimal" if self._study.how.runs_as_evaluated and gap <= self._limits.gap else "feasible"
         return Point(
             strategy=solved.strategy,
             budget_bytes=solved.budget_bytes,

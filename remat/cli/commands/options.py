@@ -262,23 +262,17 @@ class RequestOptions:
             help="How deep regions may nest; 1 for an eager plan that torch.compile can keep.",
         ),
     ] = None
-    exact: Annotated[
-        bool,
+    numerics: Annotated[
+        str | None,
         _option(
-            "--exact",
             panel=SEARCH,
-            help="Every gradient bitwise that of the untouched step: losses are left whole, nothing is fused.",
+            show_default="sums",
+            help="What may change in the numbers. bitwise: nothing. sums: losses and MLPs may be chunked, which sums "
+            "gradients of their weights in another order. rounding: fused kernels too, less memory and less time.",
         ),
-    ] = False
-    fuse: Annotated[
-        bool,
-        _option(
-            "--fuse",
-            panel=SEARCH,
-            help="Compile groups of pointwise and reducing nodes by themselves, the rest stays eager: less memory and "
-            "less time, numbers that round elsewhere.",
-        ),
-    ] = False
+    ] = None
+    exact: Annotated[bool, _option("--exact", panel=SEARCH, help="The same as --numerics bitwise.")] = False
+    fuse: Annotated[bool, _option("--fuse", panel=SEARCH, help="The same as --numerics rounding.")] = False
     host_budget: Annotated[
         str | None,
         _option(
@@ -315,15 +309,14 @@ class RequestOptions:
     def request(self, line: LiveLine, source: StepOptions, budget: BudgetOptions | None = None) -> PlanRequest:
         """The request that the options make, together with `--offload` of the step and the budget."""
         from remat.formulation.solution import Limits
-        from remat.planning.request import PlanRequest
+        from remat.planning.request import PlanRequest, numerics_of
 
         return PlanRequest(
             budget=None if budget is None else budget.budget,
             headroom=None if budget is None else budget.headroom,
             execution=self._name,
             depth=self.depth,
-            exact=self.exact,
-            fuse=self.fuse,
+            numerics=numerics_of(self.numerics, exact=self.exact, fuse=self.fuse),
             offload=source.offload,
             host_budget=self.host_budget,
             allocator=self.allocator,

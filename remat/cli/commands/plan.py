@@ -27,6 +27,14 @@ def plan(
     out: Annotated[
         Path | None, typer.Option(help="The plan file.", show_default="NAME.plan.json in this folder")
     ] = None,
+    menu: Annotated[
+        bool,
+        typer.Option(
+            "--menu",
+            help="Also show what other answers cost: every gradient bitwise, chunked losses, fused kernels, each with "
+            "and without activation offloading.",
+        ),
+    ] = False,
     advice: Advice = True,
     as_json: Json = False,
 ) -> Answer:
@@ -36,7 +44,9 @@ def plan(
     require_writable(out or Path("new.plan.json"))
     with live_line() as line:
         line.say("loading PyTorch")
-        from remat.planning.planner import plan_study
+        from remat.costing.planning_device import PlanningDevice
+        from remat.planning.menu import with_alternatives
+        from remat.planning.planner import link_beside, plan_study
 
         found, request = opened(source, line), wanted.request(line, source, budget)
         saying = functools.partial(_replaying, line, request.execution)
@@ -44,11 +54,14 @@ def plan(
             request,
             line,
             on_form=functools.partial(_forming, line),
-            on_replay=None if request.how.is_exact else saying,
+            on_replay=None if request.how.runs_as_evaluated else saying,
         )
         line.say("solving")
         with levers_where_infeasible(found, study, line, wanted=advice):
             made = plan_study(study)
+        if menu:
+            link = link_beside(study, found.place or PlanningDevice(found.target, None))
+            made = with_alternatives(made, study, link, lambda options: line.say(f"solving with {options}"))
     limit = study.budget
     assert limit is not None
     path = out or Path(f"{file_name(made.about['workload'])}.plan.json")
@@ -64,6 +77,25 @@ def _replaying(line: LiveLine, execution: str, number: int, most: int) -> None:
 
 def _forming(line: LiveLine, form: Form) -> None:
     line.say(f"{form}: recording and solving")
+
+
+def menu_text(plan: Plan) -> str:
+    """The menu as a table, with the option that takes each row."""
+    from remat.cli.screen import columns
+    from remat.planning.menu import alternatives_of
+    from remat.units import gib, ms
+
+    rows = []
+    for each in alternatives_of(plan):
+        mark = ">" if each.taken else ""
+        if each.overhead is None or each.peak_bytes is None or each.step_time_us is None:
+            rows.append((mark, each.options, each.why, "", "", ""))
+            continue
+        added = f"{100 * each.overhead:+.1f} %"
+        rows.append((mark, each.options, each.form, gib(each.peak_bytes), ms(each.step_time_us), added))
+    header, lines = columns(("", "options", "form of the step", "peak", "step", "added"), rows, names=3)
+    estimated = " (estimated)" if plan.costs == "estimated" else ""
+    return "\n".join([f"other answers to this budget{estimated}; > is the plan above", *header, *lines])
 
 
 def _answer(plan: Plan, path: Path, *, replayed: bool) -> Answer:
@@ -83,6 +115,7 @@ def _answer(plan: Plan, path: Path, *, replayed: bool) -> Answer:
         "chunks": plan.about.get("chunks", []),
         "fused": plan.about.get("fused", False),
         "offloads": len(plan.offloads),
+        "alternatives": plan.about.get("alternatives", []),
         "plan_path": str(path),
     }
     notes = []
@@ -95,4 +128,5 @@ def _answer(plan: Plan, path: Path, *, replayed: bool) -> Answer:
         notes.append(f'in training: torch.compile(remat.apply(model, "{path}"), backend="{compiler}")')
     if plan.solver.get("interrupted"):
         notes.append("interrupted: this is the best plan found so far, and more time may find or prove a better one")
-    return Answer(data, plan_text(plan) + "\n\n" + "\n".join(notes))
+    menu = [menu_text(plan)] if plan.about.get("alternatives") else []
+    return Answer(data, "\n\n".join([plan_text(plan), *menu, "\n".join(notes)]))

@@ -22,7 +22,7 @@ from remat.recording.fake_step import FakeStep
 
 class EagerExecution(Execution):
     name = "eager"
-    is_exact = True
+    runs_as_evaluated = True
     runs_forms = True
     runs_offloads = True
 

@@ -1,0 +1,81 @@
+"""A menu has the plan that was made and the other answers to its budget, each as a run of its own would find it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+import remat
+from remat.evaluation.plan import Plan
+from remat.formulation.solution import Limits
+from remat.planning.menu import Alternative, alternatives_of
+from remat.planning.request import FormChoice
+from tests import toys
+from tests.cached import cached
+from tests.command_line import Remat
+from tests.test_chunking import LANGUAGE
+
+WORKLOAD = LANGUAGE.sized(64)
+TARGET = "h100-80gb"
+WANTED = {"target": TARGET, "limits": Limits(workers=1), "forms": FormChoice(slices=(2,), most_row_slices=0, worth=0.0)}
+
+
+@cached
+def budget() -> int:
+    """Less than the step takes, and enough without slices."""
+    with pytest.raises(remat.Infeasible) as refused:
+        remat.plan(WORKLOAD, budget=1, numerics="bitwise", **WANTED)  # type: ignore[arg-type]
+    assert refused.value.minimum_budget_bytes is not None
+    return int(1.1 * refused.value.minimum_budget_bytes)
+
+
+@cached
+def planned() -> Plan:
+    return remat.plan(WORKLOAD, budget=budget(), menu=True, **WANTED)  # type: ignore[arg-type]
+
+
+def row_of(plan: Plan, numerics: str, offload: str | None) -> Alternative:
+    return next(row for row in alternatives_of(plan) if (row.numerics, row.offload) == (numerics, offload))
+
+
+def test_it_has_every_answer_once_and_marks_the_one_taken() -> None:
+    rows = alternatives_of(planned())
+    assert [(row.numerics, row.offload) for row in rows] == [
+        (numerics, offload) for numerics in ("bitwise", "sums", "rounding") for offload in (None, "activations")
+    ]
+    (taken,) = [row for row in rows if row.taken]
+    assert (taken.numerics, taken.offload, taken.overhead) == ("sums", None, planned().predicted["overhead"])
+
+
+@pytest.mark.parametrize(("numerics", "offload"), [("bitwise", None), ("sums", "activations")])
+def test_a_row_is_what_its_options_give_in_a_run_of_its_own(numerics: str, offload: str | None) -> None:
+    alone = remat.plan(WORKLOAD, budget=budget(), numerics=numerics, offload=offload, **WANTED)  # type: ignore[arg-type]
+    row = row_of(planned(), numerics, offload)
+    assert row.overhead == pytest.approx(alone.predicted["overhead"], abs=1e-3)
+    assert row.peak_bytes is not None and row.peak_bytes <= budget()
+
+
+def test_rows_with_a_link_are_no_slower_and_fused_kernels_are_faster() -> None:
+    plan = planned()
+    for numerics in ("bitwise", "sums", "rounding"):
+        with_link, without = (row_of(plan, numerics, offload).overhead for offload in ("activations", None))
+        assert with_link is not None and without is not None and with_link <= without + 1e-3
+    rounding, sums = (row_of(plan, numerics, None).overhead for numerics in ("rounding", "sums"))
+    assert rounding is not None and sums is not None and rounding < sums
+
+
+def test_an_answer_that_cannot_be_had_says_why() -> None:
+    plan = remat.plan(toys.TRANSFORMER, budget="1TiB", target=TARGET, execution="modules", menu=True)
+    assert "groups are fused in eager execution" in row_of(plan, "rounding", None).why
+    assert all(row.offload is None for row in alternatives_of(plan))
+
+
+def test_the_command_shows_it_with_the_options_that_take_each_row(remat: Remat) -> None:
+    ran = remat("plan", "--model", "model.py:stack", "--target", TARGET, "--budget", "76MiB", "--menu")
+    assert ran.exit_code == 0
+    lines = [line for line in ran.stdout.splitlines() if "--numerics" in line]
+    assert len(lines) == 6 and lines[2].startswith(">  --numerics sums ")
+    assert Plan.load("stack.plan.json").about["alternatives"] == [
+        dataclasses.asdict(row) for row in alternatives_of(Plan.load("stack.plan.json"))
+    ]
