@@ -36,7 +36,7 @@ from remat.planning.assemble import as_found
 from remat.planning.budget import Budget
 from remat.planning.planner import plan_profile
 from remat.planning.profiling import fake_step, profile_step
-from remat.planning.study import Found, Study
+from remat.planning.study import FoundPlan, Study
 from remat.solvers import load as load_solver
 from remat.units import MIB
 from remat.validation.training import Training
@@ -110,7 +110,7 @@ class Contest:
         assert study.forms is not None
         at, budget_bytes = study.forms.like_liger(), 1 << 62
         solution = load_solver("every-block")(study.problem(at, budget_bytes), Limits())
-        return as_found(study, Found(at, solution, Limits()), budget_bytes)
+        return as_found(study, FoundPlan(at, solution, Limits()), budget_bytes)
 
     def row(self, prepare: Prepare) -> dict[str, Any]:
         peer = trained(self._workload, self._device, prepare)

@@ -23,7 +23,7 @@ from remat.planning.assemble import as_found
 from remat.planning.budget import Budget
 from remat.planning.fit import Sizing, largest_batch
 from remat.planning.request import PlanRequest
-from remat.planning.study import Found
+from remat.planning.study import FoundPlan
 from remat.units import MIB
 from remat.validation.training import Training, undisturbed
 from remat.workload.training_loop import TrainingLoop
@@ -58,7 +58,7 @@ def row_of(model: str) -> dict[str, Any]:
     study = sizes.study(found + 1, False)
     problem, least = study.problem(study.captured, limit), study.least(study.captured, limits)
     solution = Solution("least-peak", "feasible", least.regions, problem.objective_ns(least.regions) / 1000)
-    over = as_found(study, Found(study.captured, solution, limits), least.peak_bytes)
+    over = as_found(study, FoundPlan(study.captured, solution, limits), least.peak_bytes)
     next_measured = run(workload.sized(found + 1), over)
     return {
         "budget_mib": _mib(limit),

@@ -55,7 +55,7 @@ from remat.planning.comparison import UNFUSED, compare_study
 from remat.planning.planner import plan_profile
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.request import PlanRequest
-from remat.planning.study import Found, Study
+from remat.planning.study import FoundPlan, Study
 from remat.recording.recorder import record
 from remat.solvers.least_peak import least_peak
 from remat.units import GIB, MIB
@@ -332,7 +332,7 @@ def _fused_profile(workload: Workload) -> Profile:
 def _fused_plan(workload: Workload) -> tuple[Plan, int]:
     """The plan of no regions for the fused step, and its peak with workspaces as measured."""
     study = Study(_fused_profile(workload))
-    plan = as_found(study, Found(study.captured, Solution("none", "feasible"), Limits()), 1 << 50)
+    plan = as_found(study, FoundPlan(study.captured, Solution("none", "feasible"), Limits()), 1 << 50)
     return plan, int(plan.predicted["peak_bytes"])
 
 

@@ -18,7 +18,7 @@ from remat.costing.planning_device import find_planning_device
 from remat.models import build
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.study import Study
-from remat.planning.sweep import Point, Sweep, sweep_study
+from remat.planning.sweep import CurvePoint, Sweep, sweep_study
 from remat.units import GIB
 
 COLUMNS = ["strategy", "budget_gib", "peak_gib", "overhead_percent", "slices", "status", "gap", "regions", "saved"]
@@ -50,7 +50,7 @@ def require_claims(found: Sweep) -> None:
         assert added_us >= (next_larger.bound_us or 0) - 0.01, f"{point} is better than proved possible"
 
 
-def _row(point: Point) -> dict[str, Any]:
+def _row(point: CurvePoint) -> dict[str, Any]:
     return {
         "strategy": point.strategy,
         "budget_gib": round(point.budget_bytes / GIB, 3),

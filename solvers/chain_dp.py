@@ -71,7 +71,7 @@ def explore(problem: Problem, limits: Limits) -> Found:
     if limits.start is not None:
         found.offer(limits.start)
     try:
-        _Search(problem, limits, found).run()
+        _ChainSearch(problem, limits, found).run()
     except KeyboardInterrupt:
         found.interrupted = True
     found.wall_s = time.monotonic() - found.started
@@ -162,7 +162,7 @@ class Found:
         )
 
 
-class _Search:
+class _ChainSearch:
     """Branch and bound: the case with the lowest bound is split, or gets a finer grain, until bound and plan meet."""
 
     def __init__(self, problem: Problem, limits: Limits, found: Found):

@@ -156,7 +156,7 @@ def optimum(limits: Sequence[Limit], limit_ns: float, *, deadline_s: float = mat
 
     Raises TooManyLabels where too many states may still be part of such a plan, and OutOfTime after `deadline_s`.
     """
-    return _Search(limits, limit_ns, deadline_s, spare_bytes).run()
+    return _LabelSearch(limits, limit_ns, deadline_s, spare_bytes).run()
 
 
 class _History:
@@ -235,7 +235,7 @@ class _Starts:
         return zip(*(fold.steps() for fold in self._folds), strict=True)
 
 
-class _Search:
+class _LabelSearch:
     def __init__(self, limits: Sequence[Limit], limit_ns: float, deadline_s: float, spare_bytes: int):
         self._limits = limits
         self._tables, self._chains = [each.table for each in limits], [each.chain for each in limits]

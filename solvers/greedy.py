@@ -59,7 +59,7 @@ class Way:
 def greedy(problem: Problem, pieces: Sequence[Piece]) -> Proposal:
     """The greedy plan of regions that are `pieces`; where none fits, the nearest of the prefixes tried."""
     freed = Freed(problem)
-    search = _Search(problem, [hull(list(ways(problem, freed, piece))) for piece in pieces])
+    search = _GreedySearch(problem, [hull(list(ways(problem, freed, piece))) for piece in pieces])
     return search.plan(search.fitting_levels())
 
 
@@ -129,7 +129,7 @@ def last_taken(graph: Graph) -> np.ndarray:
     return last
 
 
-class _Search:
+class _GreedySearch:
     """How far to go along the ways of every piece: `levels[i]` is an index into `ways[i]`."""
 
     def __init__(self, problem: Problem, found: list[list[Way]]):

@@ -14,7 +14,7 @@ from remat.formulation.solution import Limits, Solution
 from remat.offloading.link import Link
 from remat.planning.budget import Budget
 from remat.planning.comparison import Comparison, compare_study
-from remat.planning.fit import Fit, Sizing, fitted
+from remat.planning.fit import BatchFit, Sizing, fitted
 from remat.planning.forms import StepForms
 from remat.planning.micro_batches import MicroBatches
 from remat.planning.request import FormChoice, PlanRequest, Wanted
@@ -95,7 +95,7 @@ def fit_all(
     *,
     link: Link | None = None,
     **wanted: Unpack[Wanted],
-) -> Fit:
+) -> BatchFit:
     return fitted(sizing(workload, place, limit, link=link, **wanted), global_batch)
 
 

@@ -314,13 +314,13 @@ def test_the_first_table_that_shows_a_problem_to_be_of_no_use_is_the_last(monkey
     problem = Problem(found.graph, found.costs, find_space(found.graph), AMPLE * AMPLE)
     least = least_peak(problem, EXACT)
     problem = problem.with_budget((4 * least.peak_bytes + problem.memory.peak_without_checkpointing) // 5)
-    table, tables = chain_dp._Search._table, list[Table]()
+    table, tables = chain_dp._ChainSearch._table, list[Table]()
 
-    def noted(self: chain_dp._Search, *args: Any) -> Table:
+    def noted(self: chain_dp._ChainSearch, *args: Any) -> Table:
         tables.append(table(self, *args))
         return tables[-1]
 
-    monkeypatch.setattr(chain_dp._Search, "_table", noted)
+    monkeypatch.setattr(chain_dp._ChainSearch, "_table", noted)
     asked = dataclasses.replace(EXACT, start=least.regions, time_s=20)
     proved = chain_dp.solve(problem, asked)
     assert len(tables) > 1 and proved.objective_us > 0

@@ -20,7 +20,7 @@ from remat.formulation.search_space import find_space
 from remat.formulation.solution import Limits, Solution
 from remat.planning import comparison as comparing
 from remat.planning.budget import Budget
-from remat.planning.comparison import Comparison, Row
+from remat.planning.comparison import Comparison, StrategyRow
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.search import Judge
 from remat.recording.fake_step import FakeStep
@@ -81,7 +81,7 @@ def found(taken: tuple[Profile, FakeStep], budget: Budget) -> Comparison:
     return compared(taken[0], budget, limits=LIMITS, step=taken[1])
 
 
-def row_of(comparison: Comparison, strategy: str) -> Row:
+def row_of(comparison: Comparison, strategy: str) -> StrategyRow:
     return next(row for row in comparison.rows if row.strategy == strategy)
 
 

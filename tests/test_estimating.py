@@ -22,7 +22,7 @@ from remat.evaluation.graph import Graph
 from remat.planning.advice import CHUNKS, advise, with_chunked_loss, with_fused_attention
 from remat.planning.estimate import estimate_of
 from remat.planning.profiling import fake_step, profile_step
-from remat.planning.timeline import POINTS, Timeline, save_snapshot, timeline
+from remat.planning.timeline import POINTS, StepTimeline, save_snapshot, timeline
 from remat.workload.training_loop import TrainingLoop
 from tests.cached import cached
 from tests.toys import TRANSFORMER, Transformer, every_block
@@ -117,7 +117,7 @@ def test_local_variables_of_untraced_code_are_in_the_eager_peak() -> None:
 
 
 @cached
-def drawn(planned: bool = True) -> Timeline:
+def drawn(planned: bool = True) -> StepTimeline:
     profile = profiled()
     return timeline(profile, every_block(profile.graph) if planned else (), budget_bytes=1 << 22)
 

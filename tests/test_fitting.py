@@ -24,7 +24,7 @@ from remat.formulation.problem import Problem
 from remat.formulation.solution import Limits
 from remat.offloading.link import Link
 from remat.planning.budget import Budget
-from remat.planning.fit import JOINT, Fit, largest_batch, longest_sequence, samples_of_rank
+from remat.planning.fit import JOINT, BatchFit, largest_batch, longest_sequence, samples_of_rank
 from remat.planning.forms import StepForms
 from remat.planning.micro_batches import (
     OFFLOAD_RUNG,
@@ -218,7 +218,7 @@ def test_samples_of_llama_8b_beside_its_states_on_80_gib(ranks: int, samples: in
 
 
 @cached
-def fitted(budget_share: float = 0.4, global_batch: int = 24) -> Fit:
+def fitted(budget_share: float = 0.4, global_batch: int = 24) -> BatchFit:
     budget = beside_states(at(global_batch), budget_share)
     return fit_all(WIDE, find_planning_device(TARGET), Budget(budget, budget), global_batch, limits=LIMITS)
 

@@ -23,9 +23,9 @@ from remat.planning.card import reserving_at_most
 from remat.planning.estimate import estimate_of
 from remat.planning.forms import StepForm
 from remat.planning.planner import plan_profile
-from remat.planning.portfolio import Outcome
+from remat.planning.portfolio import BestPlan
 from remat.planning.profiling import fake_step, profile_step
-from remat.planning.study import Found
+from remat.planning.study import FoundPlan
 from remat.planning.timeline import timeline
 from remat.reservation.allocator_settings import AllocatorSettings
 from remat.reservation.caching_allocator import CachingAllocator
@@ -250,12 +250,12 @@ def test_a_footprint_is_in_the_plan_file_as_it_is() -> None:
     assert [field.name for field in dataclasses.fields(Footprint)] == list(AllocatorPeaks.__annotations__)
 
 
-def outcome(peak_bytes: int, price_us: float = 1.0) -> Outcome:
+def outcome(peak_bytes: int, price_us: float = 1.0) -> BestPlan:
     """The outcome of a search, with nothing else of interest."""
     study: Any = None
     at = StepForm(CAPTURED, study, 0.0)
-    found = Found(at, Solution("by hand", "optimal", objective_us=price_us, bound_us=1.0), Limits())
-    return Outcome(found, peak_bytes, 1.0, 0.0, "optimal", 1.0)
+    found = FoundPlan(at, Solution("by hand", "optimal", objective_us=price_us, bound_us=1.0), Limits())
+    return BestPlan(found, peak_bytes, 1.0, 0.0, "optimal", 1.0)
 
 
 def under_two_settings(peak_bytes: int, reserved: int, other: int) -> tuple[Footprint, ...]:
@@ -267,7 +267,7 @@ def test_the_search_halves_between_what_reserves_too_much_and_what_does_not() ->
     """Reserved are 1.5 times what is requested: 90 reserve 135 of 100, 35 too much; 55 do; 72 do not ..."""
     asked = []
 
-    def within(limit_bytes: int) -> Outcome:
+    def within(limit_bytes: int) -> BestPlan:
         asked.append(limit_bytes)
         return outcome(limit_bytes, 200.0 - limit_bytes)
 
@@ -283,7 +283,7 @@ def test_the_search_halves_between_what_reserves_too_much_and_what_does_not() ->
     ("other", "says"), [(90, "With PYTORCH_CUDA_ALLOC_CONF=other:1 it reserves"), (110, "Reduce the batch")]
 )
 def test_a_refusal_says_whether_other_settings_would_do(other: int, says: str) -> None:
-    def within(limit_bytes: int) -> Outcome:
+    def within(limit_bytes: int) -> BestPlan:
         raise Infeasible(f"{limit_bytes} is too small", 95)
 
     with pytest.raises(NoPlanInTime, match=r"more than the .* that the card can give") as refusal:

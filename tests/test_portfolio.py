@@ -14,7 +14,7 @@ from remat.errors import Infeasible, NoPlanInTime
 from remat.evaluation.form import CAPTURED, Chunk, Form
 from remat.formulation.solution import Limits, Solution
 from remat.planning.forms import StepForm
-from remat.planning.portfolio import Outcome, fastest
+from remat.planning.portfolio import BestPlan, fastest
 from remat.planning.request import FormChoice, PlanRequest
 
 CHOICE = FormChoice(worth=0.0)
@@ -82,7 +82,7 @@ class ByHand:
     def peak_bytes(self, found: Any) -> int:
         return 1
 
-    def best(self) -> Outcome:
+    def best(self) -> BestPlan:
         study: Any = self
         return fastest(study, 1)
 

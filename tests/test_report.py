@@ -27,7 +27,7 @@ from remat.offloading.schedule import all_offloads
 from remat.report import page as page_module
 from remat.report.changes import Changes
 from remat.report.curve import curve_of
-from remat.report.decisions import Branch, Leaf, tree_of
+from remat.report.decisions import DecisionBranch, Leaf, tree_of
 from remat.report.material import Material, kind_of
 from remat.report.page import page_of, rendered
 from remat.report.proof import added_at
@@ -49,7 +49,7 @@ def profiled(nodes: list[ToyNode]) -> Profile:
     return Profile(graph, costs, TARGETS["h100-80gb"])
 
 
-def leaves(tree: Branch) -> list[Leaf]:
+def leaves(tree: DecisionBranch) -> list[Leaf]:
     return sorted(tree.leaves, key=lambda leaf: leaf.index)
 
 
@@ -255,12 +255,12 @@ def test_modules_are_sums_of_what_they_hold_and_a_module_of_one_module_stands_wi
     once(remat, "profile", *MODEL, "--out", "stack.profile.json")
     profile = Profile.load("stack.profile.json")
     tree = tree_of(profile, ())
-    names = [part.name for part in tree.parts if isinstance(part, Branch)]
+    names = [part.name for part in tree.parts if isinstance(part, DecisionBranch)]
     assert names == [str(number) for number in range(16)]
     assert tree.held_bytes == tree.plain_bytes == sum(part.held_bytes for part in tree.parts) > 0
     nested = [dataclasses.replace(node, module=f"body.layers.{node.module}") for node in profile.graph.nodes]
     below = tree_of(dataclasses.replace(profile, graph=dataclasses.replace(profile.graph, nodes=tuple(nested))), ())
-    (body,) = (part for part in below.parts if isinstance(part, Branch))
+    (body,) = (part for part in below.parts if isinstance(part, DecisionBranch))
     assert (body.name, [part.name for part in body.parts][:2]) == ("body.layers", ["layers.0", "layers.1"])
 
 

@@ -18,7 +18,7 @@ from remat.formulation.search_space import blocks, find_space
 from remat.formulation.solution import Limits, Solution
 from remat.planning.assemble import as_found
 from remat.planning.profiling import fake_step
-from remat.planning.study import Found, Study
+from remat.planning.study import FoundPlan, Study
 from remat.recording.recorder import record
 from remat.validation.kernel_log import KernelLog
 from remat.validation.training import Training
@@ -51,7 +51,7 @@ def _plan_that_saves_attention(workload: Workload, place: PlanningDevice) -> Pla
     budget_bytes = Memory(graph).curve(regions).peak_bytes
     objective_us = study.problem(study.captured, budget_bytes).objective_ns(regions) / 1e3
     solution = Solution("by hand", "feasible", regions, objective_us)
-    return as_found(study, Found(study.captured, solution, Limits()), budget_bytes)
+    return as_found(study, FoundPlan(study.captured, solution, Limits()), budget_bytes)
 
 
 def _compare(work: Work, workload: Workload, plan: Plan) -> dict[str, Any]:

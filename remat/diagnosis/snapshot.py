@@ -43,7 +43,7 @@ class Allocation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Moment:
+class SnapshotMoment:
     """After one event: bytes that tensors had asked for, and bytes taken from the card."""
 
     requested_bytes: int
@@ -56,7 +56,7 @@ class OutOfMemory:
 
     size_bytes: int
     device_free_bytes: int
-    before: Moment
+    before: SnapshotMoment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,11 +78,11 @@ class Snapshot:
         return any(event["action"] == "alloc" for event in self.events)
 
     @functools.cached_property
-    def moments(self) -> tuple[Moment, ...]:
+    def moments(self) -> tuple[SnapshotMoment, ...]:
         """After every event; the last is the end."""
         requested, reserved, found = self.requested_bytes, self.reserved_bytes, []
         for event in reversed(self.events):
-            found.append(Moment(requested, reserved))
+            found.append(SnapshotMoment(requested, reserved))
             action, size = event["action"], event["size"]
             requested -= size if action == "alloc" else -size if action == "free_completed" else 0
             reserved -= RESERVES.get(action, 0) * size

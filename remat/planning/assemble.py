@@ -9,13 +9,13 @@ from remat.evaluation.plan import Plan, Prediction, Proof, to_refs
 from remat.offloading.refs import to_offload_refs
 from remat.planning.layers_on_host import pinned_bytes, wait_us
 from remat.planning.links import state_on_host, state_wait_us
-from remat.planning.portfolio import Outcome
+from remat.planning.portfolio import BestPlan
 from remat.planning.refusals import where
-from remat.planning.study import Found, Study
+from remat.planning.study import FoundPlan, Study
 from remat.recording.fake_step import LAYERS_ON_HOST
 
 
-def plan_of(study: Study, outcome: Outcome, budget_bytes: int) -> Plan:
+def plan_of(study: Study, outcome: BestPlan, budget_bytes: int) -> Plan:
     """The plan of an outcome, with the proof about it and what the alternatives would cost."""
     found = outcome.found
     proof: Proof = {
@@ -36,7 +36,7 @@ def plan_of(study: Study, outcome: Outcome, budget_bytes: int) -> Plan:
     return assemble(study, found, budget_bytes, predicted, proof)
 
 
-def assemble(study: Study, found: Found, budget_bytes: int, predicted: Prediction, proof: Proof) -> Plan:
+def assemble(study: Study, found: FoundPlan, budget_bytes: int, predicted: Prediction, proof: Proof) -> Plan:
     """The plan of a solution."""
     problem, solution, profile = study.problem(found.at, budget_bytes), found.solution, found.at.profile
     graph = problem.graph
@@ -57,7 +57,7 @@ def assemble(study: Study, found: Found, budget_bytes: int, predicted: Predictio
     )
 
 
-def as_found(study: Study, found: Found, budget_bytes: int) -> Plan:
+def as_found(study: Study, found: FoundPlan, budget_bytes: int) -> Plan:
     """The plan of a solution, with the proof that its strategy gave."""
     solution = found.solution
     proof: Proof = {
@@ -71,7 +71,7 @@ def as_found(study: Study, found: Found, budget_bytes: int) -> Plan:
     return assemble(study, found, budget_bytes, predict(study, found), proof)
 
 
-def predict(study: Study, found: Found) -> Prediction:
+def predict(study: Study, found: FoundPlan) -> Prediction:
     """Peak and time of the step under a plan.
 
     Where it has been replayed, the peak is the replay's. `evaluator_peak_bytes` says where the evaluator expects

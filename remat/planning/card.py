@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from remat.errors import Infeasible, NoPlanInTime
-from remat.planning.portfolio import Outcome
+from remat.planning.portfolio import BestPlan
 from remat.planning.study import Study
 from remat.reservation.allocator_settings import AllocatorSettings
 from remat.reservation.fragmentation import Footprint, footprints
@@ -22,7 +22,7 @@ MOST_TRIES = 6
 CLOSE = 0.02  # of the limit: a plan that leaves no more unused is not improved on
 
 
-def footprints_of(study: Study, outcome: Outcome, settings: AllocatorSettings) -> tuple[Footprint, ...]:
+def footprints_of(study: Study, outcome: BestPlan, settings: AllocatorSettings) -> tuple[Footprint, ...]:
     """The footprint of a plan under `settings`, and the one with or without expandable segments.
 
     Where the executor needs more than the evaluator says (regions of modules), each is as much larger.
@@ -35,10 +35,10 @@ def footprints_of(study: Study, outcome: Outcome, settings: AllocatorSettings) -
 
 def reserving_at_most(
     limit_bytes: int,
-    first: Outcome,
-    within: Callable[[int], Outcome],
-    footprints_of: Callable[[Outcome], Sequence[Footprint]],
-) -> Outcome:
+    first: BestPlan,
+    within: Callable[[int], BestPlan],
+    footprints_of: Callable[[BestPlan], Sequence[Footprint]],
+) -> BestPlan:
     """A plan that makes the allocator reserve `limit_bytes` at most: `first`, or one that requests less.
 
     within         the plan for so many requested bytes; raises Infeasible or NoPlanInTime

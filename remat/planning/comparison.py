@@ -29,11 +29,11 @@ from remat.offloading.timeline import Timeline
 from remat.planning.assemble import assemble, predict
 from remat.planning.forms import StepForm
 from remat.planning.planner import headroom_on_top, studied
-from remat.planning.portfolio import Outcome, fastest
+from remat.planning.portfolio import BestPlan, fastest
 from remat.planning.refusals import infeasible
 from remat.planning.request import PlanRequest, Wanted
 from remat.planning.search import search
-from remat.planning.study import Found, Study
+from remat.planning.study import FoundPlan, Study
 from remat.shown import Shown
 from remat.solvers import EXACT, HEURISTICS, WITHOUT, every_block, load
 from remat.units import gib, ms
@@ -55,7 +55,7 @@ LIGER_LIKE = "liger-like"  # every block, and losses in as many slices as Liger-
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class StrategyRow:
     """What one strategy makes of the step. None where it found no plan at all, or cannot know.
 
     fits         the peak keeps the budget; where not, the plan is the nearest that a heuristic comes to it
@@ -147,14 +147,14 @@ class Comparison(Heading):
     _header: ClassVar[tuple[str, ...]] = COLUMNS
 
     budget_bytes: int
-    rows: tuple[Row, ...]
+    rows: tuple[StrategyRow, ...]
     bound_us: float
     measured_on: dict[str, Any] | None = None
     failures: tuple[str, ...] = ()
     interrupted: bool = False
 
     @property
-    def best(self) -> Row | None:
+    def best(self) -> StrategyRow | None:
         return self.rows[0] if self.rows and self.rows[0].fits else None
 
     @property
@@ -243,13 +243,13 @@ class _Comparing:
         outcome = self._best_of_forms()
         if outcome is None:
             bound_us = best_bound(self._solutions)
-            rows = [self._row(name, Found(self._at, found, self._limits), bound_us) for name, found in self._named()]
+            rows = [self._row(name, found, bound_us) for name, found in self._named()]
         else:
             bound_us = outcome.bound_us
             rows = [self._row("exact", outcome.found, bound_us, outcome), *self._by_hand(bound_us)]
             captured = UNFUSED if study.request.fuses else LOSS_WHOLE
             for name, found in self._named():
-                row = self._row(name, Found(self._at, found, self._limits), bound_us)
+                row = self._row(name, found, bound_us)
                 rows.append(dataclasses.replace(row, strategy=captured if name == "exact" else name))
         if not any(row.fits for row in rows) and any(row.status == "infeasible" for row in rows):
             raise infeasible(self._problem, self._study.least(self._at, self._limits))
@@ -261,8 +261,9 @@ class _Comparing:
             **Heading.fields_of(study, self._budget_bytes, judged=study.step is not None),
         )
 
-    def _named(self) -> Iterable[tuple[str, Solution]]:
-        return self._solutions.items()
+    def _named(self) -> Iterable[tuple[str, FoundPlan]]:
+        for name, solution in self._solutions.items():
+            yield name, FoundPlan(self._at, solution, self._limits)
 
     def _solve_each(self, names: Sequence[str]) -> None:
         for number, name in enumerate(names, start=1):
@@ -292,7 +293,7 @@ class _Comparing:
             self._on_strategy(KEPT, count, count)
             self._solutions[KEPT] = strategy_solution(alone, self._at, "exact", self._budget_bytes, self._limits)
 
-    def _best_of_forms(self) -> Outcome | None:
+    def _best_of_forms(self) -> BestPlan | None:
         """The best plan of another form than the captured one, where that pays."""
         if self._interrupted or "exact" not in self._solutions or not self._study.has_forms:
             return None
@@ -302,7 +303,7 @@ class _Comparing:
             return None
         return None if outcome.at is self._at else outcome
 
-    def _by_hand(self, bound_us: float) -> Iterator[Row]:
+    def _by_hand(self, bound_us: float) -> Iterator[StrategyRow]:
         """Rows of what people run in another form without a plan."""
         forms = self._study.forms
         assert forms is not None
@@ -313,9 +314,9 @@ class _Comparing:
             at = form()
             solution = strategy_solution(self._study.without_link, at, strategy, self._budget_bytes, limits)
             if solution.fits:
-                yield self._row(name, Found(at, solution, limits), bound_us)
+                yield self._row(name, FoundPlan(at, solution, limits), bound_us)
 
-    def _row(self, name: str, found: Found, best_bound_us: float, outcome: Outcome | None = None) -> Row:
+    def _row(self, name: str, found: FoundPlan, best_bound_us: float, outcome: BestPlan | None = None) -> StrategyRow:
         """The row of a strategy.
 
         best_bound_us  the best bound of the comparison: in its file, a plan without a proof of its own gets that one
@@ -351,7 +352,7 @@ class _Comparing:
         if again_us is not None:
             waited_us = again_us + predicted.get("stall_us", 0.0)
             added_us, samples_per_s = waited_us + found.at.extra_us, _samples_per_s(found.at.profile, waited_us)
-        return Row(
+        return StrategyRow(
             strategy=name,
             status=status,
             fits=fits,

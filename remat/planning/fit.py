@@ -24,7 +24,7 @@ from remat.evaluation.plan import Plan
 from remat.offloading.link import Link
 from remat.planning.budget import Budget, is_share_of_step
 from remat.planning.forms import is_power_of_two
-from remat.planning.micro_batches import Candidate, MicroBatches, Window, largest
+from remat.planning.micro_batches import BatchCandidate, MicroBatches, Window, largest
 from remat.planning.planner import headroom_on_top
 from remat.planning.request import PlanRequest, Wanted
 from remat.workload.training_loop import TrainingLoop
@@ -37,15 +37,15 @@ T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
-class Fit:
+class BatchFit:
     """rungs       of the ladder by name, and the joint optimum; None where nothing of that kind fits
     candidates  every micro-batch with the best plan that was found for it, the largest first
     plan        of the joint optimum, recorded and replayed at its size
     samples     of all ranks in an optimizer step
     """
 
-    rungs: dict[str, Candidate | None]
-    candidates: tuple[Candidate, ...]
+    rungs: dict[str, BatchCandidate | None]
+    candidates: tuple[BatchCandidate, ...]
     plan: Plan
     about: dict[str, Any]
     target: str
@@ -55,7 +55,7 @@ class Fit:
     ranks: int
 
     @property
-    def best(self) -> Candidate:
+    def best(self) -> BatchCandidate:
         found = self.rungs[JOINT]
         assert found is not None
         return found
@@ -65,7 +65,7 @@ class Fit:
         """What the mean loss of each micro-batch of a rank is multiplied by."""
         return Window(self.samples // self.ranks, self.best.micro_batch).weights
 
-    def samples_per_s(self, candidate: Candidate) -> float | None:
+    def samples_per_s(self, candidate: BatchCandidate) -> float | None:
         return self.samples / candidate.time_us * 1e6 if candidate.time_us else None
 
 
@@ -127,7 +127,7 @@ def fit(
     loop: TrainingLoop | None = None,
     on_try: Callable[[str], None] | None = None,
     **wanted: Unpack[Wanted],
-) -> Fit:
+) -> BatchFit:
     """Find the fastest way to run `global_batch` samples in each optimizer step within a budget.
 
     target  as in `remat.plan`
@@ -143,13 +143,13 @@ def fit(
     )
 
 
-def fitted(sizing: Sizing, global_batch: int) -> Fit:
+def fitted(sizing: Sizing, global_batch: int) -> BatchFit:
     """`fit`, of a Sizing."""
     budget, ranks = sizing.budget, sizing.loop.ranks
     samples = samples_of_rank(global_batch, ranks)
     sizes = sizing.micro_batches()
     windows = sizes.windows(samples)
-    tried: list[Candidate] = []
+    tried: list[BatchCandidate] = []
     best_us = math.inf
     for window in windows:
         found = sizes.best(window, best_us)
@@ -162,7 +162,7 @@ def fitted(sizing: Sizing, global_batch: int) -> Fit:
     fitting = sorted((found for found in tried if found.time_us is not None), key=lambda found: found.time_us or 0.0)
     best, plan = _reserving(fitting, lambda found: sizes.plan(Window(samples, found.micro_batch)))
     rungs = {**sizes.ladder(samples, windows), JOINT: best}
-    return Fit(
+    return BatchFit(
         rungs=rungs,
         candidates=tuple(tried),
         plan=plan,

@@ -19,7 +19,7 @@ from remat.evaluation.plan import Plan
 from remat.offloading.link import Link
 from remat.planning.assemble import predict
 from remat.planning.links import ACTIVATIONS
-from remat.planning.portfolio import Outcome, fastest
+from remat.planning.portfolio import BestPlan, fastest
 from remat.planning.request import NUMERICS, Numerics
 from remat.planning.study import Study
 
@@ -108,7 +108,7 @@ def _found(row: Alternative, study: Study) -> Alternative:
     budget = study.budget
     assert budget is not None
     try:
-        outcome: Outcome = fastest(study.allowing(row.numerics), budget.limit_bytes, judged=False)
+        outcome: BestPlan = fastest(study.allowing(row.numerics), budget.limit_bytes, judged=False)
     except Infeasible:
         return dataclasses.replace(row, why="does not fit")
     except NoPlanInTime:

@@ -43,7 +43,7 @@ from remat.planning.portfolio import fastest
 from remat.planning.profiling import VariantProfiles, fake_step, profile_step
 from remat.planning.refusals import infeasible
 from remat.planning.request import PlanRequest
-from remat.planning.study import Found, Study
+from remat.planning.study import FoundPlan, Study
 from remat.planning.untraced import with_untraced
 from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
@@ -85,7 +85,7 @@ class Window:
 
 
 @dataclasses.dataclass(frozen=True)
-class Candidate:
+class BatchCandidate:
     """One way to run the global batch on this budget.
 
     strategy       "none", "every-block", "offload-all" or "exact"
@@ -384,7 +384,7 @@ class MicroBatches:
     def _fits_in_one_of(self, study: Study, forms: Iterable[StepForm]) -> bool:
         return any(study.least(at, self.limits).peak_bytes <= self.budget.limit_bytes for at in forms)
 
-    def best(self, window: Window, below_us: float = math.inf) -> Candidate | None:
+    def best(self, window: Window, below_us: float = math.inf) -> BatchCandidate | None:
         """The best plan at a micro-batch; None where its time cannot be below `below_us`. (Rule 1)"""
         if self._least_time_us(window) >= below_us:
             return None
@@ -393,17 +393,17 @@ class MicroBatches:
         try:
             found = fastest(study, self.budget.limit_bytes, self.limits, judged=not self.how.runs_as_evaluated)
         except (Infeasible, NoPlanInTime):
-            return self._candidate(window, "exact", Found(study.captured, NOTHING, self.limits))
+            return self._candidate(window, "exact", FoundPlan(study.captured, NOTHING, self.limits))
         return self._candidate(window, "exact", found.found, found.gap)
 
     def _least_time_us(self, window: Window) -> float:
         """The time of an optimizer step in its fastest form, nothing recomputed."""
         return self._time_us(window, (), Form(fused=self.request.fuses))
 
-    def ladder(self, samples: int, windows: list[Window]) -> dict[str, Candidate | None]:
+    def ladder(self, samples: int, windows: list[Window]) -> dict[str, BatchCandidate | None]:
         """The rungs of the classic ladder; a rung is the largest micro-batch of its kind that fits."""
         as_is = Window(samples, samples)
-        rungs: dict[str, Candidate | None] = {RUNGS[0]: self._rung(as_is, "none")}
+        rungs: dict[str, BatchCandidate | None] = {RUNGS[0]: self._rung(as_is, "none")}
         others = [(RUNGS[1], "none"), (RUNGS[2], "every-block")]
         others += [(OFFLOAD_RUNG, OFFLOAD_ALL)] if self._link is not None else []
         for name, strategy in others:
@@ -411,9 +411,9 @@ class MicroBatches:
             rungs[name] = next((found for found in fitting if found.fits), None)
         return rungs
 
-    def _rung(self, window: Window, strategy: str) -> Candidate:
+    def _rung(self, window: Window, strategy: str) -> BatchCandidate:
         study = self.study(*_key(window))
-        return self._candidate(window, strategy, Found(study.captured, self._whole(window, strategy), self.limits))
+        return self._candidate(window, strategy, FoundPlan(study.captured, self._whole(window, strategy), self.limits))
 
     def _whole(self, window: Window, strategy: str) -> Solution:
         """What a strategy does with the step as captured."""
@@ -430,7 +430,7 @@ class MicroBatches:
         at = study if strategy in EXACT else alone
         return strategy_solution(at, study.captured, strategy, limit_bytes, self.limits)
 
-    def _candidate(self, window: Window, strategy: str, found: Found, gap: float | None = None) -> Candidate:
+    def _candidate(self, window: Window, strategy: str, found: FoundPlan, gap: float | None = None) -> BatchCandidate:
         study, solution, form = self.study(*_key(window)), found.solution, found.at.form
         problem, fits, regions = study.problem(found.at, self.budget.limit_bytes), solution.fits, solution.regions
         peak = solution.replayed_bytes
@@ -438,7 +438,7 @@ class MicroBatches:
             peak = study.peak_bytes(found) if solution.offloads else peak_of(problem, strategy, regions)
         plain_us = self._time_us(window, ())
         time_us = self._time_us(window, regions, form) + self._stall_us(window, strategy, solution)
-        return Candidate(
+        return BatchCandidate(
             strategy=strategy,
             micro_batch=window.micro_batch,
             accumulation=window.accumulation,

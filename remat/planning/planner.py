@@ -27,7 +27,7 @@ from remat.planning.card import footprints_of, reserving_at_most
 from remat.planning.layers_on_host import movable_layers, with_layers_on_host
 from remat.planning.links import ACTIVATIONS, beside_state, require_offloads
 from remat.planning.menu import with_alternatives
-from remat.planning.portfolio import Outcome, fastest
+from remat.planning.portfolio import BestPlan, fastest
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.request import FormChoice, Numerics, PlanRequest, Wanted
 from remat.planning.search import OnReplay
@@ -163,7 +163,7 @@ def _planned(study: Study, budget: Budget) -> Plan:
     if study.how.compiler is None:
         settings = assumed_settings(study.profile.target, study.request.allocator)
 
-    def within(limit_bytes: int) -> Outcome:
+    def within(limit_bytes: int) -> BestPlan:
         return fastest(study, limit_bytes, limits.left(started))
 
     found = within(budget.limit_bytes)

@@ -24,11 +24,11 @@ from remat.errors import Infeasible, NoPlanInTime
 from remat.formulation.solution import Limits, Solution, Status
 from remat.planning.forms import StepForm
 from remat.planning.search import solve_within
-from remat.planning.study import Begin, Found, Refusal, Study
+from remat.planning.study import Begin, FoundPlan, Refusal, Study
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class BestPlan:
     """The plan to take, with the proof about it.
 
     peak_bytes  by the replay where the plan was judged, else by the evaluator
@@ -39,14 +39,14 @@ class Outcome:
     left        the best plan of another form that saves too little to be taken (Rule 4)
     """
 
-    found: Found
+    found: FoundPlan
     peak_bytes: int
     bound_us: float
     gap: float
     status: Status
     floor_us: float
-    captured: Found | None = None
-    left: Found | None = None
+    captured: FoundPlan | None = None
+    left: FoundPlan | None = None
     interrupted: bool = False
 
     @property
@@ -69,7 +69,7 @@ def fastest(
     *,
     judged: bool = True,
     worth: float | None = None,
-) -> Outcome:
+) -> BestPlan:
     """The plan of least price within `budget_bytes`.
 
     limits  `time_s` is for the whole search; by default those of the request
@@ -84,25 +84,25 @@ def fastest(
     if not study.has_forms:
         return _only_captured(study, budget_bytes, limits, judged=judged)
     worth = study.request.forms.worth if worth is None else worth
-    return _Search(study, budget_bytes, limits, judged=judged, worth=worth).run()
+    return _FormSearch(study, budget_bytes, limits, judged=judged, worth=worth).run()
 
 
-def _only_captured(study: Study, budget_bytes: int, limits: Limits, *, judged: bool) -> Outcome:
+def _only_captured(study: Study, budget_bytes: int, limits: Limits, *, judged: bool) -> BestPlan:
     """The plan of a step that has no other form."""
     at, judge = study.captured, study.judge(study.captured) if judged else None
     if judge is None:
         solution = study.solve(at, budget_bytes, limits)
     else:
         solution = solve_within(study.problem(at, budget_bytes), study.how, study.request.solve, judge, limits)
-    found = Found(at, solution, limits, is_judged=judge is not None)
+    found = FoundPlan(at, solution, limits, is_judged=judge is not None)
     peak_bytes = study.peak_bytes(found)
     bound_us = found.bound_us
-    return Outcome(
+    return BestPlan(
         found, peak_bytes, bound_us, solution.gap, solution.status, bound_us, interrupted=solution.interrupted
     )
 
 
-class _Search:
+class _FormSearch:
     """The search among the forms of a step. (Rules 2 to 5)
 
     bounds_us  of forms of which no plan is known
@@ -112,15 +112,15 @@ class _Search:
         assert study.forms is not None
         self._study, self._forms, self._budget_bytes, self._limits = study, study.forms, budget_bytes, limits
         self._judges, self._worth, self._started = judged, worth, time.monotonic()
-        self.captured: Found | None = None
+        self.captured: FoundPlan | None = None
         self._looked_below_us = -math.inf  # for the step as captured, the second time
-        self.others: list[Found] = []
+        self.others: list[FoundPlan] = []
         self.bounds_us: list[float] = []
         self._refused: dict[StepForm, Refusal] = {}  # the last of each
         self.is_cut_short = self.is_interrupted = False
         self.has_dropped = False  # a plan of another form that exceeds the budget as it runs
 
-    def run(self) -> Outcome:
+    def run(self) -> BestPlan:
         self.captured = self._searched(self._study.captured, self._limits.clock.first_s)
         try:
             self._search_others()
@@ -137,7 +137,7 @@ class _Search:
 
     def _searched(
         self, at: StepForm, time_s: float | None, begin: Begin | None = None, below_us: float = math.inf
-    ) -> Found | None:
+    ) -> FoundPlan | None:
         """The plan of a form; None where there is none, or none was found.
 
         time_s    None for all the time that is left
@@ -152,7 +152,7 @@ class _Search:
             self._refused[at] = error
             return None
         self.is_interrupted = self.is_interrupted or solution.interrupted
-        return Found(at, solution, limits)
+        return FoundPlan(at, solution, limits)
 
     @property
     def _is_over(self) -> bool:
@@ -190,7 +190,7 @@ class _Search:
             if found is not None:
                 self.others.append(found)
 
-    def _searched_below(self, at: StepForm, time_s: float, begin: Begin | None = None) -> Found | None:
+    def _searched_below(self, at: StepForm, time_s: float, begin: Begin | None = None) -> FoundPlan | None:
         return self._searched(at, time_s, begin, self._price_to_beat_us - at.extra_us)
 
     def _search_again(self) -> None:
@@ -205,7 +205,7 @@ class _Search:
         for each in sorted(others, key=lambda each: each.bound_us)[: choice.most_again]:
             self._again(each)
 
-    def _again(self, known: Found) -> None:
+    def _again(self, known: FoundPlan) -> None:
         if known.is_proved or self._is_over:
             return
         self._study.on_form(known.at.form)
@@ -230,7 +230,7 @@ class _Search:
 
     # The plan to take
 
-    def _settled(self) -> Found | None:
+    def _settled(self) -> FoundPlan | None:
         """The plan to take, as the replay accepts it. (Rule 5)"""
         while (best := self._best()) is not None and self._judges and not best.is_judged:
             try:
@@ -244,7 +244,7 @@ class _Search:
                 self._search_captured_again()  # it was asked for too little, if the best plan takes longer as it runs
         return best
 
-    def _drop(self, found: Found, error: Refusal) -> None:
+    def _drop(self, found: FoundPlan, error: Refusal) -> None:
         self._refused[found.at] = error
         self.bounds_us.append(found.bound_us)
         if found is self.captured:
@@ -259,7 +259,7 @@ class _Search:
         return self._worth * self._study.step_time_us
 
     @property
-    def _plans(self) -> list[Found]:
+    def _plans(self) -> list[FoundPlan]:
         return self.others if self.captured is None else [self.captured, *self.others]
 
     @property
@@ -271,10 +271,10 @@ class _Search:
         """Price of the cheapest form without recomputation, as far as is known."""
         return min([0.0, *self.bounds_us, *(each.at.extra_us for each in self.others)])
 
-    def _best_other(self) -> Found | None:
+    def _best_other(self) -> FoundPlan | None:
         return min(self.others, key=lambda each: each.price_us, default=None)
 
-    def _best(self) -> Found | None:
+    def _best(self) -> FoundPlan | None:
         """The plan to take, as far as is known. (Rule 4)"""
         captured, best = self.captured, self._best_other()
         if best is None or captured is None:
@@ -283,7 +283,7 @@ class _Search:
 
     # What is said of it
 
-    def _outcome(self, best: Found) -> Outcome:
+    def _outcome(self, best: FoundPlan) -> BestPlan:
         if self.is_interrupted:
             self.bounds_us.append(-self._study.step_time_us)  # a form that was not searched still takes some time
         peak_bytes = self._study.peak_bytes(best)
@@ -293,10 +293,10 @@ class _Search:
             captured, left = None, other if other is not None and other.price_us < best.price_us else None
             if not (self.has_dropped or self.is_cut_short or self.is_interrupted):
                 gap, status = best.solution.gap, best.solution.status
-                return Outcome(best, peak_bytes, best.bound_us, gap, status, floor_us, left=left)
+                return BestPlan(best, peak_bytes, best.bound_us, gap, status, floor_us, left=left)
         gap = (best.price_us - floor_us) / max(best.price_us - self._cheapest_us, 1.0)
         status = "optimal" if gap <= self._limits.gap else "feasible"
-        return Outcome(best, peak_bytes, floor_us, gap, status, floor_us, captured, left, self.is_interrupted)
+        return BestPlan(best, peak_bytes, floor_us, gap, status, floor_us, captured, left, self.is_interrupted)
 
     def _refusal(self) -> Refusal:
         refused = list(self._refused.values())

@@ -40,7 +40,7 @@ Begin = tuple[StepForm, Solution]  # a plan of another form to begin a search fr
 
 
 @dataclasses.dataclass(eq=False)
-class Found:
+class FoundPlan:
     """The best plan known of one form, and the limits of the search that found it.
 
     is_judged  the replay has accepted it
@@ -212,7 +212,7 @@ class Study:
         peak_bytes = self.how.without_plan(problem, None if judge is None else lambda: judge.peak(problem, ()))
         return {**problem.without_checkpointing, "peak_bytes": peak_bytes}
 
-    def peak_bytes(self, found: Found) -> int:
+    def peak_bytes(self, found: FoundPlan) -> int:
         """Peak of a plan, by the replay where it was replayed, else by the evaluator."""
         solution = found.solution
         if solution.replayed_bytes is not None:

@@ -46,7 +46,7 @@ from remat.planning.forms import StepForm
 from remat.planning.planner import studied
 from remat.planning.portfolio import fastest
 from remat.planning.request import PlanRequest, Wanted
-from remat.planning.study import Found, Study
+from remat.planning.study import FoundPlan, Study
 from remat.solvers import EXACT, HEURISTICS, every_block, load
 from remat.units import gib, ms
 from remat.workload.training_loop import TrainingLoop
@@ -59,7 +59,7 @@ CURVE = "exact"  # the strategy whose plans are the curve
 
 
 @dataclasses.dataclass(frozen=True)
-class Point:
+class CurvePoint:
     """The plan of one strategy under one budget.
 
     recompute_time_us, form_time_us  what it adds to the step: recomputation, and what the form takes longer than the
@@ -99,8 +99,8 @@ class Sweep(Heading):
 
     _header: ClassVar[tuple[str, ...]] = COLUMNS
 
-    points: tuple[Point, ...]
-    others: tuple[Point, ...]
+    points: tuple[CurvePoint, ...]
+    others: tuple[CurvePoint, ...]
     forms: tuple[str, ...] = (str(CAPTURED),)
     interrupted: bool = False
 
@@ -123,9 +123,9 @@ class Sweep(Heading):
             for point in self.points
         ]
 
-    def by_strategy(self) -> dict[str, list[Point]]:
+    def by_strategy(self) -> dict[str, list[CurvePoint]]:
         """The points of every other strategy that has any."""
-        found: dict[str, list[Point]] = {}
+        found: dict[str, list[CurvePoint]] = {}
         for point in self.others:
             found.setdefault(point.strategy, []).append(point)
         return found
@@ -221,7 +221,7 @@ class _Solved:
 
     strategy: str
     budget_bytes: int
-    found: Found
+    found: FoundPlan
     peak_bytes: int
     bound_us: float
 
@@ -307,10 +307,10 @@ class _Trace:
         study, at = self._study, self._study.captured
         budgets = {study.least_known_bytes(at), *(solved.budget_bytes for solved in self.curve)}
         known = [(budget, best) for budget in sorted(budgets) if (best := study.best_known(at, budget)) is not None]
-        solved = [self._solved(name, budget, Found(at, best, self._limits)) for budget, best in known]
+        solved = [self._solved(name, budget, FoundPlan(at, best, self._limits)) for budget, best in known]
         self.others += {each.peak_bytes: each for each in _monotone(solved)}.values()
 
-    def _solved(self, name: str, budget: int, found: Found) -> _Solved:
+    def _solved(self, name: str, budget: int, found: FoundPlan) -> _Solved:
         return _Solved(name, budget, found, self._study.peak_bytes(found), found.bound_us)
 
     def show_by_hand(self) -> None:
@@ -330,7 +330,9 @@ class _Trace:
             problem = self._study.without_link.problem(at, 0)
             regions = regions_of(problem)
             solution = Solution(name, "feasible", regions, self._recompute_us(at, regions))
-            self.others.append(self._solved(name, problem.curve(regions).peak_bytes, Found(at, solution, self._limits)))
+            self.others.append(
+                self._solved(name, problem.curve(regions).peak_bytes, FoundPlan(at, solution, self._limits))
+            )
 
     def _recompute_us(self, at: StepForm, regions: tuple[Region, ...]) -> float:
         problem = self._study.problem(at, 0)
@@ -365,7 +367,7 @@ class _Trace:
         at, study = self._study.captured, self._study if name in EXACT else self._study.without_link
         problem = study.problem(at, budget)
         trivial = study.how.trivial(problem, None) if name in EXACT else None
-        return self._solved(name, budget, Found(at, trivial or solve(problem, name, self._limits), self._limits))
+        return self._solved(name, budget, FoundPlan(at, trivial or solve(problem, name, self._limits), self._limits))
 
     def replayed(self, found: Iterable[_Solved]) -> list[_Solved]:
         """`found`, each under the least budget that it keeps as it runs."""
@@ -395,7 +397,7 @@ class _Trace:
         bounds = (other.bound_us for other in found if other.budget_bytes >= budget)
         return min(max(bounds, default=0.0), solved.price_us)
 
-    def point(self, solved: _Solved) -> Point:
+    def point(self, solved: _Solved) -> CurvePoint:
         solution, at, step_us = solved.solution, solved.found.at, self._study.step_time_us
         sizes, form = at.profile.graph.storages.size_bytes, at.form
         again_us = self._recompute_us(at, solution.regions)
@@ -405,7 +407,7 @@ class _Trace:
         status = solution.status
         if solved.strategy == CURVE:
             status = "optimal" if self._study.how.runs_as_evaluated and gap <= self._limits.gap else "feasible"
-        return Point(
+        return CurvePoint(
             strategy=solved.strategy,
             budget_bytes=solved.budget_bytes,
             peak_bytes=solved.peak_bytes,

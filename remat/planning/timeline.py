@@ -26,7 +26,7 @@ POINTS = 4000  # that a picture can show; where there are more operators, the hi
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Timeline:
+class StepTimeline:
     """Bytes alive at moments of a step, by category.
 
     time_us      when each operator begins                       parts  category -> bytes at each moment
@@ -81,7 +81,7 @@ def timeline(
     allocator: str | None = None,
     offloads: Sequence[Offload] = (),
     points: int | None = None,
-) -> Timeline:
+) -> StepTimeline:
     """The step of `profile` under a plan, over the time of its operators; `allocator` as for `estimate`.
 
     points  moments at most, `POINTS` by default
@@ -102,7 +102,7 @@ def timeline(
     }
     phases = {name: (float(begins[own].min()), float(ends[own].max())) for name, own in kinds.items() if own.any()}
     shown = _highest(curve.alive_bytes, points or POINTS)
-    return Timeline(
+    return StepTimeline(
         about=graph.about,
         target=profile.target.name,
         costs=costs.source,

@@ -12,7 +12,7 @@ from remat.units import gib, ms
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class PlanAnswer:
     """What the page says first: `sentence`, what it rests on, and verdicts in a word each (style, text)."""
 
     title: str
@@ -22,9 +22,9 @@ class Answer:
     verdicts: tuple[tuple[str, str], ...]
 
 
-def answer_of(material: Material) -> Answer:
+def answer_of(material: Material) -> PlanAnswer:
     about = material.about
-    return Answer(
+    return PlanAnswer(
         title=str(about["workload"]),
         step=_step(about, material.target),
         sentence=_sentence(material),

@@ -43,7 +43,7 @@ class Move:
 
 
 @dataclasses.dataclass(frozen=True)
-class Border:
+class ChangeBorder:
     """Where a region ends, or begins, or both: before node `at`. A move is None where the space has none.
 
     earlier, later  the border one segment before or behind
@@ -99,12 +99,12 @@ class Changes:
             own = Region(segment.first, segment.end)
             yield segment, self._change("recomputed", tuple(sorted((*self._regions, own))), self._offloads)
 
-    def borders(self) -> tuple[Border, ...]:
+    def borders(self) -> tuple[ChangeBorder, ...]:
         """Every border of a region that holds no others; those of inner regions move inside their outer one."""
         leaves = tuple(leaf_regions(self._regions))
         ends, begins = {region.end for region in leaves}, {region.first for region in leaves}
         found = [
-            Border(
+            ChangeBorder(
                 at,
                 at in ends,
                 at in begins,

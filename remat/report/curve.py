@@ -47,7 +47,7 @@ class Series:
 
 
 @dataclasses.dataclass(frozen=True)
-class Curve:
+class ReportCurve:
     """The figure. `path` joins the points of a sweep, `band` is what is known of the optimum between them."""
 
     marks: tuple[Mark, ...]
@@ -63,7 +63,7 @@ class Curve:
     summary: str
 
 
-def curve_of(material: Material) -> Curve:
+def curve_of(material: Material) -> ReportCurve:
     marks = [*_swept(material.sweep), *_others(material), *_own(material)]
     scale_x, scale_y = _scales(marks, material.plan)
     unit, name = unit_of(scale_x.most)
@@ -72,7 +72,7 @@ def curve_of(material: Material) -> Curve:
     )
     points = [mark for mark in placed if mark.kind in ("curve", "open")]
     budget = material.plan.budget_bytes if material.plan is not None else None
-    return Curve(
+    return ReportCurve(
         marks=placed,
         series=tuple(_series(placed)),
         x_ticks=scale_x.ticks(unit, ""),

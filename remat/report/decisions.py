@@ -57,17 +57,17 @@ class Leaf:
 
 
 @dataclasses.dataclass(frozen=True)
-class Branch:
+class DecisionBranch:
     """A module: its nodes and modules in the order in which they run first, and their sums."""
 
     name: str
     path: str
-    parts: tuple[Branch | Leaf, ...]
+    parts: tuple[DecisionBranch | Leaf, ...]
 
     @property
     def leaves(self) -> Iterator[Leaf]:
         for part in self.parts:
-            yield from part.leaves if isinstance(part, Branch) else (part,)
+            yield from part.leaves if isinstance(part, DecisionBranch) else (part,)
 
     @property
     def held_bytes(self) -> int:
@@ -100,7 +100,7 @@ class Branch:
 
 def tree_of(
     profile: Profile, regions: Sequence[Region], offloads: Sequence[Offload] = (), *, changes: int = MOST_CHANGES
-) -> Branch:
+) -> DecisionBranch:
     """Every node under `regions` and `offloads`, below the modules that they are in."""
     leaves = _leaves(profile, regions, offloads)
     if changes and (regions or offloads):
@@ -203,7 +203,7 @@ def _changes(
 # The tree
 
 
-def _grown(placed: Sequence[tuple[str, Leaf]]) -> Branch:
+def _grown(placed: Sequence[tuple[str, Leaf]]) -> DecisionBranch:
     """Leaves below the modules that their paths name."""
     below: dict[str, dict[str, Leaf | None]] = {"": {}}  # path -> its parts in order; None is a module of that name
 
@@ -218,7 +218,7 @@ def _grown(placed: Sequence[tuple[str, Leaf]]) -> Branch:
         module(path)
         below[path][f"node {leaf.index}"] = leaf
 
-    def branch(path: str, name: str) -> Branch:
+    def branch(path: str, name: str) -> DecisionBranch:
         own = below[path]
         if path and len(own) == 1 and next(iter(own.values())) is None:  # a module that holds one module alone
             inner = next(iter(own)).removeprefix("module ")
@@ -227,6 +227,6 @@ def _grown(placed: Sequence[tuple[str, Leaf]]) -> Branch:
             leaf if leaf is not None else branch(f"{path}.{key[7:]}".lstrip("."), key[7:]) for key, leaf in own.items()
         )
         layer = f"{path.split('.')[-2]}.{name}" if name.isdigit() and "." in path else name
-        return Branch(layer, path, parts)
+        return DecisionBranch(layer, path, parts)
 
     return branch("", "")

@@ -20,13 +20,13 @@ from markupsafe import Markup, escape
 import remat
 from remat.evaluation.plan import Plan
 from remat.report import proof
-from remat.report.answer import Answer, answer_of
+from remat.report.answer import PlanAnswer, answer_of
 from remat.report.changes import Changes, Move, leaf_regions
-from remat.report.curve import Curve, curve_of
-from remat.report.decisions import DECISIONS, MOST_CHANGES, MOST_ROWS, Branch, Decision, tree_of
+from remat.report.curve import ReportCurve, curve_of
+from remat.report.decisions import DECISIONS, MOST_CHANGES, MOST_ROWS, Decision, DecisionBranch, tree_of
 from remat.report.material import Material
 from remat.report.proof import Fact, NextStep
-from remat.report.step import Step, slug_of, step_of
+from remat.report.step import ReportStep, slug_of, step_of
 from remat.units import gib, ms
 
 MOST_BYTES = 1 << 20  # of a page: beyond that, nodes have no rows of their own
@@ -54,12 +54,12 @@ class Page:
     decided  (decision, bytes held, nodes)      opened  paths of the modules that are open at first
     """
 
-    answer: Answer
+    answer: PlanAnswer
     target: str
     plan: Plan | None
-    curve: Curve | None
-    step: Step | None
-    tree: Branch | None
+    curve: ReportCurve | None
+    step: ReportStep | None
+    tree: DecisionBranch | None
     tree_notes: tuple[str, ...]
     strip: tuple[tuple[Decision, int, int], ...]
     strip_summary: str
@@ -142,7 +142,7 @@ def _without_nodes(page: Page) -> Page:
 # Decisions
 
 
-def _tree(material: Material) -> Branch | None:
+def _tree(material: Material) -> DecisionBranch | None:
     if material.profile is None:
         return None
     changes = MOST_CHANGES if _is_of_nodes(material) else 0
@@ -154,7 +154,7 @@ def _is_of_nodes(material: Material) -> bool:
     return material.plan is not None and material.plan.execution == "eager"
 
 
-def _tree_notes(material: Material, tree: Branch | None) -> list[str]:
+def _tree_notes(material: Material, tree: DecisionBranch | None) -> list[str]:
     if tree is None:
         return []
     notes = []
@@ -195,7 +195,7 @@ def _borders(material: Material) -> Iterator[BorderRow]:
         yield BorderRow(", ".join(told), place(border.at), price(border.earlier), price(border.later))
 
 
-def _places(tree: Branch | None) -> list[tuple[int, int]]:
+def _places(tree: DecisionBranch | None) -> list[tuple[int, int]]:
     """Of every node in order where it begins and ends in the forward, in parts of 10,000 of its time."""
     leaves = sorted(tree.leaves, key=lambda leaf: leaf.index) if tree is not None else []
     total, so_far, found = sum(leaf.forward_us for leaf in leaves) or 1.0, 0.0, []
@@ -205,7 +205,7 @@ def _places(tree: Branch | None) -> list[tuple[int, int]]:
     return found
 
 
-def _strip(tree: Branch | None, places: Sequence[tuple[int, int]]) -> list[tuple[Decision, int, int]]:
+def _strip(tree: DecisionBranch | None, places: Sequence[tuple[int, int]]) -> list[tuple[Decision, int, int]]:
     found: list[tuple[Decision, int, int]] = []
     leaves = sorted(tree.leaves, key=lambda leaf: leaf.index) if tree is not None else []
     for leaf, (begin, end) in zip(leaves, places, strict=True):
@@ -218,13 +218,13 @@ def _strip(tree: Branch | None, places: Sequence[tuple[int, int]]) -> list[tuple
     return found
 
 
-def _decided(tree: Branch | None) -> list[tuple[Decision, int, int]]:
+def _decided(tree: DecisionBranch | None) -> list[tuple[Decision, int, int]]:
     leaves = list(tree.leaves) if tree is not None else []
     by = {decision: [leaf for leaf in leaves if leaf.decision == decision] for decision in DECISIONS}
     return [(decision, sum(leaf.held_bytes for leaf in own), len(own)) for decision, own in by.items() if own]
 
 
-def _strip_summary(tree: Branch | None) -> str:
+def _strip_summary(tree: DecisionBranch | None) -> str:
     total = (tree.forward_us if tree is not None else 0.0) or 1.0
     leaves = list(tree.leaves) if tree is not None else []
     said = []
@@ -236,10 +236,10 @@ def _strip_summary(tree: Branch | None) -> str:
     return ". ".join(said)
 
 
-def _opened(tree: Branch | None) -> frozenset[str]:
+def _opened(tree: DecisionBranch | None) -> frozenset[str]:
     """Modules that are open at first: from the top, as long as no more than so many rows are there."""
     opened: set[str] = set()
-    level = [part for part in tree.parts if isinstance(part, Branch)] if tree is not None else []
+    level = [part for part in tree.parts if isinstance(part, DecisionBranch)] if tree is not None else []
     rows = len(level)
     while level:
         wider = [branch for branch in level if 0 < len(branch.parts) <= OPENED and _has_modules(branch)]
@@ -247,18 +247,18 @@ def _opened(tree: Branch | None) -> frozenset[str]:
         if rows > 2 * OPENED:
             break
         opened |= {branch.path for branch in wider}
-        level = [part for branch in wider for part in branch.parts if isinstance(part, Branch)]
+        level = [part for branch in wider for part in branch.parts if isinstance(part, DecisionBranch)]
     return frozenset(opened)
 
 
-def _has_modules(branch: Branch) -> bool:
-    return any(isinstance(part, Branch) for part in branch.parts)
+def _has_modules(branch: DecisionBranch) -> bool:
+    return any(isinstance(part, DecisionBranch) for part in branch.parts)
 
 
 # What the file holds beside its text
 
 
-def _data(step: Step | None, tree: Branch | None, places: Sequence[tuple[int, int]]) -> Markup:
+def _data(step: ReportStep | None, tree: DecisionBranch | None, places: Sequence[tuple[int, int]]) -> Markup:
     """The numbers of the script as JSON that no reader of HTML takes for anything else."""
     found: dict[str, Any] = {}
     if step is not None and tree is not None:
@@ -276,10 +276,10 @@ def _data(step: Step | None, tree: Branch | None, places: Sequence[tuple[int, in
     return Markup(text.replace("<", "\\u003c"))
 
 
-def _named(branch: Branch) -> list[tuple[int, str]]:
+def _named(branch: DecisionBranch) -> list[tuple[int, str]]:
     found: list[tuple[int, str]] = []
     for part in branch.parts:
-        if isinstance(part, Branch):
+        if isinstance(part, DecisionBranch):
             found += _named(part)
         else:
             found.append((part.index, f"{part.name} in {branch.path}" if branch.path else part.name))

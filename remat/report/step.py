@@ -19,7 +19,7 @@ from remat.evaluation.plan import Region
 from remat.offloading.link import Link
 from remat.offloading.schedule import Copies, copies
 from remat.offloading.timeline import Timeline as CopyTimeline
-from remat.planning.timeline import Timeline, timeline
+from remat.planning.timeline import StepTimeline, timeline
 from remat.report.material import Material
 from remat.report.scale import SIDE, Scale, Tick, area, line, unit_of
 from remat.units import gib, ms
@@ -65,7 +65,7 @@ class Span:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class ReportStep:
     """The figure, its table, and what the script needs to link it with the rest of the page.
 
     columns  per column: time in parts of 10,000, phase, node (-1: none), and KiB by category
@@ -96,7 +96,7 @@ class Step:
     summary: str
 
 
-def step_of(material: Material) -> Step | None:
+def step_of(material: Material) -> ReportStep | None:
     """The figure; None where the step is not at hand."""
     profile = material.profile
     if profile is None:
@@ -118,7 +118,7 @@ def step_of(material: Material) -> Step | None:
     moved = _copies(material, profile, memory)
     spans = _spans(node_at, phase_at, ends, len(graph.nodes), total_us)
     _add_copies(spans, moved, graph.storages.node, total_us)
-    return Step(
+    return ReportStep(
         categories=tuple(_categories(made, names, begins, y, at))[::-1],
         levels=tuple(Level(name, slug, size, y.percent(size)) for name, slug, size in levels),
         x_ticks=x.ticks(1000.0, ""),
@@ -161,7 +161,7 @@ def _moments(profile: Profile, memory: Memory, regions: Sequence[Region]) -> tup
     return np.cumsum(took_us), node, phase
 
 
-def _levels(material: Material, made: Timeline) -> list[tuple[str, str, int]]:
+def _levels(material: Material, made: StepTimeline) -> list[tuple[str, str, int]]:
     found = [("peak", "peak", made.peak_bytes)]
     if made.budget_bytes is not None:
         found.append(("budget", "budget", made.budget_bytes))
@@ -176,7 +176,7 @@ def _is_full_size(material: Material) -> bool:
     return all(validation.get(name) == material.about.get(name) for name in ("batch_size", "seq_len"))
 
 
-def _categories(made: Timeline, names: Sequence[str], begins: list[int], y: Scale, at: int) -> Iterator[Category]:
+def _categories(made: StepTimeline, names: Sequence[str], begins: list[int], y: Scale, at: int) -> Iterator[Category]:
     """Every category with the edge that it reaches, bottom first; each hides all of those below but its own share."""
     edge = np.zeros(len(begins))
     for name in names:
@@ -251,7 +251,7 @@ def _copies_summary(moved: Sequence[Copies]) -> list[str]:
     ]
 
 
-def _table(made: Timeline, names: Sequence[str]) -> Iterator[tuple[str, ...]]:
+def _table(made: StepTimeline, names: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """The highest moment in each of so many equal stretches of the step."""
     total, end = made.alive_bytes, float(made.time_us[-1]) or 1.0
     for number in range(ROWS):
@@ -263,7 +263,7 @@ def _table(made: Timeline, names: Sequence[str]) -> Iterator[tuple[str, ...]]:
 
 
 def _columns(
-    made: Timeline, names: Sequence[str], op_node: np.ndarray, backward_end: int, forward_end: int, total_us: float
+    made: StepTimeline, names: Sequence[str], op_node: np.ndarray, backward_end: int, forward_end: int, total_us: float
 ) -> dict[str, Any]:
     phase = np.where(made.op < forward_end, FORWARD, BACKWARD)
     phase[made.recomputing] = RECOMPUTE
@@ -305,7 +305,7 @@ def _notes(material: Material) -> Iterator[str]:
         yield "The measured curve is stretched to the predicted time."
 
 
-def _summary(made: Timeline, total_us: float) -> str:
+def _summary(made: StepTimeline, total_us: float) -> str:
     at = int(made.alive_bytes.argmax())
     largest = sorted(made.parts, key=lambda name: -int(made.parts[name][at]))[:3]
     what = ", ".join(f"{name} {gib(int(made.parts[name][at]))}" for name in largest)

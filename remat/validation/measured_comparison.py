@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from remat.errors import ValidationFailed
 from remat.evaluation.form import form_of
-from remat.planning.comparison import Comparison, Row
+from remat.planning.comparison import Comparison, StrategyRow
 from remat.solvers import WITHOUT
 from remat.validation.validating import validate
 
@@ -54,7 +54,7 @@ def _runs_as(plan: Plan) -> tuple[Any, ...]:
 
 
 def _validated(
-    rows: Sequence[Row],
+    rows: Sequence[StrategyRow],
     workload: Workload,
     on_strategy: Callable[[str], None],
     on_progress: Callable[[int, int], None] | None,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from remat.cli.screen import LiveLine
     from remat.planning.budget import Budget
-    from remat.planning.comparison import Comparison, Row
+    from remat.planning.comparison import Comparison, StrategyRow
     from remat.workload.workload import Workload
 
 NARROWEST, WIDEST = 6, 44  # columns for a bar
@@ -108,14 +108,16 @@ def _saved(comparison: Comparison, folder: Path, source: Source, limit: Budget) 
 
 def _answer(comparison: Comparison, files: dict[str, str]) -> Answer:
     failure = ValidationFailed("; ".join(comparison.failures)) if comparison.failures else None
-    return Answer({**comparison.to_json(), "plan_paths": files}, Screen(comparison, tuple(files.values())), failure)
+    return Answer(
+        {**comparison.to_json(), "plan_paths": files}, CompareScreen(comparison, tuple(files.values())), failure
+    )
 
 
 # The screen
 
 
 @dataclasses.dataclass(frozen=True)
-class Screen:
+class CompareScreen:
     """A comparison as lines; bars take what room is left beside them."""
 
     comparison: Comparison
@@ -161,7 +163,7 @@ def _table(found: Comparison, options: ConsoleOptions) -> Iterator[Text]:
         yield Text.assemble(line, "  ", _bar(row, found, width, options.ascii_only), style="" if row.fits else "dim")
 
 
-def _cells(row: Row, unit: str, per_token: bool) -> list[str]:
+def _cells(row: StrategyRow, unit: str, per_token: bool) -> list[str]:
     def shown(value: float | None, form: str, unit: float = 1) -> str:
         return "-" if value is None else f"{value / unit:{form}}"
 
@@ -177,7 +179,7 @@ def _cells(row: Row, unit: str, per_token: bool) -> list[str]:
     ]
 
 
-def _bar(row: Row, found: Comparison, width: int, ascii_only: bool) -> Text:
+def _bar(row: StrategyRow, found: Comparison, width: int, ascii_only: bool) -> Text:
     """The peak, with a mark where the budget is; what stands beyond it is red."""
     from rich.text import Text
 

@@ -18,8 +18,8 @@ from remat.units import gib
 if TYPE_CHECKING:
     from remat.evaluation.plan import Plan
     from remat.planning.budget import Budget
-    from remat.planning.fit import Fit
-    from remat.planning.micro_batches import Candidate
+    from remat.planning.fit import BatchFit
+    from remat.planning.micro_batches import BatchCandidate
 
 
 def fit(
@@ -100,8 +100,8 @@ def _plan_answer(plan: Plan, path: Path, question: str) -> Answer:
     return Answer(data, f"{what}\n\n{plan_text(plan)}\n\nwrote {path}\nnext: remat validate {path}")
 
 
-def _fit_answer(found: Fit, path: Path) -> Answer:
-    def shown(candidate: Candidate | None) -> dict[str, Any] | None:
+def _fit_answer(found: BatchFit, path: Path) -> Answer:
+    def shown(candidate: BatchCandidate | None) -> dict[str, Any] | None:
         if candidate is None:
             return None
         return {**candidate.to_json(), "samples_per_s": found.samples_per_s(candidate)}
@@ -122,7 +122,7 @@ def _fit_answer(found: Fit, path: Path) -> Answer:
     return Answer(data, _fit_text(found, path))
 
 
-def _fit_text(found: Fit, path: Path) -> str:
+def _fit_text(found: BatchFit, path: Path) -> str:
     from remat.cli.screen import columns, heading
 
     per_token, ranks = found.about["seq_len"] is not None, f" over {found.ranks} ranks" if found.ranks > 1 else ""
@@ -143,7 +143,7 @@ def _fit_text(found: Fit, path: Path) -> str:
     )
 
 
-def _cells(name: str, candidate: Candidate | None, found: Fit, unit: str) -> tuple[str, ...]:
+def _cells(name: str, candidate: BatchCandidate | None, found: BatchFit, unit: str) -> tuple[str, ...]:
     from remat.units import parse_bytes
 
     if candidate is None:
@@ -164,7 +164,7 @@ def _cells(name: str, candidate: Candidate | None, found: Fit, unit: str) -> tup
     )
 
 
-def _verdict(found: Fit) -> str:
+def _verdict(found: BatchFit) -> str:
     """Which won and why, in a sentence."""
     best = found.best
     ladder = {name: rung for name, rung in found.rungs.items() if rung is not None and rung is not best}
@@ -194,7 +194,7 @@ def _verdict(found: Fit) -> str:
     return f"{how} is {100 * faster:.1f} % faster than the best rung of the ladder, `{name}`: {'; '.join(why)}."
 
 
-def _notes(found: Fit) -> list[str]:
+def _notes(found: BatchFit) -> list[str]:
     notes = []
     if slices := found.best.slices:
         notes.append(f"the loss runs in {slices} slice{'s' if slices > 1 else ''}; --exact leaves it whole")

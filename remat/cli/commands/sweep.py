@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
     from rich.text import Text
 
-    from remat.planning.sweep import Point, Sweep
+    from remat.planning.sweep import CurvePoint, Sweep
 
 WIDEST, HEIGHT = 72, 14  # of the chart, in characters
 CURVE, MARKS = "●", "□△◇▽✚×○▷◁☆▪▴"
@@ -76,14 +76,14 @@ def sweep(
 
         draw(swept, plot)
     written = {name: str(path) for name, path in (("curve", out), ("plot", plot)) if path is not None}
-    return Answer({**swept.to_json(), "paths": written}, Screen(swept, tuple(written.values())))
+    return Answer({**swept.to_json(), "paths": written}, SweepScreen(swept, tuple(written.values())))
 
 
 # The screen
 
 
 @dataclasses.dataclass(frozen=True)
-class Screen:
+class SweepScreen:
     """A sweep as lines."""
 
     sweep: Sweep
@@ -121,7 +121,7 @@ class Screen:
         yield Text("\n" + "\n".join(_notes(found, self.files)))
 
 
-def _cells(point: Point, unit: str, hosted: bool, sliced: bool) -> list[str]:
+def _cells(point: CurvePoint, unit: str, hosted: bool, sliced: bool) -> list[str]:
     size = parse_bytes(f"1{unit}")
     return [
         f"{point.budget_bytes / size:.2f}",
@@ -144,7 +144,7 @@ def _chart(found: Sweep, unit: str, options: ConsoleOptions) -> Iterator[Text]:
     curve, marks = (PLAIN_CURVE, PLAIN_MARKS) if options.ascii_only else (CURVE, MARKS)
     others = found.by_strategy()
     series = [(marks[i % len(marks)], points) for i, points in enumerate(others.values())]
-    everything: Sequence[Point] = (*found.points, *found.others)
+    everything: Sequence[CurvePoint] = (*found.points, *found.others)
     least, most = (pick(point.peak_bytes for point in everything) for pick in (min, max))
     lowest = min(0.0, *(point.overhead for point in everything))
     highest = max(max(point.overhead for point in everything), lowest + 0.001)

@@ -18,7 +18,7 @@ from remat.units import gib, ms, parse_bytes
 if TYPE_CHECKING:
     from remat.cli.model_spec import ModelSpec
     from remat.cli.screen import LiveLine
-    from remat.planning.timeline import Timeline
+    from remat.planning.timeline import StepTimeline
 
 BAR, STEPS = 24, 16  # of the chart on the screen: columns, so that no line is wider than 80, and rows of time
 
@@ -76,7 +76,7 @@ def timeline(
     return _answer(made, plot, snapshot)
 
 
-def _measured(made: Timeline, spec: ModelSpec | None, plan: Any, line: LiveLine) -> Timeline:
+def _measured(made: StepTimeline, spec: ModelSpec | None, plan: Any, line: LiveLine) -> StepTimeline:
     if spec is None:
         raise UsageError("--measure runs the step, and the profile does not say how to build it; use --model.")
     if made.target != "cpu":
@@ -93,12 +93,12 @@ def _measured(made: Timeline, spec: ModelSpec | None, plan: Any, line: LiveLine)
 # The screen
 
 
-def _answer(made: Timeline, plot: Path | None, snapshot: Path | None) -> Answer:
+def _answer(made: StepTimeline, plot: Path | None, snapshot: Path | None) -> Answer:
     files = {"plot_path": str(plot) if plot else None, "snapshot_path": str(snapshot) if snapshot else None}
     return Answer({**made.to_json(), **files}, _text(made, [str(path) for path in (plot, snapshot) if path]))
 
 
-def _text(made: Timeline, files: list[str]) -> str:
+def _text(made: StepTimeline, files: list[str]) -> str:
     from remat.cli.screen import aligned, heading
 
     total = made.alive_bytes

@@ -17,7 +17,7 @@ from remat.units import GIB, gib, ms
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from remat.planning.sweep import Point, Sweep
+    from remat.planning.sweep import CurvePoint, Sweep
 
 PACKAGES = {".png": "matplotlib", ".svg": "matplotlib", ".html": "plotly"}
 X, Y = "peak of the whole training step, GiB", "added time, % of the step"
@@ -60,7 +60,7 @@ class _Series:
     """The points of a strategy and how they look; `marker` is (matplotlib's name, plotly's)."""
 
     label: str
-    points: Sequence[Point]
+    points: Sequence[CurvePoint]
     colour: str
     marker: tuple[str, str]
 
@@ -158,7 +158,7 @@ def _draw_page(sweep: Sweep, path: Path) -> None:
     figure.write_html(path, include_plotlyjs=True)
 
 
-def _hover(point: Point) -> str:
+def _hover(point: CurvePoint) -> str:
     saved = f", {point.saved} outputs saved" if point.saved else ""
     rows = [
         f"<b>{point.strategy}</b>",

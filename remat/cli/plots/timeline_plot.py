@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from remat.cli.plots.sweep_plot import require
-from remat.planning.timeline import Timeline
+from remat.planning.timeline import StepTimeline
 from remat.units import GIB, MIB, gib
 
 COLOURS = {
@@ -36,7 +36,7 @@ RECOMPUTING = "#56b4e9"
 MEASURED, BUDGET = "#111111", "#b2182b"
 
 
-def draw(timeline: Timeline, path: Path) -> None:
+def draw(timeline: StepTimeline, path: Path) -> None:
     """Write the plot that the ending of `path` asks for."""
     require(path)
     if path.suffix.lower() == ".html":
@@ -45,22 +45,22 @@ def draw(timeline: Timeline, path: Path) -> None:
         _draw_picture(timeline, path)
 
 
-def _ordered(timeline: Timeline) -> list[str]:
+def _ordered(timeline: StepTimeline) -> list[str]:
     known = [name for name in COLOURS if name in timeline.parts]
     return known + [name for name in timeline.parts if name not in COLOURS]
 
 
-def _unit(timeline: Timeline) -> tuple[int, str]:
+def _unit(timeline: StepTimeline) -> tuple[int, str]:
     return (GIB, "GiB") if timeline.peak_bytes >= GIB else (MIB, "MiB")
 
 
-def _title(timeline: Timeline) -> str:
+def _title(timeline: StepTimeline) -> str:
     about = timeline.about
     size = f"{about['batch_size']}" + (f" x {about['seq_len']}" if about["seq_len"] is not None else "")
     return f"{about['workload']}, batch {size}, on {timeline.target} ({timeline.costs} costs)"
 
 
-def _stretched(timeline: Timeline) -> np.ndarray | None:
+def _stretched(timeline: StepTimeline) -> np.ndarray | None:
     """The measured moments on the predicted time: the two clocks need not agree, the shapes can be compared."""
     if timeline.measured is None or not len(timeline.measured[0]):
         return None
@@ -68,7 +68,7 @@ def _stretched(timeline: Timeline) -> np.ndarray | None:
     return own * (float(timeline.time_us[-1]) / max(float(own[-1]), 1e-9))
 
 
-def _draw_picture(timeline: Timeline, path: Path) -> None:
+def _draw_picture(timeline: StepTimeline, path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4.8), dpi=160, layout="constrained")
@@ -108,11 +108,11 @@ def _draw_picture(timeline: Timeline, path: Path) -> None:
     figure.savefig(path, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
 
 
-def _measured_most(timeline: Timeline) -> list[int]:
+def _measured_most(timeline: StepTimeline) -> list[int]:
     return [int(timeline.measured[1].max())] if timeline.measured is not None and len(timeline.measured[1]) else []
 
 
-def _draw_page(timeline: Timeline, path: Path) -> None:
+def _draw_page(timeline: StepTimeline, path: Path) -> None:
     from plotly import graph_objects
 
     (unit, name_of_unit), figure = _unit(timeline), graph_objects.Figure()
