@@ -40,6 +40,7 @@ from remat.host.optimizer_state import OffloadedState
 from remat.host.weights import AT_ONCE, Layer, layers_of, spread
 from remat.recording.known_values import KnownValues
 from remat.recording.optimizer_forms import forms_of
+from remat.recording.sequences import sequences_of_known_lengths
 from remat.recording.tracked_copies import TrackedStateCopies
 from remat.recording.tracker import Tracker
 from remat.recording.view_histories import ViewHistories
@@ -189,7 +190,7 @@ class FakeStep:
     @contextlib.contextmanager
     def _on_fakes(self) -> Iterator[None]:
         """What all of a step runs under."""
-        with self.mode, self.known.followed(), grouped_products(), kernels_on_fakes():
+        with self.mode, self.known.followed(), grouped_products(), kernels_on_fakes(), sequences_of_known_lengths():
             yield
 
     def _settle(self, alignment_bytes: int) -> None:

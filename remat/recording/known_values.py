@@ -33,6 +33,7 @@ from remat._torch.dynamo import not_begun_at
 from remat._torch.recording import DEVICE, untraced
 from remat._torch.training import UnseenMode, without_modes
 from remat.capture.eager_answers import traced_as
+from remat.recording.ctc_shapes import CTC_SHAPES
 
 MOST_INTEGERS = 1 << 20
 MOST_FLOATS = 1 << 16
@@ -90,6 +91,8 @@ class KnownValues(UnseenMode):
         if func is DEVICE and isinstance(args[0], FakeTensor):
             return args[0].device
         kwargs = kwargs or {}
+        if (shaped := CTC_SHAPES.get(func)) is not None:
+            return shaped(*args, **kwargs)
         known, values = self._computed(func, args, kwargs)
         if not known and func is torch.ops.aten.index.Tensor:
             args = (args[0], [each for index in args[1] for each in self._picked(index)], *args[2:])
@@ -185,13 +188,22 @@ def _tensor_of_values(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 _following: list[KnownValues] = []
+
+
+def values_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The values of a tensor of a step that runs on fakes, on the host; None where they are not known."""
+    if not isinstance(tensor, FakeTensor):
+        return tensor
+    return next((values for each in _following if (values := each.of(tensor)) is not None), None)
+
+
 _tolist = FakeTensor.tolist
 
 
 @untraced
 def _tolist_of_values(tensor: FakeTensor) -> Any:
     """`tolist`, which asks for one number after the other, thousands of a batch's, at once where they are known."""
-    known = next((values for each in _following if (values := each.of(tensor)) is not None), None)
+    known = values_of(tensor)
     if known is None:
         return _tolist(tensor)
     with without_modes():
