@@ -175,12 +175,15 @@ def rows_unbound(where: Callable[[Translator], bool]) -> Iterator[None]:
         yield
 
 
-def not_begun_at(function: Any) -> Any:
-    """`function`, at whose call no trace begins; one that has begun follows into it."""
+def not_begun_at(function: Any, *, nor_within: bool = False) -> Any:
+    """`function`, at whose call no trace begins; one that has begun follows into it.
+
+    nor_within  nor at the calls that it makes
+    """
     purpose = "read values while planning"
     treat = internal("_C._dynamo.eval_frame.set_code_exec_strategy", purpose)
     skip, trace = (internal(f"_C._dynamo.eval_frame._FrameAction.{name}", purpose) for name in ("SKIP", "DEFAULT"))
-    treat(function.__code__, internal("_C._dynamo.eval_frame._FrameExecStrategy", purpose)(skip, trace))
+    treat(function.__code__, internal("_C._dynamo.eval_frame._FrameExecStrategy", purpose)(skip, skip if nor_within else trace))
     return function
 
 

@@ -25,7 +25,7 @@ from torch import fx, nn
 from torch.utils._pytree import MappingKey, tree_leaves_with_path
 
 from remat._torch.dynamo import settings, trace_error, try_again
-from remat.capture import four_bit, trl_head
+from remat.capture import four_bit, numpy_random, trl_head
 from remat.capture.attention_masks import (
     IsOnes,
     Masks,
@@ -198,6 +198,8 @@ class GraphCalls:
             warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
             # It follows into the functions behind caches, as it must.
             warnings.filterwarnings("ignore", message=r"Dynamo detected a call to a `functools\.lru_cache`-wrapped")
+            # It makes a tensor of an array of numpy before the model's code does.
+            warnings.filterwarnings("ignore", message=r"To copy construct from a tensor")
             # It makes an object of a Function's class to trace it, and is told off by that class.
             warnings.filterwarnings("ignore", message=r".*autograd\.function\.Function.* should not be instantiated")
             try:
@@ -217,6 +219,7 @@ class _Backend(Capture):
         self._masks = TracedMasks(masks)
 
     def instead(self, asker: str, function: Callable[..., Any]) -> Callable[..., Any] | None:
+        numpy_random.leave_alone(function)
         opaque = () if self.answers is None else self.answers.opaque
         return (
             self._masks.instead(asker, function)
@@ -305,7 +308,8 @@ def dynamo_settings() -> Iterator[None]:
 
     Inside DistributedDataParallel Dynamo would cut every graph at the borders of gradient buckets: no plan would fit.
     Recurrent layers are followed into, and hooks that come or go between two steps are seen. What a model says through
-    `logging` in its first forward is lost: there Dynamo would break the graph, and only there.
+    `logging` in its first forward is lost: there Dynamo would break the graph, and only there. Numpy draws its random
+    numbers itself (masks of SpecAugment); Dynamo would draw others, with torch's generator.
     """
     with settings(
         ignore_logger_methods=_Functions(
@@ -318,6 +322,7 @@ def dynamo_settings() -> Iterator[None]:
         optimize_ddp=False,
         allow_rnn=True,
         skip_nnmodule_hook_guards=False,
+        use_numpy_random_stream=True,
     ):
         yield
 
