@@ -183,7 +183,10 @@ def not_begun_at(function: Any, *, nor_within: bool = False) -> Any:
     purpose = "read values while planning"
     treat = internal("_C._dynamo.eval_frame.set_code_exec_strategy", purpose)
     skip, trace = (internal(f"_C._dynamo.eval_frame._FrameAction.{name}", purpose) for name in ("SKIP", "DEFAULT"))
-    treat(function.__code__, internal("_C._dynamo.eval_frame._FrameExecStrategy", purpose)(skip, skip if nor_within else trace))
+    treat(
+        function.__code__,
+        internal("_C._dynamo.eval_frame._FrameExecStrategy", purpose)(skip, skip if nor_within else trace),
+    )
     return function
 
 

@@ -85,7 +85,7 @@ class KnownValues(UnseenMode):
     def hold_for(self, copy: torch.Tensor, tensor: torch.Tensor) -> None:
         """`copy` stands for `tensor` from now on."""
         if (value := self.of(tensor)) is not None:
-            self._note(copy, value)
+            self.note(copy, value)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE and isinstance(args[0], FakeTensor):
@@ -104,7 +104,7 @@ class KnownValues(UnseenMode):
             device = next((t.device for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)), None)
             out = tree_map(lambda value: self._fake_of(value, device), values)
         if known:
-            self._note(out, values)
+            self.note(out, values)
         elif func._schema.is_mutable:
             self._forget(func, args, kwargs)
         return out
@@ -152,10 +152,11 @@ class KnownValues(UnseenMode):
         if not isinstance(value, torch.Tensor):
             return value
         fake = torch.empty(value.shape, dtype=value.dtype, device=device)
-        self._note(fake, value)
+        self.note(fake, value)
         return fake
 
-    def _note(self, out: Any, values: Any) -> None:
+    def note(self, out: Any, values: Any) -> None:
+        """`values` are those of `out`, tensor by tensor."""
         for fake, value in zip(tree_leaves(out), tree_leaves(values), strict=True):
             if isinstance(fake, FakeTensor) and isinstance(value, torch.Tensor) and _is_small(value):
                 self._twins.setdefault(fake.untyped_storage(), {})[_view_of(fake)] = value
@@ -195,6 +196,12 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor | None:
     if not isinstance(tensor, FakeTensor):
         return tensor
     return next((values for each in _following if (values := each.of(tensor)) is not None), None)
+
+
+def give_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Say what the values of a fake tensor are, where an operator that is followed cannot tell."""
+    for each in _following:
+        each.note(tensor, values)
 
 
 _tolist = FakeTensor.tolist

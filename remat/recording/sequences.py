@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.utils import rnn
 
 from remat._torch.door import Shared
 from remat._torch.dynamo import not_begun_at
@@ -24,11 +25,12 @@ from remat._torch.recording import untraced
 from remat._torch.training import without_modes
 from remat.capture.eager_answers import traced_as
 from remat.errors import CaptureError
-from remat.recording.known_values import values_of
+from remat.recording.known_values import give_values, values_of
 
 _VF: Any = torch._VF  # type: ignore[attr-defined]
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _pack = _VF._pack_padded_sequence
+_invert: Any = rnn.invert_permutation
 _ctc_loss = torch.ctc_loss
 _NONE, _MEAN = 0, 1  # at::Reduction
 
@@ -51,6 +53,17 @@ def _is_fake(*values: Any) -> bool:
     return any(isinstance(value, FakeTensor) for value in values)
 
 
+@untraced
+def _inverted(permutation: torch.Tensor | None) -> torch.Tensor | None:
+    """The inverse of a permutation: what is scattered into an empty tensor, all of which is written."""
+    inverse = _invert(permutation)
+    if inverse is not None and permutation is not None and (known := values_of(permutation)) is not None:
+        with without_modes():
+            values = _invert(known)
+        give_values(inverse, values)
+    return inverse
+
+
 class _Packed(torch.autograd.Function):
     """Packing: a forward of one copy, a backward that lays the gradient into zeros."""
 
@@ -67,7 +80,7 @@ class _Packed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (gradient,) = gradients
         shape = (ctx.shape[1], ctx.shape[0], *ctx.shape[2:]) if ctx.batch_first else ctx.shape
-        padded, offset = gradient.new_zeros(shape), 0
+        padded, offset = torch.zeros(shape, dtype=gradient.dtype, device=gradient.device), 0
         for step, size in enumerate(ctx.sizes):
             padded[step, :size].copy_(gradient[offset : offset + size])
             offset += size
@@ -100,7 +113,8 @@ def _padded(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     sizes = _numbers(batch_sizes, "`pad_packed_sequence`")
     samples, offset = sizes[0], 0
-    padded = data.new_full((max(total_length, len(sizes)), samples, *data.shape[1:]), padding_value)
+    shape = (max(total_length, len(sizes)), samples, *data.shape[1:])
+    padded = torch.full(shape, padding_value, dtype=data.dtype, device=data.device)
     for first, end, size in _runs_of_equal(sizes):
         count = (end - first) * size
         part = data[offset : offset + count].view(end - first, size, *data.shape[1:])
@@ -128,7 +142,7 @@ def _loss_of_numbers(
     if reduction != _MEAN:
         return _ctc_loss(log_probs, targets, *lengths, blank, reduction, zero_infinity)
     losses = _ctc_loss(log_probs, targets, *lengths, blank, _NONE, zero_infinity)
-    symbols = losses.new_empty(len(lengths[1])).clamp_min(1)
+    symbols = torch.empty(len(lengths[1]), dtype=losses.dtype, device=losses.device).clamp_min(1)
     return (losses / symbols).mean()
 
 
@@ -162,6 +176,7 @@ def _functions_on_fakes() -> Iterator[None]:
     of_vf = {"_pack_padded_sequence": _packed, "_pad_packed_sequence": _padded}
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch, "ctc_loss", _on_fakes(_ctc_loss, _loss_of_numbers)))
+        stack.enter_context(mock.patch.object(rnn, "invert_permutation", _on_fakes(_invert, _inverted)))
         for name, function in of_vf.items():
             stack.enter_context(mock.patch.object(_VF, name, _on_fakes(getattr(_VF, name), function)))
         for name in _RECURRENT:
