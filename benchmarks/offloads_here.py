@@ -93,8 +93,8 @@ def _trains_alike(workload: Workload) -> bool:
         training = Training(workload, torch.device("cpu"), 0, TrainingLoop())
         training.begin_again()
         if is_offloaded:
-            assert training.finish.optimizer is not None
-            remat.offload_optimizer(training.finish.optimizer)
+            assert training.finish.optimizer.alone is not None
+            remat.offload_optimizer(training.finish.optimizer.alone)
         for _ in range(STEPS):
             training.step()
         ends.append([parameter.detach().clone() for parameter in training.model.parameters()])

@@ -1,7 +1,8 @@
-"""CTC's loss and packed sequences on fakes: what runs is what runs in training, and lengths nobody knows are refused."""
+"""CTC's loss and packed sequences on fakes run what training runs; lengths that nobody knows are refused."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -77,13 +78,13 @@ def ctc(targets: Callable[[], torch.Tensor], lengths: Callable[[list[int]], Any]
 def test_ctc_runs_the_operators_of_training(reduction: str, targets: Callable[[], torch.Tensor]) -> None:
     expected = for_real(lambda: ctc(targets, tuple, reduction=reduction)).found
     for lengths in (tuple, torch.tensor):
-        assert on_fakes(lambda lengths=lengths: ctc(targets, lengths, reduction=reduction)).found == expected
+        assert on_fakes(functools.partial(ctc, targets, lengths, reduction=reduction)).found == expected
     assert ("aten._ctc_loss.default", [(3,), (3, 10, 11)]) in expected  # 2 x 5 + 1 = 11
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_packed_sequences_run_the_operators_of_training(kind: type[nn.RNNBase], batch_first: bool) -> None:
+def test_packed_sequences_run_the_operators_of_training(kind: Callable[..., nn.RNNBase], batch_first: bool) -> None:
     def step() -> torch.Tensor:
         x = torch.randn((SAMPLES, STEPS, WIDTH) if batch_first else (STEPS, SAMPLES, WIDTH), requires_grad=True)
         layer = kind(WIDTH, WIDTH, num_layers=2, bidirectional=True, batch_first=batch_first)
@@ -97,7 +98,7 @@ def test_packed_sequences_run_the_operators_of_training(kind: type[nn.RNNBase], 
         """Packing is one kernel, or the copies that it makes and joins."""
         names = [name for name, _ in ran.found]
         first = next(i for i, name in enumerate(names) if "pack" in name or name == "aten.cat.default")
-        return [each for each in ran.found[first + 1 :]]
+        return ran.found[first + 1 :]
 
     assert but_for_packing(on_fakes(step)) == but_for_packing(for_real(step))
 

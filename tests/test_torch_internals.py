@@ -186,6 +186,24 @@ def test_the_loss_within_cross_entropy_and_functions_that_are_passed_on() -> Non
     assert recording.builtin_functions().gelu is torch.nn.functional.gelu
 
 
+def test_torch_nn_packs_and_runs_recurrent_layers_through_one_module() -> None:
+    found = recording.functions_of_lengths()
+    assert found is torch.nn.utils.rnn._VF is torch.nn.modules.rnn._VF
+    names = ("_pack_padded_sequence", "_pad_packed_sequence", "lstm", "gru", "rnn_tanh", "rnn_relu")
+    assert all(callable(getattr(found, name)) for name in names)
+
+
+def test_a_function_that_no_trace_begins_at_nor_within_is_run_as_it_stands() -> None:
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if torch.compiler.is_compiling() else x
+
+    def outside(x: torch.Tensor) -> torch.Tensor:
+        return inside(x) * 2
+
+    dynamo.not_begun_at(outside, nor_within=True)
+    assert torch.equal(torch.compile(outside, backend="eager")(torch.ones(2)), 2 * torch.ones(2))
+
+
 def test_the_shape_of_grouped_products_is_asked_of_us_and_only_meanwhile() -> None:
     asked: list[bool] = []
 
@@ -558,6 +576,7 @@ GONE: dict[str, tuple[str, Callable[[], Any]]] = {
         lambda: recording.memory_format_of(torch.ones(1)),
     ),
     "_C._nn": ("find functions of layers by name", recording.builtin_functions),
+    "_VF": ("read lengths of packed sequences", recording.functions_of_lengths),
     "utils._foreach_utils._get_foreach_kernels_supported_devices": (
         "choose an optimizer's kernels",
         recording.devices_with_foreach,

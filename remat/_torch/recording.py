@@ -64,6 +64,11 @@ def builtin_functions() -> Any:
     return internal("_C._nn", "find functions of layers by name")
 
 
+def functions_of_lengths() -> Any:
+    """The module through which `torch.nn` calls recurrent layers, and packs and pads sequences."""
+    return internal("_VF", "read lengths of packed sequences")
+
+
 @contextlib.contextmanager
 def shape_of_grouped_products(shape: Callable[..., Any]) -> Iterator[None]:
     """Let `shape(original, make, *args)` be torch's shape function of grouped products, in `_meta_registrations`.

@@ -117,7 +117,7 @@ def _changed(
 def _state_on_host(workload: Workload, place: PlanningDevice, loop: TrainingLoop) -> Iterator[tuple[str, Graph]]:
     """The optimizer's state on the host between its steps, where it is one whose state can be there."""
     step = fake_step(workload, place, loop=loop)
-    if step.optimizer is None or not can_be_offloaded(step.optimizer):
+    if not can_be_offloaded(step.optimizer.alone):
         return
     step.loop = dataclasses.replace(loop, offload_optimizer=True)
     graph = with_library_workspaces(record(step, alignment_bytes=place.target.alignment_bytes), place.target)

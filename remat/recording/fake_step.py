@@ -13,7 +13,6 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.optim.swa_utils import get_ema_multi_avg_fn
-from torch.utils._pytree import tree_leaves
 
 from remat.capture.anchors import identity_of, module_path
 from remat.capture.attention_masks import Masks, OnesSeen, eager_attention_masks, masks_of
@@ -40,10 +39,12 @@ from remat.host.optimizer_state import OffloadedState
 from remat.host.weights import AT_ONCE, Layer, layers_of, spread
 from remat.recording.known_values import KnownValues
 from remat.recording.optimizer_forms import forms_of
+from remat.recording.repeated_step import RepeatedStep
 from remat.recording.sequences import sequences_of_known_lengths
 from remat.recording.tracked_copies import TrackedStateCopies
 from remat.recording.tracker import Tracker
 from remat.recording.view_histories import ViewHistories
+from remat.workload.any_optimizer import AnyOptimizer, Closure
 from remat.workload.held_outputs import HeldOutputs
 from remat.workload.reference import references_run_by
 from remat.workload.training_loop import TrainingLoop
@@ -52,12 +53,14 @@ from remat.workload.workload import Workload, trainable
 WRAPPED_NUMBER_BYTES = 16  # eight in forward, eight more while it is recomputed
 LARGEST_NORM = 1.0  # of gradients that are clipped; any number takes the same memory
 EMA_DECAY = 0.999  # likewise
+WHILE_REPEATED = "optimizer's step"  # in `Graph.fixed_bytes`: what an optimizer holds while it repeats the step
 LAYERS_ON_HOST = "layers_on_host"  # key of `Graph.about`
 
 
 class Finish:
     """What a training step does after backward: clipping, the optimizer, the running average, letting gradients go.
 
+    again      runs forward and backward once more, and returns the loss: for optimizers that ask for it
     copies     who brings the optimizer's state to the host and back, where not the device itself
     averages   the running average's tensors, parameters first; none before the first step
     offloaded  the optimizer's state, where the loop has it on the host
@@ -67,27 +70,27 @@ class Finish:
         self,
         loop: TrainingLoop,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: AnyOptimizer,
+        again: Closure,
         copies: Copies | None = None,
     ):
-        self.loop, self.model, self.optimizer = loop, model, optimizer
+        self.loop, self.model, self.optimizer, self._again = loop, model, optimizer, again
         self.averages: list[torch.Tensor] = []
         self.offloaded: OffloadedState | None = None
-        if optimizer is not None and loop.offload_optimizer:
-            self.offloaded = OffloadedState(optimizer, copies)
+        if optimizer.steppers and loop.offload_optimizer:
+            self.offloaded = OffloadedState(optimizer.made, copies)
 
     @property
     def state(self) -> list[Any]:
         """What the optimizer has on the device."""
         if self.offloaded is not None:
             return self.offloaded.on_device()
-        return [] if self.optimizer is None else list(self.optimizer.state.values())
+        return self.optimizer.state
 
     def __call__(self) -> None:
         if self.loop.clip_grad_norm:
             nn.utils.clip_grad_norm_(trainable(self.model), LARGEST_NORM)
-        if self.optimizer is not None:
-            self.optimizer.step()
+        self.optimizer.step(self._again)
         if self.loop.ema:
             self._update_averages()
         if not self.loop.accumulates:
@@ -155,18 +158,20 @@ class FakeStep:
         with self.mode, torch.device(device), self.known.of_batch(), (seen := OnesSeen()):
             self.batch = workload.batch(workload.batch_size, workload.seq_len)
         self.execute_call: Any = execute_plainly
+        self._beside_bytes = 0  # what an optimizer holds while it repeats the step, beside its state
         self._begun: tuple[Tracker, torch.Tensor] | None = None  # a forward that no backward has followed yet
         self._forward = self.model.forward
         self._ones = seen
         self._settled = compiled
         self.capture_anew(None if compiled else Answers())
         self._kernels_of = kernels_of or device.type
-        self.finish = Finish(self.loop, self.model, None)
+        self._repeated = RepeatedStep(trainable(self.model), device)
+        self.finish = Finish(self.loop, self.model, AnyOptimizer(None, ()), self._repeated)
         self._begin_training()
         self.held_outputs = HeldOutputs()
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
+    def optimizer(self) -> AnyOptimizer:
         return self.finish.optimizer
 
     @property
@@ -209,17 +214,27 @@ class FakeStep:
     def _begin_training(self) -> None:
         """Make the optimizer, and all that is there when training begins."""
         make = self.workload.optimizer
+        parameters = trainable(self.model)
         with self.mode, Tracker() as tracker, self._after_backward(tracker):
-            optimizer = None if make is None else make(trainable(self.model))
-            self.finish = Finish(self.loop, self.model, optimizer, TrackedStateCopies(tracker))
+            optimizer = AnyOptimizer(None if make is None else make(parameters), parameters)
+            self.finish = Finish(self.loop, self.model, optimizer, self._repeated, TrackedStateCopies(tracker))
 
     @contextlib.contextmanager
     def _after_backward(self, tracker: Tracker) -> Iterator[None]:
         """What optimizers are made and stepped under: their questions are answered, their form is the device's."""
         if self.finish.offloaded is not None:
             self.finish.offloaded.copies = TrackedStateCopies(tracker)
+        self._repeated.begin(tracker)
         with tracker.answering(), forms_of(self._kernels_of, self.device.type):
-            yield
+            try:
+                yield
+            except RematError:
+                raise
+            except Exception as error:
+                raise CaptureError(
+                    f"the optimizer of {self.workload.name!r} fails on fake tensors: {describe(error)}. Plan with "
+                    "`optimizer=None`, and take what it keeps off the budget."
+                ) from error
 
     @contextlib.contextmanager
     def in_form(self, form: Form) -> Iterator[None]:
@@ -380,6 +395,7 @@ class FakeStep:
             backward_end = tracker.op_count
             with self._after_backward(tracker):
                 self.finish()
+            self._beside_bytes = self._repeated.beside_bytes(self.finish.state)
         return int(tracker.alive(since=forward_end)[backward_end:].max(initial=0)), tracker
 
     def execute(self, tracker: Tracker, after_forward: Callable[[], None], after_backward: Callable[[], None]) -> None:
@@ -403,6 +419,7 @@ class FakeStep:
             "batch": tracker.fix(self.batch),
             "gradients": tracker.fix([p.grad for p in parameters if p.grad is not None]),
             OPTIMIZER_STATE: tracker.fix(self.finish.state),
+            WHILE_REPEATED: self._beside_bytes,
             "running average": tracker.fix(self.finish.averages),
             "gradient buckets": sum(map(tracker.bytes_of, trainable(self.model))) if self.loop.ddp else 0,
         }
@@ -426,9 +443,7 @@ class FakeStep:
     def parameters(self, tracker: Tracker) -> Iterator[Parameter]:
         """The parameters and what the optimizer keeps for each; of their gradients only the size."""
         for name, p in self.model.named_parameters():
-            state = self.optimizer.state.get(p, {}) if self.optimizer else {}
-            kept = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
-            size, sizes = tracker.bytes_of(p), tuple(map(tracker.bytes_of, kept))
+            size, sizes = tracker.bytes_of(p), tuple(map(tracker.bytes_of, self.optimizer.state_of(p)))
             yield Parameter(name, size, size if p.requires_grad else 0, sum(sizes), state_tensors=sizes)
 
 

@@ -50,7 +50,14 @@ from remat.evaluation.graph import (
     Storages,
 )
 from remat.evaluation.identity import NodeId
-from remat.recording.fake_step import LAYERS_ON_HOST, WRAPPED_NUMBER_BYTES, FakeStep, describe, execute_plainly
+from remat.recording.fake_step import (
+    LAYERS_ON_HOST,
+    WHILE_REPEATED,
+    WRAPPED_NUMBER_BYTES,
+    FakeStep,
+    describe,
+    execute_plainly,
+)
 from remat.recording.known_values import KnownValues
 from remat.recording.tracker import FIXED, Block, Moment, Tracker
 from remat.workload.workload import WITH_STEP, Stepped, trainable
@@ -71,7 +78,7 @@ def record_with(step: FakeStep, *, alignment_bytes: int, whole: Graph | None) ->
         first_step_rise, first = step.warm_up(alignment_bytes)
     recorder = Recorder(alignment_bytes, step.model.buffers(), step.known)
     fixed = step.fix_state(recorder)
-    made = ("gradients", OPTIMIZER_STATE, "running average")  # by the first step itself
+    made = ("gradients", OPTIMIZER_STATE, WHILE_REPEATED, "running average")  # by the first step itself
     before = sum(size for name, size in fixed.items() if name not in made)
     step.execute_call = recorder.execute_call
     held: list[tuple[int, int]] = []
@@ -119,7 +126,7 @@ def _about(step: FakeStep) -> dict[str, Any]:
         "parameter_dtypes": dtypes,
         "parameter_count": sum(p.numel() for p in step.model.parameters()),
         "trainable_count": sum(p.numel() for p in trainable(step.model)),
-        "optimizer": type(step.optimizer).__name__ if step.optimizer else None,
+        "optimizer": step.optimizer.name,
         "traced_branches": None if (answers := step.calls.answers) is None else answers.given_up,
         "opaque_functions": sorted(answers.opaque) if (answers := step.calls.answers) else [],
         "recording_models": recording_models(step.model),

@@ -21,17 +21,17 @@ from torch.nn.utils import rnn
 
 from remat._torch.door import Shared
 from remat._torch.dynamo import not_begun_at
-from remat._torch.recording import untraced
+from remat._torch.recording import functions_of_lengths, untraced
 from remat._torch.training import without_modes
 from remat.capture.eager_answers import traced_as
 from remat.errors import CaptureError
 from remat.recording.known_values import give_values, values_of
 
-_VF: Any = torch._VF  # type: ignore[attr-defined]
+_VF = functions_of_lengths()
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _pack = _VF._pack_padded_sequence
 _invert: Any = rnn.invert_permutation
-_ctc_loss = torch.ctc_loss
+_ctc_loss: Callable[..., torch.Tensor] = torch.ctc_loss
 _NONE, _MEAN = 0, 1  # at::Reduction
 
 
@@ -41,8 +41,8 @@ def _numbers(tensor: torch.Tensor, reader: str) -> list[int]:
     if known is None:
         raise CaptureError(
             f"{reader} reads lengths that are not known while planning: they depend on random or floating-point data "
-            "of the batch, or on a weight. Let the workload's `batch` give the lengths as integers (or as a tensor made "
-            "of Python numbers)."
+            "of the batch, or on a weight. Let the workload's `batch` give the lengths as integers, or as a "
+            "tensor that is made of Python numbers."
         )
     with without_modes():
         found: list[int] = known.tolist()

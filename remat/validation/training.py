@@ -27,6 +27,7 @@ from remat.execution.apply import apply
 from remat.host.weights import bring_weights_back, offload_weights, weights_on_host
 from remat.recording.fake_step import Finish, autocast_context
 from remat.recording.tracker import Tracker
+from remat.workload.any_optimizer import AnyOptimizer
 from remat.workload.held_outputs import HeldOutputs
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload, trainable
@@ -67,7 +68,7 @@ class Training:
             self.model = workload.build().to(device).train()
         self._called: nn.Module = self.model
         self._state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._tensors()}
-        self.finish, self.held_outputs = Finish(loop, self.model, None), HeldOutputs()
+        self.finish, self.held_outputs = self._finish_with(None), HeldOutputs()
         self.set_batch(workload.batch_size, seed + 1)
 
     def apply(self, plan: Plan) -> None:
@@ -94,7 +95,7 @@ class Training:
     def begin_again(self) -> None:
         """Parameters, buffers and random state as at the start; a new optimizer."""
         bring_weights_back(self.model)
-        self.finish = Finish(self.loop, self.model, None)
+        self.finish = self._finish_with(None)
         self.held_outputs.let_go()
         self.model.zero_grad(set_to_none=True)
         with torch.no_grad():
@@ -102,8 +103,17 @@ class Training:
                 tensor.copy_(self._state[name])
         release_memory(self.device)
         if self.workload.optimizer is not None:
-            self.finish = Finish(self.loop, self.model, self.workload.optimizer(trainable(self.model)))
+            self.finish = self._finish_with(self.workload.optimizer(trainable(self.model)))
         seed_all(self._seed_of_steps)
+
+    def _finish_with(self, made: Any) -> Finish:
+        return Finish(self.loop, self.model, AnyOptimizer(made, trainable(self.model)), self._again)
+
+    def _again(self) -> torch.Tensor:
+        """Forward and backward once more, for an optimizer that asks for it in its step."""
+        self.model.zero_grad(set_to_none=True)
+        with torch.enable_grad():
+            return self.forward_and_backward()
 
     def forward_and_backward(self) -> torch.Tensor:
         holding = self.held_outputs.catching(self.model) if self.loop.holds_outputs else contextlib.nullcontext()

@@ -28,6 +28,7 @@ Rule 5  Gradients are compared bit by bit; those that a chunked loss sums in sli
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import math
 import os
@@ -549,10 +550,10 @@ class _Validation:
             if fused:
                 planned_forward(training.model).group_watch.on_run = groups
         found = _first_step(training, kernels)
-        offloads = self._moved(training)
-        training.finish()
+        offloads, counts = self._moved(training), copy.deepcopy(counts)
         if kernels is not None:
             planned_forward(training.model).watch(observe=False)
+        training.finish()  # which may run forward and backward again
         names = [name for name, p in training.model.named_parameters() if p.requires_grad]
         too_far = sums.too_far(names, expected.gradients, found.gradients)
         for i, name in enumerate(names):

@@ -21,7 +21,7 @@ from torch import nn
 
 from remat.errors import UsageError
 
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Any]  # see `any_optimizer.py`
 
 # Optimizers of torch.optim that remat's step cannot run: what they need and it does not give.
 REFUSED = {"LBFGS": "a closure that repeats the step", "SparseAdam": "sparse gradients"}

@@ -35,7 +35,8 @@ class Workload:
                 step's memory, and is never part of a region, see `with_planned_step`
     batch_size  default number of samples
     seq_len     default sequence length, None where there is none
-    optimizer   (parameters) -> Optimizer, or None for forward and backward alone
+    optimizer   (parameters) -> Optimizer, a list of them or an object that steps some (`any_optimizer.py`); None for
+                forward and backward alone
     autocast    dtype of `torch.autocast` around `step`, None without autocast
     """
 

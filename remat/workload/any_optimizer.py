@@ -1,0 +1,148 @@
+"""Any optimizer: one of torch's, several in a list or in an object of somebody's own, one around another, or none.
+
+Scripts hold Muon for matrices beside AdamW for the rest, sharpness-aware minimisation (SAM) around SGD, pairs of
+optimizers and schedulers. A step asks two things of whatever `optimizer` gave: to step, and which tensors it keeps.
+Those are found by looking through what it refers to, parameters aside; no class is known by name but L-BFGS.
+
+An optimizer whose `step` wants a closure runs forward and backward again within its step, with more alive than before
+it. It is handed a closure; see `recording/fake_step.py` for the one on fakes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from remat.errors import UsageError
+from remat.units import gib
+
+Closure = Callable[[], torch.Tensor]
+_CLOSED = (str, bytes, int, float, complex, type, types.ModuleType, types.FunctionType, types.MethodType, nn.Module)
+_REMEDY = "Give back a torch.optim.Optimizer, an object with a `step()` that steps some, or a list of optimizers."
+
+
+class AnyOptimizer:
+    """What `optimizer` of a workload gave for `parameters`, as one thing that steps.
+
+    made     itself        steppers  the objects whose `step` is called, in order; none for None
+
+    Raises UsageError for what cannot be stepped, and for L-BFGS.
+    """
+
+    def __init__(self, made: Any, parameters: Iterable[nn.Parameter]):
+        self.made = made
+        self.steppers = tuple(_steppers(made))
+        self._parameters = {id(parameter): parameter for parameter in parameters}
+        if made is not None and not self.steppers:
+            raise UsageError(f"`optimizer` gave a {type(made).__name__}, in which nothing has a `step()`. {_REMEDY}")
+        for each in _reached(self.steppers):
+            if isinstance(each, torch.optim.LBFGS):
+                self._refuse_lbfgs(each)
+
+    def _refuse_lbfgs(self, optimizer: torch.optim.LBFGS) -> None:
+        copies = 2 * optimizer.param_groups[0]["history_size"] + 4
+        size = sum(parameter.nbytes for parameter in self._parameters.values())
+        raise UsageError(
+            f"`optimizer` gave LBFGS, which decides by its numbers how often it repeats the step, and no tensor has "
+            f"data while planning. Plan with `optimizer=None`, within a budget smaller by what LBFGS keeps: up to "
+            f"{copies} copies of the parameters, {gib(copies * size)}."
+        )
+
+    @property
+    def name(self) -> str | None:
+        """The classes that step, as people know them; None where nothing does."""
+        return " and ".join(type(each).__name__ for each in self.steppers) or None
+
+    @property
+    def alone(self) -> torch.optim.Optimizer | None:
+        """The optimizer itself, where it is one of torch's kind and no more."""
+        return self.made if isinstance(self.made, torch.optim.Optimizer) else None
+
+    def step(self, closure: Closure) -> None:
+        """One step of everything; `closure` runs forward and backward again, for who asks for that."""
+        for each in self.steppers:
+            _step(each, closure)
+
+    @property
+    def state(self) -> list[torch.Tensor]:
+        """Tensors that are kept from one step to the next, parameters aside."""
+        return list(_tensors(self.steppers, skipped=self._parameters.keys()))
+
+    def state_of(self, parameter: nn.Parameter) -> list[torch.Tensor]:
+        """Those of `state` that belong to `parameter`."""
+        optimizers = (each for each in _reached(self.steppers) if isinstance(each, torch.optim.Optimizer))
+        states = [each.state[parameter] for each in optimizers if parameter in each.state]
+        return list(_tensors(states, skipped=self._parameters.keys()))
+
+
+def _step(stepper: Any, closure: Closure) -> None:
+    """Step, with the closure where there is no step without: by the signature, or because the step says so at once."""
+    if _requires_argument(stepper.step):
+        stepper.step(closure)
+        return
+    try:
+        stepper.step()
+    except Exception as error:
+        if "closure" not in str(error):
+            raise
+        stepper.step(closure)
+
+
+def _requires_argument(function: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    asked = (each for each in parameters if each.kind in kinds and each.default is inspect.Parameter.empty)
+    return any(each.name != "self" for each in asked)  # a scheduler puts a function in place of the method
+
+
+def _steppers(made: Any) -> Iterator[Any]:
+    """What is to be stepped: in lists and dictionaries each, schedulers and scalers left out."""
+    if isinstance(made, (list, tuple)):
+        for each in made:
+            yield from _steppers(each)
+    elif isinstance(made, Mapping):
+        yield from _steppers(list(made.values()))
+    elif not isinstance(made, (LRScheduler, torch.amp.GradScaler, type)) and callable(getattr(made, "step", None)):
+        yield made
+
+
+def _reached(value: Any) -> Iterator[Any]:
+    """All objects that `value` refers to, itself first, each once; parameters and code are not looked into."""
+    seen: dict[int, Any] = {}  # what is kept keeps its id
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        if each is None or isinstance(each, _CLOSED) or id(each) in seen:
+            continue
+        seen[id(each)] = each
+        yield each
+        waiting += _referred(each)
+
+
+def _referred(value: Any) -> list[Any]:
+    if isinstance(value, torch.Tensor):
+        names = value.__tensor_flatten__()[0] if hasattr(value, "__tensor_flatten__") else ()
+        return [getattr(value, name) for name in names]
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return list(value)
+    if type(value).__module__.startswith("torch.optim.") and isinstance(value, torch.optim.Optimizer):
+        return [value.state]
+    return list(getattr(value, "__dict__", {}).values())
+
+
+def _tensors(value: Any, skipped: Iterable[int]) -> Iterator[torch.Tensor]:
+    skipped = set(skipped)
+    for each in _reached(value):
+        if isinstance(each, torch.Tensor) and id(each) not in skipped and not hasattr(each, "__tensor_flatten__"):
+            yield each

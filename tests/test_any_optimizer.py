@@ -1,0 +1,178 @@
+"""Whatever steps is planned with what it keeps: pairs, lists, optimizers around others, who asks for a closure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from remat.errors import CaptureError, RematError, UsageError
+from remat.evaluation.graph import OPTIMIZER_STATE
+from remat.recording.fake_step import WHILE_REPEATED
+from remat.validation.validating import validate
+from remat.workload.any_optimizer import AnyOptimizer
+from remat.workload.workload import Workload
+from tests.toys import CPU, every_block, plan_by_hand, recorded
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
+
+Parameters = Iterable[nn.Parameter]
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+WORKLOAD = Workload("layers", Layers, lambda n, _: (torch.randn(n, 16), torch.randn(n, 16)), loss, batch_size=64)
+WEIGHTS = 3 * 2 * 16 * 64  # numbers in matrices
+BIASES = 3 * (64 + 16)
+BYTES = 4 * (WEIGHTS + BIASES)
+COUNTERS = 4 * 12  # AdamW's, one number for each of 12 parameters
+
+
+class Pair:
+    """Two optimizers as one object, as scripts with Muon hold them."""
+
+    def __init__(self, parameters: Parameters):
+        parameters = list(parameters)
+        matrices, others = ([p for p in parameters if (p.ndim == 2) is wanted] for wanted in (True, False))
+        self.parts = {"matrices": torch.optim.Muon(matrices), "others": torch.optim.AdamW(others)}
+
+    def step(self) -> None:
+        for part in self.parts.values():
+            part.step()
+
+
+class Around(torch.optim.Optimizer):
+    """Keeps a copy of every parameter in an object of its own, and steps what it is around."""
+
+    class Shadow:
+        def __init__(self, tensors: list[torch.Tensor]):
+            self.tensors = tensors
+
+    def __init__(self, parameters: Parameters):
+        super().__init__(parameters, {})
+        self.inside = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.shadow: Around.Shadow | None = None
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self.shadow is None:
+            self.shadow = self.Shadow([p.detach().clone() for group in self.param_groups for p in group["params"]])
+        self.inside.step()
+
+
+class Sharp(torch.optim.Optimizer):
+    """Sharpness-aware minimisation, as its best known implementation steps (Foret et al. 2021)."""
+
+    def __init__(self, parameters: Parameters):
+        super().__init__(parameters, {})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> None:  # type: ignore[override]
+        assert closure is not None, "a closure is needed"
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for p in parameters:
+            assert p.grad is not None
+            self.state[p]["old"] = p.detach().clone()
+            p.add_(p.grad, alpha=0.05)
+        torch.enable_grad()(closure)()
+        for p in parameters:
+            p.data = self.state[p]["old"]
+        self.base.step()
+
+
+def several(parameters: Parameters) -> Any:
+    parameters = list(parameters)
+    first = torch.optim.SGD(parameters[:6], lr=0.1, momentum=0.9)
+    return [first, torch.optim.SGD(parameters[6:], lr=0.1)], [torch.optim.lr_scheduler.StepLR(first, 10)]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "state", "name"),
+    [
+        pytest.param(Pair, 4 * WEIGHTS + 2 * 4 * BIASES + 4 * 6, "Pair", id="pair"),  # momentum; two moments, counters
+        # momentum of a layer and a half: 2 x 1024 + 80, and 1024 + 64
+        pytest.param(several, 4 * (2048 + 80 + 1024 + 64), "SGD and SGD", id="lists-and-a-scheduler"),
+        pytest.param(lambda p: {"optimizer": torch.optim.AdamW(p)}, 2 * BYTES + COUNTERS, "AdamW", id="dictionary"),
+        pytest.param(Around, 2 * BYTES, "Around", id="around-another"),
+        pytest.param(lambda p: None, 0, None, id="none"),
+    ],
+)
+def test_all_that_is_kept_is_counted_and_the_peak_is_as_predicted(optimizer: Any, state: int, name: str | None) -> None:
+    workload = dataclasses.replace(WORKLOAD, optimizer=optimizer)
+    _, graph = recorded(workload)
+    assert graph.fixed_bytes.get(OPTIMIZER_STATE, 0) == state and graph.about["optimizer"] == name
+    assert WHILE_REPEATED not in graph.fixed_bytes
+    report = validate(workload, plan_by_hand(graph, every_block(graph)), device=CPU)
+    assert report.passed, report
+
+
+def test_what_is_alive_while_a_step_is_repeated_is_counted_too() -> None:
+    """SAM has the parameters twice while forward and backward run again."""
+    workload = dataclasses.replace(WORKLOAD, optimizer=Sharp)
+    _, graph = recorded(workload)
+    assert graph.fixed_bytes[OPTIMIZER_STATE] == BYTES and graph.fixed_bytes[WHILE_REPEATED] == BYTES
+    report = validate(workload, plan_by_hand(graph, every_block(graph)), device=CPU)
+    assert report.passed, report
+
+
+def test_a_closure_is_given_to_who_cannot_step_without() -> None:
+    class Asks:
+        def step(self, closure: Any) -> None:
+            closure()
+
+    calls: list[str] = []
+
+    def closure() -> torch.Tensor:
+        calls.append("again")
+        return torch.zeros(())
+
+    parameter = nn.Parameter(torch.ones(1))
+    parameter.grad = torch.ones(1)
+    AnyOptimizer([Asks(), torch.optim.SGD([parameter], lr=1.0)], [parameter]).step(closure)
+    assert calls == ["again"] and parameter.item() == 0.0
+
+
+def _fails() -> None:
+    raise ZeroDivisionError("by zero")
+
+
+class Fails:
+    def __init__(self, parameters: Parameters):
+        pass
+
+    def step(self) -> None:
+        _fails()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "error", "message"),
+    [
+        pytest.param(lambda p: 3, UsageError, "`optimizer` gave a int, .*Give back a torch.optim", id="a-number"),
+        pytest.param(lambda p: [], UsageError, "in which nothing has a `step", id="nothing"),
+        # 2 x 100 + 4 copies of 25,536 bytes
+        pytest.param(torch.optim.LBFGS, UsageError, "Plan with `optimizer=None`.* 204 copies", id="l-bfgs"),
+        pytest.param(Fails, CaptureError, "fails on fake tensors: ZeroDivisionError.*`optimizer=None`", id="fails"),
+    ],
+)
+def test_the_rest_is_refused_by_name(optimizer: Any, error: type[RematError], message: str) -> None:
+    with pytest.raises(error, match=message) as found:
+        recorded(dataclasses.replace(WORKLOAD, optimizer=optimizer))
+    assert found.value.exit_code == 2
