@@ -348,6 +348,22 @@ class FakeStep:
             raise CaptureError(f"`step` of {self.workload.name!r} must return a scalar loss that requires grad.")
         return loss
 
+    def _backward(self, loss: torch.Tensor) -> None:
+        """The backward of the step; raises CaptureError if it fails."""
+        try:
+            loss.backward()
+        except RematError:
+            raise
+        except Exception as error:
+            sparse = [path for path, module in self.model.named_modules() if getattr(module, "sparse", False) is True]
+            reason = (
+                f"the gradients of {', '.join(sparse)} are sparse (`sparse=True`), and no data says how large they are. "
+                "Plan with `sparse=False`"
+                if sparse
+                else describe(error)
+            )
+            raise CaptureError(f"the backward of {self.workload.name!r} fails on fake tensors: {reason}.") from error
+
     def _holding(self) -> contextlib.AbstractContextManager[None]:
         return self.held_outputs.catching(self.model) if self.loop.holds_outputs else contextlib.nullcontext()
 
@@ -390,7 +406,7 @@ class FakeStep:
         self._begin_training()
         forward_end = tracker.op_count
         with self._on_fakes(), tracker:
-            loss.backward()
+            self._backward(loss)
             del loss
             backward_end = tracker.op_count
             with self._after_backward(tracker):
@@ -403,7 +419,7 @@ class FakeStep:
         with self._on_fakes(), tracker:
             loss = self.forward()
             after_forward()
-            loss.backward()
+            self._backward(loss)
             after_backward()
             del loss
             with self._after_backward(tracker):
