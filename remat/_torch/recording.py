@@ -23,6 +23,11 @@ def autograd_node() -> Any:
     return internal("_C._current_autograd_node", "tell whose backward an operator is")()
 
 
+def backward_number() -> int:
+    """The number of the backward that runs in this thread; -1 in none."""
+    return int(internal("_C._current_graph_task_id", "tell one backward from another")())
+
+
 def next_sequence_number() -> int:
     """The number that autograd gives to the next node of its graph that is made in this thread."""
     return int(internal("_C._autograd._get_sequence_nr", "tell whose backward an operator is")())

@@ -20,6 +20,8 @@ Rule 6  Counters of a module are not advanced by a recomputation. Batch normalis
 Rule 7  A cast that belongs to a saved node (autocast's copies) is not saved; it is made again, and so is a constant
         (`torch.tensor(2.0)`). So is a cast that autocast remembered from before a region: in forward it lasts as long
         as autocast is on, in a recomputation as long as that.
+Rule 9  A region is recomputed once for every backward that asks for its saves: for those within the forward too. What
+        such a backward's own graph keeps is counted as alive from forward on (`InnerBackward.kept`), and not twice.
 Rule 8  An offloaded storage is on the device until its release, and again from its fetch, or the first request for it,
         if that is earlier, until autograd or its last region lets go of it. How fast it is copied changes times only.
 """
@@ -114,6 +116,7 @@ class Recomputation:
     inner          those of the regions that it holds
     casts          storages of older casts that it makes again, in order
     cast_at        operators before which it makes them (Rule 7)
+    used           of `saved_tensors`, when each was last used, if that is by a backward within the forward (Rule 9)
     start          its position on the timeline
     """
 
@@ -126,6 +129,7 @@ class Recomputation:
     level: int
     saved_tensors: np.ndarray
     inner: tuple[Recomputation, ...] = ()
+    used: np.ndarray | None = None
     casts: np.ndarray = dataclasses.field(default_factory=_none)
     cast_at: np.ndarray = dataclasses.field(default_factory=_none)
     start: int = -1
@@ -335,8 +339,8 @@ class Memory:
 
     def recomputation(self, region: Region) -> Recomputation | None:
         """When and how far `region` is recomputed; None if nothing of it is asked for."""
-        found = self.recomputations([region])
-        return next((r for r in found if r.level == 0), None)
+        found = [r for r in self.recomputations([region]) if r.level == 0]
+        return found[-1] if found else None  # that of the step's own backward
 
     def recomputations(self, regions: Sequence[Region]) -> list[Recomputation]:
         found: list[Recomputation] = []
@@ -344,6 +348,7 @@ class Memory:
             inner = [self._recomputation(part, top, level=1) for part in region.inner]
             outer = self._outer(region, top, [r for r in inner if r]) if region.inner else None
             found += [r for r in (outer or self._recomputation(region, top, level=0), *inner) if r]
+            found += self._within_forward(region, top) if self.graph.inner else ()
         return sorted(found, key=lambda r: (r.trigger, r.level, -r.first))
 
     def _recomputation(self, region: Region, top: int, level: int) -> Recomputation | None:
@@ -353,18 +358,29 @@ class Memory:
         leaf = self._leaves[key]
         return None if leaf is None else leaf.of(region, top, level)
 
+    def _within_forward(self, region: Region, top: int) -> Iterator[Recomputation]:
+        """The recomputations of a region for backwards within the forward. (Rule 9)"""
+        inner, rows = self.graph.inner, self.saved_tensors_in(region.first, region.end)
+        asked = np.isin(inner.row, rows)
+        for task in np.unique(inner.task[asked]):
+            requests = asked & (inner.task == task)
+            leaf = self._leaf_of(region, rows, int(inner.unpack[requests].min())).of(region, top, 0)
+            yield dataclasses.replace(leaf, saved_tensors=inner.row[requests], used=inner.used[requests])
+
     def _leaf(self, region: Region) -> _Leaf | None:
         """The recomputation of a region that holds no regions. (Rule 4)"""
         table, rows = self.graph.saved_tensors, self.saved_tensors_in(region.first, region.end)
         asked = table.unpack[rows]
-        if not (asked >= 0).any():
-            return None
+        return self._leaf_of(region, rows, int(asked[asked >= 0].min())) if (asked >= 0).any() else None
+
+    def _leaf_of(self, region: Region, rows: np.ndarray, trigger: int) -> _Leaf:
+        table = self.graph.saved_tensors
         stop = self._stop(region, int(table.at[rows].max()))
         casts, cast_at = self._casts_again(region, stop)
         return _Leaf(
             first=int(self.node_first[region.first]),
             stop=stop,
-            trigger=int(asked[asked >= 0].min()),
+            trigger=trigger,
             release=int(table.release[rows].max()),
             saved_tensors=rows,
             casts=casts,
@@ -524,13 +540,13 @@ class Memory:
         in_it = storages.death[made] < stop[by]
         death = np.where(in_it, _placed(recomputations, by, storages.death[made]), ends[by])
 
-        def live_until_used(rows: np.ndarray, by: np.ndarray) -> None:
-            storage, used = table.storage[rows], table.used[rows]
+        def live_until_used(rows: np.ndarray, by: np.ndarray, used: np.ndarray | None = None) -> None:
+            storage, used = table.storage[rows], table.used[rows] if used is None else used
             own = (storage >= low[by]) & (storage < high[by]) & (used >= 0)
             np.maximum.at(death, storage[own] + place[by[own]], position(used[own]))
 
         rows, owner = _joined([(r.saved_tensors, i) for i, r in enumerate(recomputations)])
-        live_until_used(rows, owner)
+        live_until_used(rows, owner, np.concatenate([_none(), *map(self._used_by, recomputations)]))
         for i, idle, end in self._idle(recomputations):
             keeps = self._inputs_array(idle)
             own = keeps[(keeps >= low[i]) & (keeps < high[i])]
@@ -551,7 +567,14 @@ class Memory:
         casts = self._cast_again(recomputations, position)
         own_and_casts = zip((made, birth, death, by), casts, strict=True)
         columns = [np.concatenate(pair) if len(casts[0]) else pair[0] for pair in own_and_casts]
+        if self.graph.inner:
+            within = np.array([r.used is not None for r in recomputations], dtype=bool)
+            columns[3][within[columns[3]] & np.isin(columns[0], self.graph.inner.kept)] = -1  # counted already (Rule 9)
         return columns[0], columns[1], columns[2], columns[3]
+
+    def _used_by(self, r: Recomputation) -> np.ndarray:
+        """When each of the saves that `r` makes again was last used."""
+        return self.graph.saved_tensors.used[r.saved_tensors] if r.used is None else r.used
 
     def _cast_again(
         self, recomputations: list[Recomputation], position: _Position

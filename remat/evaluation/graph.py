@@ -184,6 +184,26 @@ class SavedTensors:
     release: np.ndarray
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class InnerBackward:
+    """What the step differentiates inside its forward (`torch.autograd.grad`): forces, gradient penalties, residuals.
+
+    row, task, unpack, used  columns over requests: a saved tensor was asked for in an inner backward, and when, as in
+                             `SavedTensors`; `task` numbers the backward
+    kept                     storages that an inner backward's own graph keeps for the backward of the step. Their local
+                             life lasts as long as that
+    """
+
+    row: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    task: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    unpack: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    used: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    kept: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+
+    def __bool__(self) -> bool:
+        return bool(len(self.row))
+
+
 @dataclasses.dataclass(frozen=True)
 class Parameter:
     """One parameter: what the states of training hold for it, for sharding them.
@@ -217,6 +237,7 @@ class Graph:
                        and kernels' own included; empty: not known
     held_outputs       outputs of the step before that the loop still holds, as (bytes, operators before which they are
                        there)
+    inner              backwards within the forward; empty in nearly every step
     """
 
     nodes: tuple[Node, ...]
@@ -235,6 +256,7 @@ class Graph:
     gathered: tuple[int, ...] = ()
     untraced_bytes: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     held_outputs: tuple[tuple[int, int], ...] = ()
+    inner: InnerBackward = dataclasses.field(default_factory=InnerBackward)
 
     @property
     def op_count(self) -> int:
@@ -319,6 +341,7 @@ class Graph:
             "gathered": list(self.gathered),
             "untraced_bytes": self.untraced_bytes.tolist(),
             "held": [list(row) for row in self.held_outputs],
+            **({"inner": _columns_to_json(self.inner)} if self.inner else {}),
         }
 
     @staticmethod
@@ -342,6 +365,7 @@ class Graph:
             gathered=tuple(data.get("gathered", ())),
             untraced_bytes=np.array(data.get("untraced_bytes", ()), dtype=np.int64),
             held_outputs=tuple((size, until) for size, until in data.get("held", ())),
+            inner=InnerBackward(**_columns_from_json(data.get("inner", {}))),
         )
 
 
@@ -355,7 +379,7 @@ def _parameter_from_json(row: list[Any]) -> Parameter:
     return dataclasses.replace(parameter, state_tensors=tuple(parameter.state_tensors))
 
 
-def _columns_to_json(table: Storages | SavedTensors) -> dict[str, list[int]]:
+def _columns_to_json(table: Storages | SavedTensors | InnerBackward) -> dict[str, list[int]]:
     return {field.name: getattr(table, field.name).tolist() for field in dataclasses.fields(table)}
 
 

@@ -26,7 +26,7 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from remat._torch.recording import autograd_node, next_sequence_number, untraced
+from remat._torch.recording import autograd_node, backward_number, next_sequence_number, untraced
 from remat._torch.training import without_modes
 from remat.capture.anchors import module_path, module_paths, updates_statistics
 from remat.capture.circumstances import state_of, versions
@@ -44,6 +44,7 @@ from remat.evaluation.graph import (
     OUTSIDE,
     WRAPPED_NUMBERS,
     Graph,
+    InnerBackward,
     Node,
     Parameter,
     SavedTensors,
@@ -160,6 +161,8 @@ class Recorder(Tracker):
         self._storage_nodes: list[int] = []
         self._sequence: list[int] = []  # autograd sequence number at the start of each node
         self._saved_tensors: list[dict[str, int]] = []
+        self._asked_inside: dict[tuple[int, int], dict[str, int]] = {}  # (row, number of an inner backward) -> request
+        self._given_inside: dict[int, int] = {}  # id of what a request was given -> storage that it is a copy of
         self._sequence_after = 0
         self._open = 0
         self._readers: dict[int, set[int]] = {}  # id of a fixed storage -> nodes of forward that take it
@@ -255,7 +258,8 @@ class Recorder(Tracker):
                 continue  # what is saved in its place now is there all the time, and the save is over (`settle_saves`)
             again = {name: row[name] + later for name in ("at", "unpack", "used", "release")}
             storage = row["storage"] + now.storages - begin.storages
-            self._saved_tensors.append({**row, **again, "storage": storage})
+            number = len(self._saved_tensors)
+            self._saved_tensors.append({**row, **again, "storage": storage, "number": number})
         assert self._current is not None
         self._nodes[self._current]["end"] = self.op_count
 
@@ -407,6 +411,8 @@ class Recorder(Tracker):
             "unpack": -1,
             "used": -1,
             "release": -1,
+            "number": len(self._saved_tensors),
+            "given": self._given_inside.get(id(tensor.untyped_storage()), FIXED),
         }
         self._saved_tensors.append(row)
         return len(self._saved_tensors) - 1, self._copy(tensor, row, "release")
@@ -415,9 +421,19 @@ class Recorder(Tracker):
     def unpack(self, packed: tuple[int, torch.Tensor]) -> torch.Tensor:
         index, copy = packed
         row = self._saved_tensors[index]
+        if self._forward_end < 0 and self._current is None:
+            return self._asked_within_forward(row, copy)
         if row["unpack"] < 0:
             row["unpack"] = self.op_count
         return self._copy(copy, row, "used")
+
+    def _asked_within_forward(self, row: dict[str, int], copy: torch.Tensor) -> torch.Tensor:
+        """What a backward within the forward is given. If its own graph saves that, the storage is kept for longer."""
+        request = {"row": row["number"], "task": backward_number(), "unpack": self.op_count, "used": -1}
+        request = self._asked_inside.setdefault((request["row"], request["task"]), request)
+        given = self._copy(copy, request, "used")
+        self._given_inside[id(given.untyped_storage())] = max(row["storage"], row["given"])
+        return given
 
     def _copy(self, tensor: torch.Tensor, row: dict[str, int], event: str) -> torch.Tensor:
         """A private copy whose end of life is written to `row[event]`."""
@@ -436,6 +452,7 @@ class Recorder(Tracker):
         row[event] = self.op_count - 1
         self._ids.pop(key, None)
         self._ends.pop(key, None)
+        self._given_inside.pop(key, None)
 
     # Phases
 
@@ -462,9 +479,11 @@ class Recorder(Tracker):
         (The loss in slices, `chunking/`, makes its gradients so.)
         """
         saves = []
+        asked_inside = {number for number, _ in self._asked_inside}
         for row in self._saved_tensors:
             end = self._nodes[row["node"]]["end"]
-            if not (0 <= row["unpack"] < end and 0 <= row["release"] < end):
+            asked = 0 <= row["unpack"] < end or row["number"] in asked_inside
+            if not (asked and 0 <= row["release"] < end):
                 saves.append(row)
             elif row["storage"] != FIXED:
                 storage = self.storages[row["storage"]]
@@ -476,6 +495,7 @@ class Recorder(Tracker):
         last = self.op_count - 1
         self._settle_effects()
         self.settle_saves()
+        inner = self._inner_backward(last)
         nodes = tuple(Node(**node) for node in self._nodes)
         storages = Storages(
             size_bytes=_column(s.size_bytes for s in self.storages),
@@ -502,6 +522,26 @@ class Recorder(Tracker):
             fixed_bytes=fixed,
             parameter_gradients=self._gradients,
             about=about,
+            inner=inner,
+        )
+
+    def _inner_backward(self, last: int) -> InnerBackward:
+        """The requests of backwards within the forward; what their graphs keep lives until those let go of it."""
+        kept = set()
+        for row in self._saved_tensors:
+            if row["given"] != FIXED:
+                storage = self.storages[row["given"]]
+                release = last if row["release"] < 0 else row["release"]
+                storage.death = max(last if storage.death is None else storage.death, release)
+                kept.add(row["given"])
+        place = {row["number"]: index for index, row in enumerate(self._saved_tensors)}
+        requests = [request for request in self._asked_inside.values() if request["row"] in place]
+        return InnerBackward(
+            row=_column(place[request["row"]] for request in requests),
+            task=_column(request["task"] for request in requests),
+            unpack=_column(request["unpack"] for request in requests),
+            used=_column(last if request["used"] < 0 else request["used"] for request in requests),
+            kept=_column(sorted(kept)),
         )
 
 
