@@ -203,6 +203,11 @@ class InnerBackward:
     def __bool__(self) -> bool:
         return bool(len(self.row))
 
+    @property
+    def backwards(self) -> int:
+        """How many backwards there are, the step's own included."""
+        return 1 + len(np.unique(self.task))
+
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:

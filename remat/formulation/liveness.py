@@ -42,12 +42,12 @@ class Liveness:
 
     @functools.cached_property
     def save_time_ns(self) -> dict[int, int]:
-        """Time of recomputing each node that may be saved, casts aside; nodes that take no time are left out."""
+        """Time of recomputing each node that may be saved, once a backward, casts aside; none that takes no time."""
         times = {}
         for node in self.space.saveable:
             record = self.graph.nodes[node]
             ops = [op for op in range(record.first, record.end) if not self.graph.is_made_again[op]]
-            time = int(self.op_time_ns[ops].sum())
+            time = int(self.op_time_ns[ops].sum()) * self.graph.inner.backwards
             if time > 0:
                 times[node] = time
         return times

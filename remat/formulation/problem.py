@@ -413,8 +413,10 @@ class Problem:
         recomputing = bool(curve.region[position] >= 0)
         op = self._op_at(self.runs[index], curve, position)
         row = self._row(index, op, recomputing, int(curve.alive_bytes[position]))
-        following = position + int((curve.region[position:] < 0).argmax())
-        return dataclasses.replace(row, plain=self._lingering(row, int(curve.op[following])))
+        following = int(curve.op[position + int((curve.region[position:] < 0).argmax())])
+        if following < self.graph.forward_end:  # an inner backward has not come to earlier regions yet
+            return row
+        return dataclasses.replace(row, plain=self._lingering(row, following))
 
     def _op_at(self, run: Run, curve: Curve, position: int) -> int:
         """The operator at `position` of the run's own curve; for a cast from before its region the one before it."""
@@ -507,6 +509,8 @@ class Problem:
         local = self._local_bytes[: self.graph.forward_end] - self._carried_bytes[:-1]
         later = np.concatenate([np.maximum.accumulate(local[::-1])[::-1][1:], [local.min(initial=0) - 1]])
         ops = np.flatnonzero(local > later)
+        if self.graph.inner:  # what inner backwards keep is counted from the beginning, and is there when they end
+            ops = ops[ops >= self.graph.inner.used.max()]
         if self._relief is not None:
             segments = self.liveness.segment_of_node[np.maximum(self.graph.op_node[ops], 0)]
             _, first = np.unique(segments, return_index=True)  # of each segment the highest comes first

@@ -107,6 +107,7 @@ def find_space(graph: Graph, *, depth: int = DEPTH) -> Space:
         Segment(first, end, not allowed.issuperset((first, end)) or any(i in plain_nodes for i in range(first, end)))
         for first, end in itertools.pairwise(cuts)
     )
+    depth = 1 if graph.inner else depth  # regions in regions were not looked at where a step differentiates inside
     return Space(segments, saveable(graph), depth, longest=max(MOST_INTERVALS // len(segments), SHORTEST_LIMIT))
 
 
@@ -138,23 +139,35 @@ def saveable(graph: Graph) -> tuple[int, ...]:
     """Nodes whose outputs a region may save: they allocate, and neither change a value nor have theirs changed.
 
     What somebody holds through backward anyway is left out, and so are runs in slices: they are made slice by slice
-    again in backward, whatever is saved of them.
+    again in backward, whatever is saved of them. Where a step differentiates inside, so are nodes that not every
+    backward asks for: by how much saving one shortens a region's recomputations depends on the region.
     """
     changed = {producer for node in graph.nodes for producer in node.mutates}
     caller_held = graph.storages.death >= graph.forward_end
     allocating = set(graph.storages.node[graph.storages.cast == 0].tolist()) - set(
         graph.storages.node[caller_held].tolist()
     )
+    recomputed = asked_by_all(graph) if graph.inner else range(len(graph.nodes))
     return tuple(
         i
         for i, node in enumerate(graph.nodes)
-        if node.call != OUTSIDE
+        if i in recomputed
+        and node.call != OUTSIDE
         and not node.effect
         and not node.mutates
         and i not in changed
         and i in allocating
         and not node.op.startswith(CHUNKED_ROWS)
     )
+
+
+def asked_by_all(graph: Graph) -> set[int]:
+    """Nodes whose saves every backward of the step asks for: a region that holds one is recomputed as often."""
+    inner, table = graph.inner, graph.saved_tensors
+    found = set(table.node[table.unpack >= 0].tolist())
+    for task in np.unique(inner.task):
+        found &= set(table.node[inner.row[inner.task == task]].tolist())
+    return found
 
 
 def forced_cuts(graph: Graph) -> set[int]:
