@@ -43,8 +43,8 @@ ROOMS = {
         *("recording", "workload"),
     ),
     "planning": (
-        *("chunking", "costing", "cuda_kernels", "evaluation", "execution", "formulation", "host", "offloading"),
-        *("recording", "reservation", "solvers", "workload"),
+        *("capture", "chunking", "costing", "cuda_kernels", "evaluation", "execution", "formulation", "host"),
+        *("offloading", "recording", "reservation", "solvers", "workload"),
     ),
     "validation": (
         *("capture", "chunking", "costing", "evaluation", "execution", "fusion", "host", "offloading"),

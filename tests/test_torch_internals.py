@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.torch_version import TorchVersion
 
-from remat._torch import door, dynamo, inductor, recording, training
+from remat._torch import door, dynamo, elsewhere, inductor, recording, training
 from remat.errors import RematError
 
 pytestmark = [
@@ -379,6 +379,47 @@ def test_no_number_is_read_off_a_tensor_where_it_is_said_and_only_meanwhile() ->
     with dynamo.numbers_unread(lambda translator: dynamo.backend_of(translator) is backend):
         assert views(backend) == 0 and views(other) == 1
     assert views(backend) == 1
+
+
+class H100:
+    device, here, capability = torch.device("cuda", 0), "cpu", (9, 0)
+
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+
+    @contextlib.contextmanager
+    def kernels(self) -> Iterator[None]:
+        self.found.append("kernels")
+        yield
+
+    def here_for(self, named: Any) -> Any:
+        self.found.append(named)
+        return torch.device("cpu") if named == self.device else "cpu" if named == "cuda" else named
+
+
+def asks_where_it_is(x: torch.Tensor) -> torch.Tensor:
+    if x.is_cuda and not x.is_cpu and x.device == torch.device("cuda", 0) and x.get_device() == 0:
+        with torch.autocast(x.device.type, dtype=torch.bfloat16):
+            on = torch.is_autocast_enabled() and torch.get_autocast_dtype("cuda") is torch.bfloat16
+            if on and torch.cuda.get_device_capability(x.device) == (9, 0) and torch.cuda.is_available():
+                return x.sin() + torch.zeros(2, device=x.device)
+    return x.cos()
+
+
+def test_a_trace_for_another_device_hears_of_it_and_only_meanwhile() -> None:
+    def backend(graph_module: fx.GraphModule, example_inputs: list[torch.Tensor]) -> Any:
+        return graph_module
+
+    def find(output: Any) -> H100 | None:
+        return h100 if dynamo.backend_of_output(output) is backend else None
+
+    h100, x = H100(), torch.ones(2)
+    with elsewhere.traced_elsewhere(find):
+        assert torch.equal(torch.compile(asks_where_it_is, backend=backend)(x), x.sin())
+        assert torch.equal(torch.compile(asks_where_it_is, backend="eager")(x), x.cos())
+    assert {"kernels", "cuda", h100.device} <= set(h100.found)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(asks_where_it_is, backend=backend)(x), x.cos())
 
 
 def product(rows: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,12 @@ def compiler_behind(callback: Any) -> Callable[..., Any] | None:
 
 def backend_of(translator: Translator) -> Any:
     """The function that `torch.compile` was given as its backend, for a trace that is going on."""
-    compiler = compiler_behind(translator.output.compiler_fn)
+    return backend_of_output(translator.output)
+
+
+def backend_of_output(output: Any) -> Any:
+    """`backend_of` from what all translators of one trace share (`OutputGraph`)."""
+    compiler = compiler_behind(output.compiler_fn)
     return getattr(compiler, "compiler_fn", compiler)  # what `torch.compile` wraps a function in
 
 

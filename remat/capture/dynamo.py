@@ -39,6 +39,7 @@ from remat.capture.beside_parameters import carry_over
 from remat.capture.dynamic_shapes import has_sizes, move_sizes_first
 from remat.capture.eager_answers import Answers, Capture, answering
 from remat.capture.eager_tensors import eager_tensors
+from remat.capture.elsewhere import Elsewhere, captured_elsewhere
 from remat.capture.grouped_products import grouped_products
 from remat.capture.higher_order_ops import open_nodes
 from remat.capture.kernels_on_fakes import kernels_on_fakes
@@ -86,6 +87,7 @@ class GraphCalls:
     masks     what it was traced for; `planned`: what a plan's was
     fits      whether a graph with open sizes (`dynamic_shapes.py`) will do; without it, every new shape is traced
     answers   what code hears that asks whether it is being traced; by default what Dynamo says
+    elsewhere the device that graphs are for, where tensors are on another
     is_ones   looks into an attention mask
     change    what becomes of a graph, first seen as call number `call`, before all else
 
@@ -99,12 +101,14 @@ class GraphCalls:
         compile_call: CompileCall | None = None,
         fits: Callable[[fx.GraphModule], bool] | None = None,
         answers: Answers | None = None,
+        elsewhere: Elsewhere | None = None,
         planned: Masks | None = None,
         is_ones: IsOnes = all_ones,
         change: Change | None = None,
     ):
         self.function = function
         self.answers = answers
+        self.elsewhere = elsewhere
         self.own_checkpoints = 0  # calls of the model's own that were taken out of its graphs
         self._execute_call = execute_call
         self._compile_call = compile_call
@@ -189,6 +193,7 @@ class GraphCalls:
             dynamo_settings(),
             answering(),
             eager_tensors(),
+            captured_elsewhere(),
             grouped_products(),
             kernels_on_fakes(),
             opaque(self.answers.opaque if self.answers else ()),
@@ -215,6 +220,7 @@ class _Backend(Capture):
 
     def __init__(self, calls: GraphCalls, masks: Masks):
         self.answers = calls.answers
+        self.elsewhere = calls.elsewhere
         self._calls = calls
         self._masks = TracedMasks(masks)
 

@@ -29,12 +29,15 @@ import dataclasses
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from remat._torch.door import Shared
-from remat._torch.dynamo import backend_of, constant, following, handlers, is_of_tensor, predicates
+from remat._torch.dynamo import backend_of_output, constant, following, handlers, is_of_tensor, predicates
+
+if TYPE_CHECKING:
+    from remat.capture.elsewhere import Elsewhere
 
 _BOOKS = (  # Rule 4
     "transformers.cache_utils",
@@ -130,9 +133,13 @@ def _frame_of(tx: Any) -> Frame:
 
 
 class Capture:
-    """A capture as it is found while Dynamo traces for it, which is given a method of this for its backend."""
+    """A capture as it is found while Dynamo traces for it, which is given a method of this for its backend.
+
+    elsewhere  the device that it is for, where its tensors are on another (`elsewhere.py`)
+    """
 
     answers: Answers | None
+    elsewhere: Elsewhere | None = None
 
     def instead(self, asker: str, function: Callable[..., Any]) -> Callable[..., Any] | None:
         """What is followed in place of a Python function that code of the module `asker` calls; None for itself."""
@@ -199,5 +206,10 @@ def answers_of(tx: Any) -> Answers | None:
 
 def capture_of(tx: Any) -> Capture | None:
     """The capture that `tx` traces for; None where somebody else compiles."""
-    capture = getattr(backend_of(tx), "__self__", None)
+    return capture_of_output(tx.output)
+
+
+def capture_of_output(output: Any) -> Capture | None:
+    """`capture_of` from what all translators of one trace share."""
+    capture = getattr(backend_of_output(output), "__self__", None)
     return capture if isinstance(capture, Capture) else None

@@ -1,4 +1,4 @@
-"""The table: name of a dispatcher entry -> rule by which a CUDA device runs it. (Rules 5 and 8-13, `substitute.py`)"""
+"""The table: name of a dispatcher entry -> rule by which a CUDA device runs it. (Rules 5 and 8-14, `substitute.py`)"""
 
 from __future__ import annotations
 
@@ -145,6 +145,13 @@ def cross_entropy(
     return nll_loss_nd(logs, target, weight, *rest[:2])
 
 
+def histc(device: Device, function: Call, input: Tensor, bins: int = 100, *args: Any, **kwargs: Any) -> Tensor:
+    """Rule 14. torch's shape function for fakes on the CPU refuses integers."""
+    if input.is_floating_point():
+        return function(input, bins, *args, **kwargs)
+    return input.new_empty(bins)
+
+
 def refuse(device: Device, function: Call, *args: Any, **kwargs: Any) -> Any:
     """Rule 13."""
     raise CaptureError(
@@ -216,6 +223,7 @@ RULES: dict[str, Rule] = {
     "scaled_dot_product_attention": attention,
     "linear": linear,
     "batch_norm": batch_norm,
+    "histc": histc,
     "layer_norm": layer_norm,
     "rms_norm": rms_norm,
     "cross_entropy_loss": cross_entropy,

@@ -24,6 +24,7 @@ matter have a rule each. Rules are numbered:
   Rule 11  rms_norm         rule 2 from torch 2.12 on; one fused kernel, which saves the input and one number a row
   Rule 12  cross_entropy    log-softmax in the dtype of the logits, then rule 2 for the loss
   Rule 13  refuse           what is not modelled, by name
+  Rule 14  histc            counts integers too, which the CPU refuses
 
 The dispatcher's own lists are in `ATen/autocast_mode.h`, the choice of attention in `sdp_utils.cpp`; both are
 followed as of torch 2.13. A `TorchDispatchMode` was rejected: casts must be seen by autograd. So were

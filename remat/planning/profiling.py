@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from remat.capture.elsewhere import Elsewhere
 from remat.costing.costs import Costs, assumptions, roofline_costs, with_library_workspaces
 from remat.costing.planning_device import PlanningDevice, find_planning_device
 from remat.costing.profile import Profile
@@ -40,8 +41,11 @@ def fake_step(
         loop=loop,
         prepare=functools.partial(substitute, autocast=workload.autocast, cudnn_attention=cudnn),
         recompute_context=weight_cast_cache,
-        kernels_of=place.target.device,
-        eager_context=functools.partial(Untraced, cudnn_attention=cudnn),
+        elsewhere=Elsewhere(
+            torch.device(place.target.device, 0),
+            kernels=functools.partial(Untraced, cudnn_attention=cudnn),
+            capability=divmod(place.target.capability, 10),
+        ),
         compiled=compiled,
     )
 

@@ -20,6 +20,7 @@ from remat.capture.beside_parameters import tensors_beside
 from remat.capture.circumstances import given_to
 from remat.capture.dynamo import GraphCalls, fake_model, named_tensors, without_cache
 from remat.capture.eager_answers import Answers
+from remat.capture.elsewhere import Elsewhere
 from remat.capture.grouped_products import grouped_products
 from remat.capture.kernels_on_fakes import kernels_on_fakes
 from remat.capture.settling import settle
@@ -37,6 +38,7 @@ from remat.fusion.formed import formed
 from remat.host.copies import Copies
 from remat.host.optimizer_state import OffloadedState
 from remat.host.weights import AT_ONCE, Layer, layers_of, spread
+from remat.recording.kept_here import KeptHere
 from remat.recording.known_values import KnownValues
 from remat.recording.optimizer_forms import forms_of
 from remat.recording.repeated_step import RepeatedStep
@@ -124,8 +126,7 @@ class FakeStep:
     prepare    changes a captured graph before its first run (the target's kernels)
     recompute_context  what forward and recomputations run under where kernels are substituted: the emulated cache
                of weight casts
-    kernels_of  the type of the device whose kernels run, where that is not the type of `device`
-    eager_context  what the model's own, untraced forward runs under, for the same kernels as `prepare` gives
+    elsewhere  the device whose kernels run and for which the forward is captured, where that is not `device`
     compiled       whether training will compile the step: code that asks whether it is being traced then hears so
     """
 
@@ -137,8 +138,7 @@ class FakeStep:
         loop: TrainingLoop | None = None,
         prepare: Callable[[fx.GraphModule], None] | None = None,
         recompute_context: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
-        kernels_of: str | None = None,
-        eager_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        elsewhere: Elsewhere | None = None,
         compiled: bool = False,
     ):
         self.workload = workload
@@ -152,7 +152,8 @@ class FakeStep:
         self.form = CAPTURED
         self._recompute_context = recompute_context
         self._views = ViewHistories()
-        self.eager_context = eager_context
+        self._elsewhere = elsewhere
+        self.eager_context = contextlib.nullcontext if elsewhere is None else elsewhere.kernels
         self.model = fake_model(workload.build, self.mode, device)
         self.known = KnownValues()
         with self.mode, torch.device(device), self.known.of_batch(), (seen := OnesSeen()):
@@ -164,7 +165,7 @@ class FakeStep:
         self._ones = seen
         self._settled = compiled
         self.capture_anew(None if compiled else Answers())
-        self._kernels_of = kernels_of or device.type
+        self._kernels_of = (device if elsewhere is None else elsewhere.device).type
         self._repeated = RepeatedStep(trainable(self.model), device)
         self.finish = Finish(self.loop, self.model, AnyOptimizer(None, ()), self._repeated)
         self._begin_training()
@@ -189,13 +190,27 @@ class FakeStep:
         self._called.clear()
         self._prepared.clear()  # known by ids, which may be given again
         self._begun = None
-        self.calls = _NotedCalls(self._forward, self._execute_call, answers=answers, is_ones=self._ones.hold)
+        self.calls = _NotedCalls(
+            self._forward,
+            self._execute_call,
+            answers=answers,
+            elsewhere=self._elsewhere,
+            is_ones=self._ones.hold,
+        )
         self.model.forward = self._traced_forward
 
     @contextlib.contextmanager
     def _on_fakes(self) -> Iterator[None]:
         """What all of a step runs under."""
-        with self.mode, self.known.followed(), grouped_products(), kernels_on_fakes(), sequences_of_known_lengths():
+        here = contextlib.nullcontext() if self._elsewhere is None else KeptHere(self._elsewhere)
+        with (
+            self.mode,
+            self.known.followed(),
+            here,
+            grouped_products(),
+            kernels_on_fakes(),
+            sequences_of_known_lengths(),
+        ):
             yield
 
     def _settle(self, alignment_bytes: int) -> None:

@@ -1,0 +1,170 @@
+"""A trace for another device than the one that its tensors are on.
+
+While Dynamo traces, tensors say that they are on the other device, and torch says so of itself. In graphs, and where
+torch is asked about a type of device, the other one is replaced by the one that the tensors are on. So code takes the
+branches of the other device, and nothing is ever made there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+from unittest import mock
+
+import torch
+from torch import fx
+
+from remat._torch.door import internal
+from remat._torch.dynamo import Translator, Variable, constant
+
+_PURPOSE = "capture a forward as another device would run it"
+
+
+class Elsewhere(Protocol):
+    """Another device, for a trace.
+
+    device      it             here  the type of the device that tensors are on
+    capability  its compute capability
+    kernels     what the values of nodes are found under
+    here_for    the device at hand where the other one is named
+    """
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def here(self) -> str: ...
+    @property
+    def capability(self) -> tuple[int, int]: ...
+    @property
+    def kernels(self) -> Callable[[], contextlib.AbstractContextManager[Any]]: ...
+    def here_for(self, named: Any) -> Any: ...
+
+
+Find = Callable[[Any], Elsewhere | None]  # from Dynamo's `OutputGraph`, of which a translator has one
+
+
+@contextlib.contextmanager
+def traced_elsewhere(find: Find) -> Iterator[None]:
+    """While it lasts, a trace for which `find` gives another device is traced for that."""
+    patches = (_devices_of_tensors, _devices_in_graphs, _questions_to_torch, _autocast_regions, _values_of_nodes)
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch(find))
+        yield
+
+
+@contextlib.contextmanager
+def _devices_of_tensors(find: Find) -> Iterator[None]:
+    """Tensors on the device at hand say that they are on the other one."""
+    variable = internal("_dynamo.variables.tensor.TensorVariable", _PURPOSE)
+
+    def answered(original: Callable[..., Any]) -> Callable[..., Any]:
+        def answer(self: Variable, tx: Translator) -> Any:
+            elsewhere = find(tx.output)
+            if elsewhere is None or self.device is None or self.device.type != elsewhere.here:
+                return original(self, tx)
+            moved = copy.copy(self)
+            moved.device = elsewhere.device
+            return original(moved, tx)
+
+        return answer
+
+    names = ("method_attr_device", "method_attr_is_cuda", "method_get_device")
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(mock.patch.object(variable, name, answered(getattr(variable, name))))
+        is_cpu = answered(lambda self, tx: self.device and constant(self.device.type == "cpu"))
+        stack.enter_context(mock.patch.object(variable, "method_attr_is_cpu", is_cpu, create=True))
+        yield
+
+
+@contextlib.contextmanager
+def _devices_in_graphs(find: Find) -> Iterator[None]:
+    """Nodes are given the device at hand where the other one is named."""
+    tracer = internal("_dynamo.output_graph.SubgraphTracer", _PURPOSE)
+    original = tracer.create_node
+
+    def create_node(self: Any, kind: str, target: Any, args: Any = None, kwargs: Any = None, *rest: Any) -> Any:
+        if kind.startswith("call_") and (elsewhere := find(self.output_graph)) is not None:
+            args, kwargs = fx.node.map_aggregate((args, kwargs), elsewhere.here_for)
+        return original(self, kind, target, args, kwargs, *rest)
+
+    with mock.patch.object(tracer, "create_node", create_node):
+        yield
+
+
+@contextlib.contextmanager
+def _questions_to_torch(find: Find) -> Iterator[None]:
+    """What torch is asked while it is traced, is answered as on the other device."""
+    variable = internal("_dynamo.variables.TorchInGraphFunctionVariable", _PURPOSE)
+    tracked = internal("_dynamo.variables.base.VariableTracker", _PURPOSE)
+    original = variable.call_function
+
+    def call_function(self: Variable, tx: Translator, args: Any, kwargs: Any) -> Variable:
+        elsewhere = find(tx.output)
+        if elsewhere is None or elsewhere.device.type != "cuda":
+            return original(self, tx, args, kwargs)
+        if self.value in (answers := _answers(elsewhere)):
+            return tracked.build(tx, answers[self.value])
+        if self.value in _AUTOCAST:
+            given = [each.as_python_constant() for each in (*args, *kwargs.values()) if each.is_python_constant()]
+            on = torch.is_autocast_enabled(elsewhere.here)
+            if all(elsewhere.here_for(each) != each for each in given):
+                return tracked.build(tx, on if self.value is torch.is_autocast_enabled else _dtype(elsewhere))
+        return original(self, tx, args, kwargs)
+
+    with mock.patch.object(variable, "call_function", call_function):
+        yield
+
+
+# Asked without an argument, they speak of CUDA.
+_AUTOCAST = (torch.is_autocast_enabled, torch.get_autocast_dtype, torch.get_autocast_gpu_dtype)
+
+
+def _answers(elsewhere: Elsewhere) -> dict[Any, Any]:
+    return {
+        torch.cuda.is_available: True,
+        torch.cuda.device_count: 1,
+        torch.cuda.current_device: 0,
+        torch.cuda.get_device_capability: elsewhere.capability,
+    }
+
+
+def _dtype(elsewhere: Elsewhere) -> torch.dtype:
+    """To which autocast casts; where it is off, by default."""
+    on = torch.is_autocast_enabled(elsewhere.here)
+    return torch.get_autocast_dtype(elsewhere.here if on else elsewhere.device.type)
+
+
+@contextlib.contextmanager
+def _autocast_regions(find: Find) -> Iterator[None]:
+    """Autocast of the other device is autocast of the device at hand, in its dtype."""
+    variable = internal("_dynamo.variables.ctx_manager.AutocastModeVariable", _PURPOSE)
+    original = variable.enter
+
+    def enter(self: Variable, tx: Translator) -> Variable:
+        elsewhere = find(tx.output)
+        if elsewhere is not None and self.target_values[0] == elsewhere.device.type:
+            _, dtype, *rest = self.target_values
+            self.target_values = [elsewhere.here, dtype or _dtype(elsewhere), *rest]
+        return original(self, tx)
+
+    with mock.patch.object(variable, "enter", enter):
+        yield
+
+
+@contextlib.contextmanager
+def _values_of_nodes(find: Find) -> Iterator[None]:
+    """The values of nodes are those that the other device's kernels make."""
+    utils = internal("_dynamo.utils", _PURPOSE)
+    original = utils.run_node
+
+    def run_node(tracer: Any, node: fx.Node, *args: Any) -> Any:
+        elsewhere = find(getattr(tracer, "output_graph", tracer))
+        with contextlib.nullcontext() if elsewhere is None else elsewhere.kernels():
+            return original(tracer, node, *args)
+
+    with mock.patch.object(utils, "run_node", run_node):
+        yield

@@ -1,0 +1,54 @@
+"""Elsewhere: a forward is captured on this machine as another device would run it.
+
+Libraries ask where a tensor is and take another branch on a GPU: grouped experts count integers there and floats on the
+CPU. Autocast widens other operators there, so code that reads a dtype bakes another one into its graph. A plan for a
+device that is not at hand must be made from the graph that this device will trace. So while Dynamo traces for such a
+capture, tensors say that they are on the device, and what a node makes has the dtype and the strides that its kernels
+give. The tensors themselves stay where they are: fake tensors on CUDA need a build of torch for CUDA.
+
+What runs between two graphs is not traced, and hears where the tensors are. What it makes on the device is made here
+(`recording/kept_here.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from remat._torch.door import Shared
+from remat._torch.elsewhere import traced_elsewhere
+from remat.capture.eager_answers import capture_of_output
+
+
+@dataclasses.dataclass(frozen=True)
+class Elsewhere:
+    """The device that a capture is for, where its tensors are on another.
+
+    kernels     what its kernels run under, on fake tensors: untraced forwards do, and the values of traced nodes
+    capability  its compute capability        here  the type of the device that the tensors are on
+    """
+
+    device: torch.device
+    kernels: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    capability: tuple[int, int] = (0, 0)
+    here: str = "cpu"
+
+    def here_for(self, named: Any) -> Any:
+        """The device at hand where `named`, a device or its name, is the other one; all else as it is."""
+        name = self.device.type
+        if isinstance(named, torch.device) and named.type == name:
+            return torch.device(self.here)
+        is_name = isinstance(named, str) and named.partition(":")[0] == name
+        return self.here if is_name else named
+
+
+def _elsewhere_of(output: Any) -> Elsewhere | None:
+    capture = capture_of_output(output)
+    return None if capture is None else capture.elsewhere
+
+
+captured_elsewhere = Shared(lambda: traced_elsewhere(_elsewhere_of))  # our captures, for the device that each is for

@@ -1,0 +1,232 @@
+"""A forward is captured on this machine as the device would trace it that a plan is for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from remat.capture.anchors import identity_of
+from remat.capture.nodes import called, captured_nodes
+from remat.costing.planning_device import find_planning_device
+from remat.evaluation.graph import Graph
+from remat.evaluation.identity import canonical
+from remat.fusion.casts import with_casts
+from remat.fusion.groups import find_groups
+from remat.planning.profiling import fake_step
+from remat.recording.recorder import record
+from remat.workload.workload import Workload
+
+pytestmark = [
+    pytest.mark.usefixtures("fresh_dynamo"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),  # of torch's own imports
+]
+
+H100 = "h100-80gb"
+
+
+class Toy(nn.Module):
+    """`function` of a layer's output, in a model."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.function(self.linear(x)).float()).square().sum()
+
+
+def workload(function: Callable[[Tensor], Tensor], autocast: torch.dtype | None = None) -> Workload:
+    return Workload(
+        "toy",
+        lambda: Toy(function),
+        lambda size, length: {"x": torch.randn(8, 8)},
+        lambda model, batch: model(**batch),
+        batch_size=4,
+        autocast=autocast,
+    )
+
+
+def captured(function: Callable[[Tensor], Tensor], target: str, autocast: torch.dtype | None = None) -> fx.GraphModule:
+    """The one graph of a forward, as it is captured for a target."""
+    step = fake_step(workload(function, autocast), find_planning_device(target))
+    step.warm_up()
+    (graph_module,) = (module for _, module in step._captured.values())
+    return graph_module
+
+
+def calls(graph_module: fx.GraphModule) -> list[str]:
+    return [node.op for node in identity_of(graph_module)]
+
+
+def values(graph_module: fx.GraphModule) -> dict[str, Any]:
+    """The last value of each operator."""
+    return {canonical(called(node)): node.meta.get("example_value") for node in captured_nodes(graph_module)}
+
+
+QUESTIONS = {
+    "type": lambda x: x.device.type == "cuda",
+    "type among others": lambda x: x.device.type not in ("cpu", "mps"),
+    "is_cuda": lambda x: x.is_cuda,
+    "is_cpu": lambda x: not x.is_cpu,
+    "equal": lambda x: x.device == torch.device("cuda", 0),
+    "index": lambda x: x.get_device() == 0,
+    "text": lambda x: "cuda" in str(x.device),
+    "available": lambda x: torch.cuda.is_available() and x.is_cuda,
+    "capability": lambda x: x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0),
+    "made there": lambda x: torch.zeros(2, device=x.device).is_cuda,
+    "moved there": lambda x: torch.zeros(2).to(x.device).device.type == "cuda",
+    "named there": lambda x: x.is_cuda and torch.zeros(2, device="cuda:0").device == x.device,
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS.values(), ids=QUESTIONS.keys())
+def test_code_that_asks_where_a_tensor_is_takes_the_branch_of_the_target(question: Callable[[Tensor], bool]) -> None:
+    def function(x: Tensor) -> Tensor:
+        return x.sin() if question(x) else x.cos()
+
+    assert "sin" in calls(captured(function, H100))
+    assert "cos" in calls(captured(function, "cpu"))
+
+
+def test_what_is_made_on_the_target_is_made_here() -> None:
+    def function(x: Tensor) -> Tensor:
+        row = torch.arange(8, device=x.device) + torch.ones(8, device="cuda") + x.new_ones(8, device=x.device)
+        return x * row.to(x.device, x.dtype)
+
+    for node in captured(function, H100).graph.nodes:
+        assert "cuda" not in str((node.args, node.kwargs))
+        assert not isinstance(value := node.meta.get("example_value"), Tensor) or value.device.type == "cpu"
+
+
+def test_who_compiles_beside_a_capture_hears_where_the_tensors_are() -> None:
+    def beside(x: Tensor) -> Tensor:
+        return x.sin() if x.is_cuda else x.cos()
+
+    found: list[Tensor] = []
+
+    @torch.compiler.disable
+    def compiled() -> None:
+        found.append(torch.compile(beside, backend="eager")(torch.ones(2)))
+
+    def function(x: Tensor) -> Tensor:
+        compiled()
+        return x.sin()
+
+    step = fake_step(workload(function), find_planning_device(H100))
+    record(step)
+    assert found and all(each.shape == (2,) for each in found)
+    assert torch.equal(torch.compile(beside, backend="eager")(torch.ones(2)), torch.ones(2).cos())
+
+
+def by_type(x: Tensor) -> Tensor:
+    with torch.autocast(device_type=x.device.type, enabled=False):
+        return x.float() @ x.float().t()
+
+
+def maybe(x: Tensor) -> Tensor:
+    """As libraries turn autocast off, where it is on."""
+    on = torch.is_autocast_enabled(x.device.type)
+    with torch.autocast(x.device.type, enabled=False) if on else contextlib.nullcontext():
+        return x.float() @ x.float().t()
+
+
+def by_default(x: Tensor) -> Tensor:
+    with torch.autocast(x.device.type):
+        return x @ x.t()
+
+
+def asked(x: Tensor) -> Tensor:
+    """As attention that takes 16 bits asks."""
+    wanted = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else torch.float64
+    return x.to(wanted).contiguous()
+
+
+def asked_of_cuda(x: Tensor) -> Tensor:
+    return x.to(torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else torch.float64).contiguous()
+
+
+@pytest.mark.filterwarnings("ignore:.*get_autocast_gpu_dtype.*:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("function", "autocast", "dtype"),
+    [
+        pytest.param(by_type, torch.bfloat16, torch.float32, id="off by type"),
+        pytest.param(maybe, torch.bfloat16, torch.float32, id="off where on"),
+        pytest.param(by_default, None, torch.float16, id="CUDA's default"),
+        pytest.param(by_default, torch.bfloat16, torch.bfloat16, id="that around it"),
+        pytest.param(asked, torch.bfloat16, torch.bfloat16, id="asked by type"),
+        pytest.param(asked, None, torch.float64, id="asked by type, off"),
+        pytest.param(asked_of_cuda, torch.bfloat16, torch.bfloat16, id="asked of CUDA"),
+        pytest.param(asked_of_cuda, None, torch.float64, id="asked of CUDA, off"),
+    ],
+)
+def test_autocast_of_the_target_is_that_of_the_step(
+    function: Callable[[Tensor], Tensor], autocast: torch.dtype | None, dtype: torch.dtype
+) -> None:
+    found = values(captured(function, H100, autocast))
+    assert found["matmul" if "matmul" in found else "contiguous"].dtype is dtype
+
+
+@pytest.mark.parametrize(
+    ("function", "here"),
+    [
+        pytest.param(lambda x: x.pow(2), torch.bfloat16, id="pow"),
+        pytest.param(lambda x: F.layer_norm(x, (8,)), torch.bfloat16, id="layer_norm"),
+        pytest.param(lambda x: F.softmax(x, -1), torch.bfloat16, id="softmax"),
+        pytest.param(lambda x: F.softplus(x), torch.bfloat16, id="softplus"),
+    ],
+)
+def test_values_have_the_dtypes_that_the_target_gives_them(
+    function: Callable[[Tensor], Tensor], here: torch.dtype
+) -> None:
+    """And so have the dtypes that code asks for while it is traced."""
+
+    def asking(x: Tensor) -> Tensor:
+        return x.relu().to(function(x).dtype).contiguous()
+
+    for target, dtype in ((H100, torch.float32), ("cpu", here)):
+        assert values(captured(asking, target, torch.bfloat16))["contiguous"].dtype is dtype
+
+
+def test_groups_are_those_of_the_target() -> None:
+    """CUDA widens a power, so what a product takes of it is cast; on the CPU there is nothing to cast."""
+
+    def function(x: Tensor) -> Tensor:
+        return (0.5 * x.pow(3) + x) @ x.t()
+
+    def groups(target: str) -> list[str]:
+        return [group.text for group in find_groups(with_casts(captured(function, target, torch.bfloat16)))]
+
+    assert groups(H100) != groups("cpu")
+
+
+def nodes_of(function: Callable[[Tensor], Tensor], target: str) -> Graph:
+    return record(fake_step(workload(function, torch.bfloat16), find_planning_device(target)))
+
+
+def counted(x: Tensor) -> Tensor:
+    """As grouped experts count their tokens."""
+    experts = x.argmax(-1)
+    numbers = experts.float() if x.device.type in ("cpu", "mps") else experts.int()
+    ends = torch.histc(numbers, bins=8, min=0, max=7).cumsum(0, dtype=torch.int32)
+    return x * ends
+
+
+def test_integers_are_counted_as_on_the_target() -> None:
+    assert "int" in calls(captured(counted, H100)) and "int" not in calls(captured(counted, "cpu"))
+    assert nodes_of(counted, H100).nodes
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("function", [counted, by_type, maybe, by_default, lambda x: x.pow(3) + x])
+def test_a_capture_by_name_is_that_on_the_device(function: Callable[[Tensor], Tensor]) -> None:
+    for autocast in (None, torch.bfloat16):
+        by_name, at_hand = (identity_of(captured(function, target, autocast)) for target in (H100, "cuda"))
+        assert by_name == at_hand
