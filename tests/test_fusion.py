@@ -6,6 +6,7 @@ Most tests let kernels run operator by operator, which takes no compiler; `exhau
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ from remat.fusion import fused_group, kernels
 from remat.fusion.casts import with_casts
 from remat.fusion.formed import formed
 from remat.fusion.fuse import as_group, fuse, fused_groups
+from remat.fusion.fused_group import Ran
 from remat.fusion.groups import find_groups
 from remat.fusion.sums import FEW, sum_in_stages
 from remat.fusion.zeros import without
@@ -43,7 +45,7 @@ from remat.planning.planner import plan, plan_profile
 from remat.planning.profiling import fake_step, profile_step
 from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
-from remat.validation.groups import far_from
+from remat.validation.groups import GroupsSeen, far_from
 from remat.validation.validating import validate
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
@@ -739,6 +741,19 @@ def test_gradients_that_are_far_or_no_numbers_fail() -> None:
     assert far_from(one, [torch.ones(8) * 1.001, torch.full((8,), -1e-6), None], ["a", "b", "c"], narrow=False) == []
     far = [torch.full((8,), torch.nan), torch.full((8,), 1.0), torch.zeros(8)]
     assert far_from(one, far, ["a", "b", "c"], narrow=True) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e4], ids=["finite", "overflowing"])
+def test_a_group_that_overflows_is_named_and_not_compared(scale: float) -> None:
+    x = (scale * torch.ones(8)).requires_grad_()
+    (group,) = fused_groups(fuse(captured(lambda x: x.exp().square().mul(2.0), x)))
+    results = [result.detach() for result in group.module(x)]
+    gradients = [torch.ones_like(result) for result in results]
+    made = torch.autograd.grad(group.module(x), x, gradients)
+    seen = GroupsSeen(contextlib.nullcontext)
+    seen(group, Ran(None, [x], results, gradients, made))
+    assert (list(seen.ratios), seen.not_finite) == (([group.text], []) if scale == 1.0 else ([], [group.text]))
+    assert not seen.too_far
 
 
 @pytest.mark.exhaustive

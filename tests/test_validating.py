@@ -24,7 +24,9 @@ from remat.execution.eager.rewrite import RegionTape
 from remat.recording.fake_step import FakeStep
 from remat.validation.kernel_log import MOST_DIFFERENCES, KernelLog, kernel_differences
 from remat.validation.report import Report
+from remat.validation.training import Training, collect, release_memory
 from remat.validation.validating import validate
+from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 from tests import toys
 from tests.toys import (
@@ -313,6 +315,12 @@ def test_a_plan_made_for_another_step_is_predicted_anew(changed: str, plan: Plan
 
 
 @pytest.mark.exhaustive
+def test_a_plan_for_other_versions_on_the_same_device_is_held_against_its_budget(plan: Plan) -> None:
+    report = validate(TRANSFORMER, dataclasses.replace(plan, target=f"{plan.target},torch=2.11"), device="cpu")
+    assert any("held against the plan's budget" in note for note in report.notes)
+    assert any("torch=2.11" in note for note in report.notes)
+
+
 def test_a_larger_batch_than_planned_is_run_where_it_is_asked_for(plan: Plan) -> None:
     limited = dataclasses.replace(plan, about={**plan.about, "batch_elements": 1})
     assert on_cpu(TRANSFORMER.sized(batch_size=6), limited).batch_size == 6
@@ -497,3 +505,35 @@ def test_on_a_gpu(name: str) -> None:
     assert report.loss_equal and report.gradients_equal and report.kernels_equal, report
     assert report.recomputed_nodes["planned"] == report.recomputed_nodes["observed"]
     assert report.measured["reserved_bytes"] >= report.measured["peak_bytes"]
+
+
+def requested_bytes(which: str) -> int:
+    return int(torch.cuda.memory_stats()[f"requested_bytes.all.{which}"])
+
+
+@pytest.mark.cuda
+def test_on_a_gpu_a_steady_step_is_that_of_a_loop() -> None:
+    """Libraries keep their workspaces from one step to the next, and only they make up the difference to the first."""
+    load, device = TRANSFORMER_BF16, torch.device("cuda", 0)
+    release_memory(device)
+    others = requested_bytes("current")
+    training = Training(load, device, 0, TrainingLoop())
+    training.begin_again()
+    for _ in range(3):
+        collect(device)
+        torch.cuda.reset_peak_memory_stats()
+        training.step()
+    looped = requested_bytes("peak") - others
+    assert training.measure_steady_step(1, 1)[1] == looped
+    assert training.measure_steady_step(1, 1)[1] == looped, "also after libraries let go of theirs"
+    training.step()
+    assert training.peak_of_update(1) == looped
+
+
+@pytest.mark.cuda
+def test_on_a_gpu_a_plan_for_another_device_is_predicted_with_its_libraries() -> None:
+    plan = plan_by_hand(graph_of(TRANSFORMER_BF16), every_block(graph_of(TRANSFORMER_BF16)))
+    report = validate(TRANSFORMER_BF16, dataclasses.replace(plan, target="cpu"), device="cuda")
+    assert "predicted anew" in " ".join(report.notes)
+    assert report.measured["peak_bytes"] <= report.predicted["peak_bytes"]
+    assert report.measured["peak_bytes"] == pytest.approx(report.predicted["peak_bytes"], rel=1e-3)

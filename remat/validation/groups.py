@@ -70,7 +70,12 @@ class GroupsSeen:
     @property
     def ratios(self) -> dict[str, float]:
         """By what a group does, the largest ratio of the two distances among its results and gradients."""
-        return {text: max(each.ratio for each in found.values()) for text, found in self._found.items()}
+        return {text: max(each.ratio for each in found.values()) for text, found in self._found.items() if found}
+
+    @property
+    def not_finite(self) -> list[str]:
+        """The groups of which nothing could be compared: in float64 none of it is finite."""
+        return [text for text, found in self._found.items() if not found]
 
     @property
     def too_far(self) -> list[str]:

@@ -67,6 +67,7 @@ class Training:
         with torch.device(device):
             self.model = workload.build().to(device).train()
         self._called: nn.Module = self.model
+        self._libraries_keep = False  # workspaces, from the first step on
         self._state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._tensors()}
         self.finish, self.held_outputs = self._finish_with(None), HeldOutputs()
         self.set_batch(workload.batch_size, seed + 1)
@@ -102,6 +103,7 @@ class Training:
             for name, tensor in self._tensors():
                 tensor.copy_(self._state[name])
         release_memory(self.device)
+        self._libraries_keep = False
         if self.workload.optimizer is not None:
             self.finish = self._finish_with(self.workload.optimizer(trainable(self.model)))
         seed_all(self._seed_of_steps)
@@ -120,6 +122,7 @@ class Training:
         with autocast_context(self.device, self.workload.autocast), holding:
             loss = self.workload.step(self._called, self.batch)
         loss.backward()
+        self._libraries_keep = True
         return loss.detach()
 
     def step(self) -> None:
@@ -135,11 +138,21 @@ class Training:
 
     def peak_of_update(self, alignment_bytes: int) -> int:
         """Peak of the next optimizer step, with what exists before it."""
+        before, kept = self._released(alignment_bytes), self._libraries_keep
+        rise = measure_peak(self.from_nothing_held(self.update), self.device, requested=True, collect=False)
+        return before + rise + (self._release_libraries() if kept else 0)
+
+    def _released(self, alignment_bytes: int) -> int:
+        """Let go of what no step keeps; returns what is left, but for libraries' workspaces."""
         self.held_outputs.let_go()
         before = self.bytes_before(alignment_bytes)
-        release_memory(self.device)
-        update = self.from_nothing_held(self.update)
-        return before + measure_peak(update, self.device, requested=True, collect=False)
+        collect(self.device)
+        return before
+
+    def _release_libraries(self) -> int:
+        """Let go of libraries' workspaces; returns their bytes."""
+        self._libraries_keep = False
+        return release_libraries(self.device)
 
     def from_nothing_held(self, step: Callable[[], None]) -> Callable[[], None]:
         """`step`, after one whose outputs it holds: what is let go of is seen only where it was seen to be made."""
@@ -165,12 +178,16 @@ class Training:
         return Tracker(alignment_bytes).fix([t for t in tensors if t.device.type == self.device.type])
 
     def measure_steady_step(self, alignment_bytes: int, repeats: int) -> tuple[Measured, int]:
-        """Memory and time of a step in the steady state, and the peak of requested bytes with what exists before it."""
-        self.held_outputs.let_go()
-        before = self.bytes_before(alignment_bytes)
-        release_memory(self.device)
+        """Memory and time of a step in the steady state, and the peak of requested bytes with what exists before it.
+
+        Libraries' workspaces exist before it, as from the second step of training on.
+        """
+        if self.device.type == "cuda" and not self._libraries_keep:
+            self.step()
+        before = self._released(alignment_bytes)
         step = self.from_nothing_held(self.step)
         measured = measure_step(step, self.device, warm_up=0, repeats=0, collect=False)
+        before += self._release_libraries()
         times = [time_once_us(self.step, self.device)]
         if times[0] < 1e6 * LONG_STEP_S:
             times += [time_once_us(self.step, self.device) for _ in range(repeats - 1)]
@@ -183,10 +200,30 @@ def release_memory(device: torch.device) -> None:
 
     cuBLAS lets go of its workspaces too: the next step takes them again, and they count as its own.
     """
+    release_libraries(device)
+    collect(device)
+
+
+def collect(device: torch.device) -> None:
+    """Collect garbage, and give the card back what is not in use."""
     gc.collect()
     if device.type == "cuda":
-        clear_cublas_workspaces()
         torch.cuda.empty_cache()
+
+
+def release_libraries(device: torch.device) -> int:
+    """Let cuBLAS go of the workspaces that it keeps from one step to the next; returns their bytes."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    before = _requested_bytes(device)
+    clear_cublas_workspaces()
+    return before - _requested_bytes(device)
+
+
+def _requested_bytes(device: torch.device) -> int:
+    stats = torch.cuda.memory_stats(device)
+    return int(stats.get("requested_bytes.all.current", 0) or stats.get("allocated_bytes.all.current", 0))
 
 
 def alive_over_step(

@@ -8,8 +8,8 @@ Rule 1  Steps are whole (forward, backward, optimizer, gradients let go), and be
         and random state. Gradients are compared in the first step, before the optimizer's; memory is measured in a
         later one, when the optimizer's state exists.
 Rule 2  A peak is what was requested of the allocator above the level at the start of the step, plus what existed then:
-        parameters, buffers, batch, optimizer state, and gradients where they accumulate. cuBLAS's workspaces are let
-        go before, so that they count as the step's. What CUDA's caching allocator makes of a request (allocated,
+        parameters, buffers, batch, optimizer state, gradients where they accumulate, and cuBLAS's workspaces, which
+        last from the first step on. What CUDA's caching allocator makes of a request (allocated,
         reserved) is measured too, beside its simulation under the settings of this process; nothing is judged by it.
 Rule 3  Where the plan was made for this device and this batch, the peak is held against the budget. Otherwise, and
         where the plan is for one of several ranks that share their states, the step is recorded here and predicted
@@ -38,7 +38,7 @@ from typing import Any
 import torch
 
 from remat.capture.dynamo import cache_builders
-from remat.costing.costs import Costs, roofline_costs
+from remat.costing.costs import Costs, roofline_costs, with_library_workspaces
 from remat.costing.host_memory import free_host_bytes
 from remat.costing.operator_timing import device_target, time_operators
 from remat.costing.planning_device import PlanningDevice
@@ -270,6 +270,7 @@ def _predict(recorded: _Recorded, place: PlanningDevice, on_progress: Progress |
     graph = recorded.graph
     costs = time_operators(graph.kinds, place.device, on_progress=on_progress)
     graph = with_untraced(graph, recorded.step, costs, place.target, place.device)
+    graph = with_library_workspaces(graph, place.target, costs)
     memory = Memory(graph, costs.workspace_per_op(graph))
     options: Any = {"alignment_bytes": place.target.alignment_bytes, "workspace_of": costs.workspace_of(graph)}
     offloads = to_offload_refs(memory, recorded.regions, recorded.offloads)
@@ -458,7 +459,8 @@ class _Validation:
         about, here = plan.about, self.place.target.name
         if prediction.unmeasured:
             self.notes.append(f"The workspaces of {prediction.unmeasured} kinds of kernel could not be measured.")
-        made_for = (plan.target, about["batch_size"], about.get("seq_len"))
+        family, _, assumed = plan.target.partition(",")  # versions of torch and cuDNN are of the same device
+        made_for = (family, about["batch_size"], about.get("seq_len"))
         shares = f" as one of {about['ranks']} ranks ({about['shard']})" if about.get("shard") else ""
         if made_for == (here, workload.batch_size, workload.seq_len) and not shares:
             self.notes.append(f"The measured peak is held against the plan's budget, {gib(plan.budget_bytes)}.")
@@ -468,6 +470,8 @@ class _Validation:
                     f"Recorded here, the predicted peak is {prediction.planned['peak_bytes']} bytes; "
                     f"the plan says {claimed['peak_bytes']}."
                 )
+            if assumed:
+                self.notes.append(f"The plan was made for {assumed}; this is {self.place.target.assumes or family}.")
             if plan.costs == "estimated":
                 self.notes.append("The predicted step time is estimated, not measured.")
             return claimed, ("budget", plan.budget_bytes)
@@ -568,6 +572,8 @@ class _Validation:
         elif form.chunks:
             kernels_expected, kernels_found = without_heads(kernels_expected, found.kernels)
             self.notes.append("Kernels are compared outside of the chunked loss.")
+        if groups.not_finite:
+            self.notes.append(f"Not compared, for no result is finite in float64: {_first_few(groups.not_finite)}.")
         if sums.ratios:
             self.notes.append(f"Gradients of {_first_few(sums.ratios)} are summed in slices: they are held to float64.")
         return _Comparison(
