@@ -62,6 +62,7 @@ TORCH_FREE_ROOMS = ("diagnosis", "evaluation", "formulation", "offloading", "res
 TORCH_FREE_MODULES = (
     "remat.costing.costs",
     "remat.costing.profile",
+    "remat.costing.reductions",
     "remat.costing.roofline",
     "remat.costing.workspaces",
     "remat.errors",

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import random
 
 import pytest
+import torch
 
 from remat.costing.costs import roofline_costs, with_library_workspaces
 from remat.costing.planning_device import find_planning_device
 from remat.costing.profile import Profile
-from remat.costing.workspaces import FORMULAS, cublas_bytes, handles, without_formula, workspace_bytes
+from remat.costing.workspaces import FORMULAS, cublas_bytes, handles, reduction, without_formula, workspace_bytes
 from remat.errors import UsageError
 from remat.evaluation.breakdown import at_peak
 from remat.evaluation.evaluator import Memory
@@ -26,6 +29,7 @@ from tests.cached import cached
 from tests.studies import micro_batches
 
 H100 = TARGETS["h100-80gb"].with_versions("2.13.0")
+CPU = Target("cpu", "cpu", GIB, 1e4, {"float32": 1e6})
 A100 = TARGETS["a100-80gb"].with_versions("2.13.0")
 
 
@@ -45,6 +49,56 @@ def attention_backward(name: str, b: int, h: int, kv: int, s: int, d: int, dtype
     q, k = by_token(b, h, s, d, dtype), by_token(b, kv, s, d, dtype)
     op = f"aten._scaled_dot_product_{name}_attention_backward.default"
     return OpKind(op, [[q, q, k, k, q, tensor(b, h, s, dtype="float32")], {}], 0, 0, dtype)
+
+
+def added_up(*shape: int, dims: tuple[int, ...] = (0,), dtype: str = "bfloat16", **options: object) -> OpKind:
+    return OpKind("aten.sum.dim_IntList", [[tensor(*shape, dtype=dtype), [*dims]], options], 0, 0, dtype)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        # A block is 32 x 4 threads, each with 4 columns: 32 blocks. 16 blocks on each of 132 processors would be 66
+        # times as many; 1,024 rows are 64 times 16. 64 x 4,096 columns x 32 x 4 fp32, and 32 semaphores
+        pytest.param(added_up(4096, 4096), 64 * 4096 * 128 * 4 + 32 * 4, id="bias of 4096"),
+        pytest.param(added_up(4096, 1024), 64 * 1024 * 128 * 4 + 8 * 4, id="bias of 1024"),
+        pytest.param(added_up(8, 512, 1024, dims=(0, 1)), 64 * 1024 * 128 * 4 + 8 * 4, id="samples and rows are one"),
+        pytest.param(added_up(512, 1024), 0, id="few rows: 128 for each thread"),
+        pytest.param(added_up(4096, 4096, dims=(1,)), 0, id="along rows"),
+        # in fp32, as many; in fp64, twice
+        pytest.param(added_up(4096, 1024, dtype="float64"), 64 * 1024 * 128 * 8 + 8 * 4, id="fp64"),
+        # All of it: one result, 512 threads. 4 blocks on a processor, but 2 of 16 values are enough
+        pytest.param(added_up(1 << 24, dims=()), 528 * 4 + 4, id="all"),
+        # 2.3 GB: halves of 524,288 rows, 131,072 for each thread; 35 blocks, 512 shares; sums apart in fp32
+        pytest.param(added_up(1 << 20, 1100), 512 * 1100 * 128 * 4 + 9 * 4 + 1100 * 4, id="more than 32 bits"),
+    ],
+)
+def test_sums_share_what_their_source_says(kind: OpKind, expected: int) -> None:
+    assert workspace_bytes(kind, H100) == expected
+    assert workspace_bytes(kind, CPU) == 0
+
+
+@pytest.mark.cuda
+def test_sums_allocate_by_formula() -> None:
+    draw, target, found = random.Random(0), find_planning_device(H100.name).target, 0
+    extents = (1, 2, 3, 5, 8, 16, 50, 64, 100, 128, 197, 512, 768, 1000, 1024, 4096)
+    for _ in range(300):
+        rank = draw.choice([1, 2, 2, 3, 4])
+        shape = [draw.choice(extents) for _ in range(rank)]
+        while math.prod(shape) > 1 << 24:
+            shape[draw.randrange(rank)] = draw.choice([1, 2, 8])
+        dtype = draw.choice([torch.float32, torch.bfloat16, torch.float16, torch.float64])
+        x = torch.empty(shape, device="cuda", dtype=dtype).permute(*draw.sample(range(rank), rank))
+        dims = draw.sample(range(rank), draw.randint(1, rank))
+        given = tensor(*x.shape, dtype=str(dtype).removeprefix("torch."), stride=x.stride())
+        kind = OpKind("aten.sum.dim_IntList", [[given, dims], {}], 0, 0, "")
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+        y = x.sum(dims)
+        rise = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+        assert rise - y.nbytes == workspace_bytes(kind, target), (shape, x.stride(), dtype, dims)
+        found += rise > y.nbytes
+    assert found > 30
 
 
 def four_bits(rows: int, inputs: int, outputs: int) -> OpKind:
@@ -117,7 +171,8 @@ def test_what_has_no_formula_is_named_and_counted_as_nothing() -> None:
     product = OpKind("aten.mm.default", [[tensor(1, 1), tensor(1, 1)], {}], 1, 1, "float32")
     assert without_formula([convolution, product]) == ("convolution_backward",)
     assert workspace_bytes(convolution, H100) == 0
-    assert {n for n in FORMULAS if not n.endswith("backward.default")} == {"bitsandbytes.gemm_4bit.default"}
+    others = {name for name in FORMULAS if not name.endswith("backward.default")}
+    assert others == {"bitsandbytes.gemm_4bit.default", *(name for name in FORMULAS if FORMULAS[name] is reduction)}
 
 
 # Libraries

@@ -11,7 +11,7 @@ kinds:
 
 Convolutions and recurrent layers have no formula: cuDNN chooses an algorithm, with its workspace, by heuristics of its
 own. They are named by `without_formula`, and whoever prints a plan for a target says so. Everything else is taken to
-need nothing: pointwise kernels and most reductions do; a reduction to few numbers needs some kilobytes.
+need nothing, as pointwise kernels do.
 
 Rejected: fitting formulas to measurements of one device, which say nothing about the next library version.
 """
@@ -23,6 +23,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from remat.costing.reductions import Reduction
 from remat.evaluation.graph import LIBRARY_WORKSPACES, Graph, OpKind
 from remat.units import MIB
 from remat.workload.target import Target
@@ -32,6 +33,7 @@ _FEW_INDICES = 3072
 _MOST_THREADS = 1024
 _INDEX_BYTES = 8
 _FLOAT_BYTES = 4
+_SUM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 4, "float16": 4}  # of what numbers are added up in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,12 +151,29 @@ def product_with_4_bits(kind: OpKind, target: Target) -> int:
     return weights * given.item_bytes + 2 * (weights // block) * _FLOAT_BYTES
 
 
+def reduction(kind: OpKind, target: Target) -> int:
+    """Partial results of a sum that several blocks share (`reductions.py`)."""
+    args, options = kind.signature
+    shape, stride, dtype = args[0]["tensor"]
+    result = (options.get("dtype") or {"dtype": dtype})["dtype"]
+    if dtype not in _SUM_BYTES or result not in (dtype, "float32"):
+        return 0
+    dims = next((arg for arg in args[1:] if isinstance(arg, list)), ())
+    sizes = _ITEM_BYTES[dtype], _SUM_BYTES[dtype], _ITEM_BYTES[result]
+    return Reduction(shape, stride, dims, *sizes).workspace_bytes(target)
+
+
 FORMULAS: dict[str, Callable[[OpKind, Target], int]] = {
     "aten._scaled_dot_product_flash_attention_backward.default": flash_attention_backward,
     "aten._scaled_dot_product_cudnn_attention_backward.default": cudnn_attention_backward,
     "aten._scaled_dot_product_efficient_attention_backward.default": efficient_attention_backward,
     "aten.embedding_dense_backward.default": embedding_backward,
     "bitsandbytes.gemm_4bit.default": product_with_4_bits,
+    "aten.linalg_vector_norm.default": reduction,
+    "aten.mean.default": reduction,
+    "aten.mean.dim": reduction,
+    "aten.sum.default": reduction,
+    "aten.sum.dim_IntList": reduction,
 }
 
 MEASURED_ONLY = ("convolution", "cudnn_convolution", "miopen_convolution", "_cudnn_rnn", "_thnn_fused", "mkldnn_rnn")
