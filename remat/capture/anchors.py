@@ -82,6 +82,16 @@ def module_paths(node: fx.Node) -> list[str]:
     return [_module_path(str(path)) for path, *_ in stack.values()]
 
 
+def put_under(path: str, graph_module: fx.GraphModule) -> None:
+    """Name the modules of a graph as they are called in the model in which what was traced is the module at `path`."""
+    for node in graph_module.graph.nodes:
+        stack = node.meta.get("nn_module_stack") or {}
+        named = {
+            key: (f"{path}.{_module_path(str(inner))}".rstrip("."), *rest) for key, (inner, *rest) in stack.items()
+        }
+        node.meta["nn_module_stack"] = {path: (path, nn.Module), **named}
+
+
 @functools.lru_cache(maxsize=1 << 16)  # every node asks for those of all modules around it
 def _module_path(path: str) -> str:
     """A path as `named_modules` gives it, from that by which Dynamo calls the module."""

@@ -26,6 +26,7 @@ from torch.utils._pytree import MappingKey, tree_leaves_with_path
 
 from remat._torch.dynamo import settings, trace_error, try_again
 from remat.capture import four_bit, numpy_random, trl_head
+from remat.capture.anchors import put_under
 from remat.capture.attention_masks import (
     IsOnes,
     Masks,
@@ -83,6 +84,7 @@ class GraphCalls:
     """A function traced by Dynamo whose graph calls are executed by `execute_call`, or by what `compile_call` gave.
 
     count     graph calls of the last call          elements  of the tensors that it was given, by name
+    first     graph calls of the step before it: the number of its own first one
     seen      what the data of the last call said about attention
     masks     what it was traced for; `planned`: what a plan's was
     fits      whether a graph with open sizes (`dynamic_shapes.py`) will do; without it, every new shape is traced
@@ -90,6 +92,7 @@ class GraphCalls:
     elsewhere the device that graphs are for, where tensors are on another
     is_ones   looks into an attention mask
     change    what becomes of a graph, first seen as call number `call`, before all else
+    under     path of the module whose forward it is; "" for the model's
 
     Raises `CaptureError` where Dynamo cannot trace at all, `SizesNotOpen` where a graph with open sizes does not fit.
     """
@@ -105,8 +108,10 @@ class GraphCalls:
         planned: Masks | None = None,
         is_ones: IsOnes = all_ones,
         change: Change | None = None,
+        under: str = "",
     ):
         self.function = function
+        self._under = under
         self.answers = answers
         self.elsewhere = elsewhere
         self.own_checkpoints = 0  # calls of the model's own that were taken out of its graphs
@@ -118,7 +123,7 @@ class GraphCalls:
         self._change = change
         self._compiled: dict[Masks, Callable[..., Any]] = {}
         self._given: list[torch.Tensor] = []
-        self.count = 0
+        self.count = self.first = 0
         self.elements: dict[str, int] = {}
         self.seen = self.masks = Masks()
 
@@ -135,18 +140,21 @@ class GraphCalls:
             raise ForeignMask("the model makes an attention mask of its own, beside that of ones that it is given.")
         self.own_checkpoints += open_nodes(graph_module)
         drop_dead_views(graph_module)
+        if self._under:
+            put_under(self._under, graph_module)
+        call = self.first + self.count
         if self._change is not None:
-            graph_module = self._change(self.count, graph_module)
+            graph_module = self._change(call, graph_module)
         if self._fits is not None and has_sizes(graph_module) and not self._will_do(graph_module):
             raise SizesNotOpen("the graph depends on the sizes of the batch.")
         if self._compile_call is not None:
-            execute = self._compile_call(self.count, graph_module, example_inputs)
+            execute = self._compile_call(call, graph_module, example_inputs)
         else:
             assert self._execute_call is not None
             execute = _interpreted(self._execute_call, graph_module)
 
         def run(*args: Any) -> Any:
-            call = self.count
+            call = self.first + self.count
             self.count += 1
             return execute(call, *args)
 

@@ -16,9 +16,8 @@ import gc
 import inspect
 import itertools
 import sys
-import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -29,6 +28,7 @@ from remat._torch.dynamo import compiler_behind, frame_callback, frames_traced
 from remat.capture.attention_masks import PADDING, Masks, takes_mask
 from remat.capture.circumstances import differences, given_to, hooked, state_of, versions
 from remat.capture.dynamo import (
+    CompileCall,
     GraphCalls,
     SizesNotOpen,
     element_counts,
@@ -47,6 +47,7 @@ from remat.evaluation.plan import Plan
 from remat.execution.compiled.compiling import COMPILERS, Backend, CompiledCalls, name_of, require_kept, require_whole
 from remat.execution.eager.rewrite import Counts
 from remat.execution.eager.rewritten_calls import RewrittenCalls
+from remat.execution.forwards import ModuleForward, Now, StepForwards, modules_of
 from remat.execution.placing import Placer
 from remat.fusion.formed import formed
 from remat.fusion.fuse import fused_groups
@@ -56,6 +57,7 @@ from remat.host.optimizer_state import is_offloaded
 from remat.host.weights import HostWeights, weights_on_host
 from remat.units import gib
 from remat.workload.held_outputs import LastOutputs
+from remat.workload.replaced_forward import own_forwards
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import trainable
 
@@ -63,6 +65,9 @@ OnLarger = Literal["warn", "refuse"]
 
 MANY_TRACES = 16
 SMALL_CHANGE = 0.001  # of the planned peak: what may be taken more and is at most told of
+
+# What copies and pickles of a planned forward hold.
+_LASTING = ("model", "plan", "on_larger", "observe", "replaced", "_root", "_modules")
 
 _COMPILES_ITSELF = (
     "a planned model compiles its own training forward, and cannot be a part of another's trace: leave fullgraph=True "
@@ -91,13 +96,18 @@ class PlannedForward:
         self.on_larger = on_larger
         self.observe = observe
         self.replaced = model.__dict__.get("forward")
+        self._root, self._modules = ModuleForward(self, "", model), modules_of(self, model)
         self._prepare()
 
     def install(self) -> None:
-        """Change what else must change in the model, for executors that do."""
+        """Change what else must change in the model: modules that the step calls in its place have their forwards."""
+        for module in self._modules:
+            module.replaced.put(module)
 
     def take_out(self) -> None:
         """Undo `install`."""
+        for module in self._modules:
+            module.replaced.take_out()
 
     def _prepare(self) -> None:
         self._placer = Placer(self.plan)
@@ -105,17 +115,21 @@ class PlannedForward:
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}  # of the forward that is running
         self._weights: HostWeights | None = None  # which of them are on the host is seen at the first forward
         self.calls = self._rewritten(observe=self.observe)
-        self._fitting: dict[int, fx.GraphModule] = {}  # kept, so that an id stays its own
+        self._fitting: dict[tuple[int, int], fx.GraphModule] = {}  # by call and id; kept, so that an id stays its own
         self._warned: set[str] = set()
         self._is_first_forward = True
         self._last_outputs = LastOutputs()
         self._mismatch: PlanMismatch | None = None
         self._more: str = ""  # what a graph that fits takes beyond what was planned
-        self._settled = False  # whether a forward of training ran since the last that was none
         self._before: Before | None = None  # the forward that is running
-        self._graphs: GraphCalls | None = None
+        self._count_forwards()
+        self._graphs: dict[tuple[int, int], GraphCalls] = {}  # by compiler, and by what forwards are traced alike
         self._running: GraphCalls | None = None  # the one whose forward is on
-        self._compiled: dict[int, tuple[Backend, GraphCalls]] = {}  # the compiler is kept, so that an id stays its own
+        self._compilers: dict[int, Backend] = {}  # kept, so that an id stays its own
+
+    def _count_forwards(self) -> None:
+        self.forwards, self._at = StepForwards(self.plan), self._root
+        self._now = Now(0, self.forwards.planned[0], begins=True, repeats=False)  # the forward that is running
 
     def _rewritten(self, **options: Any) -> RewrittenCalls:
         placer = self._placer
@@ -126,56 +140,75 @@ class PlannedForward:
 
     @property
     def original(self) -> Any:
-        """The forward without the plan."""
-        return self.replaced or types.MethodType(type(self.model).forward, self.model)  # Dynamo follows, in 2.11 too
-
-    # What libraries ask a forward: which arguments it takes, and its function without the model, to wrap and rebind.
+        """The forward without the plan: of the model, or of the module of it that is called."""
+        return self._at.original
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.original)
+        return self._root.__signature__
 
     @property
     def __func__(self) -> Callable[..., Any]:
-        def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return self(*args, **kwargs)
+        return self._root.__func__
 
-        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        signature = self.__signature__
-        forward.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])  # type: ignore[attr-defined]
-        forward.planned = self  # type: ignore[attr-defined]
-        return forward
+    @contextlib.contextmanager
+    def called_at(self, at: ModuleForward) -> Iterator[None]:
+        """While it lasts, a call of this is a forward of the module `at`."""
+        self._at = at
+        try:
+            yield
+        finally:
+            self._at = self._root
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not (torch.is_grad_enabled() and self.model.training):
-            self._settled = False  # some models change themselves for evaluation, and back in the next forward
+        if not (torch.is_grad_enabled() and self._at.module.training):
+            self._at.settled = False  # some models change themselves for evaluation, and back in the next forward
             return self._unplanned(args, kwargs)
         if torch.compiler.is_dynamo_compiling():
             return _leave_trace(self, args, kwargs)
         if not self._learns(args, kwargs):
-            return self.original(*args, **kwargs)
-        if self._graphs is None:
-            self._find_weights()
-            self._compare_model()
-            self._settle()
-            # A forward that is one graph can be traced again as long as nothing of it has run.
-            fits = self._placer.fits_some if self._is_one_graph else None
-            self._graphs = self._traced(execute_call=self._execute_call, fits=fits)
+            return self._alone(*args, **kwargs)
+        self._now = self.forwards.now(self._at.path)
+        graphs = self._graphs_of(None)
         self._compare_autocast()
         self._compare_compiler(None)
         self._compare_batch(args, kwargs)
         self._compare_loop()
         try:
-            return self._run(self._graphs, args, kwargs)
+            return self._run(graphs, args, kwargs)
         except (SizesNotOpen, CaptureError):
-            if not self._graphs.opens_sizes or self._graphs.count:
+            if not graphs.opens_sizes or graphs.count:
                 raise
-        self._graphs = self._traced(execute_call=self._execute_call)
-        return self._run(self._graphs, args, kwargs)
+        return self._run(self._graphs_of(None, opens_sizes=False), args, kwargs)
+
+    def _alone(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward without the plan, and without it in any module."""
+        original = self.original
+        with own_forwards(module.replaced for module in self._modules):
+            return original(*args, **kwargs)
+
+    def _graphs_of(self, inner: Backend | None, *, opens_sizes: bool = True) -> GraphCalls:
+        """What the forward at hand is traced as, and compiled by `inner`, if there is one."""
+        key = (id(inner), self.forwards.traced_with(self._now))
+        if key not in self._graphs:
+            if inner is None:
+                self._find_weights()
+            self._compare_model()
+            self._settle()
+        elif opens_sizes:
+            return self._graphs[key]
+        if inner is not None:
+            self._compilers[id(inner)] = inner
+            self._graphs[key] = self._traced(compile_call=self._compiled_by(inner))
+        else:
+            # A forward that is one graph can be traced again as long as nothing of it has run.
+            fits = self._placer.fits_some if self.forwards.are_single_graphs and opens_sizes else None
+            self._graphs[key] = self._traced(execute_call=self._execute_call, fits=fits)
+        return self._graphs[key]
 
     def _unplanned(self, args: Any, kwargs: Any) -> Any:
         """The forward of a model that is not in training mode; tells who trains all the same."""
-        result = self.original(*args, **kwargs)
+        result = self._alone(*args, **kwargs)
         if torch.is_grad_enabled() and "eval" not in self._warned and not torch.compiler.is_compiling():
             for leaf in tree_leaves(result):
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
@@ -201,7 +234,7 @@ class PlannedForward:
 
     def _judge_or_leave(self, call: int) -> None:
         """Leave the first forward of training whose graph is another than planned: the model may change in it."""
-        if self._settled or (call and self._before is None):
+        if self._at.settled or (call > self._now.forward.first and self._before is None):
             return
         self._before = self._before or Before(self.model)
         raise Unsettled("the model may not be complete before its first forward.")
@@ -211,11 +244,13 @@ class PlannedForward:
         traced = self.plan.about.get("traced_branches")
         answers = None if traced is None else Answers(traced, self.plan.about.get("opaque_functions", ()))
         change = None if form_of(self.plan.about) == CAPTURED else self._formed
-        return GraphCalls(self.original, answers=answers, planned=self._planned_masks, change=change, **given)
+        found = {"answers": answers, "planned": self._planned_masks, "change": change, "under": self._at.path}
+        return GraphCalls(self.original, **found, **given)
 
     def _formed(self, call: int, graph_module: fx.GraphModule) -> fx.GraphModule:
         """What was captured, in the plan's form."""
-        found = formed(graph_module, form_of(self.plan.about), call)
+        seen_first = self.forwards.call_as_planned(self._now, call)
+        found = formed(graph_module, form_of(self.plan.about), seen_first)
         for head in chunked_losses(found):
             head.watch = self.head_watch
         for rows in chunked_rows(found):
@@ -227,52 +262,53 @@ class PlannedForward:
 
     @property
     def _planned_masks(self) -> Masks:
-        """What batches were planned for; plans from before there was a choice were for explicit masks, if any."""
-        return Masks(**self.plan.about.get("masks", {"padded": True, "packed": True}))
-
-    @property
-    def _is_one_graph(self) -> bool:
-        return len(self.plan.fingerprints) == 1
+        """What batches were planned for."""
+        return Masks(**self._now.forward.masks)
 
     def _learns(self, args: Any, kwargs: Any) -> bool:
         """Whether anything gets a gradient. With adapters turned off (`disable_adapter` of peft) nothing does."""
         given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-        return any(tensor.requires_grad for tensor in itertools.chain(self.model.parameters(), given))
+        return any(tensor.requires_grad for tensor in itertools.chain(self._at.module.parameters(), given))
 
     def run_compiled(self, inner: Backend, args: Any, kwargs: Any) -> Any:
         """A training forward whose graphs are compiled by `inner` with the plan's regions."""
         if not self._learns(args, kwargs):
-            return self.original(*args, **kwargs)
-        if id(inner) not in self._compiled:
-            self._compare_model()
-            self._settle()
-            require_kept(self.plan.regions, inner)
-            require_whole(self.plan)
-
-            def compile_call(call: int, graph_module: fx.GraphModule, example_inputs: list[Any]) -> CompiledCalls:
-                if (mismatch := self._graph_mismatch(call, graph_module)) is not None:
-                    self._judge_or_leave(call)
-                    raise mismatch
-                self._fitting[id(graph_module)] = graph_module
-                regions = self._placer.every(graph_module)
-                return CompiledCalls(regions, graph_module, example_inputs, inner, self.calls.counts)
-
-            graphs = self._traced(compile_call=compile_call)
-            self._compiled[id(inner)] = (inner, graphs)
+            return self._alone(*args, **kwargs)
+        self._now = self.forwards.now(self._at.path)
+        graphs = self._graphs_of(inner)
         self._compare_autocast()
         self._compare_compiler(name_of(inner))
         self._compare_batch(args, kwargs)
         self._compare_loop()
-        return self._run(self._compiled[id(inner)][1], args, kwargs)
+        return self._run(graphs, args, kwargs)
+
+    def _compiled_by(self, inner: Backend) -> CompileCall:
+        """What compiles the graphs of the forward at hand by `inner`, with the plan's regions."""
+        require_kept(self.plan.regions, inner)
+        require_whole(self.plan)
+
+        def compile_call(call: int, graph_module: fx.GraphModule, example_inputs: list[Any]) -> CompiledCalls:
+            if (mismatch := self._graph_mismatch(call, graph_module)) is not None:
+                self._judge_or_leave(call)
+                raise mismatch
+            self._note_fit(call, graph_module)
+            regions = self._placer.every(graph_module)
+            return CompiledCalls(regions, graph_module, example_inputs, inner, self.calls.counts)
+
+        return compile_call
+
+    def _note_fit(self, call: int, graph_module: fx.GraphModule) -> None:
+        self._fitting[call, id(graph_module)] = graph_module
+        self._at.fits = True
 
     def _run(self, graphs: GraphCalls, args: Any, kwargs: Any) -> Any:
         known, traced, self._mismatch = len(self._fitting), frames_traced(), None
         unsettled: Unsettled | None = None
-        self._running = graphs
-        self._before = None if self._settled or self._fitting else Before(self.model)
+        self._running, graphs.first = graphs, self._now.forward.first
+        self._before = None if self._at.settled or self._at.fits else Before(self.model)
         self._arguments = args, kwargs
         try:
-            with without_cache(self.model), self._weights_here():
+            with without_cache(self.model), self._weights_here(), own_forwards(m.replaced for m in self._modules):
                 result = graphs(*args, **kwargs)
         except Unsettled as error:
             unsettled = error
@@ -284,7 +320,7 @@ class PlannedForward:
             raise self._mismatch from error
         finally:
             self._arguments = (), {}
-        self._settled = True
+        self._at.settled = True
         if frames_traced() > traced:
             gc.collect()  # what Dynamo leaves behind are cycles, and they hold activations
         if unsettled is not None:
@@ -300,15 +336,16 @@ class PlannedForward:
         if "position_ids" in graphs.elements and graphs.masks.packed and not (graphs.seen.packed or graphs.seen.padded):
             self._warn("unpacked", UNPACKED, 6)
         self._note_outputs(result, args, kwargs)
+        self.forwards.returned(self._now, result)
         return result
 
     def _run_completed(self, unsettled: Unsettled, graphs: GraphCalls, args: Any, kwargs: Any) -> Any:
         """`_run`, after the model's own forward may have completed the model."""
         assert self._before is not None
         try:
-            complete(self._before, self.original, args, kwargs)
+            complete(self._before, self._alone, args, kwargs)
         finally:
-            if not self._fitting:  # later, its guards tell what has changed
+            if not self._at.fits:  # later, its guards tell what has changed
                 graphs.forget(unsettled)
         return self._run(graphs, args, kwargs)
 
@@ -330,7 +367,7 @@ class PlannedForward:
         return self.calls.counts
 
     def _execute_call(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
-        if id(graph_module) not in self._fitting:
+        if (call, id(graph_module)) not in self._fitting:
             # A forward that is about to raise has another graph: its own error counts, so this one waits for the end.
             self._mismatch = self._mismatch or self._graph_mismatch(call, graph_module)
             if self._mismatch is not None:
@@ -338,7 +375,7 @@ class PlannedForward:
                 if self._weights is not None:
                     raise self._mismatch  # for nobody brings its weights
                 return graph_module(*args)
-            self._fitting[id(graph_module)] = graph_module
+            self._note_fit(call, graph_module)
         return self.calls(call, graph_module, args)
 
     # What the plan is compared with
@@ -357,7 +394,7 @@ class PlannedForward:
 
     def _graph_mismatch(self, call: int, graph_module: fx.GraphModule) -> PlanMismatch | None:
         given = given_to(self.original, *self._arguments)
-        fit = self._placer.fit(call, graph_module, same_shapes=given == self.plan.about.get("batch"))
+        fit = self._placer.fit(call, graph_module, same_shapes=given == self._now.forward.given)
         if isinstance(fit, Fit):
             return self._larger_mismatch(fit, graph_module)
         return self._mismatch_of(f"whose graph differs from this model's {fit}", given, graph_module)
@@ -365,7 +402,8 @@ class PlannedForward:
     def _mismatch_of(self, what: str, given: dict[str, str], graph_module: fx.GraphModule) -> PlanMismatch:
         """`what`, everything that is known to differ, and what to do about it."""
         found = {"batch": given, "versions": versions(), **state_of(self.model)}
-        said = [f"the plan was made for {self.plan.about['workload']!r}, {what}", *differences(self.plan.about, found)]
+        planned = {**self.plan.about, "batch": self._now.forward.given}
+        said = [f"the plan was made for {self.plan.about['workload']!r}, {what}", *differences(planned, found)]
         return PlanMismatch(f"{'; '.join([*said, self._remedy(graph_module)])}.")
 
     def _larger_mismatch(self, fit: Fit, graph_module: fx.GraphModule) -> PlanMismatch | None:
@@ -424,9 +462,9 @@ class PlannedForward:
         return None
 
     def _compare_calls(self, count: int) -> None:
-        if count != len(self.plan.fingerprints):
+        if count != (planned := self._now.forward.calls):
             raise PlanMismatch(
-                f"the plan is for a model of {len(self.plan.fingerprints)} graph calls, this forward made {count}; "
+                f"the plan is for a model of {planned} graph calls, this forward made {count}; "
                 + (
                     "make a plan for this model."
                     if count
@@ -463,11 +501,11 @@ class PlannedForward:
 
     def _compare_batch(self, args: Any, kwargs: Any) -> None:
         elements = element_counts(named_tensors(self.original, args, kwargs))
-        inputs = self.plan.about.get("batch_inputs", {})
+        inputs = self._now.forward.elements
         if names := inputs.keys() & elements.keys():  # what else comes, such as a mask, is not what makes it large
             planned, found = (sum(of[name] for name in names) for of in (inputs, elements))
         else:
-            planned, found = self.plan.about.get("batch_elements"), sum(elements.values())
+            planned, found = sum(inputs.values()) or self.plan.about.get("batch_elements"), sum(elements.values())
         if not planned or found <= planned:
             return
         self._not_as_planned(
@@ -485,6 +523,10 @@ class PlannedForward:
     def _compare_loop(self) -> None:
         """Whether what the last step left behind is gone, or the plan knows that the loop keeps it."""
         loop = TrainingLoop.of(self.plan.about)
+        if self._now.repeats:
+            self._not_as_planned("forwards", self.forwards.too_many(self.plan))
+        if not self._now.begins:
+            return
         self._compare_gradients(loop)
         self._compare_held(loop.holds_outputs)
         self._compare_optimizer(loop.offload_optimizer)
@@ -595,7 +637,7 @@ class PlannedForward:
     # Copies and pickles hold the model and the plan; what was traced is traced again.
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("model", "plan", "on_larger", "observe", "replaced")}
+        return {name: getattr(self, name) for name in _LASTING}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,8 +19,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from remat.capture.anchors import identity_of, module_path
 from remat.capture.attention_masks import Masks, OnesSeen, eager_attention_masks, masks_of
 from remat.capture.beside_parameters import tensors_beside
-from remat.capture.circumstances import given_to
-from remat.capture.dynamo import GraphCalls, fake_model, named_tensors, without_cache
+from remat.capture.dynamo import fake_model, named_tensors, without_cache
 from remat.capture.eager_answers import Answers
 from remat.capture.elsewhere import Elsewhere
 from remat.capture.grouped_products import grouped_products
@@ -30,6 +31,7 @@ from remat.chunking.heads import find_heads
 from remat.chunking.rows import RowRun, find_row_runs
 from remat.errors import CaptureError, RematError
 from remat.evaluation.form import CAPTURED, Chunk, Form, slices_in
+from remat.evaluation.forwards import Forward
 from remat.evaluation.graph import (
     OPTIMIZER_STATE,
     Parameter,
@@ -43,12 +45,14 @@ from remat.recording.known_values import KnownValues
 from remat.recording.optimizer_forms import forms_of
 from remat.recording.repeated_step import RepeatedStep
 from remat.recording.sequences import sequences_of_known_lengths
+from remat.recording.traced_forwards import ParametersSeen, TracedForwards, outermost_calls
 from remat.recording.tracked_copies import TrackedStateCopies
 from remat.recording.tracker import Tracker
 from remat.recording.view_histories import ViewHistories
 from remat.workload.any_optimizer import AnyOptimizer, Closure
 from remat.workload.held_outputs import HeldOutputs
 from remat.workload.reference import references_run_by
+from remat.workload.replaced_forward import ReplacedForward
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload, trainable
 
@@ -106,16 +110,6 @@ class Finish:
         get_ema_multi_avg_fn(EMA_DECAY)(self.averages[: len(current)], current, 1)
 
 
-class _NotedCalls(GraphCalls):
-    """Also notes what the forward is given, see `circumstances.given_to`."""
-
-    given: dict[str, str]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.given = given_to(self.function, args, kwargs)
-        return super().__call__(*args, **kwargs)
-
-
 class FakeStep:
     """A workload's training step on fake tensors: captured once, run as often as needed.
 
@@ -160,8 +154,8 @@ class FakeStep:
             self.batch = workload.batch(workload.batch_size, workload.seq_len)
         self.execute_call: Any = execute_plainly
         self._beside_bytes = 0  # what an optimizer holds while it repeats the step, beside its state
-        self._begun: tuple[Tracker, torch.Tensor] | None = None  # a forward that no backward has followed yet
-        self._forward = self.model.forward
+        self._begun: tuple[ParametersSeen, torch.Tensor] | None = None  # a forward that no backward has followed yet
+        self._replaced = {"": ReplacedForward(self.model)}
         self._ones = seen
         self._settled = compiled
         self.capture_anew(None if compiled else Answers())
@@ -190,14 +184,15 @@ class FakeStep:
         self._called.clear()
         self._prepared.clear()  # known by ids, which may be given again
         self._begun = None
-        self.calls = _NotedCalls(
-            self._forward,
+        self.calls = TracedForwards(
+            self._replaced,
             self._execute_call,
             answers=answers,
             elsewhere=self._elsewhere,
             is_ones=self._ones.hold,
         )
-        self.model.forward = self._traced_forward
+        for path, replaced in self._replaced.items():
+            replaced.put(functools.partial(self._traced_forward, path))
 
     @contextlib.contextmanager
     def _on_fakes(self) -> Iterator[None]:
@@ -217,14 +212,36 @@ class FakeStep:
         if not self._settled:
             with self._on_fakes():
                 settle(self, lambda: self._begin_step(alignment_bytes))
+                if self._calls_elsewhere():
+                    settle(self, lambda: self._begin_step(alignment_bytes))
         self._settled = True
 
     def _begin_step(self, alignment_bytes: int) -> None:
         """Run the forward of a first step. The last that settling looks at is the one that `warm_up` goes on with."""
         self.held_outputs.let_go()
         self.model.zero_grad(set_to_none=True)
-        with Tracker(alignment_bytes) as tracker:
+        with ParametersSeen(alignment_bytes, self.model, self.calls) as tracker:
             self._begun = tracker, self.forward()
+
+    def _calls_elsewhere(self) -> bool:
+        """Whether the step calls other modules than those whose forwards are traced: then theirs are, from now on."""
+        assert self._begun is not None
+        if not self._begun[0].outside:
+            return False
+        with self.untraced():
+            paths = outermost_calls(self.model, self.forward)
+        if not paths:
+            raise CaptureError(
+                f"the step of {self.workload.name!r} computes with parameters of the model, and calls neither the "
+                "model nor a module of it: nothing of it can be in a region. Plan with `workload.with_planned_step()`."
+            )
+        if paths == list(self._replaced):
+            return False
+        for replaced in self._replaced.values():
+            replaced.take_out()
+        self._replaced = {path: ReplacedForward(self.model.get_submodule(path)) for path in paths}
+        self.capture_anew(self.calls.answers)
+        return True
 
     def _begin_training(self) -> None:
         """Make the optimizer, and all that is there when training begins."""
@@ -345,6 +362,7 @@ class FakeStep:
 
     def forward(self) -> torch.Tensor:
         """The loss of one forward; raises CaptureError if `step` fails or returns something else."""
+        self.calls.begin()
         try:
             with self._forward_context(), self._holding(), references_run_by(self._run_reference):
                 loss = self.workload.step(self.model, self.batch)
@@ -382,17 +400,47 @@ class FakeStep:
     def _holding(self) -> contextlib.AbstractContextManager[None]:
         return self.held_outputs.catching(self.model) if self.loop.holds_outputs else contextlib.nullcontext()
 
-    def _traced_forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():  # as of a reference, which a plan leaves alone
-            return self.eager_forward(*args, **kwargs)
+    def _traced_forward(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        if not self._learns(path, args, kwargs):  # as of a reference, which a plan leaves alone
+            return self._eager_forward(path, *args, **kwargs)
         with without_cache(self.model):
-            return self.calls(*args, **kwargs)
+            return self.calls.run(path, args, kwargs)
 
-    def eager_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward, untraced."""
-        masks = self.calls.look(args, kwargs)
-        with self._untraced(masks), without_cache(self.model):
-            return self._forward(*args, **kwargs)
+    def _learns(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a backward can go through the forward of the module at `path`."""
+        parameters = self._replaced[path].module.parameters()
+        return torch.is_grad_enabled() and any(
+            leaf.requires_grad
+            for leaf in itertools.chain(parameters, tree_leaves((args, kwargs)))
+            if isinstance(leaf, torch.Tensor)
+        )
+
+    def _eager_forward(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        """The forward of the module at `path`, untraced."""
+        masks = self.calls.look(path, args, kwargs)
+        with self._untraced(masks), without_cache(self.model), self.calls.alone(path):
+            return self._replaced[path].original(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def untraced(self) -> Iterator[None]:
+        """While it lasts, nothing of the step is traced."""
+        traced = {path: replaced.module.forward for path, replaced in self._replaced.items()}
+        for path, replaced in self._replaced.items():
+            replaced.put(functools.partial(self._eager_forward, path))
+        try:
+            yield
+        finally:
+            for path, replaced in self._replaced.items():
+                replaced.put(traced[path])
+
+    @property
+    def forwards(self) -> tuple[Forward, ...]:
+        """Those of the last step."""
+        graphs = [[self._called[f.first + i] for i in range(f.calls)] for f in self.calls.made]
+        return tuple(
+            dataclasses.replace(forward, like=graphs.index(graphs[number]))
+            for number, forward in enumerate(self.calls.made)
+        )
 
     def _run_reference(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._untraced(masks_of(named_tensors(forward, args, kwargs), self._ones.hold)):

@@ -36,6 +36,7 @@ from remat.capture.settling import recording_models
 from remat.chunking.chunk import CHUNKED
 from remat.chunking.chunked_loss import ChunkedLoss
 from remat.errors import CaptureError, RematError
+from remat.evaluation.forwards import FORWARDS, is_plain
 from remat.evaluation.graph import (
     CALLED_MODULES,
     CAST,
@@ -114,15 +115,16 @@ def record_with(step: FakeStep, *, alignment_bytes: int, whole: Graph | None) ->
 
 
 def _about(step: FakeStep) -> dict[str, Any]:
-    workload = step.workload
+    workload, forwards = step.workload, step.forwards
+    first = forwards[0]
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in step.model.parameters()})
     return {
         "workload": workload.name,
         "batch_size": workload.batch_size,
         "seq_len": workload.seq_len,
-        "batch_elements": sum(step.calls.elements.values()),
-        "batch_inputs": step.calls.elements,
-        "masks": dataclasses.asdict(step.calls.masks),
+        "batch_elements": sum(first.elements.values()),
+        "batch_inputs": first.elements,
+        "masks": first.masks,
         "autocast": str(workload.autocast).removeprefix("torch.") if workload.autocast else None,
         "parameter_dtypes": dtypes,
         "parameter_count": sum(p.numel() for p in step.model.parameters()),
@@ -139,7 +141,8 @@ def _about(step: FakeStep) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "versions": versions(),
-        "batch": step.calls.given,
+        "batch": first.given,
+        **({} if is_plain(forwards) else {FORWARDS: [forward.to_json() for forward in forwards]}),
         **state_of(step.model),
     }
 

@@ -46,6 +46,7 @@ from remat.costing.timing_cache import device_name
 from remat.errors import PlanMismatch, UsageError, ValidationFailed, is_out_of_memory
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.form import form_of
+from remat.evaluation.forwards import without_sizes
 from remat.evaluation.graph import Graph
 from remat.evaluation.plan import Offload, Plan, Region, RegionRef, to_refs, traced_branches
 from remat.execution import executions
@@ -598,7 +599,7 @@ class _Validation:
     def _apply(self, training: Training, regions: tuple[RegionRef, ...]) -> None:
         """Begin again under the plan with `regions`."""
         training.begin_again()
-        about = {name: value for name, value in self.plan.about.items() if not name.startswith("batch_")}
+        about = without_sizes(self.plan.about)
         plan = dataclasses.replace(self.plan, about=about, regions=regions)
         training.apply(plan)  # a larger batch was chosen on purpose
         training.call_as(self.how.prepare)

@@ -89,7 +89,7 @@ class LastOutputs:
         """A forward has returned `outputs`; what it was `given` and hands back is its caller's anyway."""
         known = set(_addresses(tree_leaves(given)))
         found = []
-        for name, tensor in _named(outputs):
+        for name, tensor in output_tensors(outputs):
             storage = _storage_of(tensor)
             if storage is not None and storage.nbytes() >= SMALLEST_BYTES and storage._cdata not in known:
                 known.add(storage._cdata)
@@ -139,13 +139,13 @@ def _addresses(values: Iterable[Any]) -> Iterator[int]:
     return (storage._cdata for value in values if (storage := _storage_of(value)) is not None)
 
 
-def _named(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+def output_tensors(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors in what a forward returns, with the key, field or position that each has."""
     if isinstance(value, torch.Tensor):
         yield name or "the output", value
     elif depth < DEEPEST:
         for part, inner in _parts(value):
-            yield from _named(inner, f"{name}{part}" if name else part.strip("."), depth + 1)
+            yield from output_tensors(inner, f"{name}{part}" if name else part.strip("."), depth + 1)
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:

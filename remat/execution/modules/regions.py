@@ -289,12 +289,14 @@ class PlannedModules(PlannedForward):
         self._is_first_forward = True
         self._last_outputs = LastOutputs()
         self._compared_dtypes = False
+        self._count_forwards()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.calls.active:
             return self._unplanned(args, kwargs)
         if torch.compiler.is_dynamo_compiling():
             _refuse_trace()
+        self._now = self.forwards.now("")
         first, self._compared_dtypes = not self._compared_dtypes, True
         if first:
             self._compare_size()
@@ -310,6 +312,7 @@ class PlannedModules(PlannedForward):
             result = self.original(*args, **kwargs)
         self.calls.require_all_entered()
         self._note_outputs(result, args, kwargs)
+        self.forwards.returned(self._now, result)
         return result
 
     def _compare_masks(self, args: Any, kwargs: Any) -> None:

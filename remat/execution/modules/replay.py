@@ -31,19 +31,18 @@ def replay_modules(
 
 def track_untraced(step: FakeStep, regions: Sequence[RegionRef], *, alignment_bytes: int = 1) -> Tracked:
     """An untraced step under `regions`."""
-    traced, step.model.forward = step.model.forward, step.eager_forward
-    installed = ModuleRegions(step.model, regions)
-    installed.recompute_context = lambda: _both(step.recompute_context, step.eager_context)
+    with step.untraced():
+        installed = ModuleRegions(step.model, regions)
+        installed.recompute_context = lambda: _both(step.recompute_context, step.eager_context)
 
-    def after_forward() -> None:
-        installed.require_all_entered()
-        installed.entered.clear()
+        def after_forward() -> None:
+            installed.require_all_entered()
+            installed.entered.clear()
 
-    try:
-        return track(step, Tracker(alignment_bytes), after_forward)
-    finally:
-        installed.remove()
-        step.model.forward = traced
+        try:
+            return track(step, Tracker(alignment_bytes), after_forward)
+        finally:
+            installed.remove()
 
 
 @contextlib.contextmanager

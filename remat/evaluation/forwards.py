@@ -1,0 +1,60 @@
+"""Forwards: the calls of a model that one step makes before its backward.
+
+Most steps call their model once. A siamese encoder is called for every column of a batch, a critic on real and on fake
+samples, a cell at every step of a roll-out; a step may also call modules of its model in place of the model itself
+(`model.head(model.body(x))`). All of them are alive together until backward, so a plan is for the whole step: graph
+calls are numbered through all forwards, and each forward has its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+FORWARDS = "forwards"  # key of `Graph.about` and `Plan.about`; absent where the model is called once, and nothing else
+
+
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """One call in a step.
+
+    module    path of what is called; "" for the model itself
+    first     its first graph call                    calls   how many it makes
+    like      an earlier forward that was traced as the same graphs; itself where there is none
+    elements  of the tensors that it is given, by name
+    given     what it is given, as `Graph.about["batch"]` has it
+    masks     what its batch means for attention, as `Graph.about["masks"]` has it
+    """
+
+    module: str
+    first: int
+    calls: int
+    like: int
+    elements: Mapping[str, int]
+    given: Mapping[str, str]
+    masks: Mapping[str, bool]
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def forwards_of(about: Mapping[str, Any], graph_calls: int) -> tuple[Forward, ...]:
+    """The forwards of a recorded step or a plan of so many graph calls, out of its `about`."""
+    if FORWARDS in about:
+        return tuple(Forward(**row) for row in about[FORWARDS])
+    masks = about.get("masks", {"padded": True, "packed": True})  # plans from before there was a choice
+    return (Forward("", 0, graph_calls, 0, about.get("batch_inputs", {}), about.get("batch") or {}, masks),)
+
+
+def is_plain(forwards: Sequence[Forward]) -> bool:
+    """Whether a step calls its model once, and nothing else."""
+    return len(forwards) == 1 and not forwards[0].module
+
+
+def without_sizes(about: Mapping[str, Any]) -> dict[str, Any]:
+    """`about` of a plan that is not to be held to the size of its batch."""
+    kept = {name: value for name, value in about.items() if not name.startswith("batch_")}
+    if FORWARDS in kept:
+        kept[FORWARDS] = [{**row, "elements": {}} for row in kept[FORWARDS]]
+    return kept

@@ -1,0 +1,164 @@
+"""Forwards: which forward of the planned step a call of the model is.
+
+A plan numbers graph calls through all forwards of its step (`evaluation/forwards.py`). In training a model is called
+without being told where a step begins, so the forwards that no backward has followed yet are counted
+(`workload/passes.py`). A step that leaves some forwards out, or is left half way, is followed; a forward more than
+planned runs as the last of its kind, and is told of.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from remat.errors import PlanMismatch
+from remat.evaluation.form import CAPTURED, form_of
+from remat.evaluation.forwards import Forward, forwards_of
+from remat.evaluation.plan import Plan
+from remat.units import gib
+from remat.workload.passes import Pass
+from remat.workload.replaced_forward import ReplacedForward
+
+if TYPE_CHECKING:
+    from remat.execution.planned_forward import PlannedForward
+
+
+class ModuleForward:
+    """The forward of the module at `path` of a model that has a plan; "" is the model itself.
+
+    settled  whether a forward of training ran since the last that was none
+    fits     whether a graph of it was the planned one
+    """
+
+    def __init__(self, planned: PlannedForward, path: str, module: nn.Module):
+        self.planned, self.path, self.module = planned, path, module
+        self.replaced = ReplacedForward(module)
+        self.settled = self.fits = False
+
+    @property
+    def original(self) -> Any:
+        """The forward without the plan."""
+        return self.replaced.original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.planned.called_at(self):
+            return self.planned(*args, **kwargs)
+
+    # What libraries ask a forward: which arguments it takes, and its function without the model, to wrap and rebind.
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.original)
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self(*args, **kwargs)
+
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        signature = self.__signature__
+        forward.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])  # type: ignore[attr-defined]
+        forward.planned = self.planned  # type: ignore[attr-defined]
+        return forward
+
+
+def modules_of(planned: PlannedForward, model: nn.Module) -> list[ModuleForward]:
+    """The forwards of modules of `model` that the step of a plan calls in place of the model itself.
+
+    Raises PlanMismatch where `model` has no such module.
+    """
+    found = []
+    for path in dict.fromkeys(forward.module for forward in StepForwards(planned.plan).planned):
+        try:
+            module = model.get_submodule(path)
+        except AttributeError:
+            raise PlanMismatch(
+                f"the plan is for a step that calls the module {path!r}, and this model has none of that name; apply "
+                "it to the model that the workload builds, or make a plan for this one."
+            ) from None
+        if path:
+            found.append(ModuleForward(planned, path, module))
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Now:
+    """The forward that a call is.
+
+    number   of it among the plan's          begins   whether a step begins with it
+    repeats  the plan has none left for the call, which runs as this one again
+    """
+
+    number: int
+    forward: Forward
+    begins: bool
+    repeats: bool
+
+
+class StepForwards:
+    """The forwards of a plan's step, and where training is in them."""
+
+    def __init__(self, plan: Plan):
+        self.planned = forwards_of(plan.about, len(plan.fingerprints))
+        self._traced_with = _traced_with(plan, self.planned)
+        self._pass = Pass()
+        self._next = 0
+
+    @property
+    def are_single_graphs(self) -> bool:
+        return all(forward.calls == 1 for forward in self.planned)
+
+    def now(self, path: str) -> Now:
+        """The forward that a call of the module at `path` is; raises PlanMismatch where the plan has none."""
+        if self._pass.is_over(len(self.planned)):
+            self._pass.begin()
+            self._next = 0
+        here = [number for number, forward in enumerate(self.planned) if forward.module == path]
+        if not here:
+            called = ", ".join(dict.fromkeys(repr(forward.module) for forward in self.planned))
+            raise PlanMismatch(
+                f"the plan is for a step that calls {called} of the model, and not the model itself, which is called "
+                "here; use the model as planned, or make a plan for this step."
+            )
+        later = next((number for number in here if number >= self._next), None)
+        number = here[-1] if later is None else later
+        return Now(number, self.planned[number], begins=not self._pass.count, repeats=later is None)
+
+    def returned(self, now: Now, outputs: Any) -> None:
+        """The forward `now` has returned `outputs`."""
+        self._next = now.number + 1
+        self._pass.add(outputs)
+
+    def too_many(self, plan: Plan) -> str:
+        """What is said of a forward that the plan does not have."""
+        planned, found = len(self.planned), self._pass.count + 1
+        return (
+            f"this is forward number {found} since the last backward, and the plan is for a step of {planned}: what "
+            f"the earlier ones keep is there still, and the peak may exceed the planned "
+            f"{gib(plan.predicted['peak_bytes'])}. Run backward after each step's forwards, run forwards that are not "
+            "trained on under torch.no_grad(), or make a plan for a step that calls the model as often."
+        )
+
+    def traced_with(self, now: Now) -> int:
+        """The number of the first forward whose traces are those of `now` too."""
+        return self._traced_with[now.number]
+
+    def call_as_planned(self, now: Now, call: int) -> int:
+        """The graph call under whose number planning first saw the graph that is graph call `call` of `now`."""
+        return call - now.forward.first + self.planned[now.forward.like].first
+
+
+def _traced_with(plan: Plan, forwards: Sequence[Forward]) -> list[int]:
+    """Of each forward the number of the first that is traced alike: the same graphs, for batches of the same masks.
+
+    Where parts run in slices or fused, which parts depends on the forward that a graph was first seen in.
+    """
+    if form_of(plan.about) != CAPTURED:
+        return [forward.like for forward in forwards]
+    identities = plan.identities or plan.fingerprints
+    keys = [(f.module, identities[f.first : f.first + f.calls], dict(f.masks)) for f in forwards]
+    return [keys.index(key) for key in keys]

@@ -1,0 +1,136 @@
+"""The forwards of a step on fake tensors: every call of the model, or of a module of it, traced where it is made.
+
+A step that calls its model traces the model's forward. One that calls modules of it in place of the model
+(`model.head(model.body(x))`, a generator and a critic in one container) traces theirs: `outermost_calls` finds them, in
+a step that runs untraced. What a step computes between two forwards is outside of all, and no region reaches there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from remat.capture.attention_masks import IsOnes, Masks
+from remat.capture.circumstances import given_to
+from remat.capture.dynamo import ExecuteCall, GraphCalls
+from remat.capture.eager_answers import Answers
+from remat.evaluation.forwards import Forward
+from remat.recording.tracker import Tracker
+from remat.workload.held_outputs import output_tensors
+from remat.workload.passes import Pass
+from remat.workload.replaced_forward import ReplacedForward, own_forwards
+
+
+class TracedForwards:
+    """The forwards at some paths of a model.
+
+    made     those of the step at hand, in order          running  whether one of them is under way
+    answers  see `GraphCalls`
+    """
+
+    def __init__(
+        self,
+        replaced: Mapping[str, ReplacedForward],
+        execute_call: ExecuteCall,
+        *,
+        answers: Answers | None,
+        is_ones: IsOnes,
+    ):
+        self.answers = answers
+        self.running = False
+        self.made: list[Forward] = []
+        self._replaced = replaced
+        self._calls = {
+            path: GraphCalls(each.original, execute_call, under=path, answers=answers, is_ones=is_ones)
+            for path, each in replaced.items()
+        }
+        self._pass = Pass()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._pass.begin()
+        self.made.clear()
+
+    @property
+    def own_checkpoints(self) -> int:
+        """Calls of `torch.utils.checkpoint` of the model's own, see `GraphCalls`."""
+        return sum(calls.own_checkpoints for calls in self._calls.values())
+
+    def look(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Masks:
+        """See `GraphCalls.look`."""
+        return self._calls[path].look(args, kwargs)
+
+    @contextlib.contextmanager
+    def alone(self, path: str) -> Iterator[None]:
+        """While it lasts, the forward at `path` runs, and what it calls has its own forward."""
+        with own_forwards(each for other, each in self._replaced.items() if other != path):
+            yield
+
+    def run(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One forward, traced."""
+        calls = self._calls[path]
+        calls.first = sum(forward.calls for forward in self.made)
+        given = given_to(calls.function, args, kwargs)
+        self.running = True
+        try:
+            with self.alone(path):
+                outputs = calls(*args, **kwargs)
+        finally:
+            self.running = False
+        number, masks = len(self.made), dataclasses.asdict(calls.masks)
+        self.made.append(Forward(path, calls.first, calls.count, number, calls.elements, given, masks))
+        self._pass.add(outputs)
+        return outputs
+
+
+class ParametersSeen(Tracker):
+    """Also notes whether a step computes with parameters outside of the forwards that are traced."""
+
+    def __init__(self, alignment_bytes: int, model: nn.Module, forwards: TracedForwards):
+        super().__init__(alignment_bytes)
+        self.outside = False
+        self._forwards = forwards
+        self._parameters = {id(p.untyped_storage()) for p in model.parameters()}
+
+    def dispatched(self, op: int, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        if self.outside or self._forwards.running or not torch.is_grad_enabled():
+            return
+        flat = torch.utils._pytree.tree_leaves((args, kwargs))
+        self.outside = any(
+            isinstance(leaf, torch.Tensor) and id(leaf.untyped_storage()) in self._parameters for leaf in flat
+        )
+
+
+def outermost_calls(model: nn.Module, step: Callable[[], Any]) -> Sequence[str]:
+    """Paths of the modules of `model`, itself "" included, that `step` calls from outside of all others.
+
+    Those without parameters, and those whose outputs take part in no backward, are left out.
+    """
+    paths = {id(module): path for path, module in model.named_modules()}
+    around: list[nn.Module] = []
+    found: dict[str, None] = {}
+
+    def enter(module: nn.Module, args: Any) -> None:
+        around.append(module)
+
+    def leave(module: nn.Module, args: Any, outputs: Any) -> None:
+        around.pop()
+        path = paths.get(id(module))
+        if around or path is None or not any(True for _ in module.parameters()):
+            return
+        if torch.is_grad_enabled() and any(tensor.requires_grad for _, tensor in output_tensors(outputs)):
+            found[path] = None
+
+    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+    try:
+        step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return list(found)

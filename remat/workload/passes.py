@@ -1,0 +1,69 @@
+"""Passes: which forwards of a model belong to one backward.
+
+A step calls its model once or more often, and then a backward goes through all of it. Who counts the forwards has to
+know where the next step begins: after a backward, or after a step that was left half way (an exception, a loss that
+nobody differentiates). `Pass` notices both. It hooks onto the gradient functions of what a forward returns, and keeps
+none of them alive.
+
+A backward that makes a graph of its own (`create_graph=True`) is a part of its step, which differentiates inside. It
+ends a pass only where all forwards of the step were made. Forwards whose outputs need no gradient do not tell.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from typing import Any
+
+import torch
+
+from remat.workload.held_outputs import output_tensors
+
+
+@dataclasses.dataclass
+class _Seen:
+    """Whether a backward went through the pass: one that lets go of its graph, or any."""
+
+    last: bool = False
+    any: bool = False
+
+
+class _Hook:
+    """Called before a backward goes through one forward; lives as long as the graph of that forward."""
+
+    def __init__(self, seen: _Seen):
+        self._seen = seen
+
+    def __call__(self, gradients: Any) -> None:
+        self._seen.any = True
+        self._seen.last = self._seen.last or not torch.is_grad_enabled()
+
+
+class Pass:
+    """The forwards that no backward has followed yet; `count` of them."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        self.count = 0
+        self._seen = _Seen()
+        self._graphs: list[weakref.ref[_Hook]] = []
+
+    def add(self, outputs: Any) -> None:
+        """A forward has returned `outputs`."""
+        self.count += 1
+        functions = {t.grad_fn for _, t in output_tensors(outputs) if t.grad_fn is not None}
+        if functions:
+            hook = _Hook(self._seen)
+            for function in functions:
+                function.register_prehook(hook)
+            self._graphs.append(weakref.ref(hook))
+
+    def is_over(self, forwards: int) -> bool:
+        """Whether the next forward is of another step; a whole one has so many."""
+        if self._seen.last:
+            return True
+        if self.count >= forwards and (self._seen.any or not self._graphs):
+            return True
+        return bool(self._graphs) and all(graph() is None for graph in self._graphs)

@@ -1,0 +1,47 @@
+"""The forward of a module, replaced for a while."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+
+class ReplacedForward:
+    """`module` and the forward that it had when this was made."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+        self._before = module.__dict__.get("forward")
+
+    @property
+    def original(self) -> Any:
+        """That forward; the class's own is bound here, so that Dynamo follows into it, in 2.11 too."""
+        return self._before or types.MethodType(type(self.module).forward, self.module)
+
+    def put(self, forward: Any) -> None:
+        self.module.forward = forward
+
+    def take_out(self) -> None:
+        """Give `module` its own forward back."""
+        if self._before is not None:
+            self.module.forward = self._before
+        else:
+            self.module.__dict__.pop("forward", None)
+
+
+@contextlib.contextmanager
+def own_forwards(replaced: Iterable[ReplacedForward]) -> Iterator[None]:
+    """While it lasts, these modules have their own forwards."""
+    now = [(each, each.module.__dict__.get("forward")) for each in replaced]
+    for each, _ in now:
+        each.take_out()
+    try:
+        yield
+    finally:
+        for each, forward in now:
+            if forward is not None:
+                each.put(forward)
