@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 from remat.errors import UsageError
 from remat.evaluation.plan import Plan
+from remat.integrations.modules_around import described
 from remat.integrations.trainer_workload import loop_of, workload_of
 from remat.units import gib
 from remat.workload.workload import Workload
@@ -115,6 +116,7 @@ def _key(trainer: Any, workload: Workload, asked: dict[str, Any]) -> str:
             workload.batch(workload.batch_size, workload.seq_len),
         ),
         "loss": _source(type(trainer).compute_loss) + _source(trainer.compute_loss_func),
+        "around": described(trainer),
         "optimizer": _optimizer(workload),
         "autocast": str(workload.autocast),
         "args": args,

@@ -14,6 +14,7 @@ Rule 2  The batch is the largest that is in sight: the longest rows of those loo
 Rule 3  Accelerate runs the model's forward under autocast, and nothing else of the step, and hands out fp32. Copies
         of weights that autocast keeps go when that forward ends, and not with the step.
 Rule 4  A reference model (DPO's `ref_model`) is there before the step, as the batch is: its tensors are a part of it.
+        So are those of modules that hold the model (`modules_around.py`: the losses of sentence-transformers).
 Rule 5  Trainers read numbers off tensors for their logs, and pick elements by a mask. Outside of the model's forward
         the number is one while planning, and the mask picks all; inside, both are errors as ever.
 """
@@ -40,6 +41,7 @@ from remat.capture import trl_head
 from remat.capture.beside_parameters import HOLDERS, carry_over, tensors_beside
 from remat.errors import UsageError
 from remat.execution.planned_forward import checkpoints_itself
+from remat.integrations.modules_around import around, tensors_around
 from remat.integrations.settings import outputs_in_fp32
 from remat.workload.optimizers import MakeOptimizer
 from remat.workload.reference import call_reference
@@ -263,6 +265,7 @@ class _Rows:
         self._made: dict[tuple[int, int | None], Batch] = {}
         with _real():
             self._reference = _tensors_of(_reference_of(trainer))
+            self._around = {name: tensor.detach() for name, tensor in tensors_around(trainer).items()}
 
     def _sampled(self, loader: Any, packed: list[Any]) -> list[Any]:
         """Rows of the data set, the longest first; where its sampler packs, each is the list of those in one."""
@@ -293,7 +296,8 @@ class _Rows:
             with _real():
                 self._made[key] = self._collated(batch_size, length)
         made = {name: _here(name, value) for name, value in self._made[key].items()}
-        return made | {REFERENCE: _here(REFERENCE, self._reference)} if self._reference else made
+        beside = {REFERENCE: self._reference, AROUND: self._around}
+        return made | {name: _here(name, tensors) for name, tensors in beside.items() if tensors}
 
     def _collated(self, batch_size: int, length: int | None) -> Batch:
         rows = [copy.copy(self._rows[i % len(self._rows)]) for i in range(batch_size)]
@@ -410,7 +414,7 @@ def _real() -> Any:
 
 # The reference model (Rule 4)
 
-REFERENCE = "reference"  # its tensors in a batch
+REFERENCE, AROUND = "reference", "around"  # their tensors in a batch
 
 
 def _reference_of(trainer: Any) -> nn.Module | None:
@@ -471,6 +475,7 @@ def _step(
         return outputs if autocast is None else outputs_in_fp32(outputs)
 
     stand_in = _stand_in(trainer, model)
+    vars(stand_in).update(around(trainer, model, batch.get(AROUND, {})))
     if reference is not None:
         stand_in.ref_model = _Reference(reference, batch[REFERENCE], autocast)
     own = "forward" in model.__dict__
