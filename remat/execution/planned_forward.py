@@ -17,7 +17,7 @@ import inspect
 import itertools
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -42,6 +42,7 @@ from remat.chunking.chunked_loss import Watch
 from remat.chunking.chunked_rows import RowsWatch
 from remat.errors import CaptureError, PlanMismatch, UsageError, is_out_of_memory
 from remat.evaluation.form import CAPTURED, form_of
+from remat.evaluation.forwards import PASSES
 from remat.evaluation.identity import Fit
 from remat.evaluation.plan import Plan
 from remat.execution.compiled.compiling import COMPILERS, Backend, CompiledCalls, name_of, require_kept, require_whole
@@ -501,11 +502,11 @@ class PlannedForward:
 
     def _compare_batch(self, args: Any, kwargs: Any) -> None:
         elements = element_counts(named_tensors(self.original, args, kwargs))
-        inputs = self._now.forward.elements
+        inputs: Mapping[str, int] = self._now.forward.elements
         if names := inputs.keys() & elements.keys():  # what else comes, such as a mask, is not what makes it large
             planned, found = (sum(of[name] for name in names) for of in (inputs, elements))
         else:
-            planned, found = sum(inputs.values()) or self.plan.about.get("batch_elements"), sum(elements.values())
+            planned, found = sum(inputs.values()) or self.plan.about.get("batch_elements", 0), sum(elements.values())
         if not planned or found <= planned:
             return
         self._not_as_planned(
@@ -532,7 +533,7 @@ class PlannedForward:
         self._compare_optimizer(loop.offload_optimizer)
 
     def _compare_gradients(self, loop: TrainingLoop) -> None:
-        if loop.accumulates or loop.ddp or loop.shard is not None or "gradients" in self._warned:
+        if PASSES in self.plan.about or loop.accumulates or loop.ddp or loop.shard is not None or "gradients" in self._warned:
             return
         first = next((p for p in self.model.parameters() if p.requires_grad), None)
         if first is None or first.grad is None:

@@ -43,6 +43,7 @@ from remat.errors import UsageError
 from remat.execution.planned_forward import checkpoints_itself
 from remat.integrations.modules_around import around, tensors_around
 from remat.integrations.settings import outputs_in_fp32
+from remat.integrations.text_rows import hold_text, longest_first
 from remat.workload.optimizers import MakeOptimizer
 from remat.workload.reference import call_reference
 from remat.workload.training_loop import TrainingLoop
@@ -277,6 +278,8 @@ class _Rows:
             rows = [data[i] for i in range(0, len(data), every)]
         else:
             rows = [row for row, _ in zip(data, range(self.batch_size), strict=False)]
+        if hold_text(rows):
+            return longest_first(rows, self._collate)
         return sorted(rows, key=lambda row: (-(_length(row) or 0), -_size(row)))
 
     def _masks_with_padding(self, rows: list[Any]) -> frozenset[str]:

@@ -19,6 +19,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from remat.capture.anchors import identity_of, module_path
 from remat.capture.attention_masks import Masks, OnesSeen, eager_attention_masks, masks_of
 from remat.capture.beside_parameters import tensors_beside
+from remat.capture.circumstances import given_to
 from remat.capture.dynamo import fake_model, named_tensors, without_cache
 from remat.capture.eager_answers import Answers
 from remat.capture.elsewhere import Elsewhere
@@ -40,6 +41,7 @@ from remat.fusion.formed import formed
 from remat.host.copies import Copies
 from remat.host.optimizer_state import OffloadedState
 from remat.host.weights import AT_ONCE, Layer, layers_of, spread
+from remat.recording.deferred import Deferred, reaches_parameters, states_counted
 from remat.recording.kept_here import KeptHere
 from remat.recording.known_values import KnownValues
 from remat.recording.optimizer_forms import forms_of
@@ -158,6 +160,8 @@ class FakeStep:
         self._replaced = {"": ReplacedForward(self.model)}
         self._ones = seen
         self._settled = compiled
+        self._is_untraced = False
+        self.deferred: Deferred | None = None
         self.capture_anew(None if compiled else Answers())
         self._kernels_of = (device if elsewhere is None else elsewhere.device).type
         self._repeated = RepeatedStep(trainable(self.model), device)
@@ -184,15 +188,17 @@ class FakeStep:
         self._called.clear()
         self._prepared.clear()  # known by ids, which may be given again
         self._begun = None
+        padded = self.deferred is not None and self.deferred.padded
         self.calls = TracedForwards(
             self._replaced,
             self._execute_call,
             answers=answers,
             elsewhere=self._elsewhere,
             is_ones=self._ones.hold,
+            planned=Masks().with_explicit_masks() if padded else Masks(),
         )
         for path, replaced in self._replaced.items():
-            replaced.put(functools.partial(self._traced_forward, path))
+            replaced.put(functools.partial(self._called_at, path))
 
     @contextlib.contextmanager
     def _on_fakes(self) -> Iterator[None]:
@@ -226,7 +232,7 @@ class FakeStep:
     def _calls_elsewhere(self) -> bool:
         """Whether the step calls other modules than those whose forwards are traced: then theirs are, from now on."""
         assert self._begun is not None
-        if not self._begun[0].outside:
+        if not self._begun[0].outside or self.deferred is not None:
             return False
         with self.untraced():
             paths = outermost_calls(self.model, self.forward)
@@ -365,7 +371,8 @@ class FakeStep:
         self.calls.begin()
         try:
             with self._forward_context(), self._holding(), references_run_by(self._run_reference):
-                loss = self.workload.step(self.model, self.batch)
+                with states_counted() if self._kernels_of == "cpu" else contextlib.nullcontext():
+                    loss = self._loss()
         except RematError:
             raise
         except DataDependentOutputException as error:
@@ -384,7 +391,10 @@ class FakeStep:
     def _backward(self, loss: torch.Tensor) -> None:
         """The backward of the step; raises CaptureError if it fails."""
         try:
-            loss.backward()
+            if self.deferred is None:
+                loss.backward()
+            else:
+                self.deferred.go_on()
         except RematError:
             raise
         except Exception as error:
@@ -397,17 +407,49 @@ class FakeStep:
             )
             raise CaptureError(f"the backward of {self.workload.name!r} fails on fake tensors: {reason}.") from error
 
+    def _loss(self) -> torch.Tensor:
+        """What the step returns; of a step that runs its forwards in backward, what its largest pass ends in."""
+        loss = self.workload.step(self.model, self.batch)
+        if self.deferred is None:
+            if self._is_untraced or self.calls.made or not isinstance(loss, torch.Tensor):
+                return loss
+            if reaches_parameters(loss, self.model):  # by other modules than those that are traced
+                return loss
+            self.deferred = Deferred(trainable(self.model))
+            self.deferred.find(loss)
+            if not self.deferred.count:
+                raise CaptureError(f"no backward of the loss of {self.workload.name!r} reaches its model's parameters.")
+            self.capture_anew(self.calls.answers)
+            loss = self.workload.step(self.model, self.batch)
+        return self.deferred.reach(loss)
+
+    def _let_go(self) -> None:
+        """The step has let go of its loss."""
+        if self.deferred is not None:
+            self.deferred.let_go()
+
     def _holding(self) -> contextlib.AbstractContextManager[None]:
         return self.held_outputs.catching(self.model) if self.loop.holds_outputs else contextlib.nullcontext()
 
-    def _traced_forward(self, path: str, *args: Any, **kwargs: Any) -> Any:
-        if not self._learns(path, args, kwargs):  # as of a reference, which a plan leaves alone
-            return self._eager_forward(path, *args, **kwargs)
+    def _called_at(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        """The forward of the module at `path`, as the step runs it."""
+        if self.deferred is None:
+            return self._forward_at(path, args, kwargs)
+        run = functools.partial(self._forward_at, path, args, kwargs, traced=self.deferred.is_at_largest)
+        self.deferred.padded |= self.calls.look(path, args, kwargs).padded
+        given = tuple(given_to(self._replaced[path].original, args, kwargs).items())
+        tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        return self.deferred.forward((path, given), sum(tensor.numel() for tensor in tensors), run)
+
+    def _forward_at(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, traced: bool = True) -> Any:
         with without_cache(self.model):
-            return self.calls.run(path, args, kwargs)
+            if traced and not self._is_untraced and self._learns(path, args, kwargs):
+                return self.calls.run(path, args, kwargs)
+            with self._untraced(self.calls.look(path, args, kwargs)), self.calls.alone(path):
+                return self._replaced[path].original(*args, **kwargs)
 
     def _learns(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a backward can go through the forward of the module at `path`."""
+        """Whether a backward can go through the forward of the module at `path`. Others a plan leaves alone."""
         parameters = self._replaced[path].module.parameters()
         return torch.is_grad_enabled() and any(
             leaf.requires_grad
@@ -415,23 +457,14 @@ class FakeStep:
             if isinstance(leaf, torch.Tensor)
         )
 
-    def _eager_forward(self, path: str, *args: Any, **kwargs: Any) -> Any:
-        """The forward of the module at `path`, untraced."""
-        masks = self.calls.look(path, args, kwargs)
-        with self._untraced(masks), without_cache(self.model), self.calls.alone(path):
-            return self._replaced[path].original(*args, **kwargs)
-
     @contextlib.contextmanager
     def untraced(self) -> Iterator[None]:
         """While it lasts, nothing of the step is traced."""
-        traced = {path: replaced.module.forward for path, replaced in self._replaced.items()}
-        for path, replaced in self._replaced.items():
-            replaced.put(functools.partial(self._eager_forward, path))
+        self._is_untraced = True
         try:
             yield
         finally:
-            for path, replaced in self._replaced.items():
-                replaced.put(traced[path])
+            self._is_untraced = False
 
     @property
     def forwards(self) -> tuple[Forward, ...]:
@@ -471,6 +504,7 @@ class FakeStep:
         with self._on_fakes(), tracker:
             self._backward(loss)
             del loss
+            self._let_go()
             backward_end = tracker.op_count
             with self._after_backward(tracker):
                 self.finish()
@@ -485,6 +519,7 @@ class FakeStep:
             self._backward(loss)
             after_backward()
             del loss
+            self._let_go()
             with self._after_backward(tracker):
                 self.finish()
 

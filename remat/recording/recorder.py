@@ -36,7 +36,7 @@ from remat.capture.settling import recording_models
 from remat.chunking.chunk import CHUNKED
 from remat.chunking.chunked_loss import ChunkedLoss
 from remat.errors import CaptureError, RematError
-from remat.evaluation.forwards import FORWARDS, is_plain
+from remat.evaluation.forwards import FORWARDS, PASSES, is_plain
 from remat.evaluation.graph import (
     CALLED_MODULES,
     CAST,
@@ -142,6 +142,7 @@ def _about(step: FakeStep) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": versions(),
         "batch": first.given,
+        **({PASSES: step.deferred.count} if step.deferred is not None else {}),
         **({} if is_plain(forwards) else {FORWARDS: [forward.to_json() for forward in forwards]}),
         **state_of(step.model),
     }

@@ -20,6 +20,7 @@ from remat.capture.attention_masks import IsOnes, Masks
 from remat.capture.circumstances import given_to
 from remat.capture.dynamo import ExecuteCall, GraphCalls
 from remat.capture.eager_answers import Answers
+from remat.capture.elsewhere import Elsewhere
 from remat.evaluation.forwards import Forward
 from remat.recording.tracker import Tracker
 from remat.workload.held_outputs import output_tensors
@@ -40,14 +41,24 @@ class TracedForwards:
         execute_call: ExecuteCall,
         *,
         answers: Answers | None,
+        elsewhere: Elsewhere | None,
         is_ones: IsOnes,
+        planned: Masks,
     ):
         self.answers = answers
         self.running = False
         self.made: list[Forward] = []
         self._replaced = replaced
         self._calls = {
-            path: GraphCalls(each.original, execute_call, under=path, answers=answers, is_ones=is_ones)
+            path: GraphCalls(
+                each.original,
+                execute_call,
+                under=path,
+                answers=answers,
+                elsewhere=elsewhere,
+                is_ones=is_ones,
+                planned=planned,
+            )
             for path, each in replaced.items()
         }
         self._pass = Pass()

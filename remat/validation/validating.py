@@ -46,7 +46,7 @@ from remat.costing.timing_cache import device_name
 from remat.errors import PlanMismatch, UsageError, ValidationFailed, is_out_of_memory
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.form import form_of
-from remat.evaluation.forwards import without_sizes
+from remat.evaluation.forwards import PASSES, without_sizes
 from remat.evaluation.graph import Graph
 from remat.evaluation.plan import Offload, Plan, Region, RegionRef, to_refs, traced_branches
 from remat.execution import executions
@@ -446,7 +446,8 @@ class _Validation:
             groups_near=comparison.groups,
             max_gradient_error=comparison.distance.absolute,
             recomputed_nodes={
-                "planned": Memory(self.compared.graph).recomputed_nodes(self.compared.regions),
+                "planned": self.compared.graph.about.get(PASSES, 1)
+                * Memory(self.compared.graph).recomputed_nodes(self.compared.regions),
                 "observed": comparison.observed_nodes,
             },
             offloads=comparison.offloads,
