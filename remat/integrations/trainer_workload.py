@@ -16,11 +16,12 @@ Rule 3  Accelerate runs the model's forward under autocast, and nothing else of 
 Rule 4  A reference model (DPO's `ref_model`) is there before the step, as the batch is: its tensors are a part of it.
         So are those of modules that hold the model (`modules_around.py`: the losses of sentence-transformers).
 Rule 5  Trainers read numbers off tensors for their logs, and pick elements by a mask. Outside of the model's forward
-        the number is one while planning, and the mask picks all; inside, both are errors as ever.
+        the number is one while planning, unless it is known, and the mask picks all; inside, both are errors as ever.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -29,10 +30,11 @@ import itertools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
@@ -467,9 +469,20 @@ def _step(
     trainer: Any, autocast: torch.dtype | None, reference: nn.Module | None, model: nn.Module, batch: Batch
 ) -> torch.Tensor:
     """The loss as the Trainer computes it; for Workload.step."""
-    device = next(model.parameters()).device.type
-    answers = _Answers()
-    forward = model.forward
+    stand_in = _stand_in(trainer, model)
+    vars(stand_in).update(around(trainer, model, batch.get(AROUND, {})))
+    if reference is not None:
+        stand_in.ref_model = _Reference(reference, batch[REFERENCE], autocast)
+    with _as_in_training(model, autocast) as answers, _hooks_too(lambda: _as_in_training(model, autocast), answers):
+        loss = stand_in.compute_loss(model, dict(batch["inputs"]), num_items_in_batch=batch["items"])
+        return loss if _is_scaled(trainer, batch) else loss / trainer.args.gradient_accumulation_steps
+
+
+@contextlib.contextmanager
+def _as_in_training(model: nn.Module, autocast: torch.dtype | None) -> Iterator[_Answers]:
+    """While it lasts, the forward of `model` runs as accelerate has it, and nothing else does. (Rules 3 and 5)"""
+    device, forward = next(model.parameters()).device.type, model.forward
+    own, answers = "forward" in model.__dict__, _Answers()
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         with answers.silent(), torch.autocast(device, dtype=autocast, enabled=autocast is not None):
@@ -477,21 +490,31 @@ def _step(
         torch.clear_autocast_cache()
         return outputs if autocast is None else outputs_in_fp32(outputs)
 
-    stand_in = _stand_in(trainer, model)
-    vars(stand_in).update(around(trainer, model, batch.get(AROUND, {})))
-    if reference is not None:
-        stand_in.ref_model = _Reference(reference, batch[REFERENCE], autocast)
-    own = "forward" in model.__dict__
     model.forward = wrapped
     try:
         with torch.autocast(device, enabled=False), answers:
-            loss = stand_in.compute_loss(model, dict(batch["inputs"]), num_items_in_batch=batch["items"])
-            return loss if _is_scaled(trainer, batch) else loss / trainer.args.gradient_accumulation_steps
+            yield answers
     finally:
         if own:
             model.forward = forward
         else:
             del model.__dict__["forward"]
+
+
+@contextlib.contextmanager
+def _hooks_too(context: Callable[[], contextlib.AbstractContextManager[Any]], answers: _Answers) -> Iterator[None]:
+    """Hooks that a loss registers meanwhile run under `context`: those of cached losses call the model in backward."""
+    register = torch.Tensor.register_hook
+
+    def register_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Any:
+        def within(gradient: torch.Tensor) -> Any:
+            with context():
+                return hook(gradient)
+
+        return register(tensor, hook if answers.are_silent else within)
+
+    with mock.patch.object(torch.Tensor, "register_hook", register_hook):
+        yield
 
 
 def _is_scaled(trainer: Any, batch: Batch) -> bool:
@@ -535,10 +558,16 @@ class _Answers(UnseenMode):
     def silent(self) -> _Silent:
         return _Silent(self)
 
+    @property
+    def are_silent(self) -> bool:
+        return self._silent > 0
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._silent or not isinstance(args[0] if args else None, FakeTensor):
             return func(*args, **(kwargs or {}))
         if func is torch.ops.aten._local_scalar_dense.default:
+            with contextlib.suppress(DataDependentOutputException):  # unless its value is known
+                return func(*args, **(kwargs or {}))
             return 1.0 if args[0].dtype.is_floating_point else 1
         if func is torch.ops.aten.index.Tensor:
             args = (args[0], [each for index in args[1] for each in _of_all(index)], *args[2:])
