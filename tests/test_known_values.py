@@ -13,6 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from remat._torch.dynamo import handlers
 from remat.capture.eager_answers import traced_as
 from remat.errors import CaptureError
 from remat.execution.apply import apply, counts_of
@@ -99,6 +100,14 @@ def test_the_integers_of_every_ready_made_batch_are_known_at_full_size(name: str
         given = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
         integers = [leaf for leaf in given if not leaf.is_floating_point()]
         assert integers and all(found.of(leaf) is not None for leaf in integers)
+
+
+def test_dynamo_knows_the_function_that_is_stood_in_for_and_not_what_stands_in() -> None:
+    """It registers its handlers once in a process, by the functions that it finds then."""
+    with KnownValues().followed():
+        instead = torch.tensor
+    assert instead is not torch.tensor
+    assert torch.tensor in handlers() and instead not in handlers()
 
 
 def test_a_stand_in_for_a_function_is_followed_as_the_function() -> None:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.nn import functional as F
 
 from remat import models
+from remat.capture.dynamic_shapes import move_sizes_first
+from remat.capture.dynamo import GraphCalls
+from remat.capture.nodes import captured_nodes
 from remat.costing.device_allocator import measure_peak
+from remat.errors import CaptureError
 from remat.execution import planned_forward as applying
 from remat.execution.apply import apply, counts_of, planned_forward
 from remat.recording.fake_step import autocast_context
@@ -163,6 +171,27 @@ class Looping(Transformer):
         return super().forward(ids, labels)
 
 
+class Noisy(Transformer):
+    """Noise on the embeddings whose size follows from the batch's, as a tensor (NEFTune): open sizes break the graph."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.embed(ids)
+        most = 0.1 / torch.sqrt(torch.tensor(x.size(1) * x.size(2)))
+        x = x + torch.zeros_like(x).uniform_(-most, most)
+        return super().forward(ids, labels) + 0 * self.layers[0](x).sum()
+
+
+class Smoothed(Transformer):
+    """Labels are smoothed, and attention is scaled, by the length of the batch."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        x, length = self.embed(ids), ids.shape[1]
+        x = self.layers[1](F.scaled_dot_product_attention(x, x, x, scale=1 / math.sqrt(length)))
+        logits = self.head(self.layers[0](x))
+        assert labels is not None
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=min(0.3, 1 / length))
+
+
 def two_of(kind: type[Transformer]) -> tuple[Any, Any]:
     """Untouched, and with a plan."""
     workload = dataclasses.replace(LONG, build=lambda: kind(layers=2))
@@ -186,6 +215,47 @@ def test_a_graph_that_depends_on_a_size_is_traced_for_every_shape() -> None:
         assert equal(gradients(LONG, model, 4, length), gradients(LONG, untouched, 4, length))
     assert counts_of(model).regions == 5 * len(planned_forward(model).plan.regions)
     assert traces(model) > 3
+
+
+@pytest.mark.parametrize("kind", [Noisy, pytest.param(Smoothed, marks=pytest.mark.exhaustive)])
+def test_numbers_that_are_computed_out_of_sizes_train_as_without_a_plan(kind: type[Transformer]) -> None:
+    untouched, model = two_of(kind)
+    for length in (64, 60, 50, 60, 64):
+        assert equal(gradients(LONG, model, 4, length), gradients(LONG, untouched, 4, length))
+    assert counts_of(model).regions == 5 * len(planned_forward(model).plan.regions)
+
+
+def test_a_graph_that_breaks_for_open_sizes_alone_runs_nothing_of_it() -> None:
+    """So that it can be traced for each of them: of a part, random numbers would have been drawn."""
+    calls: list[int] = []
+
+    def run(call: int, graph_module: torch.fx.GraphModule, args: tuple[Any, ...]) -> Any:
+        calls.append(call)
+        return graph_module(*args)
+
+    graphs = GraphCalls(Noisy(layers=1).forward, run, fits=lambda graph_module: True)
+    batch, shorter = tokens(4, 64), tokens(4, 60)
+    graphs(*batch)
+    before = torch.get_rng_state()
+    with pytest.raises(CaptureError, match="_local_scalar_dense"):
+        graphs(*shorter)
+    assert calls == [0] and torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_size_that_a_trace_has_fixed_is_a_number() -> None:
+    """Of a tensor that the graph makes, among others: it was taken for a node, and nodes behind it for others."""
+    environment = ShapeEnv()
+    size = environment.create_unspecified_symint_and_symbol(29, ConstantSource("size"), DimDynamic.DYNAMIC)
+    assert int(size) == 29  # fixes it
+    graph = torch.fx.Graph()
+    given = graph.placeholder("given")
+    made = graph.call_function(torch.sin, (given,))
+    sizes = graph.call_method("size", (made,))
+    graph.output(graph.call_method("view", (made, sizes)))
+    sizes.meta["example_value"] = torch.Size([8, size])
+    graph_module = torch.fx.GraphModule({}, graph)
+    assert move_sizes_first(graph_module)
+    assert [node.name for node in captured_nodes(graph_module)] == ["sin", "view"]
 
 
 def test_many_traces_are_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -300,6 +300,25 @@ def test_dynamo_raises_an_error_of_its_own() -> None:
         torch.compile(function, backend="eager", fullgraph=True)(torch.ones(2))
 
 
+def test_where_breaks_are_refused_a_trace_raises_and_earlier_traces_hold() -> None:
+    calls: list[int] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        calls.append(0)
+        if x.shape[0] > 2:
+            torch._dynamo.graph_break()
+        return x.sin()
+
+    compiled = torch.compile(function, backend="eager", dynamic=False)
+    compiled(torch.ones(2))
+    with dynamo.without_breaks():
+        compiled(torch.ones(2))
+        with pytest.raises(dynamo.trace_error()):
+            compiled(torch.ones(3))
+    assert len(calls) == 2
+    compiled(torch.ones(3))
+
+
 def test_a_captured_graph_says_where_autocast_holds() -> None:
     seen: list[Any] = []
 
@@ -636,6 +655,7 @@ GONE: dict[str, tuple[str, Callable[[], Any]]] = {
     ),
     "_dynamo.utils.counters": ("see whether a forward was traced", dynamo.frames_traced),
     "_dynamo.utils.graph_break_reasons": ("find the branch at which a graph broke", dynamo.graph_breaks),
+    "_dynamo.error_on_graph_break": ("leave sizes open where no graph breaks for them", dynamo.without_breaks),
     "_dynamo.trace_rules._allowed_callable_ids": (
         "capture Functions that cannot be traced",
         lambda: dynamo.left_whole(()).__enter__(),

@@ -87,6 +87,14 @@ def settings(**changes: Any) -> contextlib.AbstractContextManager[Any]:
     return found
 
 
+def without_breaks() -> contextlib.AbstractContextManager[Any]:
+    """While it lasts, where a trace that begins would break a graph, it raises a `trace_error` instead."""
+    found: contextlib.AbstractContextManager[Any] = internal(
+        "_dynamo.error_on_graph_break", "leave sizes open where no graph breaks for them"
+    )(True)
+    return found
+
+
 def predicates() -> tuple[Callable[[], bool], ...]:
     """Every function of torch that says whether it is being traced, by its own name or a library's import of it."""
     purpose = "capture the branches of eager mode"

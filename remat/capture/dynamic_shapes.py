@@ -66,8 +66,8 @@ def _value(node: fx.Node) -> Any:
 def _computed(graph: fx.Graph, value: Any, given: dict[Any, fx.Node]) -> fx.Node | None:
     """A node that computes the size, or the sizes, `value` out of the `given` symbols; None where it takes others."""
     if isinstance(value, torch.Size):
-        found = [size if isinstance(size, int) else _computed(graph, size, given) for size in value]
-        return None if None in found else graph.call_function(_sizes, tuple(found))
+        found = [size if isinstance(size, int) else of_expression(graph, size.node.expr, given) for size in value]
+        return None if any(size is None for size in found) else graph.call_function(_sizes, tuple(found))
     if not isinstance(value, torch.SymInt):
         return None
     made = of_expression(graph, value.node.expr, given)

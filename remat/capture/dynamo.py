@@ -24,7 +24,7 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import MappingKey, tree_leaves_with_path
 
-from remat._torch.dynamo import settings, trace_error, try_again
+from remat._torch.dynamo import graph_breaks, settings, trace_error, try_again, without_breaks
 from remat.capture import four_bit, numpy_random, trl_head
 from remat.capture.anchors import put_under
 from remat.capture.attention_masks import (
@@ -123,6 +123,7 @@ class GraphCalls:
         self._change = change
         self._compiled: dict[Masks, Callable[..., Any]] = {}
         self._given: list[torch.Tensor] = []
+        self._is_whole = False  # whether a forward was traced that broke nowhere
         self.count = self.first = 0
         self.elements: dict[str, int] = {}
         self.seen = self.masks = Masks()
@@ -196,9 +197,12 @@ class GraphCalls:
         return self.masks
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.count = 0
+        self.count, breaks = 0, len(graph_breaks())
+        # A forward that breaks with its sizes open, and not otherwise, is traced for each of them.
+        refused = without_breaks() if self.opens_sizes and self._is_whole else contextlib.nullcontext()
         with (
             dynamo_settings(),
+            refused,
             answering(),
             eager_tensors(),
             captured_elsewhere(),
@@ -216,11 +220,13 @@ class GraphCalls:
             # It makes an object of a Function's class to trace it, and is told off by that class.
             warnings.filterwarnings("ignore", message=r".*autograd\.function\.Function.* should not be instantiated")
             try:
-                return self._traced_for(self.masks)(*args, **kwargs)
+                result = self._traced_for(self.masks)(*args, **kwargs)
             except trace_error() as error:
                 if isinstance(reason := getattr(error, "inner_exception", None), RematError):
                     raise reason from error
                 raise CaptureError(f"the model cannot be captured: {_first_line(error)}") from error
+        self._is_whole = self._is_whole or len(graph_breaks()) == breaks
+        return result
 
 
 class _Backend(Capture):
