@@ -172,7 +172,7 @@ class Looping(Transformer):
 
 
 class Noisy(Transformer):
-    """Noise on the embeddings whose size follows from the batch's, as a tensor (NEFTune): open sizes break the graph."""
+    """Noise on the embeddings as large as a tensor of the batch's sizes says (NEFTune): open, they break the graph."""
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         x = self.embed(ids)
