@@ -177,7 +177,7 @@ class Noisy(Transformer):
     def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         x = self.embed(ids)
         most = 0.1 / torch.sqrt(torch.tensor(x.size(1) * x.size(2)))
-        x = x + torch.zeros_like(x).uniform_(-most, most)
+        x = x + torch.zeros_like(x).uniform_(-most, most)  # type: ignore[arg-type]
         return super().forward(ids, labels) + 0 * self.layers[0](x).sum()
 
 
@@ -252,7 +252,7 @@ def test_a_size_that_a_trace_has_fixed_is_a_number() -> None:
     made = graph.call_function(torch.sin, (given,))
     sizes = graph.call_method("size", (made,))
     graph.output(graph.call_method("view", (made, sizes)))
-    sizes.meta["example_value"] = torch.Size([8, size])
+    sizes.meta["example_value"] = torch.Size([8, size])  # type: ignore[list-item]
     graph_module = torch.fx.GraphModule({}, graph)
     assert move_sizes_first(graph_module)
     assert [node.name for node in captured_nodes(graph_module)] == ["sin", "view"]

@@ -245,7 +245,8 @@ class PlannedForward:
         traced = self.plan.about.get("traced_branches")
         answers = None if traced is None else Answers(traced, self.plan.about.get("opaque_functions", ()))
         change = None if form_of(self.plan.about) == CAPTURED else self._formed
-        found = {"answers": answers, "planned": self._planned_masks, "change": change, "under": self._at.path}
+        found: dict[str, Any] = {"answers": answers, "planned": self._planned_masks, "change": change}
+        found["under"] = self._at.path
         return GraphCalls(self.original, **found, **given)
 
     def _formed(self, call: int, graph_module: fx.GraphModule) -> fx.GraphModule:
@@ -533,7 +534,13 @@ class PlannedForward:
         self._compare_optimizer(loop.offload_optimizer)
 
     def _compare_gradients(self, loop: TrainingLoop) -> None:
-        if PASSES in self.plan.about or loop.accumulates or loop.ddp or loop.shard is not None or "gradients" in self._warned:
+        if (
+            PASSES in self.plan.about
+            or loop.accumulates
+            or loop.ddp
+            or loop.shard is not None
+            or "gradients" in self._warned
+        ):
             return
         first = next((p for p in self.model.parameters() if p.requires_grad), None)
         if first is None or first.grad is None:

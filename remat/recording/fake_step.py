@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.optim.swa_utils import get_ema_multi_avg_fn
+from torch.utils._pytree import tree_leaves
 
 from remat.capture.anchors import identity_of, module_path
 from remat.capture.attention_masks import Masks, OnesSeen, eager_attention_masks, masks_of
@@ -370,9 +371,9 @@ class FakeStep:
         """The loss of one forward; raises CaptureError if `step` fails or returns something else."""
         self.calls.begin()
         try:
-            with self._forward_context(), self._holding(), references_run_by(self._run_reference):
-                with states_counted() if self._kernels_of == "cpu" else contextlib.nullcontext():
-                    loss = self._loss()
+            counted = states_counted() if self._kernels_of == "cpu" else contextlib.nullcontext()
+            with self._forward_context(), self._holding(), references_run_by(self._run_reference), counted:
+                loss = self._loss()
         except RematError:
             raise
         except DataDependentOutputException as error:
@@ -400,7 +401,7 @@ class FakeStep:
         except Exception as error:
             sparse = [path for path, module in self.model.named_modules() if getattr(module, "sparse", False) is True]
             reason = (
-                f"the gradients of {', '.join(sparse)} are sparse (`sparse=True`), and no data says how large they are. "
+                f"the gradients of {', '.join(sparse)} are sparse (`sparse=True`), and their size depends on data. "
                 "Plan with `sparse=False`"
                 if sparse
                 else describe(error)
