@@ -21,7 +21,7 @@ Rule 7  A cast that belongs to a saved node (autocast's copies) is not saved; it
         (`torch.tensor(2.0)`). So is a cast that autocast remembered from before a region: in forward it lasts as long
         as autocast is on, in a recomputation as long as that.
 Rule 9  A region is recomputed once for every backward that asks for its saves: for those within the forward too. What
-        such a backward's own graph keeps is counted as alive from forward on (`InnerBackward.kept`), and not twice.
+        such a backward's own graph keeps, it keeps as that recomputation made it; what the region took, as it is.
 Rule 8  An offloaded storage is on the device until its release, and again from its fetch, or the first request for it,
         if that is earlier, until autograd or its last region lets go of it. How fast it is copied changes times only.
 """
@@ -365,7 +365,8 @@ class Memory:
         for task in np.unique(inner.task[asked]):
             requests = asked & (inner.task == task)
             leaf = self._leaf_of(region, rows, int(inner.unpack[requests].min())).of(region, top, 0)
-            yield dataclasses.replace(leaf, saved_tensors=inner.row[requests], used=inner.used[requests])
+            used = np.maximum(inner.used, inner.kept)[requests]
+            yield dataclasses.replace(leaf, saved_tensors=inner.row[requests], used=used)
 
     def _leaf(self, region: Region) -> _Leaf | None:
         """The recomputation of a region that holds no regions. (Rule 4)"""
@@ -501,6 +502,9 @@ class Memory:
         for region in regions:
             plain = plain[(table.node[plain] < region.first) | (table.node[plain] >= region.end)]
         np.maximum.at(death, table.storage[plain], table.release[plain])
+        if self.graph.inner:
+            storage, kept = self._kept_by_inner_backwards(regions, only)
+            np.maximum.at(death, storage, kept)
         parts = [part for region in regions for part in (region, *region.inner)]
         if parts:
             taken = [self._inputs_array(part) for part in parts]
@@ -523,6 +527,27 @@ class Memory:
                 last = int(table.release[rows].max(initial=int(self.node_end[region.end - 1]) - 1))
                 death[keeps] = np.maximum(death[keeps], last)
         return death
+
+    def _kept_by_inner_backwards(
+        self, regions: Sequence[Region], only: tuple[int, int] | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(storages, until when) that graphs of backwards within the forward keep as forward made them. (Rule 9)"""
+        inner, table = self.graph.inner, self.graph.saved_tensors
+        storage, site = table.storage[inner.row], self.inner_sites
+        found = (inner.kept >= 0) & (storage >= 0)
+        if only is not None:
+            found &= (site >= only[0]) & (site < only[1])
+        for region in regions:
+            made = self.graph.storages.node[storage]
+            made_again = (made >= region.first) & (made < region.end)
+            found &= ~(made_again & (table.node[inner.row] >= region.first) & (table.node[inner.row] < region.end))
+        return storage[found], inner.kept[found]
+
+    @functools.cached_property
+    def inner_sites(self) -> np.ndarray:
+        """For every request of a backward within the forward the node in which that runs."""
+        inner = self.graph.inner
+        return self.graph.op_node[inner.unpack] if inner else inner.unpack
 
     def _made_again(
         self, recomputations: list[Recomputation], position: _Position
@@ -567,9 +592,6 @@ class Memory:
         casts = self._cast_again(recomputations, position)
         own_and_casts = zip((made, birth, death, by), casts, strict=True)
         columns = [np.concatenate(pair) if len(casts[0]) else pair[0] for pair in own_and_casts]
-        if self.graph.inner:
-            within = np.array([r.used is not None for r in recomputations], dtype=bool)
-            columns[3][within[columns[3]] & np.isin(columns[0], self.graph.inner.kept)] = -1  # counted already (Rule 9)
         return columns[0], columns[1], columns[2], columns[3]
 
     def _used_by(self, r: Recomputation) -> np.ndarray:

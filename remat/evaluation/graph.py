@@ -188,10 +188,12 @@ class SavedTensors:
 class InnerBackward:
     """What the step differentiates inside its forward (`torch.autograd.grad`): forces, gradient penalties, residuals.
 
-    row, task, unpack, used  columns over requests: a saved tensor was asked for in an inner backward, and when, as in
-                             `SavedTensors`; `task` numbers the backward
-    kept                     storages that an inner backward's own graph keeps for the backward of the step. Their local
-                             life lasts as long as that
+    Columns over requests: a saved tensor was asked for in an inner backward.
+
+    row     of `SavedTensors`          task  numbers the backward
+    unpack  operators run before       used  last operator of the gradient function that asked for it
+    kept    last operator during which the inner backward's own graph keeps what it was given, for the backward of the
+            step; -1 if it does not
     """
 
     row: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, dtype=np.int64))

@@ -466,6 +466,8 @@ class Problem:
         for segment in range(run.b, len(self.space.segments)):
             kept = [u for u, release in packed[segment].items() if release >= op and u not in counted]
             kept = [u for u in kept if self.liveness.is_own(u) or self._is_left_to_later(u, run)]
+            if self.graph.inner and run.region:  # what an inner backward keeps of this region is in its own curve
+                kept = [u for u in kept if int(self.graph.storages.node[u]) not in run.region]
             counted.update(kept)
             if kept:
                 found[segment] = int(sum(self.graph.storages.size_bytes[u] for u in kept))

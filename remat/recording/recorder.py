@@ -166,7 +166,8 @@ class Recorder(Tracker):
         self._sequence: list[int] = []  # autograd sequence number at the start of each node
         self._saved_tensors: list[dict[str, int]] = []
         self._asked_inside: dict[tuple[int, int], dict[str, int]] = {}  # (row, number of an inner backward) -> request
-        self._given_inside: dict[int, int] = {}  # id of what a request was given -> storage that it is a copy of
+        self._saved_of_given: dict[int, dict[str, int]] = {}  # row of what an inner backward's graph saves of that
+        self._given_inside: dict[int, dict[str, int]] = {}  # id of what a request was given -> the request
         self._sequence_after = 0
         self._open = 0
         self._readers: dict[int, set[int]] = {}  # id of a fixed storage -> nodes of forward that take it
@@ -416,8 +417,9 @@ class Recorder(Tracker):
             "used": -1,
             "release": -1,
             "number": len(self._saved_tensors),
-            "given": self._given_inside.get(id(tensor.untyped_storage()), FIXED),
         }
+        if (request := self._given_inside.get(id(tensor.untyped_storage()))) is not None:
+            self._saved_of_given[row["number"]] = request
         self._saved_tensors.append(row)
         return len(self._saved_tensors) - 1, self._copy(tensor, row, "release")
 
@@ -433,10 +435,10 @@ class Recorder(Tracker):
 
     def _asked_within_forward(self, row: dict[str, int], copy: torch.Tensor) -> torch.Tensor:
         """What a backward within the forward is given. If its own graph saves that, the storage is kept for longer."""
-        request = {"row": row["number"], "task": backward_number(), "unpack": self.op_count, "used": -1}
+        request = {"row": row["number"], "task": backward_number(), "unpack": self.op_count, "used": -1, "kept": -1}
         request = self._asked_inside.setdefault((request["row"], request["task"]), request)
         given = self._copy(copy, request, "used")
-        self._given_inside[id(given.untyped_storage())] = max(row["storage"], row["given"])
+        self._given_inside[id(given.untyped_storage())] = self._saved_of_given.get(row["number"], request)
         return given
 
     def _copy(self, tensor: torch.Tensor, row: dict[str, int], event: str) -> torch.Tensor:
@@ -497,9 +499,10 @@ class Recorder(Tracker):
 
     def graph(self, fixed: dict[str, int], about: dict[str, Any]) -> Graph:
         last = self.op_count - 1
+        release = [last if row["release"] < 0 else row["release"] for row in self._saved_tensors]
         self._settle_effects()
         self.settle_saves()
-        inner = self._inner_backward(last)
+        inner = self._inner_backward(last, release)
         nodes = tuple(Node(**node) for node in self._nodes)
         storages = Storages(
             size_bytes=_column(s.size_bytes for s in self.storages),
@@ -529,15 +532,10 @@ class Recorder(Tracker):
             inner=inner,
         )
 
-    def _inner_backward(self, last: int) -> InnerBackward:
-        """The requests of backwards within the forward; what their graphs keep lives until those let go of it."""
-        kept = set()
-        for row in self._saved_tensors:
-            if row["given"] != FIXED:
-                storage = self.storages[row["given"]]
-                release = last if row["release"] < 0 else row["release"]
-                storage.death = max(last if storage.death is None else storage.death, release)
-                kept.add(row["given"])
+    def _inner_backward(self, last: int, release: list[int]) -> InnerBackward:
+        """The requests of backwards within the forward, and how long their graphs keep what they were given."""
+        for number, request in self._saved_of_given.items():
+            request["kept"] = max(request["kept"], release[number])
         place = {row["number"]: index for index, row in enumerate(self._saved_tensors)}
         requests = [request for request in self._asked_inside.values() if request["row"] in place]
         return InnerBackward(
@@ -545,7 +543,7 @@ class Recorder(Tracker):
             task=_column(request["task"] for request in requests),
             unpack=_column(request["unpack"] for request in requests),
             used=_column(last if request["used"] < 0 else request["used"] for request in requests),
-            kept=_column(sorted(kept)),
+            kept=_column(request["kept"] for request in requests),
         )
 
 
