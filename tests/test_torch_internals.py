@@ -186,6 +186,16 @@ def test_the_loss_within_cross_entropy_and_functions_that_are_passed_on() -> Non
     assert recording.builtin_functions().gelu is torch.nn.functional.gelu
 
 
+def test_every_backward_has_a_number() -> None:
+    seen = [recording.backward_number()]
+    x = torch.ones(1, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda gradient: seen.append(recording.backward_number()))
+    for _ in range(2):
+        y.backward(retain_graph=True)
+    assert seen[0] == -1 and len(set(seen)) == 3
+
+
 def test_torch_nn_packs_and_runs_recurrent_layers_through_one_module() -> None:
     found = recording.functions_of_lengths()
     assert found is torch.nn.utils.rnn._VF is torch.nn.modules.rnn._VF
@@ -636,6 +646,7 @@ GONE: dict[str, tuple[str, Callable[[], Any]]] = {
         lambda: recording.memory_format_of(torch.ones(1)),
     ),
     "_C._nn": ("find functions of layers by name", recording.builtin_functions),
+    "_C._current_graph_task_id": ("tell one backward from another", recording.backward_number),
     "_VF": ("read lengths of packed sequences", recording.functions_of_lengths),
     "utils._foreach_utils._get_foreach_kernels_supported_devices": (
         "choose an optimizer's kernels",

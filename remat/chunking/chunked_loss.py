@@ -31,7 +31,7 @@ from torch.nn import functional as F
 
 from remat._torch.training import fakes_are_on, keeps_graph
 from remat.capture.nodes import autocast
-from remat.errors import RematError
+from remat.errors import CaptureError, RematError
 
 ALIGNED_ROWS = 64  # of a tile of a product
 FEWEST_ROWS = 128  # of a slice: a product of a few takes another kernel, which rounds otherwise
@@ -248,7 +248,7 @@ class _GradientsInForward(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         if torch.is_grad_enabled():
-            raise RematError(
+            raise CaptureError(
                 "a chunked loss has first derivatives only, and backward was called with create_graph=True; make a "
                 "plan that leaves the loss whole (exact=True, --exact)."
             )

@@ -27,7 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from remat.capture.nodes import autocast
 from remat.chunking.chunked_loss import as_given
-from remat.errors import RematError
+from remat.errors import CaptureError
 
 ALIGNED_ROWS, FEWEST_ROWS = 64, 128  # of a slice: where it begins, and how many there are at least
 
@@ -179,7 +179,7 @@ class _Sliced(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         if torch.is_grad_enabled():
-            raise RematError(
+            raise CaptureError(
                 "a chunked run of nodes has first derivatives only, and backward was called with create_graph=True; "
                 "make a plan without (exact=True, --exact)."
             )

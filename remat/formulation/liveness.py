@@ -72,7 +72,9 @@ class Liveness:
             site, storage = int(segment[graph.saved_tensors.node[p]]), int(graph.saved_tensors.storage[p])
             packed[site][storage] = max(packed[site].get(storage, -1), int(graph.saved_tensors.release[p]))
         inner = graph.inner
-        for row, kept, node in zip(inner.row.tolist(), inner.kept.tolist(), self.memory.inner_sites.tolist(), strict=True):
+        for row, kept, node in zip(
+            inner.row.tolist(), inner.kept.tolist(), self.memory.inner_sites.tolist(), strict=True
+        ):
             site, storage = int(segment[node]), int(graph.saved_tensors.storage[row])
             if kept >= graph.forward_end and storage >= 0:
                 packed[site][storage] = max(packed[site].get(storage, -1), kept)

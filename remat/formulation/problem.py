@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from remat.costing.costs import Costs
+from remat.errors import UsageError
 from remat.evaluation.evaluator import Curve
 from remat.evaluation.graph import Graph
 from remat.evaluation.plan import Offload, Region
@@ -62,6 +63,8 @@ class Problem:
     ):
         self.liveness = Liveness(graph, costs, space)
         self.graph, self.space, self.memory = graph, space, self.liveness.memory
+        if link is not None and graph.inner:
+            raise UsageError("nothing is offloaded where a step differentiates inside; leave `offload` out.")
         self.link = link
         self._relief = None if link is None else Relief(graph, self.liveness.op_time_ns / NS, link)
         self._alone = None

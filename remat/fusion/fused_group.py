@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.autograd import Function
 
 from remat._torch.training import fakes_are_on
-from remat.errors import RematError
+from remat.errors import CaptureError, RematError
 from remat.fusion.kernels import are_interpreted, empty, layout_of
 from remat.fusion.lowering import Lowered, lower, lower_open
 from remat.fusion.open_sizes import Described, are_open, opened, with_open_rows
@@ -182,7 +182,7 @@ class _Fused(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         if torch.is_grad_enabled():
-            raise RematError(
+            raise CaptureError(
                 "a fused group has first derivatives only, and backward was called with create_graph=True; make a plan "
                 "without fusion."
             )

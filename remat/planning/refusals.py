@@ -1,13 +1,20 @@
-"""Refusals: why no plan keeps a budget, with the least budget that would do."""
+"""Refusals: why no plan keeps a budget, or was found, with the least budget that would do."""
 
 from __future__ import annotations
 
-from remat.errors import Infeasible
+from collections.abc import Callable
+
+import numpy as np
+
+from remat.errors import Infeasible, NoPlanInTime
 from remat.evaluation.breakdown import at_peak
 from remat.evaluation.graph import Graph
 from remat.formulation.problem import Problem
+from remat.formulation.solution import Limits, Solution
 from remat.solvers.least_peak import LeastPeak
 from remat.units import gib
+
+ENDED = 0.4  # of the time: a solver that took less ended by itself, for it is given half of it at least
 
 
 def infeasible(problem: Problem, least: LeastPeak) -> Infeasible:
@@ -19,9 +26,39 @@ def infeasible(problem: Problem, least: LeastPeak) -> Infeasible:
     return Infeasible(
         f"budget {gib(problem.budget_bytes)} is below the least possible peak{_at_most(least)} {gib(least.peak_bytes)} "
         f"({where(problem.graph, int(curve.op[curve.peak_at]))}): {listing}. "
-        "Raise the budget, reduce the batch, or shrink the largest item.",
+        f"{_differentiated(problem.graph)}Raise the budget, reduce the batch, or shrink the largest item.",
         minimum_budget_bytes=least.peak_bytes,
         breakdown=parts,
+    )
+
+
+def not_found(
+    problem: Problem, found: Solution, limits: Limits, enough_bytes: Callable[[], int], option: str
+) -> NoPlanInTime:
+    """What a search says that has neither a plan nor a proof that there is none.
+
+    enough_bytes  what a plan is known to keep        option  by which more time is given
+    """
+    said = f"no plan within {gib(problem.budget_bytes)} was found in {found.wall_s:.0f} s"
+    if found.interrupted or limits.time_s is None or found.wall_s >= ENDED * limits.time_s:
+        return NoPlanInTime(f"{said}; raise the time limit (`{option}`).")
+    enough = enough_bytes()
+    return NoPlanInTime(
+        f"{said} of {limits.time_s:.0f}, when the search ended by itself, and none is proved impossible. "
+        f"A budget of {enough}B ({gib(enough)}) will do."
+    )
+
+
+def _differentiated(graph: Graph) -> str:
+    """What holds most of the memory of a step that differentiates inside, where it does."""
+    inner = graph.inner
+    if not inner:
+        return ""
+    storages = np.unique(graph.saved_tensors.storage[inner.row[inner.kept >= graph.forward_end]])
+    size = int(graph.storages.size_bytes[storages[storages >= 0]].sum())
+    return (
+        f"The step differentiates inside (`autograd.grad` with `create_graph=True`), which keeps {gib(size)} of the "
+        "model's values for second derivatives, whatever regions drop. "
     )
 
 

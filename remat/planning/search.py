@@ -22,7 +22,7 @@ from remat.formulation import check
 from remat.formulation.problem import Problem
 from remat.formulation.solution import NONE_NEEDED, Limits, Solution
 from remat.offloading.refs import to_offload_refs
-from remat.planning.refusals import infeasible
+from remat.planning.refusals import infeasible, not_found
 from remat.recording.fake_step import FakeStep
 from remat.solvers import Solver
 from remat.solvers.least_peak import least_peak
@@ -141,6 +141,12 @@ def _evaluated(problem: Problem, found: Solution) -> int:
     return problem.memory.offloading(found.offloads).curve(found.regions).peak_bytes
 
 
+def _least_as_it_runs(problem: Problem, judge: Judge | None, limits: Limits) -> int:
+    """The peak of the plan that needs least."""
+    least = least_peak(problem, limits)
+    return least.peak_bytes if judge is None else judge.peak(problem, least.regions)
+
+
 def solve_within(
     problem: Problem, execution: Execution, solver: Solver, judge: Judge | None, limits: Limits
 ) -> Solution:
@@ -156,10 +162,7 @@ def solve_within(
     if found.replayed_bytes is None and least_peak(problem, limits).bound_bytes > problem.budget_bytes:
         raise infeasible(problem, least_peak(problem, limits))
     if judge is None or found.replayed_bytes is None:
-        raise NoPlanInTime(
-            f"no plan within {gib(problem.budget_bytes)} was found in {found.wall_s:.0f} s; "
-            "raise the time limit (`time_s=`)."
-        )
+        raise not_found(problem, found, limits, lambda: _least_as_it_runs(problem, judge, limits), "time_s=")
     enough = min(found.replayed_bytes, judge.peak(problem, least_peak(problem, limits).regions))
     raise NoPlanInTime(
         f"no plan was found that keeps {gib(problem.budget_bytes)} as it runs (execution {execution}): of those that "

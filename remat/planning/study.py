@@ -27,7 +27,7 @@ from remat.offloading.link import Link
 from remat.planning.budget import Budget
 from remat.planning.forms import StepForm, StepForms
 from remat.planning.links import require_offloads
-from remat.planning.refusals import infeasible
+from remat.planning.refusals import infeasible, not_found
 from remat.planning.request import Numerics, PlanRequest
 from remat.planning.search import Judge, OnReplay, as_it_runs, search, solve_within
 from remat.recording.fake_step import FakeStep
@@ -310,10 +310,12 @@ class Study:
         least = self.least(at, limits)
         if found.status == "infeasible" or least.bound_bytes > problem.budget_bytes:
             return infeasible(problem, least)
-        return NoPlanInTime(
-            f"no plan within {gib(problem.budget_bytes)} was found in {found.wall_s:.0f} s; raise the time limit "
-            "(`time_limit=`)."
-        )
+        judge = self.judge(at)
+
+        def enough() -> int:
+            return least.peak_bytes if judge is None else judge.peak(problem, least.regions)
+
+        return not_found(problem, found, limits, enough, "time_limit=")
 
     def remember(self, at: StepForm, budget_bytes: int, found: Solution) -> None:
         """Take note of a plan that keeps `budget_bytes`, and of its bound, which holds for plans that do."""

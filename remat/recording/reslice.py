@@ -288,6 +288,12 @@ class _Replacement:
                 used=self._moved_op(saved.used),
                 release=self._moved_op(saved.release),
             ),
+            inner=dataclasses.replace(
+                record.inner,
+                unpack=self._moved_place(record.inner.unpack),
+                used=self._moved_op(record.inner.used),
+                kept=self._moved_op(record.inner.kept),
+            ),
             forward_end=self._place(record.forward_end),
             backward_end=self._place(record.backward_end),
             fixed_bytes=fixed,

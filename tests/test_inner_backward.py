@@ -1,0 +1,209 @@
+"""Steps that differentiate inside: forces, residuals, penalties. A region is recomputed for every backward."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from remat.costing.costs import roofline_costs
+from remat.errors import CaptureError, Infeasible, UsageError
+from remat.evaluation.evaluator import Memory
+from remat.evaluation.graph import Graph
+from remat.execution.eager.replay import replay
+from remat.formulation import check
+from remat.formulation.problem import Problem
+from remat.formulation.search_space import Segment, blocks, find_space
+from remat.formulation.solution import Limits
+from remat.offloading.link import Link
+from remat.planning.planner import plan
+from remat.solvers import load
+from remat.validation.validating import validate
+from remat.workload.target import TARGETS
+from remat.workload.workload import Workload
+from tests.oracle import Oracle
+from tests.toys import CHOICES, CPU, every_block, graph_of, plan_by_hand, recorded
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
+
+
+class Network(nn.Module):
+    """Layers of which each is a residual sum; `activation` has a second derivative."""
+
+    def __init__(self, inputs: int, outputs: int, activation: type[nn.Module] = nn.Tanh, layers: int = 3):
+        super().__init__()
+        self.first, self.last = nn.Linear(inputs, 16), nn.Linear(16, outputs)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(16, 16), activation()) for _ in range(layers)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.last(x)
+
+
+class Atoms(nn.Module):
+    """Messages between atoms along edges, summed where they arrive: an energy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(4, 16), nn.Linear(16, 1)
+        self.layers = nn.ModuleList([nn.ModuleList([nn.Linear(1, 16), nn.Linear(16, 16)]) for _ in range(2)])
+
+    def forward(self, kinds: torch.Tensor, places: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        distance = (places[edges[0]] - places[edges[1]]).square().sum(-1, keepdim=True)
+        x = self.embed(kinds)
+        for filters, mix in self.layers:  # type: ignore[misc]
+            messages = mix(x)[edges[0]] * torch.exp(-F.silu(filters(distance)))
+            x = x + F.silu(torch.zeros_like(x).index_add(0, edges[1], messages))
+        energy: torch.Tensor = self.out(x).sum()
+        return energy
+
+
+def derivative(value: torch.Tensor, of: torch.Tensor, **options: Any) -> torch.Tensor:
+    found: torch.Tensor = torch.autograd.grad(value.sum(), of, **{"create_graph": True, **options})[0]
+    return found
+
+
+def forces(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    kinds, places, edges = batch
+    places = places.detach().requires_grad_(True)
+    energy = model(kinds, places, edges)
+    return energy.square() * 1e-3 + derivative(energy, places).square().mean()
+
+
+def residual(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Of Burgers' equation: two derivatives, one within the other."""
+    at = batch.detach().requires_grad_(True)
+    u = model(at)
+    first = derivative(u, at)
+    second = derivative(first[:, 0], at)[:, 0]
+    return (first[:, 1] + u[:, 0] * first[:, 0] - 0.01 * second).square().mean()
+
+
+def penalty(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Of a Wasserstein critic, which sees all it is asked about in one call."""
+    real, fake = batch
+    between = (0.3 * real + 0.7 * fake).requires_grad_(True)
+    scores = model(torch.cat([real, fake, between])).squeeze(1).unflatten(0, (3, -1))
+    slope = derivative(scores[2], between).norm(dim=1)
+    return scores[1].mean() - scores[0].mean() + 10 * (slope - 1).square().mean()
+
+
+def first_order(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """A gradient that nothing is derived of: its backward keeps nothing."""
+    at = batch.detach().requires_grad_(True)
+    u = model(at)
+    scale = derivative(u, at, create_graph=False, retain_graph=True).abs().mean()
+    return u.square().mean() * scale
+
+
+def molecule(samples: int, length: int | None) -> tuple[torch.Tensor, ...]:
+    edges = torch.stack([torch.arange(samples), torch.arange(samples).roll(1)]).repeat(1, 3)
+    return torch.randint(4, (samples,)), torch.randn(samples, 3), edges
+
+
+WORKLOADS = {
+    "forces": Workload("forces", Atoms, molecule, forces, 64),
+    "residual": Workload("residual", lambda: Network(2, 1), lambda n, _: torch.rand(n, 2), residual, 128),
+    "penalty": Workload(
+        "penalty",
+        lambda: Network(8, 1, nn.Softplus),
+        lambda n, _: (torch.randn(n, 8), torch.randn(n, 8)),
+        penalty,
+        64,
+    ),
+    "first-order": Workload("first-order", lambda: Network(4, 1), lambda n, _: torch.rand(n, 4), first_order, 128),
+}
+BACKWARDS = {"forces": 2, "residual": 3, "penalty": 2, "first-order": 2}
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_the_evaluators_peak_is_the_replays(name: str) -> None:
+    step, graph = recorded(WORKLOADS[name])
+    assert graph.inner.backwards == BACKWARDS[name]
+    memory = Memory(graph)
+    for choice in ("nothing", "every-block", "all-in-one", "half-saved"):
+        regions = tuple(CHOICES[choice](graph))
+        alive = replay(step, plan_by_hand(graph, regions).regions) + graph.unseen_bytes
+        assert memory.curve(regions).peak_bytes == alive.max(), choice
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_plan_trains_alike_at_the_predicted_peak_and_recomputes_for_every_backward(name: str) -> None:
+    workload = WORKLOADS[name]
+    graph = graph_of(workload)
+    regions = every_block(graph)
+    report = validate(workload, plan_by_hand(graph, regions), device=CPU)
+    assert report.passed, report
+    assert report.gradients_equal and not report.gradients_near
+    once = Memory(dataclasses.replace(graph, inner=type(graph.inner)())).recomputed_nodes(regions)
+    assert once < Memory(graph).recomputed_nodes(regions) <= BACKWARDS[name] * once  # not every one asks every region
+
+
+def small(graph: Graph) -> Problem:
+    """The layers of a graph and what is around them, of which two nodes may be saved: all plans can be looked at."""
+    costs, space = roofline_costs(graph, TARGETS["a100-80gb"]), find_space(graph)
+    cuts = sorted({0, len(graph.nodes), *(cut for block in blocks(graph) for cut in block)})
+    found = [segment for segment in space.segments if segment.plain]
+    plain = {node for segment in found for node in range(segment.first, segment.end)}
+    cuts = sorted({*cuts, *(cut for segment in found for cut in (segment.first, segment.end))})
+    segments = tuple(Segment(a, b, bool(plain.intersection(range(a, b)))) for a, b in itertools.pairwise(cuts))
+    saved = space.saveable[:: max(len(space.saveable) // 2, 1)][:2]
+    return Problem(graph, costs, dataclasses.replace(space, segments=segments, saveable=saved), 1 << 60)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] if name == "forces" else []) for name in WORKLOADS]
+)
+@pytest.mark.parametrize("solver", ["chain-dp", "milp"])
+def test_no_bound_exceeds_the_best_of_all_plans(name: str, solver: str) -> None:
+    """At budgets that bite, from below the least peak of all plans up to the untouched step's."""
+    problem = small(graph_of(WORKLOADS[name]))
+    oracle = Oracle(problem)
+    peaks = sorted(set(oracle.peaks))
+    within = [peak for peak in peaks if peak < problem.memory.peak_without_regions]
+    for budget in [peaks[0] - 1, peaks[0], *within[:: max(len(within) // 3, 1)]]:
+        expected = oracle.least_time_us(budget)
+        found = load(solver)(problem.with_budget(budget), Limits(time_s=5))
+        if expected is None:
+            assert found.status in ("infeasible", "unknown")
+            continue
+        assert found.status != "infeasible"
+        assert found.bound_us <= expected + 1e-6
+        if found.fits:
+            assert check.check(problem.with_budget(budget), found) == []
+
+
+def test_a_budget_below_the_least_peak_is_refused_with_the_reason() -> None:
+    with pytest.raises(Infeasible, match=r"differentiates inside .*second derivatives, whatever regions drop"):
+        plan(WORKLOADS["residual"], target="cpu", budget="50%step", time_limit=10)
+
+
+def test_a_profile_keeps_what_inner_backwards_ask_for() -> None:
+    graph = graph_of(WORKLOADS["residual"])
+    again = Graph.from_json(graph.to_json())
+    for column in ("row", "task", "unpack", "used", "kept"):
+        assert np.array_equal(getattr(again.inner, column), getattr(graph.inner, column))
+    regions = every_block(graph)
+    assert Memory(again).curve(regions).peak_bytes == Memory(graph).curve(regions).peak_bytes
+    assert "inner" not in graph_of(PLAIN).to_json()
+
+
+PLAIN = dataclasses.replace(WORKLOADS["residual"], step=lambda model, batch: model(batch).square().mean())
+
+
+def test_groups_are_not_fused_and_nothing_is_offloaded_by_name() -> None:
+    with pytest.raises(CaptureError, match="first derivatives only"):
+        plan(WORKLOADS["penalty"], target="cpu", budget="95%step", fuse=True, time_limit=10)
+    graph = graph_of(WORKLOADS["penalty"])
+    target = TARGETS["a100-80gb"]
+    link = Link(target.host_bytes_per_us, 1 << 40)
+    with pytest.raises(UsageError, match="nothing is offloaded where a step differentiates inside"):
+        Problem(graph, roofline_costs(graph, target), find_space(graph), 1 << 60, link)
