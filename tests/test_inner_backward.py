@@ -59,7 +59,8 @@ class Atoms(nn.Module):
     def forward(self, kinds: torch.Tensor, places: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
         distance = (places[edges[0]] - places[edges[1]]).square().sum(-1, keepdim=True)
         x = self.embed(kinds)
-        for filters, mix in self.layers:  # type: ignore[misc]
+        for layer in self.layers:
+            filters, mix = layer.children()
             messages = mix(x)[edges[0]] * torch.exp(-F.silu(filters(distance)))
             x = x + F.silu(torch.zeros_like(x).index_add(0, edges[1], messages))
         energy: torch.Tensor = self.out(x).sum()

@@ -17,7 +17,7 @@ from remat.units import gib, ms
 from remat.workload.target import Target
 
 FORMAT = "remat-profile"
-VERSION = 2  # 2: what the loop holds, which an older remat would not count
+VERSION = 3  # 2: what the loop holds, 3: backwards within the forward, which an older remat would not count
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,7 +33,6 @@ from remat.planning.search import Judge, OnReplay, as_it_runs, search, solve_wit
 from remat.recording.fake_step import FakeStep
 from remat.solvers import Solver
 from remat.solvers.least_peak import LeastPeak, least_peak
-from remat.units import gib
 
 Refusal = Infeasible | NoPlanInTime
 Begin = tuple[StepForm, Solution]  # a plan of another form to begin a search from
