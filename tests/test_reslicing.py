@@ -67,7 +67,7 @@ WORKLOADS = [
 def stated(graph: Graph) -> dict[str, Any]:
     """All that a record says, its kinds by operator: in what order they are listed does not matter."""
     fields = {each.name: getattr(graph, each.name) for each in dataclasses.fields(graph)}
-    for table in ("storages", "saved_tensors"):
+    for table in ("storages", "saved_tensors", "inner"):
         fields |= {f"{table}.{name}": column.tolist() for name, column in vars(fields.pop(table)).items()}
     kinds = fields.pop("kinds")
     fields["op_kind"] = [kinds[kind] for kind in fields["op_kind"]]
