@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from remat._torch.inductor import rng_state_operators
 from remat.costing.device_allocator import measure_peak
 from remat.errors import PlanMismatch, UsageError
 from remat.evaluation.graph import Graph
@@ -20,9 +22,10 @@ from remat.evaluation.plan import Plan, Region
 from remat.execution.apply import apply, counts_of
 from remat.execution.compiled import partitioning
 from remat.execution.compiled.compiling import INDUCTOR
-from remat.execution.compiled.replay import replay_compiled
+from remat.execution.compiled.replay import _CompiledTracker, replay_compiled
 from remat.execution.compiled.tags import RECOMPUTED
 from remat.recording.fake_step import FakeStep
+from remat.recording.known_values import KnownValues
 from remat.workload.workload import Workload
 from tests import toys
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD
@@ -358,3 +361,12 @@ def test_inductor_keeps_the_regions_and_needs_what_its_replay_says() -> None:
     assert peak == replayed + graph.unseen_bytes
     assert peak < 0.8 * plan.without_checkpointing["peak_bytes"]
     assert counts_of(model).regions == 4
+
+
+def test_a_random_operator_with_a_generator_of_its_own_is_tracked() -> None:
+    """As AOTAutograd hands dropout's generator from forward to backward on CUDA."""
+    *_, run_with_own = rng_state_operators()
+    with FakeTensorMode(), KnownValues().followed(), _CompiledTracker() as tracker:
+        made, mask = run_with_own(torch.ops.aten.native_dropout.default, torch.ones(8), 0.5, True, rng_state=None)
+    assert tracker.op_count == 2, "what it is given is made, and the operator runs"
+    assert (made.shape, mask.dtype) == ((8,), torch.bool)

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._pytree import tree_leaves
 
 from remat._torch.dynamo import handlers
+from remat._torch.training import without_modes
 from remat.capture.eager_answers import traced_as
 from remat.errors import CaptureError
 from remat.execution.apply import apply, counts_of
@@ -37,6 +38,13 @@ def ends() -> torch.Tensor:
     """Where sequences end, of a batch of images of 2 x 3 and 4 x 1 patches."""
     grid = torch.tensor([[2, 3], [4, 1]])
     return F.pad(grid.prod(-1).cumsum(0), (1, 0))
+
+
+@pytest.mark.cuda
+def test_a_constant_on_the_gpu_is_known(known: KnownValues) -> None:
+    with without_modes():
+        counts = torch.tensor([2, 3], device="cuda")
+    assert torch.arange(2, device="cuda").repeat_interleave(counts).shape == (5,)
 
 
 @pytest.mark.parametrize(

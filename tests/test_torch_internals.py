@@ -539,7 +539,7 @@ def test_aot_eager_is_given_a_partitioner() -> None:
 
 
 def test_random_operators_of_a_joint_graph_are_known() -> None:
-    save, restore = inductor.rng_state_operators()
+    save, restore, _ = inductor.rng_state_operators()
     rand, cpu = torch.ops.aten.rand.default, torch.device("cpu")
     state, drawn = save(rand, [3], device=cpu)
     assert torch.equal(restore(state, rand, [3], device=cpu), drawn)

@@ -86,10 +86,10 @@ def _devices_in_graphs(find: Find) -> Iterator[None]:
     tracer = internal("_dynamo.output_graph.SubgraphTracer", _PURPOSE)
     original = tracer.create_node
 
-    def create_node(self: Any, kind: str, target: Any, args: Any = None, kwargs: Any = None, *rest: Any) -> Any:
+    def create_node(self: Any, kind: str, *given: Any, **named: Any) -> Any:
         if kind.startswith("call_") and (elsewhere := find(self.output_graph)) is not None:
-            args, kwargs = fx.node.map_aggregate((args, kwargs), elsewhere.here_for)
-        return original(self, kind, target, args, kwargs, *rest)
+            given, named = fx.node.map_aggregate((given, named), elsewhere.here_for)
+        return original(self, kind, *given, **named)
 
     with mock.patch.object(tracer, "create_node", create_node):
         yield
@@ -161,10 +161,10 @@ def _values_of_nodes(find: Find) -> Iterator[None]:
     utils = internal("_dynamo.utils", _PURPOSE)
     original = utils.run_node
 
-    def run_node(tracer: Any, node: fx.Node, *args: Any) -> Any:
+    def run_node(tracer: Any, node: fx.Node, *args: Any, **more: Any) -> Any:
         elsewhere = find(getattr(tracer, "output_graph", tracer))
         with contextlib.nullcontext() if elsewhere is None else elsewhere.kernels():
-            return original(tracer, node, *args)
+            return original(tracer, node, *args, **more)
 
     with mock.patch.object(utils, "run_node", run_node):
         yield

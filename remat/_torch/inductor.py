@@ -76,12 +76,15 @@ def hold_back(graph: fx.Graph, waiting: Mapping[fx.Node, fx.Node]) -> bool:
     return True
 
 
-def rng_state_operators() -> tuple[Any, Any]:
-    """The operators of a joint graph that run another and save the generator's state, and that run one with it."""
+def rng_state_operators() -> tuple[Any, Any, Any]:
+    """The operators of a joint graph that run another and save the generator's state, that run one with it, and that
+    run one with a generator of its own, as on CUDA.
+    """
     purpose = "replay compiled random operators"
     return (
         internal("_prims.rng_prims.run_and_save_rng_state", purpose),
         internal("_prims.rng_prims.run_with_rng_state", purpose),
+        internal("_prims.rng_prims.graphsafe_run_with_rng_state", purpose),
     )
 
 

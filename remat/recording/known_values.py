@@ -133,8 +133,11 @@ class KnownValues(UnseenMode):
     def _value_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         if isinstance(tensor, FakeTensor):
             return self.of(tensor)
-        is_constant = type(tensor) is torch.Tensor and tensor.device.type == "cpu"  # in the code; no compiler's wrapper
-        return tensor if is_constant and _is_small(tensor) else None
+        if type(tensor) is not torch.Tensor or not _is_small(tensor):
+            return None
+        if tensor.device.type == "cpu":  # a constant in the code; no compiler's wrapper
+            return tensor
+        return _on_host(tensor) if tensor.device.type == "cuda" else None
 
     def _real_of(self, leaf: Any) -> Any:
         return self._value_of(leaf) if isinstance(leaf, torch.Tensor) else leaf
@@ -224,6 +227,11 @@ def _with_values() -> Any:
 
 _lists_of_values = Shared(lambda: mock.patch.object(FakeTensor, "tolist", _tolist_of_values))
 _lists_of_tensors = Shared(_with_values)
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    with without_modes():
+        return tensor.detach().cpu()
 
 
 def _view_of(tensor: torch.Tensor) -> _View:

@@ -92,17 +92,20 @@ class _Calls:
 
 
 class _CompiledTracker(Tracker):
-    """Knows the two operators by which a generator's state goes from forward to backward."""
+    """Knows the operators by which a generator's state goes from forward to backward."""
 
     supports_higher_order_operators = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         dispatch = super().__torch_dispatch__
-        run_and_save, run_with = rng_state_operators()
+        run_and_save, run_with, run_with_own = rng_state_operators()
         if func is run_and_save:
             like = {"dtype": torch.uint8, "device": torch.device("cpu")}
             state = dispatch(torch.ops.aten.empty.memory_format, types, ([_STATE_BYTES],), like)
             return state, dispatch(args[0], types, args[1:], kwargs)
         if func is run_with:
             return dispatch(args[1], types, args[2:], kwargs)
+        if func is run_with_own:
+            given = {name: value for name, value in kwargs.items() if name != "rng_state"}
+            return dispatch(args[0], types, args[1:], given)
         return dispatch(func, types, args, kwargs)
