@@ -19,6 +19,7 @@ from tests.cached import cached
 from tests.toys import TRANSFORMER, every_block
 
 RANKS = 4
+LAST = "layers.3"
 
 
 @cached
@@ -81,6 +82,20 @@ def test_a_layer_and_the_next_are_gathered_and_the_root_throughout() -> None:
     assert parts[: graph.backward_end].min() >= size[None]
     assert parts.max() == size[None] + 2 * max(layers)
     assert not parts[graph.backward_end :].any()
+
+
+def test_the_last_layer_gathered_stays_in_its_buffer_until_forward_ends_and_is_fetched_as_backward_begins() -> None:
+    graph = of("zero3")
+    root, last = (sum(p.size_bytes for p in graph.parameters if block_of(p.name) == unit) for unit in (None, LAST))
+    regions = every_block(graph)
+    stack = breakdown.over_time(Memory(graph), regions)
+    gathered, op = stack.parts["gathered shards"], stack.curve.op
+    end = max(node.end for node in graph.nodes if block_of(node.module) == LAST)
+    begin = min(op[(op >= graph.forward_end) & (gathered > root + last)])
+    assert begin > graph.forward_end
+    after = (op >= end) & (op < begin) & (stack.curve.region < 0)
+    assert after.any() and (gathered[after] == root + last).all()
+    assert gathered.max() == root + 2 * last, "layers are alike, and what is recomputed has no such buffer"
 
 
 def test_a_region_gathers_again_what_it_runs_again() -> None:

@@ -10,8 +10,10 @@ and besides, for a while, what it gathers. Rules for that, after PyTorch's `full
 Rule 1  A unit is a layer of the model (`block_of`); what lies outside layers is one unit more, the root.
 Rule 2  zero3 has the parameters of a layer gathered while it runs, and those of the layer that is next (one unit is
         fetched ahead), in forward, backward and recomputation alike. The root stays gathered from the first forward
-        operator to the last backward one. (Of a region of several layers more than two may be gathered at once: plan
-        with regions that are layers.)
+        operator to the last backward one. In forward the second is what the layer itself was gathered into, which
+        `fully_shard` keeps until the next one is gathered; for the last layer that is the end of forward, with the loss
+        if the model computes it. Backward begins with fetching that layer again, ahead of the loss's own. (Of a region
+        of several layers more than two may be gathered at once: plan with regions that are layers.)
 Rule 3  zero2 and zero3 scatter a unit's gradients when its backward ends: until then they are there whole.
 Rule 4  The optimizer works on its shard: what it needs besides is a D-th.
 
@@ -115,7 +117,11 @@ class _Sharding:
         for unit, ahead in itertools.zip_longest(forward, forward[1:]):
             node, first, last = self._spans[unit]
             yield Added(size[unit] + size.get(ahead or "", 0), first, last, node)
+        if forward:
+            yield Added(size[forward[-1]], self._spans[forward[-1]][1], self.graph.forward_end - 1, -1)
         backward = [unit for unit in self._backward_spans if unit in forward]
+        if backward and (begin := self._backward_spans[backward[0]][0]) > self.graph.forward_end:
+            yield Added(size[backward[0]], self.graph.forward_end, begin - 1, -1)
         for unit, ahead in itertools.zip_longest(backward, backward[1:]):
             yield Added(size[unit] + size.get(ahead or "", 0), *self._backward_spans[unit], -1)
         if ROOT in size:
