@@ -37,6 +37,17 @@ test-exhaustive: $(DEV_STAMP) ## run what `make test` leaves out: one claim over
 .PHONY: test-all
 test-all: test test-exhaustive ## run every test
 
+# Downloads 530 MB of torch and 200 MB of Triton once, and compiles for a minute; says so where it cannot.
+.PHONY: card
+card: $(DEV_STAMP) ## build PyTorch's CUDA build on stand-in libraries, so that CUDA tests run without a GPU
+	$(BIN)/python tests/card/build.py
+
+.PHONY: test-cuda
+test-cuda: card ## run what is marked `cuda` and `any_device` on that build, with arithmetic
+	@if [ -x build/card/python ]; then \
+		CARD_ARITHMETIC=all $(subst $(BIN)/python,build/card/python,$(PYTEST)) --device cuda -m "not exhaustive" $(PYTEST_ARGS); \
+	else echo "NO CARD: tests that need CUDA are skipped"; fi
+
 .PHONY: test-nightly
 test-nightly: $(DEV_STAMP) ## property tests with examples that are drawn anew
 	$(PYTEST) --hypothesis-profile nightly $(shell grep -lE '^from hypothesis' tests/test_*.py) $(PYTEST_ARGS)

@@ -27,8 +27,19 @@ settings.register_profile("nightly", derandomize=False, deadline=None, print_blo
 settings.load_profile("daily")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="see tests/devices.py")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if (device := config.getoption("--device")) != "cpu":
+        os.environ["REMAT_TEST_DEVICE"] = device
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--device") != "cpu":
+        _keep_those_for_any_device(config, items)
     _keep_representatives(items, all_there=not any("::" in argument for argument in config.args))
     if shutil.which("chromium") is None:
         for item in items:
@@ -42,6 +53,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         for item in needing_cuda:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _keep_those_for_any_device(config: pytest.Config, items: list[pytest.Item]) -> None:
+    wanted = [item for item in items if item.get_closest_marker("any_device") or item.get_closest_marker("cuda")]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(wanted)])
+    items[:] = wanted
 
 
 def _keep_representatives(items: list[pytest.Item], *, all_there: bool) -> None:
@@ -122,6 +139,18 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def late_copies(request: pytest.FixtureRequest) -> Iterator[None]:
+    """On the card, what holds on any device holds however late the streams of copies are."""
+    if "CARD_HOME" not in os.environ or request.node.get_closest_marker("any_device") is None:
+        yield
+        return
+    from tests.devices import streams
+
+    with streams("late-copies"):
+        yield
 
 
 @pytest.fixture

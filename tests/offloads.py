@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
 from remat.evaluation.plan import Offload
-from remat.host.copies import InstantCopies, unseen
+from remat.host.copies import Copies, Copy, InstantCopies, StreamCopies, unseen
 from remat.offloading.schedule import offload
 from remat.offloading.timeline import Timeline
+from tests.devices import DEVICE
 
 Fault = Literal["lets go before the copy out", "uses before the copy back", "brings back before it is out"]
 FAULTS: tuple[Fault, ...] = (
@@ -21,6 +24,8 @@ FAULTS: tuple[Fault, ...] = (
     "uses before the copy back",
     "brings back before it is out",
 )
+# Where copies have streams of their own, these are two more.
+ORDERS = ("copies out before it is computed", "brings back where compute still reads")
 POISON = 0xFF  # as every byte of a float it is no number
 
 
@@ -82,6 +87,50 @@ class LateCopies(InstantCopies):
 
     def _late(self, fault: Fault, copy: Callable[[], None]) -> Callable[[], None]:
         return (lambda: None) if self._fault == fault else copy
+
+
+class LateStreams(StreamCopies):
+    """Copies on streams, which the card runs as late as events allow (`tests/devices.py`).
+
+    fault  as for `LateCopies`, or one of ORDERS
+    """
+
+    def __init__(self, fault: str | None = None, shares_host: bool = True):
+        super().__init__(DEVICE, shares_host and fault != "brings back before it is out")
+        self._fault = fault
+
+    def out(self, flat: Tensor, host: Any, offset: int) -> Copy:
+        with self._without_waiting("copies out before it is computed"):
+            copy = super().out(flat, host, offset)
+        return None if self._fault in ("lets go before the copy out", "brings back before it is out") else copy
+
+    def back(self, host: Any, offset: int, flat: Tensor) -> Copy:
+        with self._without_waiting("brings back where compute still reads"):
+            copy = super().back(host, offset, flat)
+        return None if self._fault == "uses before the copy back" else copy
+
+    def wait(self, copy: Copy) -> None:
+        if copy is not None:
+            super().wait(copy)
+
+    def abandon(self, copy: Copy) -> None:
+        if copy is not None:
+            super().abandon(copy)
+
+    @contextlib.contextmanager
+    def _without_waiting(self, fault: str) -> Iterator[None]:
+        """The copy's stream does not wait for compute, nor for the other stream."""
+        if self._fault != fault:
+            yield
+            return
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda.Stream, "wait_stream", lambda stream, other: None)
+            yield
+
+
+def late_copies(fault: Fault | None = None, *, shares_host: bool = True) -> Copies:
+    """Copies that end as late as they may, wherever tests run."""
+    return LateCopies(fault) if DEVICE.type == "cpu" else LateStreams(fault, shares_host)
 
 
 def bytes_of(flat: Tensor) -> np.ndarray:

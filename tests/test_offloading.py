@@ -56,10 +56,11 @@ from remat.validation.validating import validate
 from remat.workload.target import TARGETS
 from remat.workload.workload import Workload
 from tests.cached import cached
+from tests.devices import DEVICE
 from tests.examples import examples
 from tests.fuzzing import verdicts
 from tests.graphs import spaces, toy_graph, toys
-from tests.offloads import FAULTS, Fault, LateCopies, random_offloads
+from tests.offloads import FAULTS, Fault, LateCopies, late_copies, random_offloads
 from tests.oracle import every_plan
 from tests.studies import compared
 from tests.toys import CHOICES, SHORT, WORKLOADS, plan_by_hand, recorded, tokens
@@ -181,14 +182,18 @@ def offloading_all(copies: Copies | None = None, choice: str = "every-block") ->
     offloads = random_offloads(random.Random(0), Timeline(memory, chosen, priced(graph)), 1.0)
     made = dataclasses.replace(plan_by_hand(graph, chosen), offloads=to_offload_refs(memory, chosen, offloads))
     torch.manual_seed(0)
-    plain = SHORT.build()
+    plain = SHORT.build().to(DEVICE)
     planned = apply(copy.deepcopy(plain), made)
     planned_forward(planned).copies = copies
     planned_forward(planned).watch(observe=False)
     return plain, planned, made
 
 
-BATCH, OTHER, LARGER, SMALLER = tokens(4, 8), tokens(4, 8), tokens(9, 8), tokens(2, 8)
+def on_device(batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return tuple(each.to(DEVICE) for each in batch)
+
+
+BATCH, OTHER, LARGER, SMALLER = (on_device(tokens(samples, 8)) for samples in (4, 4, 9, 2))
 
 
 def twice(model: nn.Module) -> None:
@@ -221,10 +226,11 @@ STEPS: dict[str, Callable[[nn.Module], None]] = {
 }
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("choice", ["every-block", "saved-matmuls"])
 @pytest.mark.parametrize("name", STEPS)
 def test_gradients_are_bitwise_however_late_copies_are(name: str, choice: str) -> None:
-    plain, planned, made = offloading_all(LateCopies(), choice)
+    plain, planned, made = offloading_all(late_copies(), choice)
     saved = {node for region in made.regions for node in region.saved}
     assert any(each.node in saved for each in made.offloads) == (choice == "saved-matmuls")
     for _ in range(2):
@@ -234,10 +240,11 @@ def test_gradients_are_bitwise_however_late_copies_are(name: str, choice: str) -
     assert offloader is not None and offloader.counts.out >= 2 * len(made.offloads) > 0
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("choice", ["every-block", "saved-matmuls"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_an_executor_that_forgets_to_wait_is_caught(fault: Fault, choice: str) -> None:
-    plain, planned, _ = offloading_all(LateCopies(fault), choice)
+    plain, planned, _ = offloading_all(late_copies(fault), choice)
     step = STEPS["one forward"]
     assert any(not torch.equal(a, b) for a, b in zip(trained(plain, step), trained(planned, step), strict=True))
 
@@ -304,7 +311,7 @@ def offloading(build: Callable[[], nn.Module], copies: Copies | None) -> tuple[n
     made = dataclasses.replace(plan_by_hand(graph, ()), offloads=to_offload_refs(memory, (), offloads))
     assert made.offloads
     torch.manual_seed(0)
-    plain = build().train()
+    plain = build().train().to(DEVICE)
     planned = apply(copy.deepcopy(plain), made)
     planned_forward(planned).copies = copies
     planned_forward(planned).watch(observe=False)
@@ -319,14 +326,15 @@ TRICKY: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.any_device
 @pytest.mark.fast("conjugated-late", "LSTM cell-late", "squashed-at once")
-@pytest.mark.parametrize("copies", [None, LateCopies()], ids=["at once", "late"])
+@pytest.mark.parametrize("copies", [None, late_copies()], ids=["at once", "late"])
 @pytest.mark.parametrize("name", TRICKY)
 def test_what_a_node_does_to_what_it_saved_arrives_too(name: str, copies: Copies | None) -> None:
     """Conjugation that is only noted; writes after the save: a copy must begin neither too early nor lose a bit."""
     plain, planned = offloading(TRICKY[name], copies)
     torch.manual_seed(1)
-    batch = pairs(4, None)
+    batch = on_device(pairs(4, None))
     for left, right in zip(*(trained(m, lambda m: m(*batch).backward()) for m in (plain, planned)), strict=True):
         assert torch.equal(left, right)
 

@@ -37,7 +37,8 @@ from remat.workload.target import TARGETS
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 from tests.cached import cached
-from tests.offloads import FAULTS, Fault, LateCopies
+from tests.devices import DEVICE
+from tests.offloads import FAULTS, Fault, LateCopies, late_copies
 from tests.toys import SHORT
 
 WIDTH = 40
@@ -49,7 +50,7 @@ def made_of() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH, bias=False)
-    )
+    ).to(DEVICE)
 
 
 def groups_of(model: nn.Module, *, matrices: bool = False) -> list[dict[str, Any]]:
@@ -76,7 +77,8 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 4, 
     for step in range(begin, begin + steps):
         torch.manual_seed(step)
         optimizer.zero_grad()
-        ((model(torch.randn(16, WIDTH)) - torch.randn(16, WIDTH)) ** 2).mean().backward()
+        x, y = torch.randn(16, WIDTH).to(DEVICE), torch.randn(16, WIDTH).to(DEVICE)
+        ((model(x) - y) ** 2).mean().backward()
         optimizer.step()
 
 
@@ -99,6 +101,7 @@ def untouched(name: str, form: tuple[tuple[str, bool], ...]) -> tuple[nn.Module,
     return model, optimizer.state_dict()
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("part_bytes", PARTS)
 @pytest.mark.parametrize(("name", "form"), list(cases()))
 def test_every_optimizer_steps_as_without(name: str, form: dict[str, Any], part_bytes: int) -> None:
@@ -106,18 +109,19 @@ def test_every_optimizer_steps_as_without(name: str, form: dict[str, Any], part_
     plain, state = untouched(name, tuple(form.items()))
     model = made_of()
     optimizer = optimizer_of(name, model, form)
-    OffloadedState(optimizer, LateCopies(), part_bytes)
+    OffloadedState(optimizer, late_copies(), part_bytes)
     trained(model, optimizer)
     assert all(map(torch.equal, plain.parameters(), model.parameters()))
     assert same(state, optimizer.state_dict())
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "brings back before it is out"])
 def test_a_copy_that_nobody_waits_for_is_seen(fault: Fault) -> None:
     _, state = untouched("AdamW", ())
     model = made_of()
     optimizer = optimizer_of("AdamW", model, {})
-    OffloadedState(optimizer, LateCopies(fault), 1)
+    OffloadedState(optimizer, late_copies(fault), 1)
     trained(model, optimizer)
     assert not same(state, optimizer.state_dict())
 

@@ -39,9 +39,10 @@ from remat.recording.fake_step import FakeStep
 from remat.workload.target import TARGETS
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
+from tests.devices import DEVICE
 from tests.examples import examples
 from tests.fuzzing import sensible
-from tests.offloads import Fault, LateCopies
+from tests.offloads import Fault, LateCopies, late_copies
 from tests.random_models import regions
 from tests.toys import (
     CHOICES,
@@ -71,12 +72,12 @@ def frozen() -> Any:
 
 FROZEN = dataclasses.replace(TRANSFORMER, name="toy-frozen", build=frozen)
 FROZEN_BF16 = dataclasses.replace(TRANSFORMER_BF16, name="toy-frozen-amp", build=frozen)
-BATCHES = [tokens(4, 8) for _ in range(3)]
+BATCHES = [tuple(each.to(DEVICE) for each in tokens(4, 8)) for _ in range(3)]
 
 
 def on_host(model: nn.Module, plan: Plan, copies: Copies | None = None, layers: int = LAYERS) -> nn.Module:
-    """`model` under `plan`, with so many layers on the host."""
-    module._on_host[model] = HostWeights(model, layers, copies=copies)
+    """`model` under `plan`, with so many layers on the host, the others on the device."""
+    module._on_host[model] = HostWeights(model, layers, DEVICE, copies)
     about = {**plan.about, "weights_on_host": layers}
     return remat.apply(model, dataclasses.replace(plan, about=about))
 
@@ -94,12 +95,13 @@ def gradients(model: nn.Module, autocast: torch.dtype | None = None) -> list[tor
     model.zero_grad(set_to_none=True)
     torch.manual_seed(1)
     for batch in BATCHES:
-        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        with torch.autocast(DEVICE.type, autocast, enabled=autocast is not None):
             loss = model(*batch)
         loss.backward()
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("workload", [FROZEN, FROZEN_BF16], ids=["fp32", "amp"])
 def test_gradients_are_bitwise_however_late_copies_are_and_whatever_is_recomputed(
@@ -113,8 +115,8 @@ def test_gradients_are_bitwise_however_late_copies_are_and_whatever_is_recompute
         most.append(here(model))
 
     monkeypatch.setattr(HostWeights, "use", watched)
-    plain = frozen()
-    model = on_host(copy.deepcopy(plain), plan_for(workload, CHOICES[choice]), LateCopies())
+    plain = frozen().to(DEVICE)
+    model = on_host(copy.deepcopy(plain), plan_for(workload, CHOICES[choice]), late_copies(shares_host=False))
     for _ in range(2):
         pairs = zip(gradients(plain, workload.autocast), gradients(model, workload.autocast), strict=True)
         assert all(torch.equal(left, right) for left, right in pairs)
@@ -161,14 +163,15 @@ def detached() -> Any:
     return model
 
 
+@pytest.mark.any_device
 def test_a_recomputation_in_the_middle_of_a_backward_that_ends_in_another_layer_changes_nothing() -> None:
     graph = graph_of(dataclasses.replace(FROZEN, name="toy-detached", build=detached))
     (region,) = around_layers(graph)
     (down,) = [i for i, node in enumerate(graph.nodes) if node.module == "layers.0.down"]
     for begin in (region.first, down):
-        plain = detached()
+        plain = detached().to(DEVICE)
         made = plan_by_hand(graph, [Region(begin, region.end)])
-        model = on_host(copy.deepcopy(plain), made, LateCopies())
+        model = on_host(copy.deepcopy(plain), made, late_copies(shares_host=False))
         assert all(torch.equal(left, right) for left, right in zip(gradients(plain), gradients(model), strict=True))
 
 
@@ -184,23 +187,26 @@ def failing_at(number: int, function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+@pytest.mark.any_device
 def test_after_an_error_for_want_of_memory_a_step_is_right_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = frozen()
-    model = on_host(copy.deepcopy(plain), plan_for(FROZEN), LateCopies())
+    plain = frozen().to(DEVICE)
+    copies: Any = late_copies(shares_host=False)
+    model, kind = on_host(copy.deepcopy(plain), plan_for(FROZEN), copies), type(copies)
     gradients(model)
     for failing in range(1, 12):
         with monkeypatch.context() as patch:
-            patch.setattr(LateCopies, "back", failing_at(failing, LateCopies.back))
+            patch.setattr(kind, "back", failing_at(failing, kind.back))
             with pytest.raises(torch.OutOfMemoryError):
                 gradients(model)
         assert all(torch.equal(left, right) for left, right in zip(gradients(plain), gradients(model), strict=True))
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("choice", ["nothing", "every-block"])
 def test_an_executor_that_forgets_to_wait_is_caught(choice: str) -> None:
     fault: Fault = "uses before the copy back"
-    plain = frozen()
-    model = on_host(copy.deepcopy(plain), plan_for(FROZEN, CHOICES[choice]), LateCopies(fault))
+    plain = frozen().to(DEVICE)
+    model = on_host(copy.deepcopy(plain), plan_for(FROZEN, CHOICES[choice]), late_copies(fault, shares_host=False))
     assert any(not torch.equal(left, right) for left, right in zip(gradients(plain), gradients(model), strict=True))
 
 
@@ -378,6 +384,7 @@ BACKWARDS: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
 }
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("choose", [CHOICES["nothing"], around_layers], ids=["nothing", "all-in-one"])
 @pytest.mark.parametrize("name", BACKWARDS)
 def test_any_part_of_a_backward_finds_its_weights(name: str, choose: Choose) -> None:
@@ -388,8 +395,8 @@ def test_any_part_of_a_backward_finds_its_weights(name: str, choose: Choose) -> 
         return model
 
     workload = dataclasses.replace(FROZEN, name="toy-helped", build=built, step=both)
-    plain = built()
-    model = on_host(copy.deepcopy(plain), plan_for(workload, choose), LateCopies())
+    plain = built().to(DEVICE)
+    model = on_host(copy.deepcopy(plain), plan_for(workload, choose), late_copies(shares_host=False))
     for _ in range(2):
         for each in (plain, model):
             each.zero_grad(set_to_none=True)

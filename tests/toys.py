@@ -19,6 +19,7 @@ from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
 from remat.workload.target import TARGETS
 from remat.workload.workload import Workload
+from tests.devices import DEVICE
 
 CPU = torch.device("cpu")
 WIDTH, VOCAB, LENGTH = 16, 32, 8
@@ -186,7 +187,7 @@ CHOICES: dict[str, Choose] = {
 
 
 def recorded(workload: Workload) -> tuple[FakeStep, Graph]:
-    fake = FakeStep(workload, device=CPU)
+    fake = FakeStep(workload, device=DEVICE)
     return fake, record(fake)
 
 

@@ -32,7 +32,7 @@ SOURCES = ("*.py", "runtime/*", "arithmetic/*")
 PYTHON = """#!/bin/bash
 # Written by tests/card/build.py: Python with PyTorch's CUDA build in front of all else, on the card.
 here={out}
-export CARD_ARITHMETIC=${{CARD_ARITHMETIC:-small}}
+export CARD_HOME=$here CARD_ARITHMETIC=${{CARD_ARITHMETIC:-small}}
 export LD_LIBRARY_PATH=$here/libraries${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}
 export PYTHONPATH=$here/torch:$here/triton:$here/start${{PYTHONPATH:+:$PYTHONPATH}}
 export TRITON_LIBCUDA_PATH=$here/libraries TRITON_CACHE_DIR=$here/cache/triton
@@ -148,7 +148,10 @@ def _unpack(requirement: str, folder: Path, fresh: bool = True) -> None:
     (wheel,) = wheels.glob("*.whl")
     print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB", flush=True)
     with zipfile.ZipFile(wheel) as opened:
-        opened.extractall(folder)
+        for member in opened.infolist():
+            path = Path(opened.extract(member, folder))
+            if member.external_attr >> 16 & 0o100:  # Triton runs ptxas, and a zip file's modes are not extracted
+                path.chmod(0o755)
     shutil.rmtree(wheels)
 
 

@@ -40,7 +40,7 @@ PREFIXES = {
 }
 CREATED = ("cublasCreate_v2", "cublasLtCreate", "cudnnCreate", "cusolverDnCreate", "cusparseCreate")
 ANSWERS = {
-    "cublasLtMatmulAlgoGetHeuristic": "int {0}(void *a, void *b, void *c, void *d, void *e, void *f, void *g, int asked,"
+    "cublasLtMatmulAlgoGetHeuristic": "int {0}(void *a, void *b, void *c, void *d, void *e, void *f, void *g, int n,"
     " void *results, int *found) {{ *found = 1; return 0; }}",
     "cublasLtGetVersion": "size_t {0}(void) {{ return 130100; }}",
     "cublasGetVersion_v2": "int {0}(void *handle, int *version) {{ *version = 130100; return 0; }}",

@@ -58,6 +58,11 @@ void set_mode(const std::string& mode) {
   settings.mode = found->second;
 }
 
+void set_schedule(const std::string& name) {
+  TORCH_CHECK(name == "now" || settings.mode == Mode::all, "a schedule of streams needs CARD_ARITHMETIC=all");
+  TORCH_CHECK(card_schedule(name.c_str()), "there is no schedule ", name, "; see runtime/streams.h");
+}
+
 std::string start(const std::string& mode, int64_t small_bytes, int64_t whole_bytes) {
   settings.small_bytes = small_bytes;
   settings.whole_bytes = whole_bytes;
@@ -72,5 +77,6 @@ std::string start(const std::string& mode, int64_t small_bytes, int64_t whole_by
 TORCH_LIBRARY(card, library) {
   library.def("start(str mode, int small_bytes, int whole_bytes) -> str", card::start);
   library.def("mode(str mode) -> ()", [](const std::string& mode) { card::set_mode(mode); });
+  library.def("streams(str schedule) -> ()", [](const std::string& name) { card::set_schedule(name); });
   library.def("report() -> str", [] { return card::tally.text(); });
 }

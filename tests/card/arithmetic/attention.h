@@ -106,12 +106,8 @@ inline void require_none(const Operator& op, const Args& args, std::initializer_
   }
 }
 
-inline uint64_t word(const Tensor& t, int64_t i) {
-  return static_cast<const uint64_t*>(t.const_data_ptr())[i];
-}
-inline void put_word(const Tensor& t, int64_t i, uint64_t value) {
-  static_cast<uint64_t*>(t.data_ptr())[i] = value;
-}
+inline uint64_t word(const Tensor& t, int64_t i) { return static_cast<const uint64_t*>(t.const_data_ptr())[i]; }
+inline void put_word(const Tensor& t, int64_t i, uint64_t value) { static_cast<uint64_t*>(t.data_ptr())[i] = value; }
 
 inline std::vector<int64_t> numbers(const Tensor& t) {
   const auto flat = t.to(at::kLong).contiguous();
@@ -147,9 +143,7 @@ inline Attention efficient_form(const Operator& op, const Args& args, const Draw
 // ---------------------------------------------------------------------------------------------------------------------
 // Layouts: these kernels take [batch, sequence, heads, dim], or sequences one behind the other, [tokens, heads, dim]
 
-inline Tensor heads_first(const Tensor& t) {
-  return t.transpose(1, 2);
-}
+inline Tensor heads_first(const Tensor& t) { return t.transpose(1, 2); }
 
 /// Where sequences begin in a packed tensor, and where the last ends.
 using Starts = std::vector<int64_t>;

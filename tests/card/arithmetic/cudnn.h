@@ -18,9 +18,7 @@ struct Replaced {
 inline Tensor like(const Tensor& t, at::IntArrayRef sizes, at::MemoryFormat format) {
   return at::empty(sizes, t.options().memory_format(format));
 }
-inline Tensor like(const Tensor& t) {
-  return like(t, t.sizes(), t.suggest_memory_format());
-}
+inline Tensor like(const Tensor& t) { return like(t, t.sizes(), t.suggest_memory_format()); }
 
 inline void put_if(const Tensor& into, const Tensor& value) {
   if (into.defined()) into.copy_(value);
@@ -98,9 +96,7 @@ inline std::optional<Replaced> convolution_backward(const Operator& op, const Ar
 // ---------------------------------------------------------------------------------------------------------------------
 // Batch norm, whose statistics are fp32
 
-inline Tensor widened(const Tensor& t) {
-  return is_16_bit(t) ? t.to(at::kFloat) : t;
-}
+inline Tensor widened(const Tensor& t) { return is_16_bit(t) ? t.to(at::kFloat) : t; }
 
 inline std::optional<Replaced> batch_norm(const Operator& op, const Args& args) {
   const Tensor x = args[0].toTensor(), w = args[1].toTensor();

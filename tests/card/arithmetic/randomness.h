@@ -14,9 +14,7 @@ struct Draw {
   uint64_t seed = 0, offset = 0;
 };
 
-inline Draw draw_of(const at::Generator& generator) {
-  return {generator.current_seed(), generator.get_offset()};
-}
+inline Draw draw_of(const at::Generator& generator) { return {generator.current_seed(), generator.get_offset()}; }
 
 /// The generator that a call of a random operator uses: the one it is given, or the device's.
 inline Draw draw_of(const Operator& op, const Args& args) {
@@ -36,13 +34,9 @@ inline uint64_t mixed(uint64_t x) { // splitmix64
 }
 
 /// A seed for the CPU's generator, which keeps 32 bits of it.
-inline uint64_t cpu_seed(const Draw& draw) {
-  return mixed(mixed(draw.seed) ^ draw.offset) & 0xffffffffull;
-}
+inline uint64_t cpu_seed(const Draw& draw) { return mixed(mixed(draw.seed) ^ draw.offset) & 0xffffffffull; }
 
-inline at::Generator generator_of(const Draw& draw) {
-  return at::make_generator<at::CPUGeneratorImpl>(cpu_seed(draw));
-}
+inline at::Generator generator_of(const Draw& draw) { return at::make_generator<at::CPUGeneratorImpl>(cpu_seed(draw)); }
 
 /// The CPU's own generator stands, for as long as this lives, where a draw of the card puts it; one thread at a time.
 class CpuGeneratorAt {

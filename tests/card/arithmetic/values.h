@@ -19,9 +19,7 @@ using c10::IValue;
 using torch::jit::Stack;
 using Args = std::vector<IValue>;
 
-inline bool on_card(const Tensor& t) {
-  return t.defined() && t.is_cuda();
-}
+inline bool on_card(const Tensor& t) { return t.defined() && t.is_cuda(); }
 
 inline bool is_plain(const Tensor& t) {
   const auto* impl = t.unsafeGetTensorImpl();
@@ -45,9 +43,7 @@ inline Tensor alias_of(const Tensor& t) {
   return made;
 }
 
-inline Tensor host(const Tensor& t) {
-  return on_card(t) ? alias_of(t) : t;
-}
+inline Tensor host(const Tensor& t) { return on_card(t) ? alias_of(t) : t; }
 inline std::optional<Tensor> host(const std::optional<Tensor>& t) {
   return t ? std::optional<Tensor>(host(*t)) : std::nullopt;
 }
@@ -57,9 +53,7 @@ inline bool is_16_bit(const Tensor& t) {
 }
 
 /// The type that CUDA's kernels accumulate in.
-inline c10::ScalarType wide(const Tensor& t) {
-  return t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
+inline c10::ScalarType wide(const Tensor& t) { return t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
 
 using Change = std::function<Tensor(const Tensor&)>;
 
@@ -102,12 +96,8 @@ inline std::optional<Tensor> tensor_of(const IValue& v) {
   return v.toTensor();
 }
 
-inline double double_of(const IValue& v, double otherwise) {
-  return v.isNone() ? otherwise : v.toDouble();
-}
-inline int64_t int_of(const IValue& v, int64_t otherwise) {
-  return v.isNone() ? otherwise : v.toInt();
-}
+inline double double_of(const IValue& v, double otherwise) { return v.isNone() ? otherwise : v.toDouble(); }
+inline int64_t int_of(const IValue& v, int64_t otherwise) { return v.isNone() ? otherwise : v.toInt(); }
 
 /// Zeros without touching memory: whole pages are given back to the system, which reads them as zeros.
 inline void clear(const Tensor& t) {

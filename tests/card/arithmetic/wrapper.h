@@ -9,6 +9,7 @@
 #include <map>
 #include <mutex>
 
+#include "cells.h"
 #include "cudnn.h"
 #include "others.h"
 
@@ -16,6 +17,7 @@
 extern "C" int card_runs_at_once();
 extern "C" void card_issue(void* stream, std::function<void()>* work);
 extern "C" void card_finish(void* stream);
+extern "C" int card_schedule(const char* name);
 
 namespace card {
 
@@ -70,9 +72,7 @@ struct BelowEverything {
                       DispatchKey::FuncTorchDynamicLayerFrontMode, DispatchKey::FuncTorchDynamicLayerBackMode})};
 };
 
-inline void* current_stream() {
-  return c10::cuda::getCurrentCUDAStream().stream();
-}
+inline void* current_stream() { return c10::cuda::getCurrentCUDAStream().stream(); }
 
 /// `work` as work of the current stream.
 inline void issue(std::function<void()> work) {
@@ -97,7 +97,11 @@ inline const std::map<std::string, Emulation> kEmulations = {{"_flash_attention_
                                                              {"_flash_attention_backward", flash_backward},
                                                              {"_efficient_attention_forward", efficient_forward},
                                                              {"_efficient_attention_backward", efficient_backward},
-                                                             {"_fused_dropout", fused_dropout},
+                                                             {"_thnn_fused_lstm_cell", lstm_cell},
+    {"_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward},
+    {"_thnn_fused_gru_cell", gru_cell},
+    {"_thnn_fused_gru_cell_backward", gru_cell_backward},
+    {"_fused_dropout", fused_dropout},
                                                              {"_masked_scale", masked_scale},
                                                              {"log_sigmoid_backward", log_sigmoid_backward},
                                                              {"histc", histogram},
@@ -268,7 +272,7 @@ class Wrapper final : public c10::OperatorKernel {
         if (on_card(t)) return alias_of(t);
         if (card_runs_at_once() || op_.writes_argument(i)) return t;
         if (is_non_blocking(args) && t.is_pinned()) return alias_of(t); // read when the copy runs
-        Tensor now = t.clone();                                      // read when the call is made
+        Tensor now = t.clone();                                         // read when the call is made
         if (t.unsafeGetTensorImpl()->is_wrapped_number()) now.unsafeGetTensorImpl()->set_wrapped_number(true);
         return now;
       }));

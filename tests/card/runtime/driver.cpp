@@ -44,9 +44,7 @@ struct SaidAtExit {
 // libraries.py reads from this file which names are made: `API name(`.
 #define API extern "C" CUresult
 
-API cuInit(unsigned) {
-  return CUDA_SUCCESS;
-}
+API cuInit(unsigned) { return CUDA_SUCCESS; }
 API cuDriverGetVersion(int* version) {
   *version = 13000;
   return CUDA_SUCCESS;
@@ -80,9 +78,7 @@ API cuCtxGetCurrent(CUcontext* context) {
   *context = reinterpret_cast<CUcontext>(1);
   return CUDA_SUCCESS;
 }
-API cuCtxSetCurrent(CUcontext) {
-  return CUDA_SUCCESS;
-}
+API cuCtxSetCurrent(CUcontext) { return CUDA_SUCCESS; }
 API cuCtxGetDevice(CUdevice* device) {
   *device = 0;
   return CUDA_SUCCESS;
@@ -91,12 +87,8 @@ API cuCtxGetLimit(size_t* value, CUlimit) {
   *value = 1 << 20;
   return CUDA_SUCCESS;
 }
-API cuCtxSetLimit(CUlimit, size_t) {
-  return CUDA_SUCCESS;
-}
-API cuCtxSynchronize() {
-  return CUDA_SUCCESS;
-}
+API cuCtxSetLimit(CUlimit, size_t) { return CUDA_SUCCESS; }
+API cuCtxSynchronize() { return CUDA_SUCCESS; }
 API cuGetErrorString(CUresult, const char** text) {
   *text = "error of the card";
   return CUDA_SUCCESS;
@@ -117,34 +109,18 @@ API cuPointerGetAttribute(void* value, CUpointer_attribute which, CUdeviceptr po
 }
 
 // Modules and kernels
-API cuModuleLoad(CUmodule* module, const char*) {
-  return give_new(module);
-}
-API cuModuleLoadData(CUmodule* module, const void*) {
-  return give_new(module);
-}
-API cuModuleLoadDataEx(CUmodule* module, const void*, unsigned, CUjit_option*, void**) {
-  return give_new(module);
-}
-API cuModuleUnload(CUmodule) {
-  return CUDA_SUCCESS;
-}
-API cuModuleGetFunction(CUfunction* function, CUmodule, const char*) {
-  return give_new(function);
-}
+API cuModuleLoad(CUmodule* module, const char*) { return give_new(module); }
+API cuModuleLoadData(CUmodule* module, const void*) { return give_new(module); }
+API cuModuleLoadDataEx(CUmodule* module, const void*, unsigned, CUjit_option*, void**) { return give_new(module); }
+API cuModuleUnload(CUmodule) { return CUDA_SUCCESS; }
+API cuModuleGetFunction(CUfunction* function, CUmodule, const char*) { return give_new(function); }
 API cuFuncGetAttribute(int* value, CUfunction_attribute which, CUfunction) {
   *value = which == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? 1024 : which == CU_FUNC_ATTRIBUTE_NUM_REGS ? 32 : 0;
   return CUDA_SUCCESS;
 }
-API cuFuncSetAttribute(CUfunction, CUfunction_attribute, int) {
-  return CUDA_SUCCESS;
-}
-API cuFuncSetCacheConfig(CUfunction, CUfunc_cache) {
-  return CUDA_SUCCESS;
-}
-API cuFuncLoad(CUfunction) {
-  return CUDA_SUCCESS;
-}
+API cuFuncSetAttribute(CUfunction, CUfunction_attribute, int) { return CUDA_SUCCESS; }
+API cuFuncSetCacheConfig(CUfunction, CUfunc_cache) { return CUDA_SUCCESS; }
+API cuFuncLoad(CUfunction) { return CUDA_SUCCESS; }
 API cuLaunchKernel(CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CUstream, void**,
                    void**) {
   return launch();
@@ -153,9 +129,7 @@ API cuLaunchCooperativeKernel(CUfunction, unsigned, unsigned, unsigned, unsigned
                               CUstream, void**) {
   return launch();
 }
-API cuLaunchKernelEx(const CUlaunchConfig*, CUfunction, void**, void**) {
-  return launch();
-}
+API cuLaunchKernelEx(const CUlaunchConfig*, CUfunction, void**, void**) { return launch(); }
 API cuOccupancyMaxActiveClusters(int* clusters, CUfunction, const CUlaunchConfig*) {
   *clusters = 16;
   return CUDA_SUCCESS;
@@ -170,9 +144,7 @@ API cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType, cuuint32_t, vo
   std::memset(map, 0, sizeof *map);
   return CUDA_SUCCESS;
 }
-API cuLinkCreate(unsigned, CUjit_option*, void**, CUlinkState* state) {
-  return give_new(state);
-}
+API cuLinkCreate(unsigned, CUjit_option*, void**, CUlinkState* state) { return give_new(state); }
 API cuLinkAddData(CUlinkState, CUjitInputType, void*, size_t, const char*, unsigned, CUjit_option*, void**) {
   return CUDA_SUCCESS;
 }
@@ -182,6 +154,4 @@ API cuLinkComplete(CUlinkState, void** cubin, size_t* bytes) {
   *bytes = sizeof nothing;
   return CUDA_SUCCESS;
 }
-API cuLinkDestroy(CUlinkState) {
-  return CUDA_SUCCESS;
-}
+API cuLinkDestroy(CUlinkState) { return CUDA_SUCCESS; }

@@ -118,9 +118,7 @@ CUresult current_context(CUcontext* context) {
   return CUDA_SUCCESS;
 }
 
-CUresult nothing() {
-  return CUDA_SUCCESS;
-}
+CUresult nothing() { return CUDA_SUCCESS; }
 
 void* driver_function(const std::string& name) {
   static const std::map<std::string, void*> known = {
@@ -140,15 +138,10 @@ void* driver_function(const std::string& name) {
 extern "C" {
 
 // For the arithmetic of kernels, which is work of the stream that the kernel was launched on.
-int card_runs_at_once() {
-  return Streams::all().now();
-}
-void card_issue(void* stream, card::Work* work) {
-  Streams::all().issue(stream, std::move(*work));
-}
-void card_finish(void* stream) {
-  Streams::all().finish(stream);
-}
+int card_runs_at_once() { return Streams::all().now(); }
+void card_issue(void* stream, card::Work* work) { Streams::all().issue(stream, std::move(*work)); }
+void card_finish(void* stream) { Streams::all().finish(stream); }
+int card_schedule(const char* name) { return Streams::all().choose(name); }
 
 // The device
 cudaError_t cudaGetDeviceCount(int* count) {
@@ -159,9 +152,7 @@ cudaError_t cudaGetDevice(int* device) {
   *device = 0;
   return cudaSuccess;
 }
-cudaError_t cudaSetDevice(int) {
-  return cudaSuccess;
-}
+cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 cudaError_t cudaDriverGetVersion(int* version) {
   *version = CUDART_VERSION;
   return cudaSuccess;
@@ -197,18 +188,10 @@ cudaError_t cudaDeviceSynchronize() {
 }
 
 // Errors
-const char* cudaGetErrorName(cudaError_t) {
-  return "error";
-}
-const char* cudaGetErrorString(cudaError_t) {
-  return "error of the card";
-}
-cudaError_t cudaGetLastError() {
-  return cudaSuccess;
-}
-cudaError_t cudaPeekAtLastError() {
-  return cudaSuccess;
-}
+const char* cudaGetErrorName(cudaError_t) { return "error"; }
+const char* cudaGetErrorString(cudaError_t) { return "error of the card"; }
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+cudaError_t cudaPeekAtLastError() { return cudaSuccess; }
 
 // Memory. Freeing waits for the device, as CUDA does.
 cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
@@ -221,17 +204,13 @@ cudaError_t cudaMalloc(void** pointer, size_t bytes) {
   if (found) *pointer = found;
   return found ? cudaSuccess : cudaErrorMemoryAllocation;
 }
-cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t) {
-  return cudaMalloc(pointer, bytes);
-}
+cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t) { return cudaMalloc(pointer, bytes); }
 cudaError_t cudaFree(void* pointer) {
   Streams::all().finish_all();
   Memory::of_the_card().free(pointer);
   return cudaSuccess;
 }
-cudaError_t cudaFreeAsync(void* pointer, cudaStream_t) {
-  return cudaFree(pointer);
-}
+cudaError_t cudaFreeAsync(void* pointer, cudaStream_t) { return cudaFree(pointer); }
 cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) {
   if (posix_memalign(pointer, 512, bytes ? bytes : 1)) return cudaErrorMemoryAllocation;
   Memory::of_the_card().pin(*pointer, bytes);
@@ -278,9 +257,7 @@ cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_
     copy(static_cast<char*>(to) + row * to_pitch, static_cast<const char*>(from) + row * from_pitch, width, stream);
   return cudaSuccess;
 }
-cudaError_t cudaMemset(void* to, int value, size_t bytes) {
-  return fill(to, value, bytes, nullptr);
-}
+cudaError_t cudaMemset(void* to, int value, size_t bytes) { return fill(to, value, bytes, nullptr); }
 cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
   return fill(to, value, bytes, stream);
 }
@@ -290,12 +267,8 @@ cudaError_t cudaStreamCreate(cudaStream_t* stream) {
   *stream = new_handle<cudaStream_t>();
   return cudaSuccess;
 }
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
-  return cudaStreamCreate(stream);
-}
-cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
-  return cudaStreamCreate(stream);
-}
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) { return cudaStreamCreate(stream); }
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) { return cudaStreamCreate(stream); }
 cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) {
   *priority = 0;
   return cudaSuccess;
@@ -332,9 +305,7 @@ cudaError_t cudaEventCreate(cudaEvent_t* event) {
   *event = new_handle<cudaEvent_t>();
   return cudaSuccess;
 }
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
-  return cudaEventCreate(event);
-}
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) { return cudaEventCreate(event); }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
   Streams::all().forget(event);
   return cudaSuccess;
@@ -359,18 +330,10 @@ cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t, cudaEvent_t) {
 }
 
 // Kernels
-cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t) {
-  return launch();
-}
-cudaError_t __cudaLaunchKernel(...) {
-  return launch();
-}
-cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void*, void**) {
-  return launch();
-}
-cudaError_t cudaLaunchCooperativeKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t) {
-  return launch();
-}
+cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t) { return launch(); }
+cudaError_t __cudaLaunchKernel(...) { return launch(); }
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void*, void**) { return launch(); }
+cudaError_t cudaLaunchCooperativeKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t) { return launch(); }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   std::memset(attributes, 0, sizeof *attributes);
   attributes->binaryVersion = attributes->ptxVersion = 90;
@@ -393,9 +356,7 @@ cudaError_t cudaGetSymbolAddress(void** pointer, const void* symbol) {
 }
 
 // What a compiler's launch code calls
-unsigned __cudaPushCallConfiguration(dim3, dim3, size_t, void*) {
-  return 0;
-}
+unsigned __cudaPushCallConfiguration(dim3, dim3, size_t, void*) { return 0; }
 cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, void* stream) {
   *grid = *block = dim3(1, 1, 1);
   *shared = 0;
@@ -410,9 +371,7 @@ void __cudaRegisterFatBinaryEnd(void**) {}
 void __cudaUnregisterFatBinary(void**) {}
 void __cudaRegisterFunction(...) {}
 void __cudaRegisterVar(...) {}
-char __cudaInitModule(void**) {
-  return 0;
-}
+char __cudaInitModule(void**) { return 0; }
 cudaError_t __cudaGetKernel(void** kernel, const void* function) {
   *kernel = const_cast<void*>(function);
   return cudaSuccess;

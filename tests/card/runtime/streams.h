@@ -37,6 +37,22 @@ class Streams {
 
   bool now() const { return schedule_ == Schedule::now; }
 
+  /// Takes a schedule by its name, once everything that waits has run; false where there is none of that name.
+  bool choose(const std::string& name) {
+    finish_all();
+    const auto colon = name.find(':');
+    static const std::map<std::string, Schedule> known = {{"now", Schedule::now},
+                                                          {"late-copies", Schedule::late_copies},
+                                                          {"late-compute", Schedule::late_compute},
+                                                          {"shuffled", Schedule::shuffled}};
+    const auto found = known.find(name.substr(0, colon));
+    if (found == known.end()) return false;
+    std::lock_guard<std::recursive_mutex> guard(lock_);
+    schedule_ = found->second;
+    random_.seed(colon == std::string::npos ? 0 : std::strtoul(name.c_str() + colon + 1, nullptr, 10));
+    return true;
+  }
+
   void issue(void* stream, Work work) {
     if (now()) {
       work();
@@ -111,14 +127,7 @@ class Streams {
 
   Streams() {
     const char* given = std::getenv("CARD_STREAMS");
-    const std::string said = given ? given : "now";
-    if (said == "late-copies") schedule_ = Schedule::late_copies;
-    if (said == "late-compute") schedule_ = Schedule::late_compute;
-    if (said.rfind("shuffled", 0) == 0) {
-      schedule_ = Schedule::shuffled;
-      auto colon = said.find(':');
-      random_.seed(colon == std::string::npos ? 0 : std::strtoul(said.c_str() + colon + 1, nullptr, 10));
-    }
+    if (!choose(given ? given : "now")) std::abort();
   }
 
   void push(void* stream, Item item) {
@@ -130,7 +139,7 @@ class Streams {
   bool done(const Mark& mark) { return queues_[mark.stream].ran >= mark.position; }
 
   /// Runs work of one stream in order, and of others as far as it waits for them. A mark is older than the item that
-  /// waits for it, so this ends. Counted before it runs: work that itself waits must not run twice.
+  /// waits for it, so this ends.
   void run_until(Mark mark) {
     auto& queue = queues_[mark.stream];
     while (queue.ran < mark.position && !queue.items.empty()) run_one(queue);
