@@ -142,7 +142,7 @@ def test_a_model_trains_as_on_the_cpu(name: str, fused: bool) -> None:
 
     def losses(device: str) -> list[float]:
         here, optimized = copy.deepcopy(model).to(device), list[float]()
-        optimizer = torch.optim.AdamW(here.parameters(), lr=3e-3, **({"fused": True} if fused else {}))
+        optimizer = torch.optim.AdamW(here.parameters(), lr=3e-3, fused=fused or None)
         for _ in range(4):
             logits = here(x.to(device))
             loss = F.cross_entropy(logits.flatten(0, -2), target.to(device).flatten())

@@ -21,12 +21,12 @@ import sys
 import zipfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from libraries import make_libraries
-
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.card.libraries import make_libraries  # noqa: E402
+
 TOOLS = ("g++", "gcc", "readelf")
 SOURCES = ("*.py", "runtime/*", "arithmetic/*")
 PYTHON = """#!/bin/bash
