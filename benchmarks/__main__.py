@@ -32,6 +32,7 @@ LONG = (
     "offloads_here",
     "weights",
     "cards",
+    "by_name",
     "trainers",
 )
 

@@ -33,6 +33,8 @@ PYTHON = """#!/bin/bash
 # Written by tests/card/build.py: Python with PyTorch's CUDA build in front of all else, on the card.
 here={out}
 export CARD_HOME=$here CARD_ARITHMETIC=${{CARD_ARITHMETIC:-small}}
+# Triton's interpreter computes; it has nothing to compile in other processes.
+if [ "$CARD_ARITHMETIC" = all ]; then export TRITON_INTERPRET=1 TORCHINDUCTOR_COMPILE_THREADS=1; fi
 export LD_LIBRARY_PATH=$here/libraries${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}
 export PYTHONPATH=$here/torch:$here/triton:$here/start${{PYTHONPATH:+:$PYTHONPATH}}
 export TRITON_LIBCUDA_PATH=$here/libraries TRITON_CACHE_DIR=$here/cache/triton
@@ -191,7 +193,8 @@ def _write_start(out: Path) -> None:
     information.mkdir(parents=True, exist_ok=True)
     (information / "entry_points.txt").write_text(ENTRY_POINT)
     (information / "METADATA").write_text(METADATA)
-    shutil.copy(HERE / "start.py", out / "start" / "start.py")
+    for name in ("start.py", "triton_arithmetic.py"):
+        shutil.copy(HERE / name, out / "start" / name)
     python = out / "python"
     python.write_text(PYTHON.format(out=out, python=sys.executable))
     python.chmod(0o755)

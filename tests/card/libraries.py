@@ -6,6 +6,7 @@ written (`runtime/`); of all others a few names answer something else than 0, be
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 from collections.abc import Callable, Iterable
@@ -69,7 +70,7 @@ class Asked:
         """Read the libraries in torch/lib."""
         libraries: set[str] = set()
         names: dict[str, str] = {}
-        for path in (folder / f"lib{name}.so" for name in ASKING):
+        for path in (*(folder / f"lib{name}.so" for name in ASKING), *_bitsandbytes()):
             if path.exists():
                 libraries |= set(re.findall(r"NEEDED.*\[(lib[^\]]+)\]", _readelf("-d", path)))
                 names |= _undefined(path)
@@ -142,6 +143,13 @@ def _compile(sources: list[Path], library: str, version: str | None, headers: Pa
         script.write_text(f"{version} {{ global: *; }};\n")
         options.append(f"-Wl,--version-script={script}")
     _run("g++", "-shared", *map(str, objects), *options, "-o", str(out / library))
+
+
+def _bitsandbytes() -> Iterable[Path]:
+    """Its library for CUDA 13, where it is installed: it asks for more of the runtime than torch does."""
+    found = importlib.util.find_spec("bitsandbytes")
+    for folder in found.submodule_search_locations or () if found else ():
+        yield from Path(folder).glob("libbitsandbytes_cuda130.so")
 
 
 def _undefined(path: Path) -> dict[str, str]:

@@ -78,5 +78,6 @@ TORCH_LIBRARY(card, library) {
   library.def("start(str mode, int small_bytes, int whole_bytes) -> str", card::start);
   library.def("mode(str mode) -> ()", [](const std::string& mode) { card::set_mode(mode); });
   library.def("streams(str schedule) -> ()", [](const std::string& name) { card::set_schedule(name); });
+  library.def("alias(Tensor t) -> Tensor", [](const at::Tensor& t) { return card::host(t); });
   library.def("report() -> str", [] { return card::tally.text(); });
 }

@@ -93,24 +93,25 @@ using Emulation = std::function<void(const Operator&, Args& args, std::vector<Te
 /// In place of the CUDA kernel, with arguments of the card; nothing where the kernel itself should run.
 using Replacement = std::function<std::optional<Replaced>(const Operator&, const Args& args)>;
 
-inline const std::map<std::string, Emulation> kEmulations = {{"_flash_attention_forward", flash_forward},
-                                                             {"_flash_attention_backward", flash_backward},
-                                                             {"_efficient_attention_forward", efficient_forward},
-                                                             {"_efficient_attention_backward", efficient_backward},
-                                                             {"_thnn_fused_lstm_cell", lstm_cell},
+inline const std::map<std::string, Emulation> kEmulations = {
+    {"_flash_attention_forward", flash_forward},
+    {"_flash_attention_backward", flash_backward},
+    {"_efficient_attention_forward", efficient_forward},
+    {"_efficient_attention_backward", efficient_backward},
+    {"_thnn_fused_lstm_cell", lstm_cell},
     {"_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward},
     {"_thnn_fused_gru_cell", gru_cell},
     {"_thnn_fused_gru_cell_backward", gru_cell_backward},
     {"_fused_dropout", fused_dropout},
-                                                             {"_masked_scale", masked_scale},
-                                                             {"log_sigmoid_backward", log_sigmoid_backward},
-                                                             {"histc", histogram},
-                                                             {"cudnn_grid_sampler", grid_sampler},
-                                                             {"cudnn_grid_sampler_backward", grid_sampler_backward},
-                                                             {"_fused_rms_norm", rms_norm},
-                                                             {"_fused_rms_norm_backward", rms_norm_backward},
-                                                             {"_conv_depthwise2d", depthwise_convolution},
-                                                             {"conv_depthwise3d", depthwise_convolution}};
+    {"_masked_scale", masked_scale},
+    {"log_sigmoid_backward", log_sigmoid_backward},
+    {"histc", histogram},
+    {"cudnn_grid_sampler", grid_sampler},
+    {"cudnn_grid_sampler_backward", grid_sampler_backward},
+    {"_fused_rms_norm", rms_norm},
+    {"_fused_rms_norm_backward", rms_norm_backward},
+    {"_conv_depthwise2d", depthwise_convolution},
+    {"conv_depthwise3d", depthwise_convolution}};
 
 inline const std::map<std::string, Replacement> kReplacements = {
     {"cudnn_convolution", convolution},

@@ -1,0 +1,143 @@
+"""Plans made by name, on a torch without CUDA, trained at full size on PyTorch's CUDA build, without a GPU.
+
+    python -m benchmarks by_name                     every ready-made model, form and budget (hours)
+    python -m benchmarks by_name:gpt2,llama-1b       of some models
+    python -m benchmarks by_name:gpt2,default,fused  in some forms
+
+It needs `make card`, and is run by the torch of constraints.txt, which plans. Each plan is trained in a process of its
+own by `plain_loop.py` on the card: memory is PyTorch's allocator's, nothing is computed but integers and small tensors.
+Requested bytes are held to the prediction and to the budget, reserved bytes to the simulated allocator.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import report
+from remat.models import REGISTRY
+from remat.units import GIB, MIB
+
+ROOT = Path(__file__).resolve().parent.parent
+CARD = ROOT / "build" / "card" / "python"
+TARGET = "h100-80gb"
+SECONDS = 20  # of a search: what is found is held to the card, not to the best
+BUDGETS = ("untouched", "70%step", "45%step", "least")
+FORMS = {
+    "default": "",
+    "bitwise": "--exact",
+    "fused": "--fuse",
+    "offload activations": "--offload activations",
+    "offload optimizer": "--offload optimizer",
+    "accumulation 4": "--accumulation 4",
+    "8-bit AdamW": "--optimizer adamw8bit",
+    "LoRA": "--lora r=16",
+    "offload weights": "--lora r=16 --offload weights",
+    "nf4": "--lora r=16 --quantize nf4",
+}
+COLUMNS = ["model", "form", "budget", "budget_gib", "predicted_gib", "requested_gib", "off_percent", "above_budget"]
+COLUMNS += ["reserved_gib", "reserved_off_percent", "wall_s", "failure"]
+
+
+def main(*names: str) -> None:
+    if not CARD.exists():
+        raise SystemExit("by_name needs the card: make card.")
+    models = [name for name in names if name not in FORMS] or list(REGISTRY)
+    forms = [name for name in names if name in FORMS] or list(FORMS)
+    cpu = torch.device("cpu")
+    path = report.stem("_".join(["by_name", *(name.replace(" ", "-") for name in names)]), cpu)
+    about = {**report.provenance(cpu), "measured on": "PyTorch's CUDA build, without a GPU", "target": TARGET}
+    rows: list[dict[str, Any]] = []
+    for model in models:
+        for form in forms:
+            for row in rows_of(model, form):
+                rows.append(row)
+                print(rows[-1], flush=True)
+                report.write(path, about, rows, COLUMNS)
+
+
+def rows_of(model: str, form: str) -> list[dict[str, Any]]:
+    """One row a budget. The untouched step is run with the first plan that is found."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        untouched_done = False
+        for budget in BUDGETS[1:]:
+            started, path = time.monotonic(), Path(folder) / f"{budget.strip('%')}.plan.json"
+            row: dict[str, Any] = {"model": model, "form": form, "budget": budget}
+            asked = least_of(model, form) if budget == "least" else budget
+            failure = make_plan(model, form, asked, path) if asked else "no least budget was told"
+            if failure is not None:
+                rows.append({**row, "failure": failure})
+                continue
+            if not untouched_done:
+                rows.append({**row, "budget": "untouched", **measured(path, untouched=True)})
+                untouched_done = True
+            rows.append({**row, **measured(path, untouched=False), "wall_s": round(time.monotonic() - started, 1)})
+    return rows
+
+
+def command(model: str, form: str, budget: str) -> list[str]:
+    said = [sys.executable, "-m", "remat.cli.main", "plan", "--model", model, "--target", TARGET, "--budget", budget]
+    said += ["--time-limit", str(SECONDS), "--no-advice", "--json", *FORMS[form].split()]
+    return [*said, "--host-budget", "256GiB"] if "offload" in form else said
+
+
+def make_plan(model: str, form: str, budget: str, path: Path) -> str | None:
+    """Write a plan; return what went wrong."""
+    ran = subprocess.run(
+        [*command(model, form, budget), "--out", str(path)], capture_output=True, text=True, check=False
+    )
+    return None if path.exists() else last_line(ran.stderr)
+
+
+def least_of(model: str, form: str) -> str:
+    """The least budget that a refusal names, and a little: it is rounded, and a search may miss the least."""
+    ran = subprocess.run(command(model, form, "1MiB"), capture_output=True, text=True, check=False)
+    found = re.search(r"least possible peak ([\d.]+) ([GM])iB", ran.stdout)
+    return f"{round(1.003 * float(found[1]) * (GIB if found[2] == 'G' else MIB))}B" if found else ""
+
+
+def measured(path: Path, *, untouched: bool) -> dict[str, Any]:
+    plan = json.loads(path.read_text())
+    ran = subprocess.run(
+        [str(CARD), str(ROOT / "benchmarks" / "plain_loop.py"), str(path), *(["untouched"] if untouched else [])],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if ran.returncode:
+        return {"failure": last_line(ran.stderr)}
+    found = json.loads(ran.stdout.strip().splitlines()[-1])
+    predicted = (plan["without_checkpointing"] if untouched else plan["predicted"])["peak_bytes"]
+    row = {
+        "predicted_gib": round(predicted / GIB, 4),
+        "requested_gib": round(found["requested"] / GIB, 4),
+        "off_percent": round(100 * (found["requested"] / predicted - 1), 4),
+        "reserved_gib": round(found["reserved"] / GIB, 3),
+        "measured": found,
+    }
+    if untouched:
+        return row
+    row |= {
+        "budget_gib": round(plan["budget_bytes"] / GIB, 4),
+        "above_budget": found["requested"] > plan["budget_bytes"],
+    }
+    if simulated := plan["predicted"].get("allocator"):
+        row["reserved_off_percent"] = round(100 * (found["reserved"] / simulated[0]["reserved_bytes"] - 1), 2)
+    return row
+
+
+def last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["no reason given"])[-1][:300]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

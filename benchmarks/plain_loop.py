@@ -1,0 +1,72 @@
+"""A plain training loop under a plan, written as a user writes it: `python benchmarks/plain_loop.py PLAN [untouched]`.
+
+No part of `remat` measures: the peaks are those of PyTorch's caching allocator in the third step, printed as JSON. The
+model is built on the device, and what building left in the allocator's cache is let go of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+import remat
+from remat.cli.commands.files import spec_in
+from remat.cli.commands.source import workload_of
+from remat.evaluation.plan import Plan
+from remat.workload.workload import trainable
+
+STEPS = 3
+COUNTS = ("requested", "allocated", "reserved")
+
+
+def main(path: Path, *, untouched: bool) -> None:
+    plan = Plan.load(path)
+    spec = spec_in(plan.about, path)
+    assert spec is not None
+    workload, loop = workload_of(spec), plan.about.get("loop", {})
+    on_host = 0 if untouched else plan.about.get("weights_on_host", 0)
+    with torch.device("cuda"):
+        model = workload.build()
+        batch = workload.batch(workload.batch_size, workload.seq_len)
+    model = model.to("cuda").train()
+    batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to("cuda"), batch)
+    if on_host:
+        remat.offload_weights(model, on_host, "cuda")
+    if not untouched:
+        remat.apply(model, plan)
+    optimizer = workload.optimizer(trainable(model)) if workload.optimizer else None
+    if optimizer is not None and (plan.about.get("offload_optimizer") or loop.get("offload_optimizer")):
+        remat.offload_optimizer(optimizer)
+    accumulation = plan.about.get("accumulation", 1)
+    print(json.dumps(steps(workload, model, batch, optimizer, accumulation)))
+
+
+def steps(workload: Any, model: Any, batch: Any, optimizer: Any, accumulation: int) -> dict[str, int]:
+    """The peaks of the last step."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    for _ in range(STEPS):
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(accumulation):
+            with torch.autocast("cuda", workload.autocast) if workload.autocast else contextlib.nullcontext():
+                loss = workload.step(model, batch)
+            loss.backward()
+            del loss
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+    stats = torch.cuda.memory_stats()
+    return {count: stats[f"{count}_bytes.all.peak"] for count in COUNTS}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), untouched="untouched" in sys.argv[2:])
