@@ -217,6 +217,8 @@ class GraphCalls:
             warnings.filterwarnings("ignore", message=r"Dynamo detected a call to a `functools\.lru_cache`-wrapped")
             # It makes a tensor of an array of numpy before the model's code does.
             warnings.filterwarnings("ignore", message=r"To copy construct from a tensor")
+            # It breaks the graph at functions of C, as at others; `recording/repeats.py` names those that matter.
+            warnings.filterwarnings("ignore", message=r"Dynamo does not know how to trace the builtin")
             # It makes an object of a Function's class to trace it, and is told off by that class.
             warnings.filterwarnings("ignore", message=r".*autograd\.function\.Function.* should not be instantiated")
             try:

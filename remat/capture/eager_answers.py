@@ -98,6 +98,10 @@ class Answers:
         broken = {(frame.filename, _unresumed(frame.name)) for stack in stacks for frame in stack}
         return [q for q in self.questions.values() if q.asker not in self.traced and broken.intersection(q.frames)]
 
+    def are_those_of(self, other: Answers | None) -> bool:
+        """Whether the same code hears the same answers."""
+        return other is not None and (self.traced, self.opaque) == (other.traced, other.opaque)
+
     @property
     def given_up(self) -> dict[str, str]:
         """Who asked and heard Dynamo's answer, and what they asked."""

@@ -47,6 +47,7 @@ from remat.recording.kept_here import KeptHere
 from remat.recording.known_values import KnownValues
 from remat.recording.optimizer_forms import forms_of
 from remat.recording.repeated_step import RepeatedStep
+from remat.recording.repeats import Trail, trail_of
 from remat.recording.sequences import sequences_of_known_lengths
 from remat.recording.traced_forwards import ParametersSeen, TracedForwards, outermost_calls
 from remat.recording.tracked_copies import TrackedStateCopies
@@ -125,7 +126,10 @@ class FakeStep:
                of weight casts
     elsewhere  the device whose kernels run and for which the forward is captured, where that is not `device`
     compiled       whether training will compile the step: code that asks whether it is being traced then hears so
+    trails         of the captured forwards that ran so far under the same answers
     """
+
+    calls: TracedForwards
 
     def __init__(
         self,
@@ -163,6 +167,7 @@ class FakeStep:
         self._settled = compiled
         self._is_untraced = False
         self.deferred: Deferred | None = None
+        self.trails: list[Trail] = []
         self.capture_anew(None if compiled else Answers())
         self._kernels_of = (device if elsewhere is None else elsewhere.device).type
         self._repeated = RepeatedStep(trainable(self.model), device)
@@ -189,6 +194,8 @@ class FakeStep:
         self._called.clear()
         self._prepared.clear()  # known by ids, which may be given again
         self._begun = None
+        if self.trails and answers is not None and not answers.are_those_of(self.calls.answers):
+            self.trails.clear()
         padded = self.deferred is not None and self.deferred.padded
         self.calls = TracedForwards(
             self._replaced,
@@ -229,6 +236,12 @@ class FakeStep:
         self.model.zero_grad(set_to_none=True)
         with ParametersSeen(alignment_bytes, self.model, self.calls) as tracker:
             self._begun = tracker, self.forward()
+        self.trails.append(trail_of(tracker))
+
+    def run_untraced(self) -> None:
+        """Run one more forward as people run it who have no plan."""
+        with self._on_fakes(), self.untraced():
+            self.forward()
 
     def _calls_elsewhere(self) -> bool:
         """Whether the step calls other modules than those whose forwards are traced: then theirs are, from now on."""

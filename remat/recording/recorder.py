@@ -61,6 +61,7 @@ from remat.recording.fake_step import (
     execute_plainly,
 )
 from remat.recording.known_values import KnownValues
+from remat.recording.repeats import Repeats, trail_of
 from remat.recording.tracker import FIXED, Block, Moment, Tracker
 from remat.workload.workload import WITH_STEP, Stepped, trainable
 
@@ -78,6 +79,7 @@ def record_with(step: FakeStep, *, alignment_bytes: int, whole: Graph | None) ->
     """`record`, and what made the Graph."""
     if whole is None or step.loop.holds_outputs:
         first_step_rise, first = step.warm_up(alignment_bytes)
+    repeats = Repeats(step) if whole is None else None
     recorder = Recorder(alignment_bytes, step.model.buffers(), step.known)
     fixed = step.fix_state(recorder)
     made = ("gradients", OPTIMIZER_STATE, WHILE_REPEATED, "running average")  # by the first step itself
@@ -111,6 +113,9 @@ def record_with(step: FakeStep, *, alignment_bytes: int, whole: Graph | None) ->
         first_step_bytes=first_step_bytes + sum(size for size, _ in held),
         held_outputs=tuple(held),
     )
+    if repeats is not None:
+        step.trails.append(trail_of(recorder, recorder.forward_end))
+        repeats.require()
     return graph, recorder
 
 
@@ -461,6 +466,11 @@ class Recorder(Tracker):
         self._given_inside.pop(key, None)
 
     # Phases
+
+    @property
+    def forward_end(self) -> int:
+        """How many operators ran in forward."""
+        return self._forward_end
 
     def after_forward(self) -> None:
         self._forward_end = self.op_count

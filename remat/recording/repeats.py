@@ -1,0 +1,140 @@
+"""Repeats: two forwards of one step run the same operators, or the step is refused.
+
+A plan is for one graph. Where a forward skips layers by a number that torch does not draw, each forward is another
+graph, and a plan of any of them is wrong for the others. So the forwards of one step are compared: those that are
+captured anyway, and a few more, untraced, where its code reads such numbers or counts (`sources.py`). A trace may hide
+it: Dynamo takes some of these numbers for constants. Generators are not put back in between, that would hide it too;
+they are driven to their ends, so that what happens seldom happens.
+
+A model that completes itself in its first forwards (`settling.py`) is no such step: it does not return.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from remat._torch.training import UnseenMode
+from remat.capture.schemas import makes_nothing
+from remat.errors import CaptureError, RematError
+from remat.recording.sources import Sources, numbers_of, same, watched
+from remat.recording.tracker import Tracker
+
+if TYPE_CHECKING:
+    from remat.recording.fake_step import FakeStep
+
+FORWARDS = 6
+MOST_SAID = 4
+
+Trail = tuple[Any, ...]  # the operators of a forward but for views, with the shapes that they are given
+
+
+def trail_of(tracker: Tracker, end: int | None = None) -> Trail:
+    """What `tracker` saw until operator `end`."""
+    kinds = [None if _is_view(kind.name) else (kind.name, _shapes(kind.signature)) for kind in tracker.kinds.values()]
+    return tuple(kind for index in tracker.op_kinds[:end] if (kind := kinds[index]) is not None)
+
+
+@functools.cache
+def _is_view(name: str) -> bool:
+    """A view of what was there before a tracker looks as if it made something."""
+    operator: Any = torch.ops
+    for part in name.split("."):
+        operator = getattr(operator, part, None)
+    return isinstance(operator, torch._ops.OpOverload) and makes_nothing(operator)
+
+
+def _shapes(value: Any) -> Any:
+    """Shapes of the tensors in an operator's signature: its numbers may change."""
+    if isinstance(value, dict):
+        return tuple(value["tensor"][0]) if "tensor" in value else tuple(map(_shapes, value.values()))
+    return tuple(map(_shapes, value)) if isinstance(value, (list, tuple)) else None
+
+
+class _Seen(UnseenMode):
+    """Notes the trail of a forward, and which parameters its operators are given."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.operators: list[Any] = []
+        self._names = {id(p.untyped_storage()): name for name, p in model.named_parameters()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not makes_nothing(func):
+            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            named = (self._names.get(id(tensor.untyped_storage()), tuple(tensor.shape)) for tensor in given)
+            self.operators.append((func, *named))
+        return out
+
+
+class Repeats:
+    """Whether the forwards of `step` are alike, from here on; the last of `step.trails` is the one that is recorded."""
+
+    def __init__(self, step: FakeStep):
+        self._step = step
+        self._sources = Sources.of(step.model, step.workload.step)
+        self._states, self._before = self._sources.states(), self._numbers()
+
+    def _numbers(self) -> dict[str, Any]:
+        return {**self._sources.numbers(), **numbers_of(self._step.model)}
+
+    def require(self) -> None:
+        """Raise CaptureError where two forwards differ. It names the lines that read what torch does not draw."""
+        recorded, earlier = self._step.trails[-1], self._step.trails[:-1]
+        other = next((trail for trail in reversed(earlier) if trail != recorded), None)
+        if other is not None and recorded in earlier[: earlier.index(other)]:
+            raise self._refusal(_of(recorded, other))
+        is_sure = bool(earlier) and earlier[-1] == recorded
+        if not is_sure or self._may_change:
+            with self._sources.kept():
+                self._compare_untraced()
+
+    @property
+    def _may_change(self) -> bool:
+        drawn = not same(self._states, self._sources.states())
+        return drawn or self._sources.has_clock or self._before != self._numbers()
+
+    def _compare_untraced(self) -> None:
+        first: list[Any] | None = None
+        for number in range(FORWARDS):
+            self._sources.drive(high=number % 2 == 1, seed=number)
+            try:
+                with _Seen(self._step.model) as seen:
+                    self._step.run_untraced()
+            except RematError as error:  # as where no layer is left
+                raise self._refusal(f"one fails: {str(error).rstrip('.')}") from error
+            first = first or seen.operators
+            if seen.operators != first:
+                raise self._refusal(_of(first, seen.operators))
+
+    def _refusal(self, found: str) -> CaptureError:
+        return CaptureError(
+            f"two forwards of the step of {self._step.workload.name!r} are two graphs ({found}): {self._reason()}. A "
+            "plan is for one. Draw a mask with torch and multiply by it (`x + keep * layer(x)`, as stochastic depth "
+            "does), so that every forward is the same graph, or train and plan with this turned off."
+        )
+
+    def _reason(self) -> str:
+        """What makes forwards differ, as far as it can be seen."""
+        with self._sources.kept(), watched(self._sources) as reads, contextlib.suppress(RematError):
+            self._step.run_untraced()
+        if reads:
+            more = f" and {len(reads) - MOST_SAID} more" if len(reads) > MOST_SAID else ""
+            return f"what is read by {', '.join(map(str, reads[:MOST_SAID]))}{more} is another number each time"
+        counted = [f"`{name}`" for name, value in self._numbers().items() if self._before.get(name) != value]
+        if counted:
+            return f"each changes {', '.join(counted[:MOST_SAID])}, and follows it"
+        return "something that torch does not know of steers the forward"
+
+
+def _of(one: Sequence[Any], other: Sequence[Any]) -> str:
+    """How two forwards differ."""
+    same_count = len(one) == len(other)
+    return f"{len(one)} operators, not the same" if same_count else f"{len(one)} and {len(other)} operators"

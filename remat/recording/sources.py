@@ -1,0 +1,323 @@
+"""Sources: what a forward reads that torch does not know of, and that is another at each forward.
+
+Python's and NumPy's generators, the clock, the operating system's noise, and numbers that a module counts. torch's
+generators steer no Python: a tensor that is drawn has no number while planning.
+
+Whether a forward may read one is looked up in the code of its modules (`Sources.of`). Where it did is found by running
+it under a tracer (`watched`), which is slow: only who has to say it does that.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import datetime
+import functools
+import itertools
+import linecache
+import os
+import random
+import secrets
+import sys
+import time
+import types
+import uuid
+from collections.abc import Callable, Container, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from remat._torch.recording import untraced
+
+GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
+_OF_SYSTEM = (
+    time,
+    secrets,
+    uuid,
+    os.urandom,
+    datetime,
+    datetime.datetime,
+    datetime.date,
+    random.SystemRandom,
+    np.random.default_rng,
+)
+_LIBRARIES = frozenset(("torch", "numpy"))  # whose own code is not searched
+_PASSED = frozenset(("random", "secrets", "uuid", "numpy"))  # whose caller reads
+_NOBODY = _LIBRARIES | sys.stdlib_module_names | {"functorch", "remat"}  # who reads there reads for somebody else
+_UNSEEN = _NOBODY - _PASSED  # ... or does not steer a forward
+_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}  # tables of torch's own
+DEEPEST, LONGEST = 2, 1000  # containers that are looked into
+_WORDS = 624  # of a Mersenne Twister
+_ONES = 0x12DD9BB3  # the word of its state that comes out as ones alone
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """A line that reads a source."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        text = linecache.getline(self.file, self.line).strip()
+        return f"`{text}` at {self.file}:{self.line}" if text else f"{self.file}:{self.line}"
+
+
+class Sources:
+    """What the code of a model, and of its step, may read.
+
+    generators  those that it names or keeps            has_clock  whether it names a clock, or the system's noise
+    names       global names that it uses, each with its namespace
+    """
+
+    def __init__(self) -> None:
+        self.generators: dict[int, Any] = {}
+        self.has_clock = False
+        self.names: dict[str, Mapping[str, Any]] = {}
+        self._known: set[Any] = set()
+
+    @classmethod
+    def of(cls, model: nn.Module, step: Callable[..., Any]) -> Sources:
+        """Those of the forwards of `model` and its parts, with all that they call, and of `step`."""
+        found = cls()
+        found._note(random)
+        found._note(np.random)
+        found._note(step)
+        for module in model.modules():
+            for value in vars(module).values():
+                found._note_kept(value)
+            kind = type(module)
+            if kind not in found._known and not _is_of_library(kind):
+                found._known.add(kind)
+                found._note(kind.forward, kind)
+        return found
+
+    def _note_kept(self, value: Any, kind: type | None = None) -> None:
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+        for part in parts:
+            if isinstance(part, (*GENERATORS, types.FunctionType, functools.partial)):
+                self._note(part, kind)
+
+    def _note(self, value: Any, kind: type | None = None) -> None:
+        """`value` is named in code that may run, as a method of `kind` if that is given."""
+        if value is random:
+            value = random._inst
+        elif value is np or value is np.random:
+            value = np.random.mtrand._rand
+        value = getattr(value, "func", value) if isinstance(value, functools.partial) else value
+        value = getattr(value, "__func__", value)
+        owner = getattr(value, "__self__", None)  # of `from random import random`
+        if isinstance(owner, GENERATORS):
+            value = owner
+        if isinstance(value, GENERATORS):
+            self.generators[id(value)] = value
+        elif any(value is each for each in _OF_SYSTEM) or getattr(value, "__module__", None) == "time":
+            self.has_clock = True
+        elif isinstance(value, types.FunctionType) and (value.__code__, kind) not in self._known:
+            self._known.add((value.__code__, kind))
+            if value.__module__.partition(".")[0] not in _LIBRARIES:
+                self._read(value, kind)
+
+    def _read(self, function: types.FunctionType, kind: type | None) -> None:
+        names = {name for code in _codes_in(function.__code__) for name in code.co_names}
+        for name in names.difference(function.__globals__):
+            if isinstance(method := getattr(kind, name, None), (types.FunctionType, types.MethodType)):
+                self._note(method, kind)
+        for name in names.intersection(function.__globals__):
+            self.names[name] = function.__globals__
+            value = function.__globals__[name]
+            if value is not os or "urandom" in names:
+                self._note(os.urandom if value is os else value)
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # empty
+                self._note_kept(cell.cell_contents, kind)
+
+    def numbers(self) -> dict[str, Any]:
+        """What it counts in: numbers and text under global names, in containers too."""
+        return {name: n for name, space in self.names.items() if (n := _number(space.get(name), DEEPEST)) is not None}
+
+    def states(self) -> list[Any]:
+        """What tells whether somebody draws in between."""
+        return [_state_of(each) for each in self.generators.values()]
+
+    def drive(self, *, high: bool, seed: int) -> None:
+        """Let generators give numbers close to one or to zero, where they can be told to, and others anew."""
+        for number, generator in enumerate(self.generators.values()):
+            _drive(generator, high, seed + 100 * number)
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Put generators back to where they were."""
+        before = [(each, _state_of(each)) for each in self.generators.values()]
+        try:
+            yield
+        finally:
+            for generator, state in before:
+                _set_state(generator, state)
+
+
+def numbers_of(model: nn.Module) -> dict[str, Any]:
+    """What the modules of `model`, and their classes, count in: numbers and text, in containers too, by path."""
+    found: dict[str, Any] = {}
+    kinds: dict[type, None] = {}
+    for path, module in model.named_modules():
+        kinds |= dict.fromkeys(kind for kind in type(module).__mro__ if not _is_of_library(kind))
+        found |= _counted(f"{path}." if path else "", vars(module))
+    for kind in kinds:
+        found |= _counted(f"{kind.__qualname__}.", vars(kind))
+    return found
+
+
+def _counted(prefix: str, attributes: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        f"{prefix}{name}": number
+        for name, value in attributes.items()
+        if name not in _OF_MODULES and (number := _number(value, DEEPEST)) is not None
+    }
+
+
+def _number(value: Any, deepest: int) -> Any:
+    """What can be compared of `value`, without its tensors; None where there is nothing."""
+    if isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, itertools.count):
+        return repr(value)
+    if deepest and isinstance(value, dict):
+        value = [*value, *value.values()]
+    if deepest and isinstance(value, (list, tuple, set, collections.deque)) and len(value) <= LONGEST:
+        return (len(value), *(_number(each, deepest - 1) for each in value))
+    return None
+
+
+def _is_of_library(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in _LIBRARIES or kind is object
+
+
+@contextlib.contextmanager
+def watched(sources: Sources) -> Iterator[list[Read]]:
+    """The lines that read a source while it lasts, known when it ends."""
+    found: dict[Read, None] = {}
+    seen: list[Read] = []
+    states = sources.states()
+
+    def note(frame: Any, line: int) -> None:
+        found[Read(frame.f_code.co_filename, line)] = None
+
+    def compare(frame: Any, line: int) -> None:
+        nonlocal states
+        now = sources.states()
+        if not same(now, states):
+            states = now
+            note(frame, line)
+
+    @untraced
+    def called(frame: Any, event: str, function: Any) -> None:
+        if event == "c_call" and _reads_system(function):
+            reader = _outside_of(frame, _PASSED)
+            if reader is not None and _home(reader) not in _UNSEEN:
+                note(reader, reader.f_lineno)
+
+    @untraced
+    def entered(frame: Any, event: str, argument: Any) -> Any:
+        caller = _outside_of(frame.f_back, _NOBODY)
+        if caller is not None:
+            compare(caller, caller.f_lineno)
+        if _home(frame) in _NOBODY:
+            return None
+        last = frame.f_lineno
+
+        def line(frame: Any, event: str, argument: Any) -> Any:
+            nonlocal last
+            compare(frame, last)  # the line before has been run
+            last = frame.f_lineno
+            return line
+
+        return line
+
+    before = sys.gettrace(), sys.getprofile()
+    sys.settrace(entered)
+    sys.setprofile(called)
+    try:
+        yield seen
+    finally:
+        sys.setprofile(before[1])
+        sys.settrace(before[0])
+        seen += found
+
+
+def _home(frame: Any) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def _outside_of(frame: Any, packages: Container[str]) -> Any:
+    """The innermost frame from `frame` outwards that is of none of `packages`; None where all are."""
+    while frame is not None and _home(frame) in packages:
+        frame = frame.f_back
+    return frame
+
+
+def _reads_system(function: Any) -> bool:
+    """Whether a function of C reads a clock or the system's noise."""
+    if function is os.urandom or getattr(function, "__module__", None) == "time":
+        return True
+    owner = getattr(function, "__self__", None)
+    return isinstance(owner, type) and issubclass(owner, datetime.date) and function.__name__ != "fromtimestamp"
+
+
+def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes_in(constant)
+
+
+# Generators
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return None if isinstance(generator, random.SystemRandom) else generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state()
+    return generator.bit_generator.state
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        if state is not None:
+            generator.setstate(state)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    else:
+        generator.bit_generator.state = state
+
+
+def same(left: Any, right: Any) -> bool:
+    """Whether two states of generators are equal."""
+    if isinstance(left, np.ndarray):
+        return bool(np.array_equal(left, right))
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, dict):
+        return all(same(left[name], right[name]) for name in left)
+    return bool(left == right)
+
+
+def _drive(generator: Any, high: bool, seed: int) -> None:
+    """Every second word of a Mersenne Twister extreme, and so every number that takes two.
+
+    Were all of them, who draws until a number is in a range would not end.
+    """
+    words = np.random.default_rng(seed).integers(1 << 32, size=_WORDS, dtype=np.uint32)
+    words[::2] = _ONES if high else 0
+    if isinstance(generator, random.SystemRandom):
+        return
+    if isinstance(generator, random.Random):
+        generator.setstate((generator.VERSION, (*map(int, words), 0), None))
+    elif isinstance(generator, np.random.RandomState):
+        if generator.get_state(legacy=False)["bit_generator"] == "MT19937":
+            generator.set_state(("MT19937", words, 0, 0, 0.0))
+    else:
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
