@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from remat.costing.roofline import kernel_us
+from remat.cuda_kernels import stand_ins
 from remat.evaluation.graph import OpKind
 from remat.recording.tracker import Tracker
 from remat.workload.target import TARGETS, Target
@@ -91,6 +94,46 @@ def test_an_operator_is_charged_for_what_it_reads_and_writes(
     function: Callable[[], Any], name: str, expected: int
 ) -> None:
     assert only(function, name).moved_bytes == expected
+
+
+# Of kernels whose stand-ins a CPU build records: the arguments that ATen's own have instead. x, gradient, weight and
+# statistics of a (4096, 1024) input.
+_STAND_INS: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[list[Any], list[Any]]]] = {
+    "native_layer_norm": lambda x, w, s: ([x, 1, w, w], [x, [1024], w, w, 1e-5]),
+    "native_layer_norm_backward": lambda x, w, s: (
+        [x, x, s, s, w, w],
+        [x, x, [1024], s, s, w, w, [True, True, True]],
+    ),
+    "_fused_rms_norm": lambda x, w, s: ([x, 1, w], [x, [1024], w, 1e-5]),
+    "_fused_rms_norm_backward": lambda x, w, s: ([x, x, s, w], [x, x, [1024], s, w, [True, True]]),
+}
+
+
+def test_every_stand_in_has_arguments_of_aten_here() -> None:
+    assert set(re.findall(r'"remat::(\w+)"', inspect.getsource(stand_ins))) == set(_STAND_INS)
+
+
+@pytest.mark.parametrize("name", _STAND_INS)
+def test_a_stand_in_costs_what_its_kernel_costs(name: str) -> None:
+    """A CPU build records `remat.native_layer_norm`; the card runs `aten.native_layer_norm`."""
+
+    def signature(arguments: list[Any]) -> list[Any]:
+        is_tensor = (isinstance(a, Tensor) for a in arguments)
+        described = [
+            {"tensor": [list(a.shape), list(a.stride()), "bfloat16"]} if tensor else a
+            for a, tensor in zip(arguments, is_tensor, strict=True)
+        ]
+        return [described, {}]
+
+    with FakeTensorMode():
+        given = torch.empty(4096, 1024), torch.empty(1024), torch.empty(4096, 1)
+        own, atens = map(signature, _STAND_INS[name](*given))
+    recorded = OpKind(f"remat.{name}.default", own, 0, 1 << 24, "bfloat16")
+    expected = dataclasses.replace(recorded, name=f"aten.{name}.default", signature=atens)
+    assert kernel_us(recorded, H100) == kernel_us(expected, H100)
+    if name.endswith("_backward"):
+        plain = dataclasses.replace(recorded, name="aten.mul.Tensor")
+        assert kernel_us(recorded, H100) > 1.3 * kernel_us(plain, H100)
 
 
 # Arithmetic

@@ -106,7 +106,8 @@ def _shares(target: Target) -> _Shares:
 
 
 def _name(kind: OpKind) -> str:
-    return kind.name.removeprefix("aten.").partition(".")[0]
+    """The operator's name, one for a kernel of ATen and for its stand-in under `remat::` (`stand_ins.py`)."""
+    return kind.name.removeprefix("aten.").removeprefix("remat.").partition(".")[0]
 
 
 @dataclasses.dataclass(frozen=True)
