@@ -389,6 +389,7 @@ def test_what_only_its_forward_can_feed_is_not_measured() -> None:
         ("NVIDIA A100-PCIE-40GB", "a100-40gb"),
         ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
         ("NVIDIA A100 80GB PCIe", "a100-80gb-pcie"),
+        ("NVIDIA L40S", "l40s"),
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA GeForce RTX 4090 D", None),

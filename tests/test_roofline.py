@@ -128,12 +128,106 @@ def test_a_stand_in_costs_what_its_kernel_costs(name: str) -> None:
     with FakeTensorMode():
         given = torch.empty(4096, 1024), torch.empty(1024), torch.empty(4096, 1)
         own, atens = map(signature, _STAND_INS[name](*given))
-    recorded = OpKind(f"remat.{name}.default", own, 0, 1 << 24, "bfloat16")
+    moved = 1 << 30
+    recorded = OpKind(f"remat.{name}.default", own, 0, moved, "bfloat16")
     expected = dataclasses.replace(recorded, name=f"aten.{name}.default", signature=atens)
     assert kernel_us(recorded, H100) == kernel_us(expected, H100)
-    if name.endswith("_backward"):
-        plain = dataclasses.replace(recorded, name="aten.mul.Tensor")
-        assert kernel_us(recorded, H100) > 1.3 * kernel_us(plain, H100)
+    assert kernel_us(recorded, H100) > 1.5 * moved / H100.bytes_per_us
+
+
+# Passes over memory
+
+
+def passes(function: Callable[[], Any], name: str, target: Target = H100) -> float:
+    """Traffic that `name` is charged for, over the bytes that it reads and writes once."""
+    kind = only(function, name)
+    return (kernel_us(kind, target) - 2 * target.launch_us) * target.bytes_per_us * 0.88 / kind.moved_bytes
+
+
+@pytest.mark.parametrize(
+    ("columns", "forward", "backward"),
+    [
+        pytest.param(8192, 1, 2, id="kept-on-the-chip"),  # backward: a product first, 6 passes for 3
+        pytest.param(131072, 2, 2, id="read-three-times"),  # 3 reads and a write for 2
+    ],
+)
+def test_softmax_reads_long_rows_three_times(columns: int, forward: float, backward: float) -> None:
+    def run() -> None:
+        torch.softmax(leaf(8192, columns), -1).sum().backward()
+
+    assert passes(run, "_softmax") == pytest.approx(forward, rel=0.02)
+    assert passes(run, "_softmax_backward_data") == pytest.approx(backward, rel=0.02)
+
+
+def test_layer_norm_reads_its_input_twice_and_its_backward_more_often() -> None:
+    def run() -> None:
+        F.layer_norm(leaf(8192, 4096), (4096,), leaf(4096), leaf(4096)).sum().backward()
+
+    assert 1.5 <= passes(run, "native_layer_norm") < 1.7  # 3 passes for 2
+    kind = only(run, "native_layer_norm_backward")
+    assert kernel_us(kind, H100) > 2.3 * kind.moved_bytes / (0.88 * H100.bytes_per_us)  # 7 for 3
+
+
+def test_few_long_rows_leave_processors_of_a_layer_norm_idle() -> None:
+    few, many = (only(lambda n=n: F.layer_norm(leaf(n, (1 << 28) // n), ((1 << 28) // n,)), "native_layer_norm")
+                 for n in (16, 16384))  # fmt: skip
+    assert kernel_us(few, H100) > 10 * kernel_us(many, H100)  # 8.1 ms measured (KernelBench level 1, 40)
+
+
+def test_numbers_of_16_bits_that_are_loaded_one_by_one_are_slower() -> None:
+    def halves() -> None:
+        gate, up = torch.chunk(torch.empty(8192, 16384, dtype=BF16), 2, -1)
+        F.silu(gate) * up
+
+    def whole() -> None:
+        F.silu(torch.empty(8192, 8192, dtype=BF16))
+
+    strided, dense = (kernel_us(only(function, "silu"), H100) for function in (halves, whole))
+    assert strided > 1.5 * dense
+    single = [kernel_us(only(lambda d=d: torch.empty(8192, 1, dtype=d) + torch.empty(8192, 8192, dtype=d), "add"), H100)
+              for d in (BF16, torch.float32)]  # fmt: skip
+    assert single[1] < 2 * single[0]  # float32 moves twice as much and is not held up
+
+
+def test_what_fits_l2_moves_faster_and_what_only_allocates_takes_no_time() -> None:
+    small, large = (only(lambda n=n: torch.empty(n << 20).neg(), "neg") for n in (2, 256))
+    per_byte = [(kernel_us(kind, A100) - A100.launch_us) / kind.moved_bytes for kind in (small, large)]
+    assert per_byte[0] < 0.8 * per_byte[1]
+    assert kernel_us(only(lambda: torch.empty(1 << 20), "empty"), A100) == 0
+
+
+def test_a_row_or_a_column_is_traffic_alone() -> None:
+    one = product(2048, 1 << 20, 1, torch.float32)
+    assert kernel_us(one, H100) == pytest.approx(one.moved_bytes / (0.88 * H100.bytes_per_us), rel=0.01)
+
+
+def test_pooling_is_paid_by_its_windows() -> None:
+    def pooled(window: int) -> OpKind:
+        def run() -> None:
+            F.max_pool2d(torch.empty(32, 64, 256, 256), window, 1, window // 2)
+
+        return only(run, "max_pool2d_with_indices")
+
+    assert kernel_us(pooled(11), H100) > 4 * kernel_us(pooled(3), H100)
+
+
+def test_a_bias_is_a_pass_over_what_a_convolution_gives() -> None:
+    def convolved(biased: bool) -> OpKind:
+        def run() -> None:
+            image = torch.empty(32, 64, 128, 128).to(memory_format=torch.channels_last)
+            F.conv2d(image, torch.empty(64, 64, 3, 3), torch.empty(64) if biased else None, padding=1)
+
+        return only(run, "convolution")
+
+    plain, added = (kernel_us(convolved(given), H100) for given in (False, True))
+    assert added - plain == pytest.approx(2 * 4 * 32 * 64 * 128 * 128 / (0.88 * H100.bytes_per_us), rel=0.01)
+
+
+def test_data_centre_ada_is_not_priced_as_geforce() -> None:
+    kind = only(lambda: torch.empty(1 << 28).neg(), "neg")
+    l40s, geforce = TARGETS["l40s"], TARGETS["rtx4090"]
+    reached = [kind.moved_bytes / kernel_us(kind, target) / target.bytes_per_us for target in (l40s, geforce)]
+    assert reached == [pytest.approx(0.765, rel=0.01), pytest.approx(0.95, rel=0.01)]
 
 
 # Arithmetic

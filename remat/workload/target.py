@@ -39,6 +39,8 @@ class Target:
     host_bytes_per_us  between the device and the host's memory, each way; 0 where they are one
     capability       compute capability times ten: 90 for 9.0; 0 where there is none
     processors       streaming multiprocessors
+    l2_bytes         last cache before memory; 0 where nothing is known of it
+    geforce          runs above its rated clock, as GeForce cards do
     torch, cudnn     versions that are assumed to train there: "2.13.0", (9, 20); "" and () where nothing is assumed
     """
 
@@ -53,6 +55,8 @@ class Target:
     host_bytes_per_us: float = 0.0
     capability: int = 0
     processors: int = 0
+    l2_bytes: int = 0
+    geforce: bool = False
     torch: str = ""
     cudnn: tuple[int, ...] = ()
 
@@ -130,7 +134,10 @@ def _gpu(
     bf16: float,
     capability: int,
     processors: int,
+    l2_mib: int,
     host: float = PCIE_5,
+    *,
+    geforce: bool = False,
 ) -> Target:
     """A GPU from its data sheet: terabytes and dense teraflops per second; `host` as `Target.host_bytes_per_us`."""
     rates = {"float32": fp32 * 1e6, "tf32": bf16 * 1e6 / 2, "bfloat16": bf16 * 1e6, "float16": bf16 * 1e6}
@@ -143,25 +150,29 @@ def _gpu(
         host_bytes_per_us=host,
         capability=capability,
         processors=processors,
+        l2_bytes=l2_mib << 20,
+        geforce=geforce,
     )
 
 
 # float32 is the rate of full fp32 arithmetic: PyTorch's default does not use TF32 for matrix products. Sources:
-# NVIDIA's data sheets of the A100 (40 and 80 GB), H100 (PCIe: November 2022; SXM, NVL: 2024), H200 and GH200 (96 GB of
-# HBM3), whose 16-bit rates with sparsity are halved. A name without a form factor is that of the SXM module.
+# NVIDIA's data sheets of the A100 (40 and 80 GB), H100 (PCIe: November 2022; SXM, NVL: 2024), H200, GH200 (96 GB of
+# HBM3) and L40S, whose 16-bit rates with sparsity are halved; L2 from the architectures' white papers. A name without a
+# form factor is that of the SXM module.
 TARGETS: dict[str, Target] = {
     target.name: target
     for target in (
-        _gpu("a100-40gb", 39.4, 1.555, 19.5, 312, 80, 108, PCIE_4),
-        _gpu("a100-80gb", 79.2, 2.039, 19.5, 312, 80, 108, PCIE_4),
-        _gpu("a100-80gb-pcie", 79.2, 1.935, 19.5, 312, 80, 108, PCIE_4),
-        _gpu("h100-80gb", 79.1, 3.35, 66.9, 989, 90, 132),
-        _gpu("h100-pcie", 79.1, 2.0, 51.2, 756, 90, 114),
-        _gpu("h100-nvl", 93.1, 3.9, 60, 835, 90, 132),
-        _gpu("h200", 139.8, 4.8, 66.9, 989, 90, 132),
-        _gpu("h200-nvl", 139.8, 4.8, 60, 835, 90, 132),
-        _gpu("gh200", 94.5, 4.0, 66.9, 989, 90, 132, NVLINK_C2C),
-        _gpu("rtx4090", 23.5, 1.008, 82.6, 165, 89, 128, PCIE_4),
+        _gpu("a100-40gb", 39.4, 1.555, 19.5, 312, 80, 108, 40, PCIE_4),
+        _gpu("a100-80gb", 79.2, 2.039, 19.5, 312, 80, 108, 40, PCIE_4),
+        _gpu("a100-80gb-pcie", 79.2, 1.935, 19.5, 312, 80, 108, 40, PCIE_4),
+        _gpu("h100-80gb", 79.1, 3.35, 66.9, 989, 90, 132, 50),
+        _gpu("h100-pcie", 79.1, 2.0, 51.2, 756, 90, 114, 50),
+        _gpu("h100-nvl", 93.1, 3.9, 60, 835, 90, 132, 50),
+        _gpu("h200", 139.8, 4.8, 66.9, 989, 90, 132, 50),
+        _gpu("h200-nvl", 139.8, 4.8, 60, 835, 90, 132, 50),
+        _gpu("gh200", 94.5, 4.0, 66.9, 989, 90, 132, 50, NVLINK_C2C),
+        _gpu("l40s", 44.3, 0.864, 91.6, 362, 89, 142, 96, PCIE_4),
+        _gpu("rtx4090", 23.5, 1.008, 82.6, 165, 89, 128, 72, PCIE_4, geforce=True),
     )
 }
 
@@ -179,6 +190,7 @@ _DRIVER_NAMES = {
     "H200 NVL": "h200-nvl",
     "GH200 480GB": "gh200",  # of the CPU's memory
     "GH200 120GB": "gh200",
+    "L40S": "l40s",
     "GeForce RTX 4090": "rtx4090",
 }
 

@@ -147,7 +147,8 @@ class StepOptions(ModelOptions):
         str | None,
         _option(
             help="Device to plan for: cuda (this machine's GPU), cpu, h100-80gb, h100-pcie, h100-nvl, h200, h200-nvl, "
-            "gh200, a100-40gb, a100-80gb, a100-80gb-pcie or rtx4090; auto is this machine's GPU, or else h100-80gb."
+            "gh200, a100-40gb, a100-80gb, a100-80gb-pcie, l40s or rtx4090; auto is this machine's GPU, or else "
+            "h100-80gb."
         ),
     ] = None
     accumulation: Annotated[
