@@ -6,7 +6,7 @@ handed tensors of which they read little or nothing; they have a rule each:
 Rule 1  Look-ups (`embedding`, `gather`, `index`, ...) read of their table what they give back.
 Rule 2  The loss of class indices reads one score a row, its gradient none: it is a write of zeros and one number a row.
 Rule 3  What only overwrites (`zero_`, `fill_`, `copy_`, random numbers) does not read what it overwrites.
-Rule 4  What only allocates (`empty`, ...) moves nothing.
+Rule 4  What only allocates (`empty`, ...) moves nothing; what fills what it makes (`zeros_like`, ...) reads nothing.
 Rule 5  Scattering in place reads and writes as much of its target as it is given.
 Rule 6  A fused kernel reads and writes what the compiler says of its loops.
 
@@ -38,6 +38,17 @@ _OVERWRITING = {
     aten.random_,
 }  # Rule 3
 _ALLOCATING = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}  # Rule 4
+_FILLING = {
+    aten.zeros_like,
+    aten.ones_like,
+    aten.full_like,
+    aten.rand_like,
+    aten.randn_like,
+    aten.randint_like,
+    aten.new_zeros,
+    aten.new_ones,
+    aten.new_full,
+}  # Rule 4
 _SCATTERING = {aten.index_put_, aten._index_put_impl_, aten.index_add_, aten.scatter_, aten.scatter_add_}  # Rule 5
 
 
@@ -56,6 +67,8 @@ def moved_bytes(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     ]
     read, old = _tensors((args, kwargs)), {id(tensor) for tensor in changed}
     written = [*changed, *(tensor for tensor in _tensors(out) if id(tensor) not in old)]
+    if packet in _FILLING:
+        return _total(written)
     if packet in _LOOKUPS:
         return _total(read[1:]) + 2 * _total(written)
     if packet in _PICKING:
