@@ -176,3 +176,20 @@ def test_the_rest_is_refused_by_name(optimizer: Any, error: type[RematError], me
     with pytest.raises(error, match=message) as found:
         recorded(dataclasses.replace(WORKLOAD, optimizer=optimizer))
     assert found.value.exit_code == 2
+
+
+class Tables(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.EmbeddingBag(50, 8, mode="sum", sparse=True), nn.Linear(8, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.out(self.table(ids))
+        return found
+
+
+def test_sparse_gradients_are_refused_by_name() -> None:
+    sparse = Workload("tables", Tables, lambda n, _: torch.randint(50, (n, 3)), lambda m, b: m(b).square().mean(), 4)
+    with pytest.raises(CaptureError, match=r"gradients of table are sparse.*Plan with layers .*dense") as found:
+        recorded(sparse)
+    assert found.value.exit_code == 2

@@ -414,8 +414,8 @@ class FakeStep:
         except Exception as error:
             sparse = [path for path, module in self.model.named_modules() if getattr(module, "sparse", False) is True]
             reason = (
-                f"the gradients of {', '.join(sparse)} are sparse (`sparse=True`), and their size depends on data. "
-                "Plan with `sparse=False`"
+                f"the gradients of {', '.join(sparse)} are sparse, and their size depends on data. "
+                "Plan with layers whose gradients are dense (sparse=False)"
                 if sparse
                 else describe(error)
             )
