@@ -35,7 +35,7 @@ from remat.execution.regions_in_graph import places_in, require_regions_in
 from remat.offloading.refs import from_offload_refs
 from remat.planning.profiling import fake_step
 from remat.recording.recorder import record
-from remat.validation.training import Training, collect
+from remat.validation.training import Training, collect, release_memory
 from remat.workload.training_loop import TrainingLoop
 
 _LEFT_OUT = ("aten._to_copy.default", "aten.add.Tensor")
@@ -117,7 +117,7 @@ class _Looking(UnseenMode):
 def trained(plan: Plan, path: Path) -> tuple[list[Point], int]:
     """What the allocator said in a step under a plan, and the peak of a step that nobody looked at."""
     device = torch.device("cuda", torch.cuda.current_device())
-    collect(device)
+    release_memory(device)
     others_bytes = _requested_bytes("current")
     training = Training(workload_of(spec_in(plan.about, path)), device, 0, TrainingLoop.of(plan.about))
     training.begin_again()
