@@ -37,6 +37,7 @@ from remat.planning.profiling import fake_step
 from remat.recording.recorder import record
 from remat.validation.training import Training, collect, release_memory
 from remat.workload.training_loop import TrainingLoop
+from remat.workload.workload import Workload
 
 _LEFT_OUT = ("aten._to_copy.default", "aten.add.Tensor")
 COLUMNS = ["plan", "operators", "matched", "predicted", "measured", "peak_percent", "worst_percent", "worst_at"]
@@ -83,7 +84,7 @@ def compared(path: Path) -> dict[str, Any]:
 def evaluated(plan: Plan, path: Path) -> tuple[list[Point], int]:
     """The evaluator's curve of a plan, and its peak."""
     place, loop = find_planning_device(plan.target), TrainingLoop.of(plan.about)
-    step = fake_step(workload_of(spec_in(plan.about, path)), place, loop=loop)
+    step = fake_step(_workload(plan, path), place, loop=loop)
     step.form = form_of(plan.about)
     graph = record(step, alignment_bytes=place.target.alignment_bytes)
     costs = roofline_costs(graph, place.target)
@@ -119,7 +120,7 @@ def trained(plan: Plan, path: Path) -> tuple[list[Point], int]:
     device = torch.device("cuda", torch.cuda.current_device())
     release_memory(device)
     others_bytes = _requested_bytes("current")
-    training = Training(workload_of(spec_in(plan.about, path)), device, 0, TrainingLoop.of(plan.about))
+    training = Training(_workload(plan, path), device, 0, TrainingLoop.of(plan.about))
     training.begin_again()
     training.apply(plan)
     for _ in range(2):
@@ -135,10 +136,18 @@ def trained(plan: Plan, path: Path) -> tuple[list[Point], int]:
 
 def matched(expected: list[Point], seen: list[Point]) -> list[tuple[Point, Point]]:
     """Points of the same operators, in order."""
-    keys = [[point.key for point in points] for points in (expected, seen)]
-    blocks = difflib.SequenceMatcher(None, *keys, autojunk=False).get_matching_blocks()
-    pairs = [(expected[b.a + i], seen[b.b + i]) for b in blocks for i in range(b.size)]
-    return [pair for pair in pairs if pair[0].key[0] not in _LEFT_OUT]
+    names = {point.key[0] for point in expected}.difference(_LEFT_OUT)  # views are no operators of a record
+    expected, seen = ([point for point in points if point.key[0] in names] for points in (expected, seen))
+    ours, theirs = ([point.key for point in points] for points in (expected, seen))
+    blocks = difflib.SequenceMatcher(None, ours, theirs, autojunk=False).get_matching_blocks()
+    return [(expected[b.a + i], seen[b.b + i]) for b in blocks for i in range(b.size)]
+
+
+def _workload(plan: Plan, path: Path) -> Workload:
+    spec = spec_in(plan.about, path)
+    if spec is None:
+        raise SystemExit(f"{path} does not say of which model it is a plan.")
+    return workload_of(spec)
 
 
 def _requested_bytes(which: str) -> int:

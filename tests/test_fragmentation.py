@@ -28,7 +28,7 @@ from remat.planning.profiling import fake_step, profile_step
 from remat.planning.study import FoundPlan
 from remat.planning.timeline import timeline
 from remat.reservation.allocator_settings import AllocatorSettings
-from remat.reservation.caching_allocator import CachingAllocator
+from remat.reservation.caching_allocator import Block, CachingAllocator
 from remat.reservation.fragmentation import CONTEXT_BYTES, Footprint, before_first_step, footprint, footprints, states
 from remat.units import GIB, MIB
 from remat.validation.validating import _simulated
@@ -65,6 +65,24 @@ def graph_of_two() -> Graph:
 
 
 @pytest.mark.exhaustive
+def test_libraries_take_a_workspace_a_thread_where_it_first_multiplies_and_only_once() -> None:
+    """Backward's is cut out of what forward has let go of by then, and stays there."""
+    profile, asked = profile_of("gpt2"), list[int]()
+
+    class Noting(CachingAllocator):
+        def malloc(self, size: int) -> Block:
+            asked.append(size)
+            return super().malloc(size)
+
+    graph = profile.graph
+    found = footprint(memory_of(profile), (), allocator=Noting())
+    forward, backward = (i for i, size in enumerate(asked) if size == 32 * MIB)
+    state = next(i for i, size in enumerate(asked) if asked[i : i + 4] == states(graph)[:4] and i > backward)
+    before = len(list(before_first_step(graph))) - 2
+    assert before < forward < backward < state
+    assert found.requested_bytes == memory_of(profile).peak_without_regions
+
+
 def test_parameters_come_first_and_states_one_by_one() -> None:
     graph = graph_of_two()
     assert list(before_first_step(graph)) == [3 * MIB, 5 * MIB, MIB]

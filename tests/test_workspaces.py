@@ -12,11 +12,12 @@ import torch
 from remat.costing.costs import roofline_costs, with_library_workspaces
 from remat.costing.planning_device import find_planning_device
 from remat.costing.profile import Profile
-from remat.costing.workspaces import FORMULAS, cublas_bytes, handles, reduction, without_formula, workspace_bytes
+from remat.costing.workspaces import FORMULAS, cublas_bytes, reduction, without_formula, workspace_bytes
 from remat.errors import UsageError
 from remat.evaluation.breakdown import at_peak
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import LIBRARY_WORKSPACES, OpKind
+from remat.evaluation.libraries import threads_that_multiply
 from remat.formulation.solution import Limits
 from remat.planning.budget import Budget
 from remat.planning.planner import plan_profile
@@ -200,7 +201,7 @@ def profiled(target: str = "h100-80gb", loop: TrainingLoop | None = None) -> Pro
 
 def test_a_step_that_multiplies_forward_and_backward_keeps_two_handles() -> None:
     profile = profiled()
-    assert handles(profile.graph) == 2
+    assert threads_that_multiply(profile.graph) == 2
     assert profile.graph.fixed_bytes[LIBRARY_WORKSPACES] == 64 * MIB
     assert at_peak(Memory(profile.graph), ())[LIBRARY_WORKSPACES] == 64 * MIB
     assert profiled("a100-80gb").graph.fixed_bytes[LIBRARY_WORKSPACES] == 16 * MIB + 256 * KIB

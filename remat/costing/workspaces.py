@@ -25,6 +25,7 @@ from typing import Any
 
 from remat.costing.reductions import Reduction
 from remat.evaluation.graph import LIBRARY_WORKSPACES, Graph, OpKind
+from remat.evaluation.libraries import threads_that_multiply
 from remat.units import MIB
 from remat.workload.target import Target
 
@@ -195,8 +196,6 @@ def without_formula(kinds: Sequence[OpKind]) -> tuple[str, ...]:
 
 # What lasts
 
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "_scaled_mm", "_addmm_activation")
-
 
 def cublas_bytes(target: Target) -> int:
     """cuBLAS's workspace for one handle and stream, as torch sets it; cublasLt shares it.
@@ -211,16 +210,9 @@ def cublas_bytes(target: Target) -> int:
     return 2 * 4 * MIB + 8 * MIB // 64
 
 
-def handles(graph: Graph) -> int:
-    """Threads of the step that call cuBLAS: forward's, and backward's."""
-    multiplies = [kind.name.removeprefix("aten.").partition(".")[0] in _PRODUCTS for kind in graph.kinds]
-    phases = graph.op_kind[: graph.forward_end], graph.op_kind[graph.forward_end : graph.backward_end]
-    return sum(any(multiplies[kind] for kind in set(phase.tolist())) for phase in phases)
-
-
 def with_libraries(graph: Graph, bytes_per_handle: int) -> Graph:
     """`graph` with the workspaces that libraries keep from the first step on."""
-    size = handles(graph) * bytes_per_handle
+    size = threads_that_multiply(graph) * bytes_per_handle
     if not size:
         return graph
     fixed: dict[str, Any] = {**graph.fixed_bytes, LIBRARY_WORKSPACES: size}

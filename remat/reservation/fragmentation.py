@@ -5,12 +5,14 @@ Training is fed in the order in which it happens:
 
 1. What was there before the first step: parameters one by one, buffers, then what else is fixed. Gradients that
    accumulate count among it, one by one: they are taken to stay from one optimizer step to the next.
-2. A first step, in which the optimizer makes its state, parameter by parameter, before anything else of its own.
+2. A first step, in which the optimizer makes its state, parameter by parameter, before anything else of its own, and
+   libraries take their workspaces: forward's first product does, and backward's, in a thread of its own. That one
+   finds free what forward has let go of, is cut out of it, and stays: what came out of one block then, needs another.
 3. Steps until a whole one reserves nothing more: the steady state. Peaks are those of the last.
 
 Assumptions. Within one operator: what it makes, in the recorded order; then its workspace, taken and given back; then
 what is let go. Sizes are those of the record, each rounded up to 512 bytes, which the allocator does anyway. What is
-fixed and not listed one by one (buffers, the batch, libraries' workspaces) is one block each. One stream. Nothing is
+fixed and not listed one by one (buffers, the batch) is one block each. One stream. Nothing is
 freed to make room: a card that would be full is not asked again, so what is predicted is what is reserved without the
 stalls that giving cached memory back means.
 """
@@ -23,8 +25,9 @@ from typing import cast
 
 import numpy as np
 
-from remat.evaluation.evaluator import Memory
-from remat.evaluation.graph import OPTIMIZER_STATE, Graph
+from remat.evaluation.evaluator import Lives, Memory
+from remat.evaluation.graph import LIBRARY_WORKSPACES, OPTIMIZER_STATE, Graph
+from remat.evaluation.libraries import products, threads_that_multiply
 from remat.evaluation.plan import AllocatorPeaks, Region
 from remat.reservation.allocator_settings import AllocatorSettings
 from remat.reservation.caching_allocator import Block, CachingAllocator
@@ -71,9 +74,10 @@ def footprint(
     allocator = allocator or CachingAllocator(settings)
     step = _Step(memory, regions)
     graph = memory.graph
-    for size in before_first_step(graph):
+    known = {name: size for name, size in graph.fixed_bytes.items() if name != LIBRARY_WORKSPACES}
+    for size in before_first_step(dataclasses.replace(graph, fixed_bytes=known)):
         allocator.malloc(size)
-    step.execute(allocator, state=states(graph))
+    step.execute(allocator, state=states(graph), is_first=True)
     steps, reserved = 1, -1
     while allocator.reserved_bytes > reserved and steps < MOST_STEPS:
         steps, reserved = steps + 1, allocator.reserved_bytes
@@ -104,8 +108,9 @@ def footprints(memory: Memory, regions: Sequence[Region], settings: AllocatorSet
 
 def before_first_step(graph: Graph) -> Iterator[int]:
     """Sizes of what is there before the first step, in the order in which it is made."""
-    fixed = graph.fixed_bytes
+    fixed, threads = graph.fixed_bytes, threads_that_multiply(graph)
     one_by_one = {
+        LIBRARY_WORKSPACES: threads * [fixed.get(LIBRARY_WORKSPACES, 0) // max(threads, 1)],
         "parameters": [p.size_bytes for p in graph.parameters],
         "gradients": [p.gradient_bytes for p in graph.parameters],
         "running average": [p.size_bytes for p in graph.parameters],
@@ -135,6 +140,9 @@ def _shared_out(total: int, sizes: Iterable[int]) -> Iterator[int]:
 # One step
 
 
+_MAKE, _LIBRARY, _WORK, _FREE = range(4)  # in this order within an operator
+
+
 class _Step:
     """The requests and releases of one step, in order."""
 
@@ -143,33 +151,55 @@ class _Step:
         real = np.flatnonzero((lives.size_bytes > 0) & (lives.death >= lives.birth))
         workspace = np.where(lives.executed, memory.workspace_bytes[lives.op], 0)
         working = np.flatnonzero(workspace)
+        first = _first_products(graph, lives)
         # What the loop holds of the step before is there when this one begins, in a block of its own.
         until = np.array([until for _, until in graph.held_outputs], dtype=np.int64)
         held = len(lives.size_bytes) + np.arange(len(until))
-        position = np.concatenate([np.full(len(held), -1), lives.birth[real], working, lives.death[real], until - 1])
-        kind = np.repeat([0, 0, 1, 2, 2], [len(held), len(real), len(working), len(real), len(held)])
-        who = np.concatenate([held, real, working, real, held])
+        begun = np.full(len(held), -1)
+        position = np.concatenate([begun, lives.birth[real], first, working, lives.death[real], until - 1])
+        counts = [len(held) + len(real), len(first), len(working), len(real) + len(held)]
+        kind = np.repeat([_MAKE, _LIBRARY, _WORK, _FREE], counts)
+        who = np.concatenate([held, real, first, working, real, held])
         order = np.lexsort((who, kind, position))
         optimizer = int(np.argmax(np.append(lives.op, graph.op_count) >= graph.backward_end))
         self._optimizer = int(np.searchsorted(position[order], optimizer))
         self._kind, self._who = kind[order].tolist(), who[order].tolist()
         self._sizes = [*lives.size_bytes.tolist(), *(size for size, _ in graph.held_outputs)]
         self._workspace = workspace.tolist()
+        self._library_bytes = graph.fixed_bytes.get(LIBRARY_WORKSPACES, 0) // max(len(first), 1)
 
-    def execute(self, allocator: CachingAllocator, state: Iterable[int] = ()) -> None:
-        """Feed it to `allocator`; `state` is made when the optimizer begins, and stays."""
+    def execute(self, allocator: CachingAllocator, state: Iterable[int] = (), *, is_first: bool = False) -> None:
+        """Feed it to `allocator`; `state` is made when the optimizer begins, and stays.
+
+        is_first  whether libraries take their workspaces in it
+        """
         held: dict[int, Block] = {}
-        self._feed(allocator, held, 0, self._optimizer)
+        library_bytes = self._library_bytes if is_first else 0
+        self._feed(allocator, held, 0, self._optimizer, library_bytes)
         for size in state:
             allocator.malloc(size)
-        self._feed(allocator, held, self._optimizer, len(self._kind))
+        self._feed(allocator, held, self._optimizer, len(self._kind), library_bytes)
 
-    def _feed(self, allocator: CachingAllocator, held: dict[int, Block], begin: int, end: int) -> None:
+    def _feed(
+        self, allocator: CachingAllocator, held: dict[int, Block], begin: int, end: int, library_bytes: int
+    ) -> None:
         sizes, malloc, free = self._sizes, allocator.malloc, allocator.free
         for kind, who in zip(self._kind[begin:end], self._who[begin:end], strict=True):
-            if kind == 0:
+            if kind == _MAKE:
                 held[who] = malloc(sizes[who])
-            elif kind == 2:
+            elif kind == _FREE:
                 free(held.pop(who))
-            else:
+            elif kind == _WORK:
                 free(malloc(self._workspace[who]))
+            elif library_bytes:
+                malloc(library_bytes)
+
+
+def _first_products(graph: Graph, lives: Lives) -> np.ndarray:
+    """Where on the timeline forward's thread asks cuBLAS first, and where backward's does."""
+    asks = products(graph)[lives.op] & lives.executed
+    in_forward = (lives.op < graph.forward_end) & (lives.region < 0)
+    in_backward = ~in_forward & (lives.op < graph.backward_end)
+    return np.array(
+        [int(np.argmax(asks & part)) for part in (in_forward, in_backward) if (asks & part).any()], np.int64
+    )
