@@ -49,6 +49,15 @@ class _Tensor:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def size_bytes(self) -> int:
+        return self.numel * self.item_bytes
+
+    @property
+    def is_contiguous(self) -> bool:
+        expected = [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
+        return all(n == 1 or s == e for n, s, e in zip(self.shape, self.stride, expected, strict=True))
+
 
 _ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
 
@@ -164,6 +173,32 @@ def reduction(kind: OpKind, target: Target) -> int:
     return Reduction(shape, stride, dims, *sizes).workspace_bytes(target)
 
 
+def roll(kind: OpKind, target: Target) -> int:
+    """A copy for each dimension but the last, one after the other, and one of what is not contiguous.
+
+    `roll_common` in aten/src/ATen/native/TensorTransformations.h, `roll_cuda` in cuda/TensorTransformations.cu, torch
+    2.11 to 2.15.
+    """
+    args = kind.signature[0]
+    dims = max(len(args[2]) if len(args) > 2 else 0, 1)
+    return (dims - 1) * _tensor(kind, 0).size_bytes + (_contiguous_copy(kind, 0) if dims == 1 else 0)
+
+
+def layer_norm(kind: OpKind, target: Target) -> int:
+    """A copy of an input that is not contiguous: `layer_norm_cuda` in cuda/layer_norm_kernel.cu, torch 2.11 to 2.15."""
+    return _contiguous_copy(kind, 0)
+
+
+def layer_norm_backward(kind: OpKind, target: Target) -> int:
+    """Copies of the gradient and of the input, where they are not contiguous; as above."""
+    return _contiguous_copy(kind, 0) + _contiguous_copy(kind, 1)
+
+
+def _contiguous_copy(kind: OpKind, position: int) -> int:
+    tensor = _tensor(kind, position)
+    return 0 if tensor.is_contiguous else tensor.size_bytes
+
+
 FORMULAS: dict[str, Callable[[OpKind, Target], int]] = {
     "aten._scaled_dot_product_flash_attention_backward.default": flash_attention_backward,
     "aten._scaled_dot_product_cudnn_attention_backward.default": cudnn_attention_backward,
@@ -173,6 +208,9 @@ FORMULAS: dict[str, Callable[[OpKind, Target], int]] = {
     "aten.linalg_vector_norm.default": reduction,
     "aten.mean.default": reduction,
     "aten.mean.dim": reduction,
+    "aten.native_layer_norm.default": layer_norm,
+    "aten.native_layer_norm_backward.default": layer_norm_backward,
+    "aten.roll.default": roll,
     "aten.sum.default": reduction,
     "aten.sum.dim_IntList": reduction,
 }
