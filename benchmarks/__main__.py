@@ -34,6 +34,7 @@ LONG = (
     "cards",
     "by_name",
     "trainers",
+    "roofline",
 )
 
 

@@ -80,11 +80,14 @@ def plan_text(plan: Plan) -> str:
 
 def _caveats(plan: Plan) -> Iterator[str]:
     """What a prediction leaves out, and what the plan does that nobody asked for."""
+    from remat.evaluation.plan import bound_by_host
+
     if plan.about.get("own_checkpoints"):
         yield (
             f"the model calls torch.utils.checkpoint itself ({_count(plan.about['own_checkpoints'], 'time')}): under a "
             'plan these calls do nothing, and "without checkpointing" is without them too'
         )
+    yield from bound_by_host(plan)
     if unmeasured := plan.predicted.get("unmeasured_kernels"):
         yield (
             f"{_count(unmeasured, 'kind')} of kernel could not be measured: what they need beside their outputs is "

@@ -155,6 +155,8 @@ class Prediction(TypedDict, total=False):
     weights_wait_us       what the step waits for them, in `overhead` too
     whole_loss_overhead   of the plan for the step as captured, where one fits
     sliced_overhead       of the best plan with slices, where it is better by too little to be taken
+    host_us               what the host needs to launch the step without a plan, where that is more than the device
+                          needs to run it; `host_again_us` is what the plan adds
     """
 
     peak_bytes: int
@@ -177,6 +179,8 @@ class Prediction(TypedDict, total=False):
     weights_wait_us: float
     whole_loss_overhead: float
     sliced_overhead: float
+    host_us: float
+    host_again_us: float
 
 
 class Proof(TypedDict, total=False):
@@ -303,6 +307,7 @@ class Plan:
                 f"  step time  {ms(predicted['step_time_us'])} ({self.costs}), "
                 f"{100 * predicted['overhead']:+.1f} % recomputation",
                 f"  solver     {self.solver['name']}: {self.solver['status']}, gap {100 * self.solver['gap']:.2f} %",
+                *(f"  host       {sentence}" for sentence in bound_by_host(self)),
                 *(f"  traced     {sentence}" for sentence in traced_branches(self.about)),
             ]
         )
@@ -318,8 +323,19 @@ class Plan:
             ("solver", f"{self.solver['status']}, gap {100 * self.solver['gap']:.2f} %", ""),
         ]
         title = f"Plan for {self.about.get('workload')} on {self.target} within {gib(self.budget_bytes)}"
-        notes = [f"Times are {self.costs}.", *traced_branches(self.about)]
+        notes = [f"Times are {self.costs}.", *bound_by_host(self), *traced_branches(self.about)]
         return shown.as_html(title, rows, ("", "under the plan", "without"), notes)
+
+
+def bound_by_host(plan: Plan) -> list[str]:
+    """A sentence where launching the step takes longer than running it: how long, and what the plan then costs."""
+    predicted, device_us = plan.predicted, plan.without_checkpointing["step_time_us"]
+    host_us, again_us = predicted.get("host_us", 0.0), predicted.get("host_again_us", 0.0)
+    if host_us <= device_us:
+        return []
+    planned_us = max(host_us + again_us, predicted["step_time_us"])
+    added = f"; under the plan {ms(planned_us)}, {100 * (planned_us / host_us - 1):+.1f} %" if again_us else ""
+    return [f"bound by the host: launching its kernels takes {ms(host_us)}, running them {ms(device_us)}{added}"]
 
 
 def traced_branches(about: Mapping[str, Any]) -> list[str]:

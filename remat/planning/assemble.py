@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from remat.costing.host_time import REGION_US, launches_us
 from remat.evaluation.breakdown import at_peak
 from remat.evaluation.form import SLICED, WHOLE
 from remat.evaluation.graph import CALLED_MODULES
@@ -13,6 +14,8 @@ from remat.planning.portfolio import BestPlan
 from remat.planning.refusals import where
 from remat.planning.study import FoundPlan, Study
 from remat.recording.fake_step import LAYERS_ON_HOST
+
+HOSTED = ("eager", "modules")  # executions in which Python launches every kernel
 
 
 def plan_of(study: Study, outcome: BestPlan, budget_bytes: int) -> Plan:
@@ -98,6 +101,12 @@ def predict(study: Study, found: FoundPlan) -> Prediction:
         predicted["form_time_us"] = found.at.extra_us
     if unmeasured := len(profile.costs.about.get("not_measured", ())):
         predicted["unmeasured_kernels"] = unmeasured
+    plain_us = float(launches_us(study.captured.profile.graph, profile.target).sum())
+    if profile.costs.source == "estimated" and study.how.name in HOSTED and plain_us > step_us:
+        host = launches_us(graph, profile.target)
+        again_us = memory.recompute_time_us(solution.regions, host) + REGION_US * len(solution.regions)
+        predicted["host_us"] = plain_us
+        predicted["host_again_us"] = float(host.sum()) + again_us - plain_us
     if solution.stall_us:
         predicted["stall_us"] = solution.stall_us
     if solution.offloads:

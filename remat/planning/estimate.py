@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from remat.costing.host_time import REGION_US, launches_us
 from remat.costing.planning_device import find_planning_device
 from remat.costing.profile import Profile
 from remat.evaluation import breakdown
@@ -56,6 +57,7 @@ class Speed:
     """One optimizer step on one rank; None where there are no tokens, or the target's rate is not known.
 
     update_time_us  of all its micro-batches and the optimizer      samples  of all ranks
+    host_us         what the host needs to launch its kernels; None where costs were measured, and off CUDA
     mfu, hfu        shares of the target's peak rate, the model's operations alone and with the recomputed ones
     """
 
@@ -68,6 +70,7 @@ class Speed:
     model_flops: int
     mfu: float | None
     hfu: float | None
+    host_us: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +186,17 @@ def _speed(profile: Profile, memory: Memory, regions: Sequence[Region]) -> Speed
         model_flops=own * loop.accumulation * loop.ranks,
         mfu=loop.accumulation * own / most if most else None,
         hfu=loop.accumulation * (own + again) / most if most else None,
+        host_us=_host_us(profile, memory, regions),
     )
+
+
+def _host_us(profile: Profile, memory: Memory, regions: Sequence[Region]) -> float | None:
+    graph, accumulation = profile.graph, TrainingLoop.of(profile.graph.about).accumulation
+    if profile.costs.source != "estimated" or profile.target.device != "cuda":
+        return None
+    host = launches_us(graph, profile.target)
+    once_us = float(host[: graph.backward_end].sum()) + memory.recompute_time_us(regions, host)
+    return accumulation * (once_us + REGION_US * len(regions)) + float(host[graph.backward_end :].sum())
 
 
 def _dtype(graph: Graph, flops: np.ndarray) -> str:

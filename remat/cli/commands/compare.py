@@ -226,12 +226,15 @@ def _size(of: dict[str, Any]) -> str:
 
 def _notes(found: Comparison, files: Sequence[str]) -> Iterator[str]:
     from remat.cli.screen import execution_notes
+    from remat.evaluation.plan import bound_by_host
 
     if found.bound_us:
         yield "gap: how far a strategy proves its own plan to be from the best within the budget"
         yield f"above bound: recompute time above {ms(found.bound_us)}, which every plan within the budget needs"
     if found.costs == "estimated":
         yield "step times are estimated"
+    if found.best is not None and found.best.plan is not None:
+        yield from bound_by_host(found.best.plan)
     yield from execution_notes(found.execution)
     if found.execution == "modules":
         yield "a strategy that joins layers or saves inside them has no plan of its own"

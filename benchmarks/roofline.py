@@ -1,0 +1,123 @@
+"""The roofline held to kernels that others measured: `python -m benchmarks roofline:FOLDER[,SET...][,OPTION...]`.
+
+FOLDER has a folder for each source (`kernelbench`, `liger-kernel`, `phantora-l40s`, `vidur`); what they hold, their
+licences and how they were measured is said in `benchmarks/measured/`. The options:
+
+problems=FOLDER  the folder `KernelBench` of that repository at commit 423217d; without it that set is left out
+before=COMMIT    also prices by the roofline of that commit
+
+A row is a family of one set, once for all and once for its half to check with. "times" is predicted over measured.
+Of whole models and chains, which run eagerly and are timed by events, the host's launches count too (`host_time.py`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks import report
+from benchmarks.measured import kernelbench, liger, phantora, vidur
+from benchmarks.measured.measurement import Measurement
+from remat.costing.host_time import LAUNCH_US
+from remat.costing.roofline import kernel_us
+from remat.evaluation.graph import OpKind
+from remat.workload.target import Target
+
+Price = Callable[[OpKind, Target], float]
+ALL = "all"
+COLUMNS = ["set", "family", "split", "n", "times", "p10-p90", "within 10 / 20 / 50 %", "typical factor", "before"]
+
+
+def main(folder: str = "", *arguments: str) -> None:
+    """Write `results/roofline_*`, sets in the order given, all of them where none is."""
+    if not folder:
+        raise SystemExit("roofline:FOLDER[,SET...] needs the folder of the measured sets.")
+    options = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
+    wanted = [argument for argument in arguments if "=" not in argument]
+    found = list(_measurements(Path(folder), wanted, options.get("problems")))
+    before = roofline_of(options["before"]) if "before" in options else None
+    rows = [
+        {**row, "before": other["within 10 / 20 / 50 %"] if other else ""}
+        for row, other in zip(rows_of(found, kernel_us), rows_of(found, before) if before else _nothing(), strict=False)
+    ]
+    cpu = torch.device("cpu")
+    about = report.provenance(cpu) | {"before": options.get("before", ""), "launch_us": LAUNCH_US}
+    report.write(report.stem("roofline", cpu), about, rows, COLUMNS)
+    for row in rows:
+        print(" | ".join(str(row[column]) for column in COLUMNS))
+
+
+def _measurements(folder: Path, wanted: Sequence[str], problems: str | None) -> Iterator[Measurement]:
+    sources: dict[str, Callable[[], Iterator[Measurement]]] = {
+        "liger": lambda: liger.measurements(folder),
+        "vidur": lambda: vidur.measurements(folder),
+        "phantora": lambda: phantora.measurements(folder),
+    }
+    if problems is not None:
+        sources["kernelbench"] = lambda: kernelbench.measurements(folder, Path(problems))
+    for name in wanted or sources:
+        if name not in sources:
+            raise SystemExit(f"there is no measured set {name!r}; choose from {', '.join(sources)}.")
+        yield from sources[name]()
+        print(f"read {name}", file=sys.stderr, flush=True)
+
+
+def roofline_of(commit: str) -> Price:
+    """What the roofline of an older commit takes a kernel to cost."""
+    text = subprocess.check_output(["git", "show", f"{commit}:remat/costing/roofline.py"], text=True)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "roofline_before.py"
+        path.write_text(text)
+        spec = importlib.util.spec_from_file_location("roofline_before", path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+    price: Price = module.kernel_us
+    return price
+
+
+def predicted_us(measurement: Measurement, price: Price) -> float:
+    """Time of all kernels, or of launching them where that is longer and was measured."""
+    device_us = sum(count * price(kind, measurement.target) for kind, count in measurement.kernels)
+    host_us = LAUNCH_US * measurement.launches if measurement.eager and price is kernel_us else 0.0
+    return max(device_us, host_us)
+
+
+def rows_of(found: Sequence[Measurement], price: Price) -> Iterator[dict[str, Any]]:
+    """A row for each family of each set, and for each set as a whole."""
+    ratios: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    for measurement in found:
+        ratio = predicted_us(measurement, price) / measurement.measured_us
+        for family in (ALL, measurement.family):
+            ratios[measurement.set, family, ALL].append(ratio)
+            ratios[measurement.set, family, measurement.split].append(ratio)
+    for (name, family, split), values in ratios.items():
+        if split == ALL or family == ALL:
+            yield {"set": name, "family": family, "split": split, **_spread(np.array(values))}
+
+
+def _spread(ratios: np.ndarray) -> dict[str, Any]:
+    low, middle, high = np.quantile(ratios, (0.1, 0.5, 0.9))
+    inside = [round(100 * float(np.mean(np.abs(ratios - 1) <= share))) for share in (0.1, 0.2, 0.5)]
+    return {
+        "n": len(ratios),
+        "times": f"{middle:.2f}",
+        "p10-p90": f"{low:.2f}-{high:.2f}",
+        "within 10 / 20 / 50 %": " / ".join(map(str, inside)),
+        "typical factor": f"{np.exp(np.mean(np.abs(np.log(ratios)))):.2f}",
+    }
+
+
+def _nothing() -> Iterator[dict[str, Any]]:
+    while True:
+        yield {}
