@@ -90,7 +90,7 @@ def test_a_plan_prints_what_a_person_asks() -> None:
         "Plan for residual on a100-40gb within 3.00 GiB",
         "  regions       2   (1 nested, 16 nodes, 1 saved)",
         "  peak       2.00 GiB predicted, 4.00 GiB without checkpointing",
-        "  step time  1.50 ms (estimated), +25.0 % recomputation",
+        "  step time  1.50 ms predicted from estimated costs, +25.0 % for the plan, 25.0 % recomputation",
         "  solver     cp-sat: optimal, gap 0.05 %",
     ]
 

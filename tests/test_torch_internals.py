@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import logging
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -275,6 +276,21 @@ def test_dynamo_tells_its_compiler_its_frames_and_its_breaks() -> None:
     (compiler,) = map(dynamo.compiler_behind, found)
     assert getattr(compiler, "compiler_fn", compiler) is backend
     assert dynamo.compiler_behind(None) is None
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_a_failure_on_fakes_is_not_logged_unless_it_is_asked_for(
+    wanted: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCH_LOGS", raising=False)
+    monkeypatch.setenv("REMAT_DEBUG", "1" if wanted else "")
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.level
+    with FakeTensorMode(), dynamo.tracebacks_unwritten(), dynamo.tracebacks_unwritten():
+        with pytest.raises(RuntimeError, match="same reduction dim"):
+            torch.ones(2, 3) @ torch.ones(2, 3)
+    assert ("failed while attempting to run meta" in caplog.text) is wanted
+    assert log.level == before
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # of Dynamo's own way with Functions
@@ -665,6 +681,10 @@ GONE: dict[str, tuple[str, Callable[[], Any]]] = {
         dynamo.frame_callback,
     ),
     "_dynamo.utils.counters": ("see whether a forward was traced", dynamo.frames_traced),
+    "_subclasses.fake_tensor": (
+        "keep its log off the screen",
+        lambda: dynamo.tracebacks_unwritten().__enter__(),
+    ),
     "_dynamo.utils.graph_break_reasons": ("find the branch at which a graph broke", dynamo.graph_breaks),
     "_dynamo.error_on_graph_break": ("leave sizes open where no graph breaks for them", dynamo.without_breaks),
     "_dynamo.trace_rules._allowed_callable_ids": (

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
+import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -15,7 +17,7 @@ from unittest import mock
 
 import torch
 
-from remat._torch.door import internal
+from remat._torch.door import Shared, internal
 from remat.errors import CaptureError
 
 Translator = Any
@@ -230,6 +232,32 @@ def _errors_behind(error: BaseException | None) -> list[BaseException]:
             found.append(each)
             waiting += [each.__cause__, each.__context__]
     return found
+
+
+# What it writes
+
+
+def tracebacks_unwritten() -> contextlib.AbstractContextManager[None]:
+    """While it lasts, torch does not log the traceback of an operator that fails on fake tensors; it is raised anyway.
+
+    Where TORCH_LOGS or REMAT_DEBUG is set in the environment, it is logged as ever.
+    """
+    return _UNWRITTEN()
+
+
+@contextlib.contextmanager
+def _log_off() -> Iterator[None]:
+    log = logging.getLogger(internal("_subclasses.fake_tensor", "keep its log off the screen").__name__)
+    before = log.level
+    if not (os.environ.get("TORCH_LOGS") or os.environ.get("REMAT_DEBUG")):
+        log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+_UNWRITTEN = Shared(_log_off)
 
 
 # Functions that are left whole

@@ -24,7 +24,14 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import MappingKey, tree_leaves_with_path
 
-from remat._torch.dynamo import graph_breaks, settings, trace_error, try_again, without_breaks
+from remat._torch.dynamo import (
+    graph_breaks,
+    settings,
+    trace_error,
+    tracebacks_unwritten,
+    try_again,
+    without_breaks,
+)
 from remat.capture import four_bit, numpy_random, trl_head
 from remat.capture.anchors import put_under
 from remat.capture.attention_masks import (
@@ -209,6 +216,7 @@ class GraphCalls:
             grouped_products(),
             kernels_on_fakes(),
             opaque(self.answers.opaque if self.answers else ()),
+            tracebacks_unwritten(),
             warnings.catch_warnings(),
         ):
             # Dynamo looks at .grad of every tensor that crosses a graph break.
@@ -353,7 +361,8 @@ def _first_line(error: BaseException) -> str:
     """What a tracer's long message says: its first line, the reason that it wraps, and the user's own line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = lines[:1] or [type(error).__name__]
-    said += [line for line in lines[1:] if line.startswith(("Explanation:", "Developer debug context:"))][:2]
+    reasons = [line for line in lines[1:] if line.startswith(("Explanation:", "Developer debug context:"))]
+    said += [line for line in reasons if not line.endswith(":")][:2]
     if error.__cause__ is not None:
         said.append(
             f"{type(error.__cause__).__name__}: {str(error.__cause__).splitlines()[0] if str(error.__cause__) else ''}"

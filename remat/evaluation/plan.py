@@ -23,6 +23,8 @@ from typing import Any, Literal, TypedDict
 import remat
 from remat import shown
 from remat.errors import UsageError
+from remat.evaluation.form import CAPTURED, form_of
+from remat.evaluation.forwards import PASSES
 from remat.evaluation.graph import OUTSIDE, Graph
 from remat.evaluation.identity import Identity, from_lines, to_lines
 from remat.units import gib, ms
@@ -298,19 +300,29 @@ class Plan:
         saved = sum(len(region.saved) for region in self.regions)
         nested = sum(bool(region.inner) for region in self.regions)
         nodes = sum(region.count_nodes() for region in self.regions)
+        form = form_of(self.about)
+        of_one = f" of one of {passes} mini-batches" if (passes := self.about.get(PASSES, 1)) > 1 else ""
         return "\n".join(
             [
                 f"Plan for {self.about.get('workload')} on {self.target} within {gib(self.budget_bytes)}",
                 f"  regions    {len(self.regions):4d}   ({nested} nested, {nodes} nodes, {saved} saved)",
+                *([f"  form       {form}"] if form != CAPTURED else []),
+                *([f"  host       {len(self.offloads)} storages, {gib(self.host_bytes)}"] if self.offloads else []),
                 f"  peak       {gib(predicted['peak_bytes'])} predicted, "
                 f"{gib(plain['peak_bytes'])} without checkpointing",
-                f"  step time  {ms(predicted['step_time_us'])} ({self.costs}), "
-                f"{100 * predicted['overhead']:+.1f} % recomputation",
+                f"  step time  {ms(predicted['step_time_us'])}{of_one} predicted from {self.costs} costs, "
+                f"{self._time_change()}",
                 f"  solver     {self.solver['name']}: {self.solver['status']}, gap {100 * self.solver['gap']:.2f} %",
                 *(f"  host       {sentence}" for sentence in bound_by_host(self)),
                 *(f"  traced     {sentence}" for sentence in traced_branches(self.about)),
             ]
         )
+
+    def _time_change(self) -> str:
+        """What the plan changes in the step's time, and what of that is recomputation."""
+        plain_us = self.without_checkpointing["step_time_us"]
+        recomputed = self.predicted.get("recompute_time_us", 0.0) / plain_us if plain_us else 0.0
+        return f"{100 * self.predicted['overhead']:+.1f} % for the plan, {100 * recomputed:.1f} % recomputation"
 
     def _repr_html_(self) -> str:
         predicted, plain = self.predicted, self.without_checkpointing
@@ -318,12 +330,14 @@ class Plan:
         rows = [
             ("peak", gib(predicted["peak_bytes"]), gib(plain["peak_bytes"])),
             ("step time", ms(predicted["step_time_us"]), ms(plain["step_time_us"])),
-            ("added", f"{100 * predicted['overhead']:+.1f} %", ""),
+            ("added", self._time_change(), ""),
+            *([("form", str(form), "")] if (form := form_of(self.about)) != CAPTURED else []),
             ("regions", f"{len(self.regions)}, {saved} outputs saved", ""),
             ("solver", f"{self.solver['status']}, gap {100 * self.solver['gap']:.2f} %", ""),
         ]
         title = f"Plan for {self.about.get('workload')} on {self.target} within {gib(self.budget_bytes)}"
-        notes = [f"Times are {self.costs}.", *bound_by_host(self), *traced_branches(self.about)]
+        predicted_from = f"Peak and time are predicted, the time from {self.costs} costs."
+        notes = [predicted_from, *bound_by_host(self), *traced_branches(self.about)]
         return shown.as_html(title, rows, ("", "under the plan", "without"), notes)
 
 

@@ -76,6 +76,9 @@ class Execution(abc.ABC):
     def require(self, device: PlanningDevice | None, loop: TrainingLoop | None) -> None:  # noqa: B027
         """Raise UsageError where no plan can be made for this way to run; a profile out of a file has no `device`."""
 
+    def require_step(self, graph: Graph) -> None:  # noqa: B027
+        """Raise UsageError where the recorded step cannot run this way."""
+
     @abc.abstractmethod
     def space(self, graph: Graph, depth: int | None = None) -> Space:
         """The plans that can run this way; regions nest `depth` deep, by default as deep as they may."""

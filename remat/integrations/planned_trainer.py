@@ -78,7 +78,8 @@ def _made(
         made.save(path)
         where = str(path)
     peak, overhead = gib(made.predicted["peak_bytes"]), made.predicted["overhead"]
-    tell(trainer, f"{peak} at {100 * overhead:.1f} % more time, after {time.monotonic() - started:.0f} s ({where})")
+    time_change = f"{100 * abs(overhead):.1f} % {'less' if overhead < 0 else 'more'} time"
+    tell(trainer, f"predicted peak {peak} at {time_change}, planned in {time.monotonic() - started:.0f} s ({where})")
     return made
 
 

@@ -24,7 +24,7 @@ def infeasible(problem: Problem, least: LeastPeak) -> Infeasible:
     curve = memory.curve(least.regions)
     listing = ", ".join(f"{name} {gib(size)}" for name, size in sorted(parts.items(), key=lambda item: -item[1]))
     return Infeasible(
-        f"budget {gib(problem.budget_bytes)} is below the least possible peak{_at_most(least)} {gib(least.peak_bytes)} "
+        f"budget {gib(problem.budget_bytes)} is below the least possible peak{_least(least, problem.budget_bytes)} "
         f"({where(problem.graph, int(curve.op[curve.peak_at]))}): {listing}. "
         f"{_differentiated(problem.graph)}Raise the budget, reduce the batch, or shrink the largest item.",
         minimum_budget_bytes=least.peak_bytes,
@@ -62,11 +62,12 @@ def _differentiated(graph: Graph) -> str:
     )
 
 
-def _at_most(least: LeastPeak) -> str:
-    """What stands before a least peak that is not proved to be one."""
+def _least(least: LeastPeak, budget_bytes: int) -> str:
+    """The least peak; where it is not proved to be one, what is known of it."""
     if gib(least.bound_bytes) == gib(least.peak_bytes):
-        return ""
-    return f", at least {gib(least.bound_bytes)} and at most"
+        return f" {gib(least.peak_bytes)}"
+    proved = f"no plan stays below {gib(least.bound_bytes)}, and " if least.bound_bytes > budget_bytes else ""
+    return f", which is not known exactly: {proved}the best plan that was found needs {gib(least.peak_bytes)}"
 
 
 def where(graph: Graph, op: int) -> str:

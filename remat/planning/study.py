@@ -109,6 +109,7 @@ class Study:
         self.request.require_of(loop, has_model=step is not None)
         if link is not None:
             require_offloads(self.how, loop)
+        self.how.require_step(profile.graph)
         self.profile = self.how.price(profile)
         self.captured = StepForm(CAPTURED, self.profile, 0.0)
         self.on_form = on_form or (lambda form: None)

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils._pytree import tree_leaves
 
+from remat._torch.dynamo import tracebacks_unwritten
 from remat.capture.anchors import identity_of, module_path
 from remat.capture.attention_masks import Masks, OnesSeen, eager_attention_masks, masks_of
 from remat.capture.beside_parameters import tensors_beside
@@ -219,6 +220,7 @@ class FakeStep:
             grouped_products(),
             kernels_on_fakes(),
             sequences_of_known_lengths(),
+            tracebacks_unwritten(),
         ):
             yield
 

@@ -48,18 +48,27 @@ def _sentence(material: Material) -> str:
         assert profile is not None
         memory = Memory(profile.graph, profile.costs.workspace_per_op(profile.graph))
         time = ms(profile.costs.step_time_us(profile.graph))
-        return f"A step of {name} needs {gib(memory.peak_without_checkpointing)} and takes {time} as it is."
+        peak = gib(memory.peak_without_checkpointing)
+        return f"A step of {name} is predicted to need {peak} and to take {time} as it is."
     plain, predicted = plan.without_checkpointing, plan.predicted
-    held = f"{name} trains within {gib(plan.budget_bytes)}"
+    held = f"{name} is predicted to train within {gib(plan.budget_bytes)}"
     if plain["peak_bytes"] > plan.budget_bytes:
         held += f" in place of the {gib(plain['peak_bytes'])} that it needs without a plan"
-    return f"{held}, {_price(predicted['overhead'])}."
+    return f"{held}, {_price(predicted['overhead'])}.{_measured(material)}"
 
 
 def _price(added: float) -> str:
     if abs(added) < 5e-5:
-        return "and no step takes longer"
-    return f"and each step takes {100 * abs(added):.1f} % {'longer' if added > 0 else 'less time'}"
+        return "and each step to take no longer"
+    return f"and each step to take {100 * abs(added):.1f} % {'longer' if added > 0 else 'less time'}"
+
+
+def _measured(material: Material) -> str:
+    """What a measurement says to that, where one was made of the same step."""
+    found, about = material.validation, material.about
+    if found is None or (found["batch_size"], found.get("seq_len")) != (about["batch_size"], about.get("seq_len")):
+        return ""
+    return f" Measured, its peak is {gib(found['measured']['peak_bytes'])}."
 
 
 def _rests_on(material: Material) -> str:
@@ -67,8 +76,8 @@ def _rests_on(material: Material) -> str:
     said = []
     if (plan := material.plan) is not None:
         judge = "replayed on fake tensors" if plan.predicted.get("judged_by") == "replay" else "computed"
-        said.append(f"The peak is {gib(plan.predicted['peak_bytes'])}, {judge}.")
-        time = f"A step takes {ms(plan.predicted['step_time_us'])}"
+        said.append(f"The predicted peak is {gib(plan.predicted['peak_bytes'])}, {judge}.")
+        time = f"A step is predicted to take {ms(plan.predicted['step_time_us'])}"
         plain = f"{ms(plan.without_checkpointing['step_time_us'])} without a plan"
         said.append(f"{time}, {plain}; {_times(material)}.")
         said += _on_the_host(plan)

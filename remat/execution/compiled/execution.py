@@ -20,6 +20,7 @@ from torch import nn
 from remat.costing.planning_device import PlanningDevice
 from remat.costing.profile import Profile
 from remat.errors import UsageError
+from remat.evaluation.forwards import forwards_of
 from remat.evaluation.graph import Graph
 from remat.evaluation.plan import RegionRef
 from remat.execution.base import Execution, Try, require_depth
@@ -52,6 +53,14 @@ class CompiledExecution(Execution):
             )
         if loop is not None and loop.shard is not None:
             raise UsageError("a plan for compiled execution does not know shards; leave `shard=` out.")
+
+    def require_step(self, graph: Graph) -> None:
+        apart = [f.module for f in forwards_of(graph.about, len(graph.call_nodes)) if f.module]
+        if apart:
+            raise UsageError(
+                f"the step calls the module {apart[0]!r} outside of the model's forward, which `torch.compile(model)` "
+                f'does not compile: leave `execution="{self.name}"` out, or call the model itself.'
+            )
 
     def space(self, graph: Graph, depth: int | None = None) -> Space:
         return find_space(graph, depth=require_depth(self, depth, most=1))

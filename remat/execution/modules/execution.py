@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 
 from remat.costing.profile import Profile
+from remat.errors import UsageError
+from remat.evaluation.forwards import forwards_of, is_plain
 from remat.evaluation.graph import Graph
 from remat.evaluation.plan import RegionRef
 from remat.execution.base import Execution, Try, require_depth
@@ -27,6 +29,15 @@ from remat.recording.fake_step import FakeStep
 class ModulesExecution(Execution):
     name = "modules"
     patience_s = 30.0  # half of it for the first plan: a proof may take long (the note on regions of modules)
+
+    def require_step(self, graph: Graph) -> None:
+        forwards = forwards_of(graph.about, len(graph.call_nodes))
+        if not is_plain(forwards):
+            raise UsageError(
+                f"the step calls the model, or modules of it, {len(forwards)} times before its backward, and a plan of "
+                'modules is for a model that is called once: leave `execution="modules"` out, or call the model once '
+                "with all samples in one batch."
+            )
 
     def space(self, graph: Graph, depth: int | None = None) -> Space:
         require_depth(self, depth, most=1)
