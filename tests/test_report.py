@@ -399,7 +399,10 @@ def test_a_profile_alone_is_a_report_of_the_step_as_it_is(remat: Remat) -> None:
     assert data["sections"] == ["step", "decisions"]
     profile = Profile.load("stack.profile.json")
     memory = Memory(profile.graph, profile.costs.workspace_per_op(profile.graph))
-    assert f"is predicted to need {gib(memory.peak_without_checkpointing)}" in data["sentence"] and data["path"] == "report.html"
+    assert (
+        f"is predicted to need {gib(memory.peak_without_checkpointing)}" in data["sentence"]
+        and data["path"] == "report.html"
+    )
 
 
 def test_a_plan_and_its_profile_need_no_model(remat: Remat) -> None:

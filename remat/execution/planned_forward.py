@@ -245,9 +245,8 @@ class PlannedForward:
         traced = self.plan.about.get("traced_branches")
         answers = None if traced is None else Answers(traced, self.plan.about.get("opaque_functions", ()))
         change = None if form_of(self.plan.about) == CAPTURED else self._formed
-        found: dict[str, Any] = {"answers": answers, "planned": self._planned_masks, "change": change}
-        found["under"] = self._at.path
-        return GraphCalls(self.original, **found, **given)
+        given |= {"answers": answers, "planned": self._planned_masks, "change": change, "under": self._at.path}
+        return GraphCalls(self.original, **given)
 
     def _formed(self, call: int, graph_module: fx.GraphModule) -> fx.GraphModule:
         """What was captured, in the plan's form."""
@@ -529,18 +528,13 @@ class PlannedForward:
             self._not_as_planned("forwards", self.forwards.too_many(self.plan))
         if not self._now.begins:
             return
-        self._compare_gradients(loop)
+        if PASSES not in self.plan.about:  # of which the second and later ones have gradients
+            self._compare_gradients(loop)
         self._compare_held(loop.holds_outputs)
         self._compare_optimizer(loop.offload_optimizer)
 
     def _compare_gradients(self, loop: TrainingLoop) -> None:
-        if (
-            PASSES in self.plan.about
-            or loop.accumulates
-            or loop.ddp
-            or loop.shard is not None
-            or "gradients" in self._warned
-        ):
+        if loop.accumulates or loop.ddp or loop.shard is not None or "gradients" in self._warned:
             return
         first = next((p for p in self.model.parameters() if p.requires_grad), None)
         if first is None or first.grad is None:

@@ -183,14 +183,14 @@ class _Tensor:
         storage = tensor.untyped_storage()
         self._storage, self._elements = id(storage), storage.nbytes() // tensor.element_size()
         self._lies = tensor.shape, tensor.stride(), tensor.storage_offset()
-        self._like: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
+        self._dtype, self._device = tensor.dtype, tensor.device
         self._learns = tensor.requires_grad
         self._end = torch.empty((), requires_grad=True)
 
     def made(self, storages: dict[int, torch.Tensor], requires_grad: bool) -> torch.Tensor:
         if self._storage not in storages:
-            storages[self._storage] = torch.empty(self._elements, **self._like)
-        view = storages[self._storage].view(self._like["dtype"]).as_strided(*self._lies)
+            storages[self._storage] = torch.empty(self._elements, dtype=self._dtype, device=self._device)
+        view = storages[self._storage].view(self._dtype).as_strided(*self._lies)
         return _Ending.apply(view, self._end) if requires_grad and self._learns else view
 
 

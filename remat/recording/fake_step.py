@@ -386,8 +386,7 @@ class FakeStep:
         """The loss of one forward; raises CaptureError if `step` fails or returns something else."""
         self.calls.begin()
         try:
-            counted = states_counted() if self._kernels_of == "cpu" else contextlib.nullcontext()
-            with self._forward_context(), self._holding(), references_run_by(self._run_reference), counted:
+            with self._forward_context(), self._holding(), references_run_by(self._run_reference), self._states_seen():
                 loss = self._loss()
         except RematError:
             raise
@@ -438,6 +437,11 @@ class FakeStep:
             self.capture_anew(self.calls.answers)
             loss = self.workload.step(self.model, self.batch)
         return self.deferred.reach(loss)
+
+    def _states_seen(self) -> contextlib.AbstractContextManager[None]:
+        """Mini-batches keep states of the host's generator, which are on the device where that is the host."""
+        on_host = self.deferred is not None and self._kernels_of == "cpu"
+        return states_counted() if on_host else contextlib.nullcontext()
 
     def _let_go(self) -> None:
         """The step has let go of its loss."""
