@@ -26,6 +26,7 @@ class Forward:
     elements  of the tensors that it is given, by name
     given     what it is given, as `Graph.about["batch"]` has it
     masks     what its batch means for attention, as `Graph.about["masks"]` has it
+    autocast  under which it runs, None without
     """
 
     module: str
@@ -35,6 +36,7 @@ class Forward:
     elements: Mapping[str, int]
     given: Mapping[str, str]
     masks: Mapping[str, bool]
+    autocast: str | None
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -45,7 +47,8 @@ def forwards_of(about: Mapping[str, Any], graph_calls: int) -> tuple[Forward, ..
     if FORWARDS in about:
         return tuple(Forward(**row) for row in about[FORWARDS])
     masks = about.get("masks", {"padded": True, "packed": True})  # plans from before there was a choice
-    return (Forward("", 0, graph_calls, 0, about.get("batch_inputs", {}), about.get("batch") or {}, masks),)
+    given = about.get("batch_inputs", {}), about.get("batch") or {}
+    return (Forward("", 0, graph_calls, 0, *given, masks, about["autocast"]),)
 
 
 def is_plain(forwards: Sequence[Forward]) -> bool:

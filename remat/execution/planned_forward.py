@@ -481,7 +481,7 @@ class PlannedForward:
 
     def _compare_autocast(self) -> None:
         device = next((p.device.type for p in self.model.parameters()), "cpu")
-        enabled, planned = torch.is_autocast_enabled(device), self.plan.about["autocast"]
+        enabled, planned = torch.is_autocast_enabled(device), self._now.forward.autocast
         autocast = _name(torch.get_autocast_dtype(device)) if enabled else None
         if autocast != planned:
             raise PlanMismatch(

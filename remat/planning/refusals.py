@@ -8,6 +8,7 @@ import numpy as np
 
 from remat.errors import Infeasible, NoPlanInTime
 from remat.evaluation.breakdown import at_peak
+from remat.evaluation.forwards import forwards_of, is_plain
 from remat.evaluation.graph import Graph
 from remat.formulation.problem import Problem
 from remat.formulation.solution import Limits, Solution
@@ -26,7 +27,8 @@ def infeasible(problem: Problem, least: LeastPeak) -> Infeasible:
     return Infeasible(
         f"budget {gib(problem.budget_bytes)} is below the least possible peak{_least(least, problem.budget_bytes)} "
         f"({where(problem.graph, int(curve.op[curve.peak_at]))}): {listing}. "
-        f"{_differentiated(problem.graph)}Raise the budget, reduce the batch, or shrink the largest item.",
+        f"{_differentiated(problem.graph)}Raise the budget, reduce the batch, or shrink the largest item."
+        f"{_of_forwards(problem.graph)}",
         minimum_budget_bytes=least.peak_bytes,
         breakdown=parts,
     )
@@ -68,6 +70,17 @@ def _least(least: LeastPeak, budget_bytes: int) -> str:
         return f" {gib(least.peak_bytes)}"
     proved = f"no plan stays below {gib(least.bound_bytes)}, and " if least.bound_bytes > budget_bytes else ""
     return f", which is not known exactly: {proved}the best plan that was found needs {gib(least.peak_bytes)}"
+
+
+def _of_forwards(graph: Graph) -> str:
+    """What else there is to try where a step makes several forwards."""
+    forwards = forwards_of(graph.about, len(graph.call_nodes))
+    if is_plain(forwards):
+        return ""
+    return (
+        f" The step makes {len(forwards)} forwards, and no region spans two of them: a plan for "
+        "`workload.with_planned_step()` may need less."
+    )
 
 
 def where(graph: Graph, op: int) -> str:

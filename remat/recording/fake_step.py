@@ -205,6 +205,7 @@ class FakeStep:
             elsewhere=self._elsewhere,
             is_ones=self._ones.hold,
             planned=Masks().with_explicit_masks() if padded else Masks(),
+            device_type=self.device.type,
         )
         for path, replaced in self._replaced.items():
             replaced.put(functools.partial(self._called_at, path))
@@ -431,12 +432,14 @@ class FakeStep:
             if reaches_parameters(loss, self.model):  # by other modules than those that are traced
                 return loss
             self.deferred = Deferred(trainable(self.model))
-            self.deferred.find(loss)
+            with torch.autocast(self.device.type, enabled=False):  # where backward runs
+                self.deferred.find(loss)
             if not self.deferred.count:
                 raise CaptureError(f"no backward of the loss of {self.workload.name!r} reaches its model's parameters.")
             self.capture_anew(self.calls.answers)
             loss = self.workload.step(self.model, self.batch)
-        return self.deferred.reach(loss)
+        with torch.autocast(self.device.type, enabled=False):
+            return self.deferred.reach(loss)
 
     def _states_seen(self) -> contextlib.AbstractContextManager[None]:
         """Mini-batches keep states of the host's generator, which are on the device where that is the host."""

@@ -130,7 +130,7 @@ def _about(step: FakeStep) -> dict[str, Any]:
         "batch_elements": sum(first.elements.values()),
         "batch_inputs": first.elements,
         "masks": first.masks,
-        "autocast": str(workload.autocast).removeprefix("torch.") if workload.autocast else None,
+        "autocast": first.autocast,
         "parameter_dtypes": dtypes,
         "parameter_count": sum(p.numel() for p in step.model.parameters()),
         "trainable_count": sum(p.numel() for p in trainable(step.model)),

@@ -44,8 +44,10 @@ class TracedForwards:
         elsewhere: Elsewhere | None,
         is_ones: IsOnes,
         planned: Masks,
+        device_type: str,
     ):
         self.answers = answers
+        self._device_type = device_type
         self.running = False
         self.made: list[Forward] = []
         self._replaced = replaced
@@ -95,9 +97,17 @@ class TracedForwards:
         finally:
             self.running = False
         number, masks = len(self.made), dataclasses.asdict(calls.masks)
-        self.made.append(Forward(path, calls.first, calls.count, number, calls.elements, given, masks))
+        calls_of = calls.first, calls.count, number
+        self.made.append(Forward(path, *calls_of, calls.elements, given, masks, self._autocast()))
         self._pass.add(outputs)
         return outputs
+
+
+    def _autocast(self) -> str | None:
+        """The dtype of the autocast that is on here."""
+        if not torch.is_autocast_enabled(self._device_type):
+            return None
+        return str(torch.get_autocast_dtype(self._device_type)).removeprefix("torch.")
 
 
 class ParametersSeen(Tracker):
