@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ WIDTH = 32
 
 
 def mlp(*widths: int) -> nn.Sequential:
-    layers = [(nn.Linear(a, b), nn.SiLU()) for a, b in zip(widths, widths[1:], strict=False)]
+    layers = [(nn.Linear(a, b), nn.SiLU()) for a, b in itertools.pairwise(widths)]
     return nn.Sequential(*[each for pair in layers for each in pair][:-1])
 
 
@@ -61,7 +62,7 @@ class Convolutions(nn.Module):
         super().__init__()
         channels = (3, 8, 16, 16)
         parts: list[nn.Module] = []
-        for a, b in zip(channels, channels[1:], strict=False):
+        for a, b in itertools.pairwise(channels):
             parts += [nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(inplace=True)]
         self.features, self.head = nn.Sequential(*parts), nn.Linear(16, 8)
 
@@ -170,7 +171,9 @@ class State:
 
 def cached_step(model: nn.Module, batch: Any, mini_batch: int = 16) -> torch.Tensor:
     """GradCache: embeddings without gradients, and each mini-batch once more in the backward of the loss."""
-    columns = [[(i, m) for i, m in zip(ids.split(mini_batch), mask.split(mini_batch), strict=True)] for ids, mask in batch]
+    columns = [
+        [(i, m) for i, m in zip(ids.split(mini_batch), mask.split(mini_batch), strict=True)] for ids, mask in batch
+    ]
     states: list[list[State]] = []
     embedded: list[list[torch.Tensor]] = []
     for column in columns:
@@ -211,7 +214,9 @@ STEPS = {
     for each in (
         workload("critic", lambda: mlp(64, 256, 256, 1), vectors(2, 64), critic_step, 128),
         workload("siamese", Encoder, pairs, contrastive_step, 16),
-        workload("triplet", Convolutions, lambda n, _: tuple(torch.randn(n, 3, 16, 16) for _ in range(3)), triplet_step, 8),
+        workload(
+            "triplet", Convolutions, lambda n, _: tuple(torch.randn(n, 3, 16, 16) for _ in range(3)), triplet_step, 8
+        ),
         workload("rollout", Cell, lambda n, _: torch.randn(7, n, WIDTH), rollout_step, 256),
         workload("gan", Adversaries, vectors(1, WIDTH, 16), gan_step, 256),
         workload("encode", InParts, vectors(2, WIDTH), encode_step, 256),

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from remat.evaluation.evaluator import Memory
+from remat.evaluation.forwards import FORWARDS
 from remat.evaluation.graph import Graph, OpKind, SavedTensors, Storages
 
 
@@ -76,6 +77,7 @@ class Family:
                     name: int(line(elements, high.about["batch_inputs"][name]))
                     for name, elements in low.about["batch_inputs"].items()
                 },
+                **({FORWARDS: _forwards(low, high, line)} if FORWARDS in low.about else {}),
             },
         )
         rounded = dataclasses.replace(
@@ -94,6 +96,14 @@ class Family:
 
     def _rounded(self, sizes: np.ndarray) -> np.ndarray:
         return -(-sizes // self.alignment_bytes) * self.alignment_bytes
+
+
+def _forwards(low: Graph, high: Graph, line: Any) -> list[dict[str, Any]]:
+    """The forwards of the step at another size; what each is given is described as in the first."""
+    return [
+        {**a, "elements": {name: int(line(size, b["elements"][name])) for name, size in a["elements"].items()}}
+        for a, b in zip(low.about[FORWARDS], high.about[FORWARDS], strict=True)
+    ]
 
 
 def family(low: Recorded, high: Recorded, alignment_bytes: int) -> Family | None:

@@ -25,9 +25,10 @@ from torch.utils._pytree import tree_leaves
 from remat.costing.costs import roofline_costs, with_library_workspaces
 from remat.costing.planning_device import PlanningDevice
 from remat.costing.profile import Profile
-from remat.errors import Infeasible, NoPlanInTime
+from remat.errors import Infeasible, NoPlanInTime, UsageError
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.form import CAPTURED, Form
+from remat.evaluation.forwards import PASSES
 from remat.evaluation.graph import Graph
 from remat.evaluation.plan import Plan, Region
 from remat.evaluation.scaling import Family, Recorded, family
@@ -310,7 +311,7 @@ class MicroBatches:
             self._to_record[micro_batch] = fake_step(self.workload.sized(micro_batch), self.place, loop=loop)
         step = self._to_record[micro_batch]
         step.loop = loop  # accumulated or not, it is captured once
-        graph, target = record(step), self.place.target
+        graph, target = _in_one_pass(record(step)), self.place.target
         unrounded = dataclasses.replace(target, alignment_bytes=1)
         graph = with_untraced(graph, step, roofline_costs(graph, target), unrounded)
         alignment_bytes = target.alignment_bytes
@@ -325,7 +326,9 @@ class MicroBatches:
         loop = dataclasses.replace(self.loop, accumulation=accumulation)
         compiled = self.how.compiler is not None
         step = fake_step(self.workload.sized(micro_batch), self.place, loop=loop, compiled=compiled)
-        return profile_step(step, self.place), step
+        profile = profile_step(step, self.place)
+        _in_one_pass(profile.graph)
+        return profile, step
 
     def _link_beside(self, graph: Graph) -> Link | None:
         """The link, with the room that the optimizer's state leaves on the host."""
@@ -501,3 +504,13 @@ class MicroBatches:
 
 def _key(window: Window) -> tuple[int, bool]:
     return window.micro_batch, window.accumulation > 1
+
+
+def _in_one_pass(graph: Graph) -> Graph:
+    """`graph`; raises UsageError where a step is of several, of which one was recorded: it tells no times of sizes."""
+    if PASSES in graph.about:
+        raise UsageError(
+            f"the step runs {graph.about[PASSES]} mini-batches in its backward, each by itself, and their size is not "
+            "that of its batch: choose it where the loss is made, and plan the step as it is (`remat.plan`)."
+        )
+    return graph

@@ -102,7 +102,6 @@ class TracedForwards:
         self._pass.add(outputs)
         return outputs
 
-
     def _autocast(self) -> str | None:
         """The dtype of the autocast that is on here."""
         if not torch.is_autocast_enabled(self._device_type):
