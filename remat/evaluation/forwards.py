@@ -27,6 +27,7 @@ class Forward:
     given     what it is given, as `Graph.about["batch"]` has it
     masks     what its batch means for attention, as `Graph.about["masks"]` has it
     autocast  under which it runs, None without
+    ended     whether a backward goes through it before the next forward (a step against an adversary of its own)
     """
 
     module: str
@@ -37,6 +38,7 @@ class Forward:
     given: Mapping[str, str]
     masks: Mapping[str, bool]
     autocast: str | None
+    ended: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -115,8 +115,7 @@ class StepForwards:
     def now(self, path: str) -> Now:
         """The forward that a call of the module at `path` is; raises PlanMismatch where the plan has none."""
         if self._pass.is_over(len(self.planned)):
-            self._pass.begin()
-            self._next = 0
+            self._begin()
         here = [number for number, forward in enumerate(self.planned) if forward.module == path]
         if not here:
             called = ", ".join(dict.fromkeys(repr(forward.module) for forward in self.planned))
@@ -127,6 +126,14 @@ class StepForwards:
         later = next((number for number in here if number >= self._next), None)
         number = here[-1] if later is None else later
         return Now(number, self.planned[number], begins=not self._pass.count, repeats=later is None)
+
+    def _begin(self) -> None:
+        """A backward has run, or forwards were let go of: a step begins, unless the plan's has that in its middle."""
+        if 0 < self._next < len(self.planned) and self.planned[self._next - 1].ended:
+            self._pass.goes_on()
+        else:
+            self._pass.begin()
+            self._next = 0
 
     def returned(self, now: Now, outputs: Any) -> None:
         """The forward `now` has returned `outputs`."""

@@ -166,7 +166,7 @@ class FakeStep:
         self._replaced = {"": ReplacedForward(self.model)}
         self._ones = seen
         self._settled = compiled
-        self._is_untraced = False
+        self._is_untraced = self._in_backward = False
         self.deferred: Deferred | None = None
         self.trails: list[Trail] = []
         self.capture_anew(None if compiled else Answers())
@@ -195,6 +195,7 @@ class FakeStep:
         self._called.clear()
         self._prepared.clear()  # known by ids, which may be given again
         self._begun = None
+        self._seen_calls: set[tuple[str, ...]] = set()
         if self.trails and answers is not None and not answers.are_those_of(self.calls.answers):
             self.trails.clear()
         padded = self.deferred is not None and self.deferred.padded
@@ -400,12 +401,14 @@ class FakeStep:
             raise CaptureError(
                 f"the step of {self.workload.name!r} fails on fake tensors: {describe(error)}"
             ) from error
+        self._note_calls()
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise CaptureError(f"`step` of {self.workload.name!r} must return a scalar loss that requires grad.")
         return loss
 
     def _backward(self, loss: torch.Tensor) -> None:
         """The backward of the step; raises CaptureError if it fails."""
+        self._in_backward = True
         try:
             if self.deferred is None:
                 loss.backward()
@@ -422,6 +425,8 @@ class FakeStep:
                 else describe(error)
             )
             raise CaptureError(f"the backward of {self.workload.name!r} fails on fake tensors: {reason}.") from error
+        finally:
+            self._in_backward = False
 
     def _loss(self) -> torch.Tensor:
         """What the step returns; of a step that runs its forwards in backward, what its largest pass ends in."""
@@ -441,6 +446,19 @@ class FakeStep:
         with torch.autocast(self.device.type, enabled=False):
             return self.deferred.reach(loss)
 
+    def _note_calls(self) -> None:
+        """Raise CaptureError where the step calls its model more often than the last time, or in another order."""
+        if self._is_untraced:
+            return
+        self._seen_calls.add(tuple(forward.module for forward in self.calls.made))
+        if len(self._seen_calls) == 1:
+            return
+        counts = " and ".join(str(len(calls)) for calls in sorted(self._seen_calls, key=len))
+        raise CaptureError(
+            f"the step of {self.workload.name!r} does not call its model alike each time ({counts} calls in two "
+            "recordings): plan with a step that makes as many calls as a step ever does, always the same."
+        )
+
     def _states_seen(self) -> contextlib.AbstractContextManager[None]:
         """Mini-batches keep states of the host's generator, which are on the device where that is the host."""
         on_host = self.deferred is not None and self._kernels_of == "cpu"
@@ -456,6 +474,11 @@ class FakeStep:
 
     def _called_at(self, path: str, *args: Any, **kwargs: Any) -> Any:
         """The forward of the module at `path`, as the step runs it."""
+        if self._in_backward:
+            raise CaptureError(
+                f"the step of {self.workload.name!r} runs {path or 'its model'} again in backward, as "
+                "`torch.utils.checkpoint` around it does: a plan decides what is recomputed, so leave that out."
+            )
         if self.deferred is None:
             return self._forward_at(path, args, kwargs)
         run = functools.partial(self._forward_at, path, args, kwargs, traced=self.deferred.is_at_largest)

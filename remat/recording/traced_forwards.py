@@ -87,6 +87,9 @@ class TracedForwards:
 
     def run(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One forward, traced."""
+        if self.made and self._pass.is_over(len(self.made) + 1):
+            self.made[-1] = dataclasses.replace(self.made[-1], ended=True)
+            self._pass.goes_on()
         calls = self._calls[path]
         calls.first = sum(forward.calls for forward in self.made)
         given = given_to(calls.function, args, kwargs)

@@ -60,6 +60,11 @@ class Pass:
                 function.register_prehook(hook)
             self._graphs.append(weakref.ref(hook))
 
+    def goes_on(self) -> None:
+        """What has ended was within a step, whose forwards go on."""
+        self._seen = _Seen()
+        self._graphs = []
+
     def is_over(self, forwards: int) -> bool:
         """Whether the next forward is of another step; a whole one has so many."""
         if self._seen.last:
