@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from remat._torch.dynamo import compiler_behind, frame_callback, frames_traced
 from remat.capture.attention_masks import PADDING, Masks, takes_mask
@@ -344,7 +344,7 @@ class PlannedForward:
         """`_run`, after the model's own forward may have completed the model."""
         assert self._before is not None
         try:
-            complete(self._before, self._alone, args, kwargs)
+            complete(self._before, self._alone, *tree_map(lambda leaf: leaf, (args, kwargs)))  # it may write into them
         finally:
             if not self._at.fits:  # later, its guards tell what has changed
                 graphs.forget(unsettled)

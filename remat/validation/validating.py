@@ -421,6 +421,11 @@ class _Validation:
                 "The model calls torch.utils.checkpoint itself, so the untouched step recomputes too: kernels are not "
                 "compared, and its predicted peak is that without these calls."
             )
+        if self._is_of_padded_passes:
+            self.notes.append(
+                "Mini-batches without padding take an explicit attention mask under the plan, which the untouched step "
+                "leaves out: kernels are not compared."
+            )
         prediction = _predict(self.planned_step, self.place, on_progress)
         predicted, limit = self._promise(prediction)
         untouched, comparison, measured = self._steps(sizes)
@@ -586,7 +591,7 @@ class _Validation:
             [*far, *too_far, *groups.too_far],
             _observed_nodes(counts, self.compared),
             offloads,
-            () if self._is_own_checkpointing else kernel_differences(kernels_expected, kernels_found),
+            () if self._runs_other_kernels else kernel_differences(kernels_expected, kernels_found),
         )
 
     def _moved(self, training: Training) -> dict[str, int]:
@@ -641,6 +646,16 @@ class _Validation:
     def _is_own_checkpointing(self) -> bool:
         """Whether the untouched step recomputes too, so that kernels cannot be compared."""
         return bool(self.compared.graph.about["own_checkpoints"])
+
+    @property
+    def _is_of_padded_passes(self) -> bool:
+        """Whether mini-batches without padding run with the explicit mask that the plan has for the largest."""
+        about = self.compared.graph.about
+        return PASSES in about and bool(about["masks"]["padded"])
+
+    @property
+    def _runs_other_kernels(self) -> bool:
+        return self._is_own_checkpointing or self._is_of_padded_passes
 
     def _log(self) -> KernelLog | None:
         """What sees the kernels of a step; nothing sees those of a compiled one."""
