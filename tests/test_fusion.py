@@ -60,9 +60,6 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
 WIDTH, CLASSES, LENGTH = 32, 160, 24
 FUSED = Form(fused=True)
 
-# Of torch's own, where an autograd function of fake CUDA tensors returns.
-FAKE_POINTERS = "ignore:Accessing the data pointer of FakeTensor is deprecated:UserWarning"
-
 
 @pytest.fixture(autouse=True)
 def without_compiler(request: pytest.FixtureRequest) -> Iterator[None]:
@@ -693,8 +690,6 @@ def plan_here(regions: Callable[[Any], Any], fake: FakeStep) -> Plan:
     return plan_by_hand(graph, tuple(regions(graph)))
 
 
-@pytest.mark.any_device
-@pytest.mark.filterwarnings(FAKE_POINTERS)
 def test_a_fused_plan_trains_evaluates_and_takes_other_batches() -> None:
     model, other = planned_and_plain()
     for samples in (4, 2, 4):
@@ -763,8 +758,6 @@ def test_a_group_that_overflows_is_named_and_not_compared(scale: float) -> None:
     assert not seen.too_far
 
 
-@pytest.mark.any_device
-@pytest.mark.filterwarnings(FAKE_POINTERS)
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "autocast"])
 def test_compiled_groups_keep_the_predicted_peak_and_are_as_near_to_float64(autocast: torch.dtype | None) -> None:

@@ -30,6 +30,7 @@ from remat.recording.recorder import record
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import trainable
 from tests.command_line import Remat
+from tests.devices import DEVICE
 from tests.toys import CPU, every_block, plan_by_hand, recorded
 
 transformers = pytest.importorskip("transformers")
@@ -83,7 +84,7 @@ SETTINGS: dict[str, Any] = {
     "save_strategy": "no",
     "report_to": "none",
     "disable_tqdm": True,
-    "use_cpu": True,
+    "use_cpu": DEVICE.type == "cpu",
     "dataloader_pin_memory": False,
 }
 
@@ -780,6 +781,7 @@ def judged(words: int = 10) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("name", ["DPO", "Reward", "KTO"])
 def test_trainers_of_preferences_train_alike(
     name: str, trl: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

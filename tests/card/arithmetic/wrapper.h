@@ -194,7 +194,7 @@ class Wrapper final : public c10::OperatorKernel {
     try {
       const bool at_once = host_waits_for(args);
       if (at_once) card_finish(current_stream());
-      const auto work = [this, handle, args = aliases(args), results = aliases_of_made(results), draw] {
+      const auto work = [this, handle, args = aliases(args), results = aliases_of(results), draw] {
         fill(handle, args, results, draw);
       };
       at_once ? work() : issue(work);
@@ -280,10 +280,13 @@ class Wrapper final : public c10::OperatorKernel {
     return made;
   }
 
-  std::vector<IValue> aliases_of_made(const std::vector<IValue>& results) const {
+  /// An argument that was written is needed by emulations alone: the CPU's kernel writes into its own.
+  std::vector<IValue> aliases_of(const std::vector<IValue>& results) const {
     std::vector<IValue> made;
-    for (size_t i = 0; i < results.size(); ++i)
-      made.push_back(op_.makes_result(i) ? changed(results[i], [](const Tensor& t) { return host(t); }) : IValue());
+    for (size_t i = 0; i < results.size(); ++i) {
+      const bool is_filled = emulation_ || op_.makes_result(i);
+      made.push_back(is_filled ? changed(results[i], [](const Tensor& t) { return host(t); }) : IValue());
+    }
     return made;
   }
 
