@@ -169,8 +169,11 @@ def test_layer_norm_reads_its_input_twice_and_its_backward_more_often() -> None:
 
 
 def test_few_long_rows_leave_processors_of_a_layer_norm_idle() -> None:
-    few, many = (only(lambda n=n: F.layer_norm(leaf(n, (1 << 28) // n), ((1 << 28) // n,)), "native_layer_norm")
-                 for n in (16, 16384))  # fmt: skip
+    def normalised(rows: int) -> OpKind:
+        width = (1 << 28) // rows
+        return only(lambda: F.layer_norm(leaf(rows, width), (width,)), "native_layer_norm")
+
+    few, many = normalised(16), normalised(16384)
     assert kernel_us(few, H100) > 10 * kernel_us(many, H100)  # 8.1 ms measured (KernelBench level 1, 40)
 
 
@@ -184,13 +187,19 @@ def test_numbers_of_16_bits_that_are_loaded_one_by_one_are_slower() -> None:
 
     strided, dense = (kernel_us(only(function, "silu"), H100) for function in (halves, whole))
     assert strided > 1.5 * dense
-    single = [kernel_us(only(lambda d=d: torch.empty(8192, 1, dtype=d) + torch.empty(8192, 8192, dtype=d), "add"), H100)
-              for d in (BF16, torch.float32)]  # fmt: skip
+
+    def broadcast(dtype: torch.dtype) -> OpKind:
+        return only(lambda: torch.empty(8192, 1, dtype=dtype) + torch.empty(8192, 8192, dtype=dtype), "add")
+
+    single = [kernel_us(broadcast(dtype), H100) for dtype in (BF16, torch.float32)]
     assert single[1] < 2 * single[0]  # float32 moves twice as much and is not held up
 
 
 def test_what_fits_l2_moves_faster_and_what_only_allocates_takes_no_time() -> None:
-    small, large = (only(lambda n=n: torch.empty(n << 20).neg(), "neg") for n in (2, 256))
+    def negated(mega: int) -> OpKind:
+        return only(lambda: torch.empty(mega << 20).neg(), "neg")
+
+    small, large = negated(2), negated(256)
     per_byte = [(kernel_us(kind, A100) - A100.launch_us) / kind.moved_bytes for kind in (small, large)]
     assert per_byte[0] < 0.8 * per_byte[1]
     assert kernel_us(only(lambda: torch.empty(1 << 20), "empty"), A100) == 0

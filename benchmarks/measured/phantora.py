@@ -131,9 +131,9 @@ def _kernels(operator: str, content: Any) -> Kernels:
             q, k, v = (value(content[name]) for name in "qkv")
             if operator == "SDPA":
                 return kernels_of(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=content["causal"]))
-            leaves = [torch.empty_like(t, requires_grad=True) for t in (q, k, v)]
-            out, gradient = F.scaled_dot_product_attention(*leaves, is_causal=content["causal"]), torch.empty_like(q)
-            return kernels_of(lambda: torch.autograd.grad(out, leaves, gradient))
+            q, k, v = (torch.empty_like(t, requires_grad=True) for t in (q, k, v))
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=content["causal"])
+            return kernels_of(lambda: torch.autograd.grad(out, (q, k, v), torch.empty_like(q)))
         given = value(content)
         if operator in _LISTS or operator in _WHOLE:
             given = [given]
