@@ -35,6 +35,7 @@ LONG = (
     "by_name",
     "trainers",
     "roofline",
+    "repriced",
 )
 
 
