@@ -84,6 +84,9 @@ NOT_RUN = {
     "make demo": "makes a virtual environment; then the first `remat plan` of those below",
     "make test": "runs this test",
     "make docs": "test_docs.py builds them",
+    "make card": "downloads a CUDA build of torch",
+    "make test-cuda": "needs the card",
+    "build/card/python script.py": "needs the card, and a script",
     "remat plan --model gpt2 --budget 20GiB --target cuda --execution inductor": "needs a GPU; see test_compiling.py",
 }
 

@@ -249,8 +249,7 @@ class FakeStep:
 
     def _calls_elsewhere(self) -> bool:
         """Whether the step calls other modules than those whose forwards are traced: then theirs are, from now on."""
-        assert self._begun is not None
-        if not self._begun[0].outside or self.deferred is not None:
+        if self._begun is None or not self._begun[0].outside or self.deferred is not None:
             return False
         with self.untraced():
             paths = outermost_calls(self.model, self.forward)
