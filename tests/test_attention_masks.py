@@ -156,6 +156,7 @@ class OwnMask(nn.Module):
         return loss
 
 
+@pytest.mark.filterwarnings("ignore:this is forward number")
 @pytest.mark.fast("beside-none")
 @pytest.mark.parametrize("given", [False, True], ids=["beside-none", "beside-ones"])
 def test_a_mask_of_the_models_own_is_never_taken_for_ones(given: bool) -> None:

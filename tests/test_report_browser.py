@@ -31,7 +31,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        assert cli.main(["plan", *step, "--budget", "72MiB"]) == 0
+        assert cli.main(["plan", *step, "--budget", "76MiB"]) == 0
         assert cli.main(["sweep", *step, "--points", "6", "--out", "curve.json"]) == 0
         assert cli.main(["report", "stack.plan.json", "curve.json"]) == 0
         assert cli.main(["profile", *step, "--out", "stack.profile.json"]) == 0

@@ -315,6 +315,7 @@ NESTED = [double_backward, some_gradients, two_forwards_then_backward, an_error_
     "two-forwards-then-backward",
     "training-and-evaluation",
 )
+@pytest.mark.filterwarnings("ignore:this is forward number")
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.__name__.replace("_", "-"))
 def test_comes_out_as_without_a_plan(claim: Callable[[Any], Came], graph: Graph) -> None:
     expected = claim(built())

@@ -349,7 +349,7 @@ def bound_by_host(plan: Plan) -> list[str]:
         return []
     planned_us = max(host_us + again_us, predicted["step_time_us"])
     added = f"; under the plan {ms(planned_us)}, {100 * (planned_us / host_us - 1):+.1f} %" if again_us else ""
-    return [f"bound by the host: launching its kernels takes {ms(host_us)}, running them {ms(device_us)}{added}"]
+    return [f"bound by the host: launching kernels takes {ms(host_us)}, running them {ms(device_us)}{added}"]
 
 
 def traced_branches(about: Mapping[str, Any]) -> list[str]:

@@ -185,6 +185,8 @@ class PlannedForward:
     def _alone(self, *args: Any, **kwargs: Any) -> Any:
         """The forward without the plan, and without it in any module."""
         original = self.original
+        if not self._modules:  # Dynamo breaks its graph at a context of ours
+            return original(*args, **kwargs)
         with own_forwards(module.replaced for module in self._modules):
             return original(*args, **kwargs)
 

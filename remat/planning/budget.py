@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from remat.costing.device_allocator import context_bytes
 from remat.costing.planning_device import PlanningDevice
@@ -31,6 +32,14 @@ def is_share_of_step(budget: object) -> bool:
     return isinstance(budget, str) and budget.strip().lower().endswith(OF_STEP)
 
 
+def require_unit(name: str, value: Any) -> None:
+    """Raise UsageError where `value` is neither a number of bytes nor text, such as a float of unknown unit."""
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise UsageError(
+            f'{name}={value!r} is neither a whole number of bytes nor text with a unit; write {name}="20GiB".'
+        )
+
+
 def parse_budget(
     budget: str | int,
     headroom: str | int | None,
@@ -48,11 +57,8 @@ def parse_budget(
 
     Raises UsageError for text without a unit, for a number that is no number of bytes, and where nothing is left.
     """
-    for name, given_as in (("budget", budget), ("headroom", 0 if headroom is None else headroom)):
-        if isinstance(given_as, bool) or not isinstance(given_as, (str, int)):
-            raise UsageError(
-                f'{name}={given_as!r} is neither a whole number of bytes nor text with a unit; write {name}="20GiB".'
-            )
+    require_unit("budget", budget)
+    require_unit("headroom", 0 if headroom is None else headroom)
     if budget == "auto":
         given = memory_bytes if usable_bytes is None else usable_bytes
         headroom = AUTO_HEADROOM if headroom is None and usable_bytes is None else headroom

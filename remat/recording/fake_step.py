@@ -48,7 +48,8 @@ from remat.recording.kept_here import KeptHere
 from remat.recording.known_values import KnownValues
 from remat.recording.optimizer_forms import forms_of
 from remat.recording.repeated_step import RepeatedStep
-from remat.recording.repeats import Trail, trail_of
+from remat.recording.repeats import Trail, reads_of, said_of, trail_of
+from remat.recording.sources import Sources
 from remat.recording.sequences import sequences_of_known_lengths
 from remat.recording.traced_forwards import ParametersSeen, TracedForwards, outermost_calls
 from remat.recording.tracked_copies import TrackedStateCopies
@@ -453,9 +454,11 @@ class FakeStep:
         if len(self._seen_calls) == 1:
             return
         counts = " and ".join(str(len(calls)) for calls in sorted(self._seen_calls, key=len))
+        reads = said_of(reads_of(self, Sources.of(self.model, self.workload.step)))
         raise CaptureError(
             f"the step of {self.workload.name!r} does not call its model alike each time ({counts} calls in two "
-            "recordings): plan with a step that makes as many calls as a step ever does, always the same."
+            f"recordings{f'; a number that torch does not draw is read by {reads}' if reads else ''}): plan with a "
+            "step that makes as many calls as a step ever does, always the same."
         )
 
     def _states_seen(self) -> contextlib.AbstractContextManager[None]:

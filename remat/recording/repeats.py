@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from remat._torch.training import UnseenMode
 from remat.capture.schemas import makes_nothing
 from remat.errors import CaptureError, RematError
-from remat.recording.sources import Sources, numbers_of, same, watched
+from remat.recording.sources import Read, Sources, numbers_of, same, watched
 from remat.recording.tracker import Tracker
 
 if TYPE_CHECKING:
@@ -123,15 +123,25 @@ class Repeats:
 
     def _reason(self) -> str:
         """What makes forwards differ, as far as it can be seen."""
-        with self._sources.kept(), watched(self._sources) as reads, contextlib.suppress(RematError):
-            self._step.run_untraced()
-        if reads:
-            more = f" and {len(reads) - MOST_SAID} more" if len(reads) > MOST_SAID else ""
-            return f"what is read by {', '.join(map(str, reads[:MOST_SAID]))}{more} is another number each time"
+        if reads := said_of(reads_of(self._step, self._sources)):
+            return f"what is read by {reads} is another number each time"
         counted = [f"`{name}`" for name, value in self._numbers().items() if self._before.get(name) != value]
         if counted:
             return f"each changes {', '.join(counted[:MOST_SAID])}, and follows it"
         return "something that torch does not know of steers the forward"
+
+
+def reads_of(step: FakeStep, sources: Sources) -> list[Read]:
+    """The lines that read one of `sources` in a forward of `step`."""
+    with sources.kept(), watched(sources) as reads, contextlib.suppress(RematError):
+        step.run_untraced()
+    return reads
+
+
+def said_of(reads: Sequence[Read]) -> str:
+    """The first few of `reads`, for a message."""
+    more = f" and {len(reads) - MOST_SAID} more" if len(reads) > MOST_SAID else ""
+    return f"{', '.join(map(str, reads[:MOST_SAID]))}{more}"
 
 
 def _of(one: Sequence[Any], other: Sequence[Any]) -> str:
