@@ -49,8 +49,8 @@ from remat.recording.known_values import KnownValues
 from remat.recording.optimizer_forms import forms_of
 from remat.recording.repeated_step import RepeatedStep
 from remat.recording.repeats import Trail, reads_of, said_of, trail_of
-from remat.recording.sources import Sources
 from remat.recording.sequences import sequences_of_known_lengths
+from remat.recording.sources import Sources
 from remat.recording.traced_forwards import ParametersSeen, TracedForwards, outermost_calls
 from remat.recording.tracked_copies import TrackedStateCopies
 from remat.recording.tracker import Tracker

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
