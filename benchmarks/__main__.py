@@ -36,6 +36,7 @@ LONG = (
     "trainers",
     "roofline",
     "repriced",
+    "menus",
 )
 
 

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 import remat
+from remat.evaluation.alternative import Alternative
 from remat.evaluation.plan import Plan
 from remat.formulation.solution import Limits
-from remat.planning.menu import Alternative, alternatives_of
 from remat.planning.request import FormChoice
 from tests import toys
 from tests.cached import cached
@@ -36,11 +36,11 @@ def planned() -> Plan:
 
 
 def row_of(plan: Plan, numerics: str, offload: str | None) -> Alternative:
-    return next(row for row in alternatives_of(plan) if (row.numerics, row.offload) == (numerics, offload))
+    return next(row for row in plan.alternatives if (row.numerics, row.offload) == (numerics, offload))
 
 
 def test_it_has_every_answer_once_and_marks_the_one_taken() -> None:
-    rows = alternatives_of(planned())
+    rows = planned().alternatives
     assert [(row.numerics, row.offload) for row in rows] == [
         (numerics, offload) for numerics in ("bitwise", "sums", "rounding") for offload in (None, "activations")
     ]
@@ -68,7 +68,7 @@ def test_rows_with_a_link_are_no_slower_and_fused_kernels_are_faster() -> None:
 def test_an_answer_that_cannot_be_had_says_why() -> None:
     plan = remat.plan(toys.TRANSFORMER, budget="1TiB", target=TARGET, execution="modules", menu=True)
     assert "groups are fused in eager execution" in row_of(plan, "rounding", None).why
-    assert all(row.offload is None for row in alternatives_of(plan))
+    assert all(row.offload is None for row in plan.alternatives)
 
 
 def test_the_command_shows_it_with_the_options_that_take_each_row(remat: Remat) -> None:
@@ -77,5 +77,5 @@ def test_the_command_shows_it_with_the_options_that_take_each_row(remat: Remat) 
     lines = [line for line in ran.stdout.splitlines() if "--numerics" in line]
     assert len(lines) == 6 and lines[2].startswith(">  --numerics sums ")
     assert Plan.load("stack.plan.json").about["alternatives"] == [
-        dataclasses.asdict(row) for row in alternatives_of(Plan.load("stack.plan.json"))
+        dataclasses.asdict(row) for row in Plan.load("stack.plan.json").alternatives
     ]

@@ -23,6 +23,7 @@ from typing import Any, Literal, TypedDict
 import remat
 from remat import shown
 from remat.errors import UsageError
+from remat.evaluation.alternative import Alternative, alternatives_of
 from remat.evaluation.form import CAPTURED, form_of
 from remat.evaluation.forwards import PASSES
 from remat.evaluation.graph import OUTSIDE, Graph
@@ -241,6 +242,11 @@ class Plan:
     execution: str = "eager"
     identities: tuple[Identity, ...] = dataclasses.field(default=(), repr=False)
     offloads: tuple[OffloadRef, ...] = ()
+
+    @property
+    def alternatives(self) -> tuple[Alternative, ...]:
+        """Other answers to the budget, beside this one; none where the plan was made without `menu=True`."""
+        return alternatives_of(self.about)
 
     @property
     def host_bytes(self) -> int:

@@ -14,44 +14,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from remat.errors import Infeasible, NoPlanInTime, RematError, UsageError
+from remat.evaluation.alternative import ALTERNATIVES, Alternative
 from remat.evaluation.form import form_of
 from remat.evaluation.plan import Plan
 from remat.offloading.link import Link
 from remat.planning.assemble import predict
 from remat.planning.links import ACTIVATIONS
 from remat.planning.portfolio import BestPlan, fastest
-from remat.planning.request import NUMERICS, Numerics
+from remat.planning.request import NUMERICS
 from remat.planning.study import Study
-
-ALTERNATIVES = "alternatives"  # key of `Plan.about`
-
-
-@dataclasses.dataclass(frozen=True)
-class Alternative:
-    """One answer to a budget.
-
-    numerics, offload  what to ask for, as in `PlanRequest`; `offload` is None where nothing goes to the host
-    form               of the step, for a person
-    peak_bytes, step_time_us, overhead, gap  as in a plan; None where there is none
-    why                why there is no plan, else ""
-    taken              whether it is the plan that was made
-    """
-
-    numerics: Numerics
-    offload: str | None
-    form: str = ""
-    peak_bytes: int | None = None
-    step_time_us: float | None = None
-    overhead: float | None = None
-    gap: float | None = None
-    why: str = ""
-    taken: bool = False
-
-    @property
-    def options(self) -> str:
-        """What the command line takes for it."""
-        offload = f" --offload {self.offload}" if self.offload else ""
-        return f"--numerics {self.numerics}{offload}"
 
 
 def with_alternatives(
@@ -67,11 +38,6 @@ def with_alternatives(
         rows.extend(_rows(plan, study, link, on_row or (lambda options: None)))
     found = [dataclasses.asdict(row) for row in rows]
     return dataclasses.replace(plan, about={**plan.about, ALTERNATIVES: found})
-
-
-def alternatives_of(plan: Plan) -> tuple[Alternative, ...]:
-    """The menu that a plan was made with; empty where it was made without one."""
-    return tuple(Alternative(**row) for row in plan.about.get(ALTERNATIVES, ()))
 
 
 def _rows(plan: Plan, study: Study, link: Link | None, on_row: Callable[[str], None]) -> Iterator[Alternative]:

@@ -70,7 +70,7 @@ def plan(
     batch_size   samples in place of the workload's own number
     time_limit   seconds for the search: that of `limits`, which has more to set
     menu         also find the answers that may change more or less in the numbers, or that offload activations:
-                 `menu.alternatives_of(plan)`
+                 `plan.alternatives`
     on_progress  called with (done, total) while costs are measured
 
     All other arguments are fields of `PlanRequest`, which describes them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,13 +29,13 @@ def plan(
         Path | None, typer.Option(help="The plan file.", show_default="NAME.plan.json in this folder")
     ] = None,
     menu: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            "--menu",
-            help="Also show what other answers cost: every gradient bitwise, chunked losses, fused kernels, each with "
-            "and without activation offloading.",
+            help="Compare other answers: every gradient bitwise, chunked losses, fused kernels, each with and without "
+            "activation offloading.",
+            show_default="on a terminal, without offloading",
         ),
-    ] = False,
+    ] = None,
     advice: Advice = True,
     as_json: Json = False,
 ) -> Answer:
@@ -59,9 +60,10 @@ def plan(
         line.say("solving")
         with levers_where_infeasible(found, study, line, wanted=advice):
             made = plan_study(study)
-        if menu:
-            link = link_beside(study, found.place or PlanningDevice(found.target, None))
-            made = with_alternatives(made, study, link, lambda options: line.say(f"solving with {options}"))
+        looks = sys.stdout.isatty() and not as_json and request.how.runs_forms and study.step is not None
+        if looks if menu is None else menu:
+            link = link_beside(study, found.place or PlanningDevice(found.target, None)) if menu else None
+            made = with_alternatives(made, study, link, functools.partial(_comparing, line))
     limit = study.budget
     assert limit is not None
     path = out or Path(f"{file_name(made.about['workload'])}.plan.json")
@@ -79,14 +81,17 @@ def _forming(line: LiveLine, form: Form) -> None:
     line.say(f"{form}: recording and solving")
 
 
+def _comparing(line: LiveLine, options: str) -> None:
+    line.say(f"comparing with {options} (Ctrl-C: leave these rows out)")
+
+
 def menu_text(plan: Plan) -> str:
     """The menu as a table, with the option that takes each row."""
     from remat.cli.screen import columns
-    from remat.planning.menu import alternatives_of
     from remat.units import gib, ms
 
     rows = []
-    for each in alternatives_of(plan):
+    for each in plan.alternatives:
         mark = ">" if each.taken else ""
         if each.overhead is None or each.peak_bytes is None or each.step_time_us is None:
             rows.append((mark, each.options, each.why, "", "", ""))
@@ -118,15 +123,17 @@ def _answer(plan: Plan, path: Path, *, replayed: bool) -> Answer:
         "alternatives": plan.about.get("alternatives", []),
         "plan_path": str(path),
     }
+    menu = [menu_text(plan)] if plan.about.get("alternatives") else []
     notes = []
     if not replayed:
         notes.append(
             "judged by the evaluator alone, and the loss left whole: a profile has no model to replay or to cut"
         )
+    if not any(each.offload for each in plan.alternatives):
+        notes.append("--menu compares other answers: bitwise gradients, fused kernels, activation offloading")
     notes += [f"wrote {path}", f"next: remat validate {path}"]
     if compiler := load(plan.execution).compiler:
         notes.append(f'in training: torch.compile(remat.apply(model, "{path}"), backend="{compiler}")')
     if plan.solver.get("interrupted"):
         notes.append("interrupted: this is the best plan found so far, and more time may find or prove a better one")
-    menu = [menu_text(plan)] if plan.about.get("alternatives") else []
     return Answer(data, "\n\n".join([plan_text(plan), *menu, "\n".join(notes)]))

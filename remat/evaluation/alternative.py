@@ -1,0 +1,42 @@
+"""Alternative: one answer to a budget, beside the plan that was made."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+ALTERNATIVES = "alternatives"  # key of `Plan.about`
+
+
+@dataclasses.dataclass(frozen=True)
+class Alternative:
+    """One answer to a budget.
+
+    numerics, offload  what to ask for, as in `remat.plan`; `offload` is None where nothing goes to the host
+    form               of the step, for a person
+    peak_bytes, step_time_us, overhead, gap  as in a plan; None where there is none
+    why                why there is no plan, else ""
+    taken              whether it is the plan that was made
+    """
+
+    numerics: Literal["bitwise", "sums", "rounding"]
+    offload: str | None
+    form: str = ""
+    peak_bytes: int | None = None
+    step_time_us: float | None = None
+    overhead: float | None = None
+    gap: float | None = None
+    why: str = ""
+    taken: bool = False
+
+    @property
+    def options(self) -> str:
+        """What the command line takes for it."""
+        offload = f" --offload {self.offload}" if self.offload else ""
+        return f"--numerics {self.numerics}{offload}"
+
+
+def alternatives_of(about: Mapping[str, Any]) -> tuple[Alternative, ...]:
+    """Those that a plan's `about` has; none where it was made without a menu."""
+    return tuple(Alternative(**row) for row in about.get(ALTERNATIVES, ()))
