@@ -25,7 +25,7 @@ import remat
 from remat.capture.dynamo import GraphCalls
 from remat.chunking.chunk import chunk, chunked_losses
 from remat.chunking.chunked_loss import ALIGNED_ROWS, ChunkedLoss, Given, cuts
-from remat.chunking.heads import find_heads
+from remat.chunking.heads import find_heads, whole_losses
 from remat.chunking.products import round_alike
 from remat.chunking.withheld import Withheld
 from remat.cli.screen import plan_text
@@ -104,7 +104,31 @@ def summed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.view(-1, CLASSES), labels.view(-1), reduction="sum") / (labels != IGNORED).sum()
 
 
-LOSSES = (plain, cast_first, capped, shifted, ignoring_zero, summed)
+def capped_after_selection(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    logits = 30 * torch.tanh(logits[:, :-1].float() / 30)
+    return F.cross_entropy(logits.reshape(-1, CLASSES), labels[:, 1:].reshape(-1))
+
+
+def scaled_and_masked(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    unused, scale = torch.arange(CLASSES, device=logits.device) >= CLASSES - 5, torch.full((1, 1, 1), 0.7)
+    logits = (1.5 - logits * scale.to(logits.dtype)).masked_fill(unused, -1e4)
+    return plain(torch.where(unused, -2e4, logits), labels)
+
+
+def of_log_softmax(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.nll_loss(F.log_softmax(logits.float(), dim=-1).view(-1, CLASSES), labels.view(-1))
+
+
+def averaged_outside(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    kept = (labels != IGNORED).float()
+    losses = F.cross_entropy(logits.view(-1, CLASSES), labels.view(-1), reduction="none")
+    return (losses.view(labels.shape[0], -1) * kept).sum() / kept.sum()
+
+
+LOSSES = (
+    *(plain, cast_first, capped, shifted, ignoring_zero, summed),
+    *(capped_after_selection, scaled_and_masked, of_log_softmax, averaged_outside),
+)
 
 
 def smoothed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -160,6 +184,21 @@ NOT_CHUNKED = (
 )
 
 
+WHY = {
+    "smoothed": "labels are smoothed",
+    "weighted": "classes have weights",
+    "used_twice": "`logsumexp` reads the logits too",
+    "mixing_rows": "and both need a gradient",
+    "random_rows": "(dropout) between the logits and the loss has no rule",
+    "of_probabilities": "labels are not class indices",
+    "outside_autocast": "autocast or no_grad begins or ends",
+    "selected_after_flattening": "selected after the logits were flattened",
+    "written_meanwhile": "writes in place",
+    "tripled": "something other than a sum reads the loss",
+    "squared": "something other than a sum reads the loss",
+}
+
+
 def batch(samples: int, length: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     ids = torch.randint(CLASSES, (samples, length or LENGTH))
     labels = torch.randint(CLASSES, (samples, length or LENGTH))
@@ -176,9 +215,9 @@ LANGUAGE = Workload("language", functools.partial(Language, plain), batch, step,
 MIXED = dataclasses.replace(LANGUAGE, name="language-amp", autocast=torch.bfloat16)
 
 
-def captured(loss: Callable[..., torch.Tensor]) -> fx.GraphModule:
+def captured(loss: Callable[..., torch.Tensor], model: type[Language] = Language) -> fx.GraphModule:
     """The graph of the model with `loss`, traced on fake tensors."""
-    fake = FakeStep(dataclasses.replace(LANGUAGE, build=functools.partial(Language, loss)), device=CPU)
+    fake = FakeStep(dataclasses.replace(LANGUAGE, build=functools.partial(model, loss)), device=CPU)
     fake.warm_up()
     ((_, graph_module),) = fake._captured.values()
     return graph_module
@@ -197,7 +236,37 @@ def test_a_head_is_found_by_what_its_nodes_do(loss: Callable[..., torch.Tensor])
 @pytest.mark.fast("smoothed", "mixing_rows", "tripled")
 @pytest.mark.parametrize("loss", NOT_CHUNKED)
 def test_what_has_no_rule_is_left_whole(loss: Callable[..., torch.Tensor]) -> None:
-    assert find_heads(captured(loss)) == []
+    graph_module = captured(loss)
+    assert find_heads(graph_module) == []
+    (left,) = whole_losses(graph_module)
+    assert WHY[loss.__name__] in left.why and left.logits_bytes
+
+
+class Tied(Language):
+    """Its logits are a product with the embedding's transpose, as people write it."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.embed(ids)
+        logits = x @ self.embed.weight.T if self.training else torch.matmul(x, self.embed.weight.t())
+        return {"loss": self.loss(logits, labels), "logits": logits}
+
+
+def test_a_product_with_a_transposed_weight_makes_logits_too() -> None:
+    torch.manual_seed(0)
+    model = Tied(plain)
+    untouched, found = stepped(model, model.forward, False), stepped(model, in_slices(model, 3), False)
+    assert torch.equal(found.loss, untouched.loss)
+    graph_module = captured(plain, Tied)
+    assert len(find_heads(graph_module)) == 1 and whole_losses(graph_module) == []
+
+
+def test_a_plan_and_a_refusal_say_why_a_loss_is_left_whole() -> None:
+    workload = dataclasses.replace(LANGUAGE, build=functools.partial(Language, used_twice))
+    plan = remat.plan(workload, budget="90%step", target="cpu")
+    assert plan.about["whole_losses"] == ["`logsumexp` reads the logits too (`logits`)"]
+    assert "not chunked: `logsumexp` reads the logits too" in plan_text(plan)
+    with pytest.raises(remat.Infeasible, match="The loss is not chunked: `logsumexp` reads the logits too"):
+        remat.plan(workload, budget="1MiB", target="cpu")
 
 
 class Ungraded(Language):
@@ -274,7 +343,10 @@ def test_loss_and_gradients_are_the_untouched_ones_but_for_sums(loss: Callable[.
         for name, gradient in untouched.gradients.items():
             if not name.startswith("head."):
                 assert torch.equal(found.gradients[name], gradient), name
-        if slices == 1 and loss is not shifted:  # of which the last rows are left out of the sum
+        if slices == 1 and loss not in (
+            shifted,
+            capped_after_selection,
+        ):  # of which the last rows are left out of the sum
             assert torch.equal(found.gradients["head.weight"], untouched.gradients["head.weight"])
 
 
@@ -311,8 +383,8 @@ def test_sums_are_as_near_to_float64_as_the_untouched_ones(
     head = loss_of(slices, reduction)
     wanted = True, True, False
     with torch.no_grad():
-        losses, of_rows, sums = head.run(Given(x, weight, None, labels, ()), wanted)
-        precise = Given(x.double(), weight.double(), None, labels, ())
+        losses, of_rows, sums = head.run(Given(x, weight, None, labels, (), ()), wanted)
+        precise = Given(x.double(), weight.double(), None, labels, (), ())
         _, _, truth = head.in_float64().run(precise, wanted)
     leaf_x, leaf_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
     loss = F.cross_entropy(F.linear(leaf_x, leaf_weight).float(), labels, reduction=reduction)

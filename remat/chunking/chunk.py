@@ -6,20 +6,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import fx
+from torch.fx.node import map_arg
 from torch.nn import functional as F
 
 from remat._torch.training import without_modes
-from remat.capture.nodes import with_name
+from remat.capture.nodes import called, with_name
 from remat.chunking.bodies import chunked
 from remat.chunking.chunked_loss import ChunkedLoss
 from remat.chunking.chunked_rows import ChunkedRows
-from remat.chunking.heads import CASTS, Head, find_heads, kind_of, linear_arguments, loss_arguments
+from remat.chunking.heads import CASTS, Head, chain_of, find_heads, kind_of, linear_arguments, loss_arguments
 from remat.chunking.rows import RowRun, find_row_runs
 from remat.chunking.withheld import Withheld
 
 WITHHELD = "withheld_logits"  # attribute of the graph module
 CHUNKED = "chunked_loss"  # what the node of a head calls, and the key of its meta for the `ChunkedLoss`
 HEAD = "head"  # key of its meta for the head's number
+LOSSES = {"cross_entropy": F.cross_entropy, "nll_loss": F.nll_loss}
 ROWS = "chunked_rows"  # what the node of a run calls, and the key of its meta for the `ChunkedRows`
 
 
@@ -82,8 +84,8 @@ class _Chunker:
         rows, weight, bias = linear_arguments(head.linear)
         scaled, numbers = _scaled(head)
         parts = (*_opened_and_row_losses(head), _precise(head), scaled)
-        function = ChunkedLoss(*parts, slices, given["ignore_index"], given["reduction"])
-        arguments = (weight, bias, given["target"], *numbers)
+        function = ChunkedLoss(*parts, slices, given["ignore_index"], given["reduction"], len(head.constants))
+        arguments = (weight, bias, given["target"], *head.constants, *numbers)
         copied = [self._copies[value] if isinstance(value, fx.Node) else value for value in arguments]
         call = self._graph.call_function(_calling(function, CHUNKED), (self._rows(head, self._copies[rows]), *copied))
         call.meta = {**result.meta, "called": head.text, CHUNKED: function, HEAD: number}
@@ -124,31 +126,42 @@ def _calling(function: ChunkedLoss | ChunkedRows, name: str) -> Any:
 
 
 def _opened_and_row_losses(head: Head) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """(logits -> what is made of them first, a cast or nothing; that and labels -> the loss of each row)."""
+    """(logits -> what is made of them first, a cast or nothing; that, labels and constants -> the loss of each row)."""
     steps = head.steps
     casts = steps[:1] if steps and kind_of(steps[0]) in CASTS else []
     graph = fx.Graph()
-    graph.output(_repeated(graph, graph.placeholder("logits"), casts))
+    graph.output(_repeated(graph, graph.placeholder("logits"), casts, {}))
     return fx.GraphModule({}, graph), _losses_of(head, steps[len(casts) :])
 
 
 def _precise(head: Head) -> fx.GraphModule:
-    """(logits, labels) -> the loss of each row, in the dtype of the logits."""
-    return _losses_of(head, [node for node in head.steps if kind_of(node) not in CASTS])
+    """(logits, labels, *constants) -> the loss of each row, in the dtype of the logits."""
+    return _losses_of(head, [node for node in head.steps if kind_of(node) not in CASTS], keeps_dtype=True)
 
 
-def _losses_of(head: Head, steps: Sequence[fx.Node]) -> fx.GraphModule:
+def _losses_of(head: Head, steps: Sequence[fx.Node], *, keeps_dtype: bool = False) -> fx.GraphModule:
     graph = fx.Graph()
     value, labels = graph.placeholder("logits"), graph.placeholder("labels")
+    constants = {node: graph.placeholder(f"constant_{i}") for i, node in enumerate(head.constants)}
     options = {"ignore_index": loss_arguments(head.loss)["ignore_index"], "reduction": "none"}
-    graph.output(graph.call_function(F.cross_entropy, (_repeated(graph, value, steps), labels), options))
+    value = _repeated(graph, value, steps, constants, without=("dtype",) if keeps_dtype else ())
+    graph.output(graph.call_function(LOSSES[called(head.loss)], (value, labels), options))
     return fx.GraphModule({}, graph)
 
 
-def _repeated(graph: fx.Graph, value: fx.Node, steps: Sequence[fx.Node]) -> fx.Node:
-    """`steps`, one after the other, in `graph`, from `value` on."""
+def _repeated(
+    graph: fx.Graph,
+    value: fx.Node,
+    steps: Sequence[fx.Node],
+    constants: Mapping[fx.Node, fx.Node],
+    without: Sequence[str] = (),
+) -> fx.Node:
+    """`steps`, one after the other, in `graph`, from `value` on; without some of their keywords."""
     for node in steps:
-        value = graph.create_node(node.op, node.target, (value, *node.args[1:]), node.kwargs)
+        copies = {**constants, chain_of(node): value}
+        kwargs = {name: given for name, given in node.kwargs.items() if name not in without}
+        args, kwargs = map_arg((node.args, kwargs), copies.__getitem__)
+        value = graph.create_node(node.op, node.target, args, kwargs)
     return value
 
 

@@ -69,12 +69,14 @@ class Watch:
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """What a head is given: rows (N, width), weight (classes, width), bias (classes,), labels (N,), numbers."""
+    """What a head is given: rows (N, width), weight (classes, width), bias (classes,), labels (N,), constants, each one
+    number or (classes,), and what the losses of rows are multiplied by."""
 
     rows: Tensor
     weight: Tensor
     bias: Tensor | None
     labels: Tensor
+    constants: tuple[Tensor, ...]
     numbers: tuple[Any, ...]
 
 
@@ -91,11 +93,12 @@ class ChunkedLoss:
     """What a chunked head calls.
 
     opened       logits -> what `row_losses` takes: another dtype, or themselves
-    row_losses   (opened logits, labels) of some rows -> the loss of each
+    row_losses   (opened logits, labels, *constants) of some rows -> the loss of each
     precise      the same of logits that are not opened, and without casts
     scaled       (loss, *numbers) -> what the graph makes of the loss
     slices       into how many the rows are cut at most        ignored    the label that is left out
-    reduction    of the rows' losses: "mean" or "sum"
+    reduction    of the rows' losses: "mean", "sum", or "none" where `scaled` reduces them
+    constants    how many there are
     cast         of what a product takes; a target's kernels put in another
     """
 
@@ -106,14 +109,20 @@ class ChunkedLoss:
     slices: int
     ignored: int
     reduction: str
+    constants: int = 0
     cast: Callable[[Tensor], Tensor] = autocast
     watch: Watch = dataclasses.field(default_factory=Watch)
     has_told: bool = False
 
-    def __call__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *numbers: Any) -> Tensor:
-        """The loss of `rows` (..., width), of which `weight` (classes, width) and `bias` (classes,) make logits."""
+    def __call__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *others: Any) -> Tensor:
+        """The loss of `rows` (..., width), of which `weight` (classes, width) and `bias` (classes,) make logits.
+
+        others  the constants, then the numbers
+        """
         flat = self.cast(rows).flatten(0, -2)
-        loss: Tensor = _GradientsInForward.apply(self, flat, weight, bias, labels, numbers)
+        constants = tuple(each.flatten() if each.dim() > 1 else each for each in others[: self.constants])
+        numbers = others[self.constants :]
+        loss: Tensor = _GradientsInForward.apply(self, flat, weight, bias, labels, constants, numbers)
         return loss
 
     def tell_of_rounding(self, gradient: Tensor) -> None:
@@ -171,7 +180,7 @@ class ChunkedLoss:
                         here = logits[piece.start - cut.start : piece.stop - cut.start]
                         opened = self.opened(here.detach()).requires_grad_()
                         with torch.enable_grad():
-                            found = self.row_losses(opened, labels[piece])
+                            found = self.row_losses(opened, labels[piece], *given.constants)
                         if losses is None or by_row is None:
                             losses = found.new_empty(rows.shape[0])
                             by_row = self.derivatives(losses, labels, given.numbers)
@@ -194,8 +203,10 @@ class ChunkedLoss:
 
     def reduced(self, row_losses: Tensor, labels: Tensor, numbers: tuple[Any, ...]) -> Tensor:
         """One loss of those of all rows. (Rule 1)"""
-        kept = torch.where(labels == self.ignored, _IGNORED, 0)
-        loss = F.nll_loss(-row_losses[:, None], kept, ignore_index=_IGNORED, reduction=self.reduction)
+        loss = row_losses
+        if self.reduction != "none":
+            kept = torch.where(labels == self.ignored, _IGNORED, 0)
+            loss = F.nll_loss(-row_losses[:, None], kept, ignore_index=_IGNORED, reduction=self.reduction)
         result: Tensor = self.scaled(loss, *numbers)
         return result
 
@@ -234,9 +245,10 @@ class _GradientsInForward(Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
+        constants: tuple[Tensor, ...],
         numbers: tuple[Any, ...],
     ) -> Tensor:
-        given = Given(rows, weight.detach(), None if bias is None else bias.detach(), labels, numbers)
+        given = Given(rows, weight.detach(), None if bias is None else bias.detach(), labels, constants, numbers)
         with head.watch.unseen():
             losses, of_rows, sums = head.run(given, ctx.needs_input_grad[1:4])
             if head.watch.on_sums is not None:
@@ -264,7 +276,7 @@ class _GradientsInForward(Function):
             if not kept:
                 ctx.gradients = None
             weight_dtype, bias_dtype = ctx.dtypes
-            return None, of_rows, _as(of_weight, weight_dtype), _as(of_bias, bias_dtype), None, None
+            return None, of_rows, _as(of_weight, weight_dtype), _as(of_bias, bias_dtype), None, None, None
 
 
 class _Sum:

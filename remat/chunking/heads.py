@@ -2,10 +2,13 @@
 
 A row is one token, or one sample: the logits of one position. Rules for what a head is, by analysis of the graph:
 
-Rule 1  Its loss is a `cross_entropy` of labels that are class indices, reduced to a mean or a sum, without weights of
-        classes and without label smoothing.
-Rule 2  Its logits are made by one `linear`. What lies between acts on every number by itself (`POINTWISE`, its other
-        arguments Python numbers), changes the dtype, flattens all dimensions but the last, or selects rows.
+Rule 1  Its loss is a `cross_entropy`, or an `nll_loss` of a `log_softmax`, of labels that are class indices, without
+        weights of classes and without label smoothing. It is reduced to a mean or a sum, by the loss itself or by
+        linear operators behind it (`LINEAR`), such as a mask of rows.
+Rule 2  Its logits are made by one product with a weight that the graph is given: a `linear`, or a `matmul` with its
+        transpose. What lies between acts on every row by itself (`BY_ROW`), changes the dtype, flattens all dimensions
+        but the last, or selects rows. Its other arguments are numbers, or constants: tensors that need no gradient and
+        are the same for every row, such as a scale or a mask of the vocabulary.
 Rule 3  Nothing else in the graph reads what lies between. The graph may give it out: in slices it never exists at once,
         so a caller gets a `Withheld` in its place.
 Rule 4  Multiplications and divisions of the loss by numbers that need no gradient belong to the head, so that each
@@ -15,7 +18,7 @@ Rule 5  All of it runs in one context: no autocast or no_grad opens or closes be
         is written in place meanwhile, and rows are selected before they are flattened: the chunked node stands where
         the loss stood, and takes what the linear took.
 
-What has no rule is not chunked.
+What has no rule is not chunked, and `whole_losses` says why.
 """
 
 from __future__ import annotations
@@ -31,12 +34,17 @@ from torch import fx
 from remat.capture.anchors import writes
 from remat.capture.nodes import bracket_of, called, captured_nodes
 
-POINTWISE = frozenset({"mul", "truediv", "div", "tanh", "clamp", "neg"})
+BY_ROW = frozenset(
+    ("mul", "truediv", "div", "add", "sub", "tanh", "clamp", "clip", "neg", "masked_fill", "where", "log_softmax")
+)
+LINEAR = frozenset({"sum", "mean", "view", "reshape", "flatten", "unflatten", "squeeze", "float", "to"})
+TRANSPOSES = frozenset({"t", "transpose", "permute", "getattr", "T", "mT"})
 CASTS = frozenset({"float", "to", "bfloat16", "double"})
 FLATTENINGS = frozenset({"view", "reshape", "flatten"})
 COPIES = frozenset({"contiguous", "clone"})
 SCALINGS = frozenset({"mul", "truediv", "div"})
-_CROSS_ENTROPY = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+_LOSS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+LOSSES = frozenset({"cross_entropy", "nll_loss"})
 _IGNORED = -100  # by default
 
 
@@ -44,14 +52,16 @@ _IGNORED = -100  # by default
 class Head:
     """The nodes of one head, in the graph's order.
 
-    linear    makes the logits                        between   what lies between them and the loss
-    loss      the cross-entropy                       scalings  of the loss, by numbers
+    linear     makes the logits                       between   what lies between them and the loss
+    loss       of the rows                            scalings  what reduces it, and multiplies it by numbers
+    constants  the tensors that `between` takes beside the logits
     """
 
     linear: fx.Node
     between: tuple[fx.Node, ...]
     loss: fx.Node
     scalings: tuple[fx.Node, ...]
+    constants: tuple[fx.Node, ...] = ()
 
     @property
     def result(self) -> fx.Node:
@@ -67,7 +77,7 @@ class Head:
     def text(self) -> str:
         """What happens to a logit, by which chunked losses are told apart: others take other bytes."""
         steps = [node for node in self.steps if kind_of(node) not in COPIES]
-        return ",".join(["chunked_loss", *(f"{kind_of(node)}{list(map(str, node.args[1:])) or ''}" for node in steps)])
+        return ",".join(["chunked_loss", *(f"{kind_of(node)}{_arguments_of(node) or ''}" for node in steps)])
 
     @property
     def steps(self) -> list[fx.Node]:
@@ -93,38 +103,105 @@ def size_hint(size: Any) -> int:
     return size if isinstance(size, int) else int(size.node.hint or 1)
 
 
+@dataclasses.dataclass(frozen=True)
+class WholeLoss:
+    """A loss that is left whole: its node, why, and what its logits take as it reads them."""
+
+    loss: fx.Node
+    why: str
+    logits_bytes: int
+
+
+class _NoRule(Exception):
+    """Why a loss is none of a head."""
+
+
 def find_heads(graph_module: fx.GraphModule) -> list[Head]:
     """The heads of a captured graph, in order."""
-    return [head for node in captured_nodes(graph_module) if (head := _head_of(node)) is not None]
+    return [found for found in _losses_of(graph_module) if isinstance(found, Head)]
+
+
+def whole_losses(graph_module: fx.GraphModule) -> list[WholeLoss]:
+    """The losses of a captured graph that are left whole, in order."""
+    return [found for found in _losses_of(graph_module) if isinstance(found, WholeLoss)]
+
+
+def _losses_of(graph_module: fx.GraphModule) -> Iterator[Head | WholeLoss]:
+    for node in captured_nodes(graph_module):
+        if called(node) not in LOSSES:
+            continue
+        try:
+            yield _head_of(node)
+        except _NoRule as reason:
+            logits = _tensor(loss_arguments(node).get("input"))
+            size = 0 if logits is None else math.prod(map(size_hint, logits.shape)) * logits.element_size()
+            yield WholeLoss(node, str(reason), size)
 
 
 def loss_arguments(loss: fx.Node) -> dict[str, Any]:
-    """The arguments of a `cross_entropy`, by name, with their defaults."""
-    given = {**dict(zip(_CROSS_ENTROPY, loss.args, strict=False)), **loss.kwargs}
+    """The arguments of a loss, by name, with their defaults."""
+    given = {**dict(zip(_LOSS, loss.args, strict=False)), **loss.kwargs}
     return {"weight": None, "ignore_index": _IGNORED, "reduction": "mean", "label_smoothing": 0.0, **given}
 
 
 def linear_arguments(linear: fx.Node) -> tuple[Any, Any, Any]:
-    """(input, weight, bias) of a `linear`."""
+    """(input, weight, bias) of a `linear`, or of a `matmul` with a transposed weight."""
+    if called(linear) == "matmul":
+        given, transposed = linear.args
+        return given, transposed.args[0] if isinstance(transposed, fx.Node) else None, None
     given = {**dict(zip(("input", "weight", "bias"), linear.args, strict=False)), **linear.kwargs}
     return given["input"], given["weight"], given.get("bias")
 
 
-def _head_of(loss: fx.Node) -> Head | None:
-    if called(loss) != "cross_entropy" or not _has_rule(loss):
-        return None
+def chain_of(node: fx.Node) -> fx.Node:
+    """The logits that a node between a linear and a loss takes: its only argument that needs a gradient."""
+    found = [each for each in node.all_input_nodes if _needs_gradient(each)]
+    if not found:
+        raise _NoRule("a linear layer with a gradient does not make its logits")
+    if len(found) > 1:
+        raise _NoRule(f"`{node}` takes `{found[0]}` and `{found[1]}`, and both need a gradient")
+    return found[0]
+
+
+def _needs_gradient(node: fx.Node) -> bool:
+    value = _tensor(node)
+    return value is not None and value.requires_grad
+
+
+def _arguments_of(node: fx.Node) -> list[str]:
+    """What a node takes beside the logits, as text."""
+    chain, found = chain_of(node), []
+    for each in node.args if node.args[0] is not chain else node.args[1:]:
+        value = _tensor(each)
+        found.append("_" if each is chain else str(each) if value is None else f"{value.dtype}{list(value.shape)}")
+    return found
+
+
+def _head_of(loss: fx.Node) -> Head:
+    """The head that ends in `loss`. Raises _NoRule."""
+    _require_rule(loss)
     between: list[fx.Node] = []
+    constants: dict[fx.Node, None] = {}
     node: Any = loss_arguments(loss)["input"]
     user = loss
-    while isinstance(node, fx.Node) and called(node) != "linear":
-        if not _acts_by_row(node) or not _is_read_by(node, user):
-            return None
+    while not _makes_logits(node):
+        chain = chain_of(node)
+        _require_by_row(node, chain)
+        _require_reader(node, user)
+        constants |= dict.fromkeys(each for each in node.all_input_nodes if each is not chain)
         between.insert(0, node)
-        node, user = node.args[0] if node.args else None, node
-    if not isinstance(node, fx.Node) or not _is_read_by(node, user) or not _makes_logits(node):
-        return None
-    head = Head(node, tuple(between), loss, tuple(_scalings_after(loss)))
-    return head if _is_only_added_to(head.result) and _is_undisturbed(head) else None
+        node, user = chain, node
+    _require_reader(node, user)
+    if called(loss) == "nll_loss" and "log_softmax" not in map(kind_of, between):
+        raise _NoRule("an `nll_loss` without a `log_softmax` has no rule")
+    head = Head(node, tuple(between), loss, tuple(_scalings_after(loss)), tuple(constants))
+    reduced = _tensor(head.result)
+    if reduced is None or reduced.dim():
+        raise _NoRule("the losses of its rows are not reduced by a sum or a mean")
+    if not _is_only_added_to(head.result):
+        raise _NoRule("something other than a sum reads the loss")
+    _require_undisturbed(head)
+    return head
 
 
 def _is_only_added_to(result: fx.Node) -> bool:
@@ -133,18 +210,21 @@ def _is_only_added_to(result: fx.Node) -> bool:
     return all(called(node) in ("add", "iadd") and not node.kwargs and _is_only_added_to(node) for node in sums)
 
 
-def _is_undisturbed(head: Head) -> bool:
+def _require_undisturbed(head: Head) -> None:
     """Rule 5."""
     kinds = [kind_of(node) for node in head.between]
     flat = next((i for i, kind in enumerate(kinds) if kind in FLATTENINGS), len(kinds))
     if "getitem" in kinds[flat:]:
-        return False
+        raise _NoRule("rows are selected after the logits were flattened")
     node = head.linear
     while node is not head.result:
         node = node.next
-        if bracket_of(node) or (node.op not in ("placeholder", "get_attr", "output") and writes(node)):
-            return False
-    return all(value is not None and value.requires_grad for value in map(_tensor, (head.linear, head.loss)))
+        if bracket_of(node):
+            raise _NoRule("autocast or no_grad begins or ends between the logits and the loss")
+        if node.op not in ("placeholder", "get_attr", "output") and writes(node):
+            raise _NoRule(f"`{node}` writes in place between the logits and the loss")
+    if not _needs_gradient(head.loss):
+        raise _NoRule("it needs no gradient")
 
 
 def kind_of(node: fx.Node) -> str:
@@ -152,42 +232,79 @@ def kind_of(node: fx.Node) -> str:
     return called(node).removeprefix("call_method:")
 
 
-def _has_rule(loss: fx.Node) -> bool:
+def _require_rule(loss: fx.Node) -> None:
     """Rule 1."""
     given = loss_arguments(loss)
-    logits, labels = _tensor(given["input"]), _tensor(given.get("target"))
-    plain = given["weight"] is None and given["label_smoothing"] == 0 and isinstance(given["ignore_index"], int)
+    logits, labels = _tensor(given.get("input")), _tensor(given.get("target"))
+    if logits is None or labels is None or labels.dtype != torch.int64 or labels.dim() == logits.dim():
+        raise _NoRule("its labels are not class indices")
+    if logits.dim() != 2:
+        raise _NoRule("classes are not the last of two dimensions of its logits")
+    if given["weight"] is not None:
+        raise _NoRule("its classes have weights")
+    if given["label_smoothing"] != 0:
+        raise _NoRule("its labels are smoothed")
     averaged = given.get("size_average") is None and given.get("reduce") is None
-    if logits is None or labels is None or not plain or not averaged or given["reduction"] not in ("mean", "sum"):
+    if not averaged or not isinstance(given["ignore_index"], int):
+        raise _NoRule("it is called in a form that torch has deprecated")
+
+
+def _makes_logits(node: Any) -> bool:
+    """Whether `node` is a product of an activation and a weight as the graph is given it. Raises _NoRule."""
+    if called(node) not in ("linear", "matmul"):
         return False
-    return logits.dim() == 2 and labels.dim() == 1 and labels.dtype == torch.int64
+    rows, *weights = linear_arguments(node)
+    if called(node) == "matmul" and not _is_transpose(node.args[1]):
+        raise _NoRule(f"the weight of the product `{node}` is not a transposed parameter")
+    value = _tensor(rows)
+    if value is None or value.dim() < 2 or not value.is_floating_point() or not _needs_gradient(node):
+        raise _NoRule(f"`{node}` makes logits of something other than activations with a gradient")
+    for weight in weights:
+        if weight is not None and not (isinstance(weight, fx.Node) and weight.op in ("placeholder", "get_attr")):
+            raise _NoRule(f"the weight of `{node}` is computed in the forward")
+    return True
 
 
-def _makes_logits(linear: fx.Node) -> bool:
-    """Whether the arguments of `linear` are an activation, and weights as the graph is given them."""
-    given, *weights = linear_arguments(linear)
-    rows = _tensor(given)
-    if rows is None or rows.dim() < 2 or not rows.is_floating_point():
+def _is_transpose(node: Any) -> bool:
+    """Whether a node is a matrix with its two dimensions exchanged."""
+    if not isinstance(node, fx.Node) or kind_of(node) not in TRANSPOSES:
         return False
-    return all(
-        node is None or (isinstance(node, fx.Node) and node.op in ("placeholder", "get_attr")) for node in weights
-    )
+    made, given = _tensor(node), _tensor(node.args[:1])
+    if made is None or given is None or given.dim() != 2:
+        return False
+    return made.shape == given.shape[::-1] and made.stride() == given.stride()[::-1]
 
 
-def _acts_by_row(node: fx.Node) -> bool:
+def _require_by_row(node: fx.Node, chain: fx.Node) -> None:
     """Rule 2."""
-    name, made, given = kind_of(node), _tensor(node), _tensor(node.args[:1])
+    name, made, given = kind_of(node), _tensor(node), _tensor(chain)
+    unknown = _NoRule(f"`{node}` ({name}) between the logits and the loss has no rule")
     if made is None or given is None or made.shape[-1] != given.shape[-1]:
-        return False
-    if node.all_input_nodes != [node.args[0]]:
-        return False
+        raise unknown
+    others = [each for each in node.all_input_nodes if each is not chain]
+    if others and name not in BY_ROW:
+        raise unknown
+    for each in others:
+        _require_constant(node, each, made.shape[-1])
     if name in FLATTENINGS:
-        return made.dim() == 2
-    if name == "getitem":
-        return selects_rows(node)
-    if name in CASTS:
-        return made.dim() == given.dim() and made.is_floating_point()
-    return name in POINTWISE | COPIES and made.dim() == given.dim()
+        fits = made.dim() == 2
+    elif name == "getitem":
+        fits = selects_rows(node)
+    elif name in CASTS:
+        fits = made.dim() == given.dim() and made.is_floating_point()
+    else:
+        fits = name in BY_ROW | COPIES and made.shape == given.shape
+    if name == "log_softmax":
+        dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
+        fits = fits and dim in (-1, 1 if made.dim() == 2 else -1)
+    if not fits:
+        raise unknown
+
+
+def _require_constant(node: fx.Node, constant: fx.Node, classes: Any) -> None:
+    value = _tensor(constant)
+    if value is None or math.prod(value.shape[:-1]) != 1 or (value.dim() and value.shape[-1] not in (1, classes)):
+        raise _NoRule(f"`{constant}`, which `{node}` takes, differs from row to row")
 
 
 def selects_rows(node: fx.Node) -> bool:
@@ -203,9 +320,10 @@ def selects_rows(node: fx.Node) -> bool:
     return not reaches_last or index[-1] in (slice(None), Ellipsis)
 
 
-def _is_read_by(node: fx.Node, user: fx.Node) -> bool:
+def _require_reader(node: fx.Node, user: fx.Node) -> None:
     """Rule 3."""
-    return all(other is user or other.op == "output" for other in node.users)
+    if other := next((other for other in node.users if other is not user and other.op != "output"), None):
+        raise _NoRule(f"`{other}` reads the logits too (`{node}`)")
 
 
 def _scalings_after(loss: fx.Node) -> Iterator[fx.Node]:
@@ -213,26 +331,40 @@ def _scalings_after(loss: fx.Node) -> Iterator[fx.Node]:
     node = loss
     while len(node.users) == 1:
         (user,) = node.users
-        if kind_of(user) not in SCALINGS or not _is_scaling_of(user, node):
+        if not (_is_scaling_of(user, node) or _is_linear_of(user, node)):
             return
         yield user
         node = user
 
 
 def _is_scaling_of(node: fx.Node, loss: fx.Node) -> bool:
-    if node.kwargs or len(node.args) != 2 or _tensor(node) is None:
+    if kind_of(node) not in SCALINGS or node.kwargs or len(node.args) != 2 or _tensor(node) is None:
         return False
     others = [argument for argument in node.args if argument is not loss]
     if len(others) != 1 or (node.args[0] is not loss and called(node) != "mul"):
         return False
-    return all(_is_number(argument) for argument in others)
+    value = _tensor(loss)
+    return value is not None and all(_is_number(argument, value.dim()) for argument in others)
 
 
-def _is_number(argument: Any) -> bool:
+def _is_number(argument: Any, dims: int) -> bool:
+    """Whether `argument` needs no gradient, and has no more than so many dimensions."""
     if isinstance(argument, (int, float)):
         return True
     found = _tensor(argument)
-    return found is not None and found.dim() == 0 and not found.requires_grad
+    return found is not None and found.dim() <= dims and not found.requires_grad
+
+
+def _is_linear_of(node: fx.Node, losses: fx.Node) -> bool:
+    """Whether `node` reduces or reshapes the losses of rows. (Rule 1)"""
+    value = _tensor(losses)
+    return (
+        value is not None
+        and value.dim() > 0
+        and kind_of(node) in LINEAR
+        and node.all_input_nodes == [losses]
+        and _tensor(node) is not None
+    )
 
 
 def _tensor(node: Any) -> torch.Tensor | None:

@@ -23,7 +23,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column
 from rich.text import Text
 
-from remat.evaluation.form import CAPTURED, SLICED, WHOLE, form_of
+from remat.evaluation.form import CAPTURED, LEFT_WHOLE, SLICED, WHOLE, form_of
 from remat.evaluation.graph import CHUNKED_ROWS, NOT_UNTRACED
 from remat.units import gib, ms
 
@@ -195,6 +195,8 @@ def _form(plan: Plan) -> list[tuple[str, ...]]:
         rows.append(
             ("loss", "whole", f"in slices the overhead is {100 * sliced:.1f} %, too little less to round otherwise")
         )
+    if not form.chunks and (plan.regions or plan.offloads):
+        rows += [("loss", "whole", f"not chunked: {why}") for why in plan.about.get(LEFT_WHOLE, ())]
     return rows
 
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 CHUNKS = "chunks"  # key of `Graph.about` and `Plan.about`
 ROWS = "rows"  # likewise
 FUSED = "fused"  # likewise
+LEFT_WHOLE = "whole_losses"  # key of `Plan.about`: why large losses do not run in slices, one reason each
 WHOLE: Final = "whole_loss_overhead"  # key of `Plan.predicted`: of the plan for the step as captured, if one fits
 SLICED: Final = "sliced_overhead"  # likewise: of the best plan with slices, where that is better by too little
 

@@ -26,8 +26,9 @@ def _fuse_losses(head: ChunkedLoss) -> None:
     """Let what lies between the logits of a head and their gradients be a group too."""
     graph = fx.Graph()
     logits, labels = graph.placeholder("logits"), graph.placeholder("labels")
+    constants = [graph.placeholder(f"constant_{i}") for i in range(head.constants)]
     opened = graph.call_module("opened", (logits,))
-    graph.output(graph.call_module("row_losses", (opened, labels)))
+    graph.output(graph.call_module("row_losses", (opened, labels, *constants)))
     parts = torch.nn.ModuleDict({"opened": head.opened, "row_losses": head.row_losses})
     head.row_losses = as_group(fx.symbolic_trace(fx.GraphModule(parts, graph)), "fused(row_losses)")
     head.opened = fx.symbolic_trace(as_given)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from remat.costing.host_time import REGION_US, launches_us
 from remat.evaluation.breakdown import at_peak
-from remat.evaluation.form import SLICED, WHOLE
+from remat.evaluation.form import LEFT_WHOLE, SLICED, WHOLE
 from remat.evaluation.graph import CALLED_MODULES
 from remat.evaluation.plan import Plan, Prediction, Proof, to_refs
 from remat.offloading.refs import to_offload_refs
@@ -46,7 +48,7 @@ def assemble(study: Study, found: FoundPlan, budget_bytes: int, predicted: Predi
     return Plan(
         regions=to_refs(graph, solution.regions, problem.space.modules),
         fingerprints=graph.fingerprints,
-        about={name: value for name, value in graph.about.items() if name != CALLED_MODULES},
+        about=_about(study, found),
         target=profile.target.name,
         costs=profile.costs.source,
         budget_bytes=budget_bytes,
@@ -58,6 +60,12 @@ def assemble(study: Study, found: FoundPlan, budget_bytes: int, predicted: Predi
         identities=graph.identities,
         offloads=to_offload_refs(problem.memory, solution.regions, solution.offloads),
     )
+
+
+def _about(study: Study, found: FoundPlan) -> dict[str, Any]:
+    about = {name: value for name, value in found.at.profile.graph.about.items() if name != CALLED_MODULES}
+    reasons = study.forms.left_whole if study.forms is not None else []
+    return {**about, LEFT_WHOLE: reasons} if reasons else about
 
 
 def as_found(study: Study, found: FoundPlan, budget_bytes: int) -> Plan:

@@ -193,6 +193,16 @@ class StepForms:
         ]
 
     @property
+    def left_whole(self) -> list[str]:
+        """Why losses that are large enough are left whole, one reason each."""
+        if not self._slices:
+            return []
+        least_bytes = self._choice.large * Memory(self._whole.graph).peak_without_regions / self._times
+        if (why := why_whole(self._execution, self._step)) is not None:
+            return [why] if any(size >= least_bytes for _, size in self._step.heads) else []
+        return [each.why for each in self._step.whole_losses if each.logits_bytes >= least_bytes]
+
+    @property
     def _times(self) -> float:
         """How many times as large as the step's the batch of the profile is."""
         return float(self._whole.graph.about["batch_size"] / self._step.workload.batch_size)

@@ -152,7 +152,7 @@ def plan_study(study: Study) -> Plan:
     """The plan of a study within its budget. Raises Infeasible, or NoPlanInTime."""
     budget = study.budget
     assert budget is not None
-    with headroom_on_top(budget):
+    with headroom_on_top(budget), losses_left_whole(study):
         return _planned(study, budget)
 
 
@@ -195,6 +195,19 @@ def plan_profile(
     return plan_study(
         Study(profile, request, step, budget=limit, link=link, space=space, on_replay=on_replay, on_form=on_form)
     )
+
+
+@contextlib.contextmanager
+def losses_left_whole(study: Study) -> Iterator[None]:
+    """Let a refusal also say why large losses are not chunked."""
+    try:
+        yield
+    except Infeasible as error:
+        reasons = study.forms.left_whole if study.forms is not None else []
+        if not reasons:
+            raise
+        message = f"{error} The loss is not chunked: {'; '.join(reasons)}."
+        raise Infeasible(message, error.minimum_budget_bytes, error.breakdown) from error
 
 
 @contextlib.contextmanager

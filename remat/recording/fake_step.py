@@ -30,7 +30,7 @@ from remat.capture.kernels_on_fakes import kernels_on_fakes
 from remat.capture.settling import settle
 from remat.chunking.chunk import CHUNKED, HEAD
 from remat.chunking.chunked_loss import ChunkedLoss
-from remat.chunking.heads import find_heads
+from remat.chunking.heads import WholeLoss, find_heads, whole_losses
 from remat.chunking.rows import RowRun, find_row_runs
 from remat.errors import CaptureError, RematError
 from remat.evaluation.form import CAPTURED, Chunk, Form, slices_in
@@ -308,6 +308,12 @@ class FakeStep:
             for number, head in enumerate(find_heads(graph_module)):
                 if head.takes_contiguous_rows:
                     yield Chunk(call, number, 1, module_path(head.linear)), head.logits_bytes
+
+    @property
+    def whole_losses(self) -> Iterator[WholeLoss]:
+        """Losses that are left whole, and why; known once the step has run."""
+        for _, graph_module in self._captured.values():
+            yield from whole_losses(graph_module)
 
     @property
     def row_runs(self) -> Iterator[tuple[int, RowRun]]:
