@@ -228,6 +228,7 @@ def test_rows_of_one_sequence_under_a_plan_for_packed_rows_are_right_and_said_no
     with pytest.warns(UserWarning, match="each row of this batch holds one sequence, and the plan is for packed rows"):
         loss = model(**given).loss
     assert loss.item() == pytest.approx(plain(**given).loss.item(), rel=1e-4)
+    loss.backward()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         packed = batch(SAMPLES, None)
