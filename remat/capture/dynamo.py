@@ -45,9 +45,9 @@ from remat.capture.attention_masks import (
 )
 from remat.capture.beside_parameters import carry_over
 from remat.capture.dynamic_shapes import has_sizes, move_sizes_first
-from remat.capture.eager_answers import Answers, Capture, answering
+from remat.capture.eager_answers import Answers, Capture, answering, captured_elsewhere
 from remat.capture.eager_tensors import eager_tensors
-from remat.capture.elsewhere import Elsewhere, captured_elsewhere
+from remat.capture.elsewhere import Elsewhere
 from remat.capture.grouped_products import grouped_products
 from remat.capture.higher_order_ops import open_nodes
 from remat.capture.kernels_on_fakes import kernels_on_fakes

@@ -29,15 +29,14 @@ import dataclasses
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 
 from remat._torch.door import Shared
 from remat._torch.dynamo import backend_of_output, constant, following, handlers, is_of_tensor, predicates
-
-if TYPE_CHECKING:
-    from remat.capture.elsewhere import Elsewhere
+from remat._torch.elsewhere import traced_elsewhere
+from remat.capture.elsewhere import Elsewhere
 
 _BOOKS = (  # Rule 4
     "transformers.cache_utils",
@@ -166,6 +165,14 @@ def _answering() -> Iterator[None]:
 
 
 answering = Shared(_answering)  # lets Dynamo put the questions of our captures to them, and follow what they follow
+
+
+def _elsewhere_of(output: Any) -> Elsewhere | None:
+    capture = capture_of_output(output)
+    return None if capture is None else capture.elsewhere
+
+
+captured_elsewhere = Shared(lambda: traced_elsewhere(_elsewhere_of))  # our captures, for the device that each is for
 
 
 def traced_as(other: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -19,10 +19,6 @@ from typing import Any
 
 import torch
 
-from remat._torch.door import Shared
-from remat._torch.elsewhere import traced_elsewhere
-from remat.capture.eager_answers import capture_of_output
-
 
 @dataclasses.dataclass(frozen=True)
 class Elsewhere:
@@ -44,11 +40,3 @@ class Elsewhere:
             return torch.device(self.here)
         is_name = isinstance(named, str) and named.partition(":")[0] == name
         return self.here if is_name else named
-
-
-def _elsewhere_of(output: Any) -> Elsewhere | None:
-    capture = capture_of_output(output)
-    return None if capture is None else capture.elsewhere
-
-
-captured_elsewhere = Shared(lambda: traced_elsewhere(_elsewhere_of))  # our captures, for the device that each is for

@@ -8,10 +8,11 @@ planned runs as the last of its kind, and is told of.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -23,8 +24,15 @@ from remat.units import gib
 from remat.workload.passes import Pass
 from remat.workload.replaced_forward import ReplacedForward
 
-if TYPE_CHECKING:
-    from remat.execution.planned_forward import PlannedForward
+
+class Planned(Protocol):
+    """The forward under a plan that the forwards of a step call."""
+
+    plan: Plan
+
+    def called_at(self, at: ModuleForward) -> contextlib.AbstractContextManager[None]: ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 class ModuleForward:
@@ -34,7 +42,7 @@ class ModuleForward:
     fits     whether a graph of it was the planned one
     """
 
-    def __init__(self, planned: PlannedForward, path: str, module: nn.Module):
+    def __init__(self, planned: Planned, path: str, module: nn.Module):
         self.planned, self.path, self.module = planned, path, module
         self.replaced = ReplacedForward(module)
         self.settled = self.fits = False
@@ -66,7 +74,7 @@ class ModuleForward:
         return forward
 
 
-def modules_of(planned: PlannedForward, model: nn.Module) -> list[ModuleForward]:
+def modules_of(planned: Planned, model: nn.Module) -> list[ModuleForward]:
     """The forwards of modules of `model` that the step of a plan calls in place of the model itself.
 
     Raises PlanMismatch where `model` has no such module.
