@@ -2,7 +2,7 @@
 
 For each model and each share of its step's peak, one plan is made as `remat plan` makes it by default, and the menu
 beside it: every gradient bitwise, losses and MLPs in chunks, fused kernels. All on an H100 by name: times are
-estimated. `first_ms` is not here: what compiling a group takes in the first step is a property of the training machine.
+estimated. How long groups compile in the first step is not measured.
 """
 
 from __future__ import annotations

@@ -404,7 +404,7 @@ def test_inputs_parameters_and_buffers_that_come_back_are_not_the_models_outputs
             }
 
     workload = dataclasses.replace(PAIR, build=functools.partial(Handing, 3), step=lambda m, batch: m(*batch)["loss"])
-    place = find_planning_device("cpu")
+    place = find_planning_device("h100-80gb")
     profile = profile_step(fake_step(workload, place), place)
     plan = plan_profile(profile, Budget(1 << 40, 1 << 40))
     tight = dataclasses.replace(plan, budget_bytes=plan.predicted["peak_bytes"])

@@ -7,21 +7,19 @@ from typing import Any
 
 from torch import fx
 from torch.fx.node import map_arg
-from torch.nn import functional as F
 
 from remat._torch.training import without_modes
 from remat.capture.nodes import called, with_name
 from remat.chunking.bodies import chunked
 from remat.chunking.chunked_loss import ChunkedLoss
 from remat.chunking.chunked_rows import ChunkedRows
-from remat.chunking.heads import CASTS, Head, chain_of, find_heads, kind_of, linear_arguments, loss_arguments
+from remat.chunking.heads import CASTS, LOSSES, Head, chain_of, find_heads, kind_of, linear_arguments, loss_arguments
 from remat.chunking.rows import RowRun, find_row_runs
 from remat.chunking.withheld import Withheld
 
 WITHHELD = "withheld_logits"  # attribute of the graph module
 CHUNKED = "chunked_loss"  # what the node of a head calls, and the key of its meta for the `ChunkedLoss`
 HEAD = "head"  # key of its meta for the head's number
-LOSSES = {"cross_entropy": F.cross_entropy, "nll_loss": F.nll_loss}
 ROWS = "chunked_rows"  # what the node of a run calls, and the key of its meta for the `ChunkedRows`
 
 

@@ -69,8 +69,11 @@ class Watch:
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """What a head is given: rows (N, width), weight (classes, width), bias (classes,), labels (N,), constants, each one
-    number or (classes,), and what the losses of rows are multiplied by."""
+    """Inputs of a head: rows (N, width), weight (classes, width), bias (classes,), labels (N,).
+
+    constants  of the logits, each one number or (classes,)
+    numbers    by which the losses of rows are multiplied
+    """
 
     rows: Tensor
     weight: Tensor

@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.nn import functional as F
 
 from remat.capture.anchors import writes
 from remat.capture.nodes import bracket_of, called, captured_nodes
@@ -44,7 +45,7 @@ FLATTENINGS = frozenset({"view", "reshape", "flatten"})
 COPIES = frozenset({"contiguous", "clone"})
 SCALINGS = frozenset({"mul", "truediv", "div"})
 _LOSS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-LOSSES = frozenset({"cross_entropy", "nll_loss"})
+LOSSES = {"cross_entropy": F.cross_entropy, "nll_loss": F.nll_loss}
 _IGNORED = -100  # by default
 
 
@@ -118,15 +119,15 @@ class _NoRule(Exception):
 
 def find_heads(graph_module: fx.GraphModule) -> list[Head]:
     """The heads of a captured graph, in order."""
-    return [found for found in _losses_of(graph_module) if isinstance(found, Head)]
+    return [found for found in _heads_and_whole_losses(graph_module) if isinstance(found, Head)]
 
 
 def whole_losses(graph_module: fx.GraphModule) -> list[WholeLoss]:
     """The losses of a captured graph that are left whole, in order."""
-    return [found for found in _losses_of(graph_module) if isinstance(found, WholeLoss)]
+    return [found for found in _heads_and_whole_losses(graph_module) if isinstance(found, WholeLoss)]
 
 
-def _losses_of(graph_module: fx.GraphModule) -> Iterator[Head | WholeLoss]:
+def _heads_and_whole_losses(graph_module: fx.GraphModule) -> Iterator[Head | WholeLoss]:
     for node in captured_nodes(graph_module):
         if called(node) not in LOSSES:
             continue
@@ -169,7 +170,7 @@ def _needs_gradient(node: fx.Node) -> bool:
 
 
 def _arguments_of(node: fx.Node) -> list[str]:
-    """What a node takes beside the logits, as text."""
+    """Spell the arguments of a node beside the logits, for its text."""
     chain, found = chain_of(node), []
     for each in node.args if node.args[0] is not chain else node.args[1:]:
         value = _tensor(each)

@@ -32,7 +32,7 @@ class Alternative:
 
     @property
     def options(self) -> str:
-        """What the command line takes for it."""
+        """Options of the command line that take it."""
         offload = f" --offload {self.offload}" if self.offload else ""
         return f"--numerics {self.numerics}{offload}"
 

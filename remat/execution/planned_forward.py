@@ -410,7 +410,13 @@ class PlannedForward:
         return PlanMismatch(f"{'; '.join([*said, self._remedy(graph_module)])}.")
 
     def _larger_mismatch(self, fit: Fit, graph_module: fx.GraphModule) -> PlanMismatch | None:
-        """Refuse a graph that is spelled in another way and takes more than the budget has room for, or note it."""
+        """Refuse a graph that is spelled in another way and takes more than the budget has room for, or note it.
+
+        A plan for a GPU says nothing of bytes on a CPU, whose kernels allocate others.
+        """
+        device = next((p.device.type for p in self.model.parameters()), None)
+        if device is not None and (device == "cpu") != (self.plan.target == "cpu"):
+            return None
         peak_bytes = self.plan.predicted["peak_bytes"]
         if peak_bytes + fit.more_bytes <= max(self.plan.budget_bytes, peak_bytes):
             return None

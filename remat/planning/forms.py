@@ -146,7 +146,7 @@ class StepForms:
         """The same forms but those with losses or MLPs in slices."""
         other = copy.copy(self)
         other._slices = False
-        for name in ("_heads", "_row_runs", "_row_slices", "rows_us"):
+        for name in ("_heads", "left_whole", "_row_runs", "_row_slices", "rows_us"):
             vars(other).pop(name, None)
         return other
 
@@ -186,21 +186,21 @@ class StepForms:
         """The losses that are large enough; none where slices would not give what they promise. (`why_whole`)"""
         if not self._slices or why_whole(self._execution, self._step) is not None:
             return []
-        graph = self._whole.graph
-        peak = Memory(graph).peak_without_regions
-        return [
-            head for head, logits_bytes in self._step.heads if self._times * logits_bytes >= self._choice.large * peak
-        ]
+        return [head for head, logits_bytes in self._step.heads if logits_bytes >= self._large_bytes]
 
-    @property
+    @functools.cached_property
     def left_whole(self) -> list[str]:
         """Why losses that are large enough are left whole, one reason each."""
         if not self._slices:
             return []
-        least_bytes = self._choice.large * Memory(self._whole.graph).peak_without_regions / self._times
         if (why := why_whole(self._execution, self._step)) is not None:
-            return [why] if any(size >= least_bytes for _, size in self._step.heads) else []
-        return [each.why for each in self._step.whole_losses if each.logits_bytes >= least_bytes]
+            return [why] if any(size >= self._large_bytes for _, size in self._step.heads) else []
+        return [each.why for each in self._step.whole_losses if each.logits_bytes >= self._large_bytes]
+
+    @functools.cached_property
+    def _large_bytes(self) -> float:
+        """Least bytes of logits, at the step's own batch size, whose loss is worth slices."""
+        return self._choice.large * Memory(self._whole.graph).peak_without_regions / self._times
 
     @property
     def _times(self) -> float:

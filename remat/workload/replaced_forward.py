@@ -18,7 +18,7 @@ class ReplacedForward:
 
     @property
     def original(self) -> Any:
-        """That forward; the class's own is bound here, so that Dynamo follows into it, in 2.11 too."""
+        """That forward; the class's own is bound here, so that Dynamo follows into it."""
         return self._before or type(self.module).forward.__get__(self.module)
 
     def put(self, forward: Any) -> None:
