@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from remat.capture.dynamo import GraphCalls
 from remat.capture.eager_answers import Answers
+from remat.capture.nodes import captured_nodes, may_draw
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.plan import Region, to_refs
 from remat.execution.eager import rewrite as rewriting
@@ -214,13 +215,13 @@ def test_the_generator_is_looked_at_once_for_a_run_of_random_nodes(
     middle: Any, saved: tuple[int, ...], random: tuple[int, ...], looked_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
-    state_of = rewriting._get_state
+    state_of = rewriting.state_of
 
     def look(device: torch.device) -> Any:
         seen.append(device)
         return state_of(device)
 
-    monkeypatch.setattr(rewriting, "_get_state", look)
+    monkeypatch.setattr(rewriting, "state_of", look)
     source = dropouts_around(middle)
     region = CallRegion(0, 2, saved=frozenset(saved), random=frozenset(random))
     found = []
@@ -232,6 +233,25 @@ def test_the_generator_is_looked_at_once_for_a_run_of_random_nodes(
         found.append((x.grad.tolist(), torch.rand(1).item()))
     assert found[0] == found[1]
     assert len(seen) == looked_at
+
+
+def test_a_recomputed_node_draws_what_it_drew_from_a_generator_that_the_model_keeps() -> None:
+    def masked(x: torch.Tensor, own: torch.Generator) -> torch.Tensor:
+        y = torch.bernoulli(x, generator=own) * x
+        return torch.bernoulli(F.dropout(y).clamp(0, 1), generator=own) * y.exp()
+
+    source = fx.symbolic_trace(masked).train()
+    last = len(captured_nodes(source)) - 1
+    region = CallRegion(0, last, random=frozenset(i for i, n in enumerate(captured_nodes(source)) if may_draw(n)))
+    assert len(region.random) == 3
+    found = []
+    for function in (source, rewrite(source, (region,), RewriteOptions(Counts()))):
+        x, own = torch.full((64,), 0.5, requires_grad=True), torch.Generator()
+        torch.manual_seed(0)
+        function(x, own).square().sum().backward()
+        assert x.grad is not None
+        found.append((x.grad.tolist(), torch.rand(1).item(), torch.rand(1, generator=own).item()))
+    assert found[0] == found[1]
 
 
 def test_a_recomputation_leaves_autocast_as_it_found_it() -> None:

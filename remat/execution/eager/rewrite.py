@@ -4,7 +4,8 @@ Rules that the rewritten graph keeps:
 
 Rule 1  Nodes run in the captured order, and call what they called, so the same kernels are dispatched.
 Rule 2  A random node that is recomputed gets the generator state that it had in forward, and the generator is put
-        back afterwards. So the stream of random numbers is the untouched one, whatever is saved around it.
+        back afterwards: the device's, or one that the model keeps. So the stream of random numbers is the untouched
+        one, whatever is saved around it.
 Rule 3  The output of a saved node is kept, below autograd: when the region is recomputed its operators are not run,
         but autograd still sees them, and saves what they save. (`saving.py`)
 Rule 4  What changes module state (running statistics, counters) changes it in forward only.
@@ -38,6 +39,7 @@ from remat.evaluation.plan import NodeRef, OffloadRef
 from remat.execution.eager.offloading import CallOffloads, Forward, Offloader
 from remat.execution.eager.products import is_product
 from remat.execution.eager.saving import RanAgain, Recipe, Replay, Save, Tape, recipe_of, signature_of, storage_of
+from remat.execution.random_states import Source, set_state, state_of
 from remat.host.weights import HostWeights
 
 _RUNNING = ("running_mean", "running_var")
@@ -125,9 +127,9 @@ class RegionTape:
         self._sent: dict[int, torch.Tensor] = {}
         self.children: dict[int, RegionTape] = {}
         self._outer = outer
-        self._drawn_on: torch.device | None = None  # whose generator is as the last random node left it
+        self._drawn_on: Source | None = None  # whose generator is as the last random node left it
         self._states: dict[int, Any] = {}
-        self._before: dict[torch.device, Any] = {}  # generators as they were when the recomputation began to draw
+        self._before: dict[Source, Any] = {}  # generators as they were when the recomputation began to draw
         self._saved: dict[int, Tape] = {}
 
     @property
@@ -146,16 +148,16 @@ class RegionTape:
 
     def random(self, key: int, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run random node `key`. (Rule 2)"""
-        device = _device_of(args, kwargs)
-        if device is None:
+        source = _source_of(args, kwargs)
+        if source is None:
             return function(*args, **kwargs)
         if self.again:
-            self._go_back(key, device)
-        elif device != self._drawn_on:
-            self._states[key], self._drawn_on = _get_state(device), device
+            self._go_back(key, source)
+        elif source != self._drawn_on:
+            self._states[key], self._drawn_on = state_of(source), source
         return function(*args, **kwargs)
 
-    def _go_back(self, key: int, device: torch.device) -> None:
+    def _go_back(self, key: int, source: Source) -> None:
         """Put the generator where it was before random node `key`; `restore` undoes it."""
         if (state := self._states.get(key)) is None:
             return
@@ -163,14 +165,14 @@ class RegionTape:
         while tape is not None and not tape.replaying:
             tape = tape._outer
         assert tape is not None
-        if device not in tape._before:
-            tape._before[device] = _get_state(device)
-        _set_state(device, state)
+        if source not in tape._before:
+            tape._before[source] = state_of(source)
+        set_state(source, state)
 
     def restore(self) -> None:
         """Put generators back to where they were before the recomputation."""
         while self._before:
-            _set_state(*self._before.popitem())
+            set_state(*self._before.popitem())
 
     def saved(self, key: int, function: Callable[..., Any], args: Any, kwargs: Any, recipes: Recipes) -> Any:
         """Run saved node `key`, or replay what it gave. (Rule 3)"""
@@ -264,33 +266,19 @@ class _Recomputation:
         self._context.__exit__(*error)
 
 
-def _device_of(args: Any, kwargs: Any) -> torch.device | None:
-    """The device whose generator a random node uses; None under fake tensors, which draw nothing."""
+def _source_of(args: Any, kwargs: Any) -> Source | None:
+    """The generator that a random node is given, or the device whose own it uses; None under fakes, which draw none."""
     if fakes_are_on():
         return None
+    for given in (*args, *kwargs.values()):
+        if isinstance(given, torch.Generator):
+            return given
     if args and isinstance(args[0], torch.Tensor):
         return args[0].device
     for leaf in tree_leaves((args, kwargs)):
         if isinstance(leaf, torch.Tensor):
             return leaf.device
     return torch.device(kwargs.get("device") or "cpu")
-
-
-def _get_state(device: torch.device | None) -> Any:
-    if device is None:
-        return None
-    if device.type == "cpu":
-        return torch.get_rng_state().numpy().tobytes()
-    return torch.get_device_module(device).get_rng_state(device)
-
-
-def _set_state(device: torch.device | None, state: Any) -> None:
-    if device is None:
-        return
-    if device.type == "cpu":
-        torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-    else:
-        torch.get_device_module(device).set_rng_state(state, device)
 
 
 # What the nodes of a rewritten graph call. A body's first argument is its region's tape.

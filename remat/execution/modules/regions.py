@@ -32,6 +32,7 @@ from remat.errors import PlanMismatch, UsageError
 from remat.evaluation.plan import RegionRef
 from remat.execution.eager.rewrite import Counts
 from remat.execution.planned_forward import PlannedForward, checkpoints_itself, dtypes_of
+from remat.execution.random_states import Source, set_state, state_of
 from remat.workload.held_outputs import LastOutputs
 
 _STATISTICS, _COUNTER = ("running_mean", "running_var"), "num_batches_tracked"
@@ -165,7 +166,7 @@ def _refuse_trace() -> None:
 class _Recomputation:
     """What one call of a region is recomputed under; entered once for every backward through it."""
 
-    def __init__(self, region: ModuleRegion, states: dict[torch.device, Any]):
+    def __init__(self, region: ModuleRegion, states: dict[Source, Any]):
         self._region = region
         self._states = states
         self._stack = contextlib.ExitStack()
@@ -188,40 +189,30 @@ class _Recomputation:
 # Random numbers (Rule 1)
 
 
-def _random_states(module: nn.Module, args: Any, kwargs: Any) -> dict[torch.device, Any]:
-    """States of the CPU's generator and of that of the module's device; none under fake tensors, which draw nothing."""
+def _random_states(module: nn.Module, args: Any, kwargs: Any) -> dict[Source, Any]:
+    """States of the CPU's generator, of that of the module's device, and of those that it keeps or is given.
+
+    None under fake tensors, which draw nothing.
+    """
     if fakes_are_on():
         return {}
-    tensors = (leaf for leaf in (*tree_leaves((args, kwargs)), *module.parameters()) if isinstance(leaf, torch.Tensor))
-    devices = {torch.device("cpu"), next((tensor.device for tensor in tensors), torch.device("cpu"))}
-    return {device: _state_of(device) for device in devices}
+    leaves = [*tree_leaves((args, kwargs)), *(each for inside in module.modules() for each in vars(inside).values())]
+    tensors = (leaf for leaf in (*leaves, *module.parameters()) if isinstance(leaf, torch.Tensor))
+    sources = {torch.device("cpu"), next((tensor.device for tensor in tensors), torch.device("cpu"))}
+    return {source: state_of(source) for source in sources.union(x for x in leaves if isinstance(x, torch.Generator))}
 
 
 @contextlib.contextmanager
-def _drawing_from(states: Mapping[torch.device, Any]) -> Iterator[None]:
-    """The generators of these devices in these states, and as they were afterwards."""
-    before = {device: _state_of(device) for device in states}
+def _drawing_from(states: Mapping[Source, Any]) -> Iterator[None]:
+    """The generators in these states, and as they were afterwards."""
+    before = {source: state_of(source) for source in states}
     try:
-        for device, state in states.items():
-            _set_state(device, state)
+        for source, state in states.items():
+            set_state(source, state)
         yield
     finally:
-        for device, state in before.items():
-            _set_state(device, state)
-
-
-def _state_of(device: torch.device) -> Any:
-    """The state of a device's generator; the CPU's, of 5 KiB, where PyTorch's allocator does not count it."""
-    if device.type == "cpu":
-        return torch.get_rng_state().numpy().tobytes()
-    return torch.get_device_module(device).get_rng_state(device)
-
-
-def _set_state(device: torch.device, state: Any) -> None:
-    if device.type == "cpu":
-        torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-    else:
-        torch.get_device_module(device).set_rng_state(state, device)
+        for source, state in before.items():
+            set_state(source, state)
 
 
 # Batch normalisation (Rule 2)
