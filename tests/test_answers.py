@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import json
 import logging
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +13,6 @@ from torch import nn
 from torch.torch_version import TorchVersion
 
 import remat.validation.validating as validation
-from remat.capture import settling
 from remat.capture.dynamo import GraphCalls, dynamo_settings
 from remat.capture.eager_answers import Answers
 from remat.capture.grouped_products import grouped_products
@@ -430,35 +426,17 @@ def test_hooks_that_cannot_be_installed_are_said_by_name(monkeypatch: pytest.Mon
     assert recording_models(model) == ["model"]
 
 
-@pytest.mark.parametrize(
-    ("anew", "captures"),
-    [
-        pytest.param([0], 1, id="nothing"),
-        pytest.param([1, 1], 2, id="the-same-part"),
-        pytest.param([3, 1, 0], 3, id="ever-less"),
-        pytest.param([4, 3, 2, 1], settling.MOST_FORWARDS, id="never-the-same"),
-    ],
-)
-def test_a_model_is_captured_until_the_next_forward_traces_no_more_anew_than_every_forward_does(
-    anew: list[int], captures: int, monkeypatch: pytest.MonkeyPatch
+def test_the_forward_that_shows_a_model_to_be_settled_is_that_of_the_first_step(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    frames = itertools.accumulate(count for each in anew for count in (0, each))
-    found = [settling._Capture(Answers(), (), None) for _ in anew]
-    monkeypatch.setattr(settling, "_captured", lambda step, traced: found.pop())
-    monkeypatch.setattr(settling, "frames_traced", lambda: next(frames))
-    step: Any = types.SimpleNamespace(model=nn.Linear(2, 2))
-    settling._steady(step, lambda: None, Answers())
-    assert len(anew) - len(found) == captures
+    calls, forward = [], FakeStep.forward  # what a step itself notes is put back
 
-
-def test_the_forward_that_shows_a_model_to_be_settled_is_that_of_the_first_step() -> None:
-    calls = []
-
-    def counted(model: nn.Module, batch: Any) -> torch.Tensor:
+    def counted(step: FakeStep) -> torch.Tensor:
         calls.append(torch.is_grad_enabled())
-        return TRANSFORMER.step(model, batch)
+        return forward(step)
 
-    made = FakeStep(dataclasses.replace(TRANSFORMER, step=counted), device=CPU)
+    monkeypatch.setattr(FakeStep, "forward", counted)
+    made = FakeStep(TRANSFORMER, device=CPU)
     rise, tracker = made.warm_up()
     assert len(calls) == 2 and rise > 0
     again, other = made.warm_up()

@@ -6,10 +6,12 @@ import contextlib
 import importlib
 import inspect
 import logging
+import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import fx
@@ -505,6 +507,73 @@ def test_iterating_over_a_tensor_is_one_operator_where_it_is_said_and_only_meanw
     assert not unbinds(backend)
 
 
+class Compiler:
+    """A backend that keeps the graphs that it is given."""
+
+    def __init__(self) -> None:
+        self.graphs: list[fx.GraphModule] = []
+
+    def __call__(self, graph_module: fx.GraphModule, example_inputs: list[Any]) -> Any:
+        self.graphs.append(graph_module)
+        return graph_module
+
+    def is_asked(self, translator: Any) -> bool:
+        return dynamo.backend_of(translator) is self
+
+    def graphs_for(self, function: Callable[..., torch.Tensor], given: list[tuple[Any, ...]]) -> int:
+        """Of how many graphs `function` is, for all that it is `given` in turn; its results are those of eager mode."""
+        torch._dynamo.reset()
+        self.graphs.clear()
+        compiled = torch.compile(function, backend=self)
+        for args in given:
+            torch.manual_seed(0)
+            found = compiled(*args)
+            torch.manual_seed(0)
+            torch.testing.assert_close(found, function(*args))
+        return len(self.graphs)
+
+
+def test_sizes_stay_closed_where_numbers_are_open_in_our_captures_alone() -> None:
+    given = [(torch.ones(size), number) for size, number in [(4, 2), (5, 3), (6, 4), (6, 5)]]
+    ours, other = Compiler(), Compiler()
+    with dynamo.sizes_closed(ours.is_asked):
+        assert ours.graphs_for(lambda x, number: x * number, given) == 3  # one a size
+        assert other.graphs_for(lambda x, number: x * number, given) == 2
+    assert ours.graphs_for(lambda x, number: x * number, given) == 2
+
+
+NUMBERS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "dropout": lambda x, steps: torch.nn.functional.dropout(x, 0.01 * steps),
+    "norm": lambda x, steps: torch.nn.functional.layer_norm(x, (4,), eps=0.01 * steps),
+    "exp": lambda x, steps: x * math.exp(-steps),
+    "log": lambda x, steps: x * (1.0 if math.log(steps) > 100 else math.log(steps)),
+    "numpy": lambda x, steps: x * float(np.exp(-steps) + np.sqrt(steps)),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_that_an_operator_or_a_function_is_given_stays_open_while_we_capture(name: str) -> None:
+    """In our captures alone, but for functions of `math`, which are symbols for everybody meanwhile."""
+    given = [(torch.ones(4), steps) for steps in range(3, 8)]
+    ours, other = Compiler(), Compiler()
+    with dynamo.floats_open(ours.is_asked), dynamo.numpy_of_numbers(ours.is_asked):
+        assert ours.graphs_for(NUMBERS[name], given) == 2
+        assert other.graphs_for(NUMBERS[name], given) > 2 or name in ("exp", "log")
+    assert ours.graphs_for(NUMBERS[name], given) > 2
+
+
+def test_what_numpy_computes_of_a_number_is_a_number_in_our_captures_alone() -> None:
+    def numbers_as_tensors(graph: fx.GraphModule) -> int:
+        values = (node.meta.get("example_value") for node in graph.graph.nodes)
+        return sum(isinstance(value, torch.Tensor) and not value.dim() for value in values)
+
+    ours, other = Compiler(), Compiler()
+    with dynamo.numpy_of_numbers(ours.is_asked):
+        for compiler in (ours, other):
+            compiler.graphs_for(lambda x: x / np.sqrt(64), [(torch.ones(4),)])
+    assert numbers_as_tensors(ours.graphs[0]) == 0 < numbers_as_tensors(other.graphs[0])
+
+
 def test_dynamo_follows_again_into_what_raised_while_it_was_traced() -> None:
     """And only there: what else was compiled is not compiled anew."""
     traced: list[int] = []
@@ -709,6 +778,22 @@ GONE: dict[str, tuple[str, Callable[[], Any]]] = {
     "_dynamo.variables.builder": (
         "capture the same graphs of tensors with and without data",
         lambda: dynamo.numbers_unread(lambda tx: True).__enter__(),
+    ),
+    "fx.experimental.sym_node.SymNode": (
+        "leave numbers open that operators are given",
+        lambda: dynamo.floats_open(lambda tx: True).__enter__(),
+    ),
+    "_dynamo.symbolic_convert.tls": (
+        "leave numbers open that operators are given",
+        lambda: dynamo.floats_open(lambda tx: True).__enter__(),
+    ),
+    "utils._sympy.printers.PythonPrinter": (
+        "leave numbers open that operators are given",
+        lambda: dynamo.floats_open(lambda tx: True).__enter__(),
+    ),
+    "_dynamo.variables.misc.NumpyVariable": (
+        "let numpy compute with numbers as eager mode does",
+        lambda: dynamo.numpy_of_numbers(lambda tx: True).__enter__(),
     ),
     "_C._dynamo.eval_frame.set_code_exec_strategy": (
         "capture a forward again after one that raised",

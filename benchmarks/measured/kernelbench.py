@@ -70,7 +70,7 @@ def _kernels(path: Path) -> Kernels:
     exec(compile(path.read_text(), str(path), "exec"), module.__dict__)
     built = module.Model(*module.get_init_inputs())  # with data: some read a number while they are built
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # and some keep a tensor that is no parameter
-    model = fake_model(lambda: built, mode, torch.device("cpu"))
+    model, _ = fake_model(lambda: built, mode, torch.device("cpu"))
     with on_fakes(mode), torch.no_grad():
         given = module.get_inputs()
         return kernels_of(lambda: model(*given))

@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import math
 import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
+import numpy as np
 import torch
 
 from remat._torch.door import Shared, internal
@@ -173,6 +175,98 @@ def numbers_unread(where: Callable[[Translator], bool]) -> Iterator[None]:
 
     with mock.patch.object(builder, "wrap_to_fake_tensor_and_record", wrapped):
         yield
+
+
+@contextlib.contextmanager
+def sizes_closed(where: Callable[[Translator], bool]) -> Iterator[None]:
+    """While it lasts, a trace that `where` says so of leaves no size of a tensor open."""
+    builder = internal("_dynamo.variables.builder", "leave numbers open, and sizes not")
+    original = builder._automatic_dynamic
+
+    def decide(tensor: Any, tx: Translator, source: Any, static_shapes: bool, *args: Any, **kwargs: Any) -> Any:
+        return original(tensor, tx, source, static_shapes or where(tx), *args, **kwargs)
+
+    with mock.patch.object(builder, "_automatic_dynamic", decide):
+        yield
+
+
+_ARGUMENTS = "python_arg_parser.h"  # where operators in C++ ask an open float for its value
+_OF_NUMBERS = ("exp", "log", "sqrt", "sin", "cos", "tanh")
+
+
+@contextlib.contextmanager
+def floats_open(where: Callable[[Translator], bool]) -> Iterator[None]:
+    """While it lasts, a trace that `where` says so of leaves floats open that operators or `math` are given.
+
+    Operators that take a float (the rate of a dropout) ask for its value where they are run on fakes, and Dynamo would
+    trace anew for every other. No shape depends on such an argument. Of `math` torch knows most functions as symbols,
+    and not `exp` and `log`.
+    """
+    purpose = "leave numbers open that operators are given"
+    node = internal("fx.experimental.sym_node.SymNode", purpose)
+    threads = internal("_dynamo.symbolic_convert.tls", purpose)
+    printer = internal("utils._sympy.printers.PythonPrinter", purpose)
+    original = node.guard_float
+
+    def guard_float(self: Any, file: str, line: int) -> float:
+        tx = getattr(threads, "current_tx", None)
+        if file.endswith(_ARGUMENTS) and self.hint is not None and tx is not None and where(tx):
+            return float(self.hint)
+        return float(original(self, file, line))
+
+    def printed(name: str) -> Callable[..., str]:
+        return lambda self, expression: f"math.{name}({self._print(expression.args[0])})"
+
+    with contextlib.ExitStack() as changes:
+        changes.enter_context(mock.patch.object(node, "guard_float", guard_float))
+        for function in (math.exp, math.log):
+            name = function.__name__
+            changes.enter_context(mock.patch.object(torch, f"_sym_{name}", _symbolic(function), create=True))
+            in_guards = f"_print_OpaqueUnaryFn_{name}"
+            changes.enter_context(mock.patch.object(printer, in_guards, printed(name), create=True))
+        yield
+
+
+@contextlib.contextmanager
+def numpy_of_numbers(where: Callable[[Translator], bool]) -> Iterator[None]:
+    """While it lasts, functions of numpy give a number for a number, in a trace that `where` says so of.
+
+    Dynamo would make a tensor of it, compute with that, and break the graph where Python asks for the number.
+    """
+    purpose = "let numpy compute with numbers as eager mode does"
+    variable = internal("_dynamo.variables.misc.NumpyVariable", purpose)
+    symbol = internal("_dynamo.variables.SymNodeVariable", purpose)
+    functions = {getattr(np, name): _symbolic(getattr(np, name)) for name in _OF_NUMBERS}
+    original = variable.call_function
+
+    def call_function(self: Variable, tx: Translator, args: Any, kwargs: Any) -> Variable:
+        made = functions.get(self.value) if isinstance(self.value, np.ufunc) and len(args) == 1 and not kwargs else None
+        if made is not None and where(tx):
+            if isinstance(args[0], symbol):
+                return symbol.create(tx, tx.output.create_proxy("call_function", made, (args[0].as_proxy(),), {}))
+            if args[0].is_python_constant() and isinstance(given := args[0].as_python_constant(), (int, float)):
+                return constant(float(made(given)))
+        return cast(Variable, original(self, tx, args, kwargs))
+
+    with mock.patch.object(variable, "call_function", call_function):
+        yield
+
+
+def _symbolic(function: Callable[[float], float]) -> Any:
+    """`function` of a number, also of an open one."""
+    purpose = "leave numbers open that functions are given"
+    node, name = internal("fx.experimental.sym_node.SymNode", purpose), function.__name__
+    opaque = internal(f"utils._sympy.functions.OpaqueUnaryFn_{name}", purpose)
+
+    def computed(number: Any) -> Any:
+        if not isinstance(number, (torch.SymInt, torch.SymFloat)):
+            return function(number)
+        known = number.node
+        hint = None if known.hint is None else float(function(known.hint))
+        return torch.SymFloat(node(opaque(known.expr), known.shape_env, float, hint))
+
+    computed.__name__ = computed.__qualname__ = name
+    return computed
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from remat._torch.recording import unwrapped
 from remat.capture.nodes import bracket_of, called, captured_nodes, may_draw
-from remat.evaluation.identity import Identity, NodeId, canonical
+from remat.evaluation.identity import Identity, NodeId, canonical, key_of
 
 # Whether these copy depends on the strides, the dtype or the size of what they are given.
 _MAY_VIEW = frozenset({"contiguous", "flatten", "reshape", "reshape_as", "to", "unflatten", "view_as"})
@@ -36,7 +36,34 @@ def identity_of(graph_module: fx.GraphModule) -> Identity:
     return tuple(node.meta["identity"] for node in nodes)
 
 
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """What a graph call is known by at one batch.
+
+    key  see `identity.key_of`        shapes  of what it is given, and of what its nodes give
+    """
+
+    key: str
+    shapes: tuple[Any, ...]
+
+
+def signature_of(graph_module: fx.GraphModule) -> Signature:
+    values = (_tensors(node) for node in graph_module.graph.nodes)
+    shapes = tuple(tuple(tensor.shape) for tensors in values for tensor in tensors)
+    return Signature(graph_key(graph_module), shapes)
+
+
+def graph_key(graph_module: fx.GraphModule) -> str:
+    """See `identity.key_of`. Nothing is remembered: the graph may still be brought into another form."""
+    return key_of(tuple(_identities(graph_module, captured_nodes(graph_module))))
+
+
 def _identify(graph_module: fx.GraphModule, nodes: list[fx.Node]) -> None:
+    for node, identity in zip(nodes, _identities(graph_module, nodes), strict=True):
+        node.meta["identity"] = identity
+
+
+def _identities(graph_module: fx.GraphModule, nodes: list[fx.Node]) -> Iterator[NodeId]:
     ordinal = {node: i for i, node in enumerate(nodes)}
     owned = {node for node in graph_module.graph.find_nodes(op="placeholder") if _learns(_value(node))}
     for node in nodes:
@@ -48,9 +75,7 @@ def _identify(graph_module: fx.GraphModule, nodes: list[fx.Node]) -> None:
         tensors = sum(_dimensions(_value(i)) > 0 for i in node.all_input_nodes)
         op, draws, made_bytes = canonical(called(node)), may_draw(node), state.made_bytes(node)
         anchor = draws or _counts(node, op, node in owned, made_bytes, state)
-        node.meta["identity"] = NodeId(
-            op, module_path(node), takes, anchor, tensors, draws, 0 if anchor else made_bytes
-        )
+        yield NodeId(op, module_path(node), takes, anchor, tensors, draws, 0 if anchor else made_bytes)
 
 
 def _counts(node: fx.Node, op: str, owned: bool, made_bytes: int, state: _Storages) -> bool:

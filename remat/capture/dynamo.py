@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import MappingKey, tree_leaves_with_path
 
 from remat._torch.dynamo import (
@@ -44,6 +45,7 @@ from remat.capture.attention_masks import (
     masks_of,
 )
 from remat.capture.beside_parameters import carry_over
+from remat.capture.copies import copied
 from remat.capture.dynamic_shapes import has_sizes, move_sizes_first
 from remat.capture.eager_answers import Answers, Capture, answering, captured_elsewhere
 from remat.capture.eager_tensors import eager_tensors
@@ -51,7 +53,9 @@ from remat.capture.elsewhere import Elsewhere
 from remat.capture.grouped_products import grouped_products
 from remat.capture.higher_order_ops import open_nodes
 from remat.capture.kernels_on_fakes import kernels_on_fakes
+from remat.capture.model_state import ModelState, SharedState
 from remat.capture.opaque_functions import opaque
+from remat.capture.open_numbers import open_numbers
 from remat.errors import CaptureError, RematError
 
 RECOMPILE_LIMIT = 1 << 16
@@ -98,6 +102,7 @@ class GraphCalls:
     answers   what code hears that asks whether it is being traced; by default what Dynamo says
     elsewhere the device that graphs are for, where tensors are on another
     is_ones   looks into an attention mask
+    opens_numbers  whether Python numbers that change from call to call stay open (`open_numbers.py`)
     change    what becomes of a graph, first seen as call number `call`, before all else
     under     path of the module whose forward it is; "" for the model's
 
@@ -116,9 +121,11 @@ class GraphCalls:
         is_ones: IsOnes = all_ones,
         change: Change | None = None,
         under: str = "",
+        opens_numbers: bool = False,
     ):
         self.function = function
         self._under = under
+        self.opens_numbers = opens_numbers
         self.answers = answers
         self.elsewhere = elsewhere
         self.own_checkpoints = 0  # calls of the model's own that were taken out of its graphs
@@ -138,7 +145,8 @@ class GraphCalls:
     def _traced_for(self, masks: Masks) -> Callable[..., Any]:
         """The function, traced for batches of these `masks` alone: Dynamo shares traces of equal backends."""
         if masks not in self._compiled:
-            dynamic, backend = False if self._fits is None else None, _Backend(self, masks).compile
+            dynamic = None if self.opens_sizes or self.opens_numbers else False
+            backend = _Backend(self, masks).compile
             self._compiled[masks] = torch.compile(self.function, backend=backend, dynamic=dynamic, **_ISOLATED)
         return self._compiled[masks]
 
@@ -153,7 +161,7 @@ class GraphCalls:
         call = self.first + self.count
         if self._change is not None:
             graph_module = self._change(call, graph_module)
-        if self._fits is not None and has_sizes(graph_module) and not self._will_do(graph_module):
+        if self.opens_any and has_sizes(graph_module) and not self._will_do(graph_module):
             raise SizesNotOpen("the graph depends on the sizes of the batch.")
         if self._compile_call is not None:
             execute = self._compile_call(call, graph_module, example_inputs)
@@ -172,8 +180,17 @@ class GraphCalls:
     def opens_sizes(self) -> bool:
         return self._fits is not None
 
+    @property
+    def opens_any(self) -> bool:
+        return self.opens_sizes or self.opens_numbers
+
+    @property
+    def compiles(self) -> bool:
+        return self._compile_call is not None
+
     def _will_do(self, graph_module: fx.GraphModule) -> bool:
-        assert self._fits is not None
+        if self._fits is None:
+            return move_sizes_first(graph_module) or self.count > 0  # too late to trace anew
         return move_sizes_first(graph_module) and self._fits(graph_module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -208,7 +225,8 @@ class GraphCalls:
         # A forward that breaks with its sizes open, and not otherwise, is traced for each of them.
         refused = without_breaks() if self.opens_sizes and self._is_whole else contextlib.nullcontext()
         with (
-            dynamo_settings(),
+            dynamo_settings(opens_numbers=self.opens_numbers),
+            open_numbers(),
             refused,
             answering(),
             eager_tensors(),
@@ -235,6 +253,10 @@ class GraphCalls:
                 if isinstance(reason := getattr(error, "inner_exception", None), RematError):
                     raise reason from error
                 raise CaptureError(f"the model cannot be captured: {_first_line(error)}") from error
+            except AssertionError as error:  # a float that is left open, and computed in another order than by Python
+                if self.opens_numbers and str(error).startswith("Guard failed on the same frame"):
+                    raise SizesNotOpen("the graph depends on numbers of the model.") from error
+                raise
         self._is_whole = self._is_whole or len(graph_breaks()) == breaks
         return result
 
@@ -243,8 +265,8 @@ class _Backend(Capture):
     """One backend for Dynamo, for batches of some `masks`; equal to no other of the same `GraphCalls`."""
 
     def __init__(self, calls: GraphCalls, masks: Masks):
-        self.answers = calls.answers
-        self.elsewhere = calls.elsewhere
+        self.answers, self.elsewhere, self.opens_sizes = calls.answers, calls.elsewhere, calls.opens_sizes
+        self.opens_numbers = calls.opens_numbers and not calls.compiles
         self._calls = calls
         self._masks = TracedMasks(masks)
 
@@ -333,7 +355,7 @@ class _Functions(str):
 
 
 @contextlib.contextmanager
-def dynamo_settings() -> Iterator[None]:
+def dynamo_settings(*, opens_numbers: bool = False) -> Iterator[None]:
     """Fail loudly instead of falling back to eager, and allow as many batch shapes as training may bring.
 
     Inside DistributedDataParallel Dynamo would cut every graph at the borders of gradient buckets: no plan would fit.
@@ -353,6 +375,7 @@ def dynamo_settings() -> Iterator[None]:
         allow_rnn=True,
         skip_nnmodule_hook_guards=False,
         use_numpy_random_stream=True,
+        allow_unspec_int_on_nn_module=opens_numbers,
     ):
         yield
 
@@ -394,10 +417,14 @@ def cache_builders(model: nn.Module) -> list[Any]:
     return list({id(config): config for config in configs if getattr(config, "use_cache", None) is True}.values())
 
 
-def fake_model(build: Callable[[], nn.Module], mode: Any, device: torch.device) -> nn.Module:
-    """`build()` on the meta device, with every parameter and buffer made a fake tensor on `device`.
+def fake_model(
+    build: Callable[[], nn.Module], mode: Any, device: torch.device, step: Callable[..., Any] | None = None
+) -> tuple[nn.Module, SharedState]:
+    """`build()` on the meta device, with every tensor that it holds made a fake tensor on `device`, and the state that
+    it, and a `step` that calls it, share with the rest of the program.
 
-    Tied parameters stay tied. Raises `CaptureError` if the model cannot be built without data.
+    Tied parameters stay tied. A model that has data is copied: it may be the caller's own. Raises `CaptureError` if
+    the model cannot be built without data.
     """
     try:
         with torch.device("meta"):
@@ -407,15 +434,28 @@ def fake_model(build: Callable[[], nn.Module], mode: Any, device: torch.device) 
     if not isinstance(model, nn.Module):
         raise CaptureError(f"`build` returned {type(model).__name__}, not a torch.nn.Module.")
     fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the original is kept: its id must stay its own
-    for module in model.modules():
-        for table in (module._parameters, module._buffers):
-            for name, tensor in table.items():
-                if tensor is None:
-                    continue
-                if id(tensor) not in fakes:
-                    fakes[id(tensor)] = (tensor, _fake_like(tensor, mode, device))
-                table[name] = fakes[id(tensor)][1]  # type: ignore[assignment]
-    return model.train()
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        if id(tensor) not in fakes:
+            fakes[id(tensor)] = (tensor, _fake_like(tensor, mode, device))
+        return fakes[id(tensor)][1]
+
+    if any(parameter.device.type != "meta" for parameter in model.parameters()):
+        model = _copied(model, fake)
+    return model.train(), SharedState(model, fake, step)
+
+
+def _copied(model: nn.Module, fake: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    tensors = (*model.parameters(), *model.buffers(), *ModelState(model, data=False).tensors)
+    try:
+        return copied(model, {id(tensor): fake(tensor) for tensor in tensors})
+    except Exception as error:
+        raise CaptureError(
+            f"`build` returned a model with data, and planning cannot copy it ({_first_line(error)}): let `build` make "
+            "a new model, with torch's own functions, which make no data while planning."
+        ) from error
 
 
 def _fake_like(tensor: torch.Tensor, mode: Any, device: torch.device) -> torch.Tensor:

@@ -139,10 +139,12 @@ class Capture:
     """A capture as it is found while Dynamo traces for it, which is given a method of this for its backend.
 
     elsewhere  the device that it is for, where its tensors are on another (`elsewhere.py`)
+    opens_sizes, opens_numbers  whether it leaves sizes of tensors and Python numbers open that change
     """
 
     answers: Answers | None
     elsewhere: Elsewhere | None = None
+    opens_sizes = opens_numbers = False
 
     def instead(self, asker: str, function: Callable[..., Any]) -> Callable[..., Any] | None:
         """What is followed in place of a Python function that code of the module `asker` calls; None for itself."""

@@ -2,15 +2,11 @@
 training runs.
 
 The first forward of a model is not its steady state: transformers installs the hooks that record outputs in the first
-forward that asks for one. A graph captured meanwhile is another than every later one. So planning runs the forward
-until the model stays as it is, and captures it then. The plan says which models have hooks by then, and applying it
-lets transformers install them before the first capture: the same graph then comes wherever in a run a plan is applied.
-
-Other models complete themselves in their first forward in ways that nobody can do for them (a table made when it is
-first needed). Where the first forward after applying has another graph than planned, it is left before that graph runs,
-the model's own forward is run once without gradients, random states and buffers are put back, and the forward is
-captured again before the plan is judged. Python's own state is not put back: a counter in a module counts one more.
-Doing so always, instead of letting transformers install its hooks, was rejected for that.
+forward that asks for one, a table is made when it is first needed, a memory of the last batch is not there yet. A graph
+captured meanwhile is another than every later one. So planning runs forwards until two in a row have the same graphs,
+and captures those. The plan says which graphs there were before (`Early`), and what every forward changes in the model;
+`execution/early_forwards.py` runs them. It also says which models have hooks by then, and applying it lets transformers
+install them before the first capture: the same graph then comes wherever in a run a plan is applied.
 
 Settling also finds the branches of eager mode that cannot be traced (see `eager_answers.py`). A branch is suspected
 where tracing broke in it. It is given up where tracing gets further with the traced one. A Function that was not
@@ -19,22 +15,19 @@ traced is left whole (`opaque_functions.py`).
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import random
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
 from torch import nn
 
-from remat._torch.dynamo import frames_traced, graph_breaks
-from remat._torch.training import without_modes
+from remat._torch.dynamo import graph_breaks
 from remat.capture import four_bit
+from remat.capture.anchors import Signature
 from remat.capture.eager_answers import Answers
+from remat.capture.model_state import NUMBER
 from remat.capture.opaque_functions import functions_behind
 from remat.errors import CaptureError, RematError
 
@@ -47,9 +40,41 @@ class Unsettled(RematError):
 
 
 MOST_FORWARDS = 4  # until a model stays as it is
+MOST_WITH_STATE = 64  # ... where something that it keeps from forward to forward changes: a queue that fills
 _RECORDING = "transformers.utils.output_capturing"
 _INSTALLED = "_output_capturing_hooks_installed"
 _TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_parameters", "_buffers")
+
+
+@dataclasses.dataclass(frozen=True)
+class Early:
+    """What was seen of a model's forwards, step by step, until they repeated.
+
+    history  the graph calls of each step
+    carried  what every step changes in the model, those that repeat too: kinds by name
+    shared   names of those that the model shares with the rest of the program
+    appended names of lists among them to which a step does nothing but append
+    """
+
+    history: tuple[tuple[Signature, ...], ...] = ()
+    carried: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    shared: tuple[str, ...] = ()
+    appended: tuple[str, ...] = ()
+
+    @property
+    def is_any(self) -> bool:
+        """Whether the first forwards had other graphs than the last that was seen."""
+        return any(graphs != self.history[-1] for graphs in self.history)
+
+    def to_json(self, recorded: tuple[Signature, ...]) -> dict[str, Any]:
+        """For `Plan.about`, where the graph calls `recorded` are planned; empty where there is nothing to say."""
+        planned = {graph.key for graph in recorded}
+        keys = dict.fromkeys(graph.key for graphs in self.history for graph in graphs if graph.key not in planned)
+        found: dict[str, Any] = {"early_graphs": list(keys)}
+        found["early_forwards"] = self.history.index(recorded) if recorded in self.history else 0
+        found |= {"carried": dict(self.carried), "carried_shared": list(self.shared)}
+        found["appended"] = list(self.appended)
+        return {name: value for name, value in found.items() if value}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,6 +85,7 @@ class _Capture:
     breaks: tuple[Sequence[traceback.FrameSummary], ...]
     failure: CaptureError | None
     functions: frozenset[str] = frozenset()
+    early: Early = dataclasses.field(default_factory=lambda: Early())
 
     def gets_further_than(self, other: _Capture) -> bool:
         if self.failure is None and other.failure is None:
@@ -69,12 +95,21 @@ class _Capture:
 
 def settle(step: FakeStep, run_again: Callable[[], None]) -> None:
     """Bring the model of `step` to its steady state, and let its answers be such that eager branches are captured
-    where they can be. Raises CaptureError where the forward cannot be captured at all.
+    where they can be. Raises CaptureError where the forward cannot be captured at all, or never stays as it is.
 
     run_again  one more forward of what is captured
     """
+    found = _steady(step, run_again, None) if step.calls.answers is None else _answered(step, run_again)
+    if found.failure is not None:
+        raise found.failure
+    step.early = found.early
+
+
+def _answered(step: FakeStep, run_again: Callable[[], None]) -> _Capture:
+    """The capture under the answers that let most eager branches be captured."""
+    untouched = step.state()
     whole = [four_bit.FUNCTION] if four_bit.has_4_bit_layers(step.model) else []
-    found = _steady(step, run_again, Answers(opaque=whole))
+    first = found = _steady(step, run_again, Answers(opaque=whole))
     while untraced := found.functions - found.answers.opaque:
         other = _steady(step, run_again, Answers(opaque=found.answers.opaque | untraced))
         if other.failure is not None:
@@ -86,31 +121,58 @@ def settle(step: FakeStep, run_again: Callable[[], None]) -> None:
         other = _steady(step, run_again, Answers(found.answers.traced | {suspects[-1].asker}, found.answers.opaque))
         if other.gets_further_than(found):
             found = other
+    if first.early.is_any and found is not first:  # the first forwards, under these answers
+        untouched.put_back()
+        return _steady(step, run_again, found.answers)
     if step.calls.answers is not found.answers:
-        found = _captured(step, found.answers)
-    if found.failure is not None:
-        raise found.failure
-
-
-def _steady(step: FakeStep, run_again: Callable[[], None], answers: Answers) -> _Capture:
-    """A capture of the model as it is when it stays as it is."""
-    anew_before = -1
-    for _ in range(MOST_FORWARDS):
-        before = _state_of(step.model)
-        found = _captured(step, answers)
-        if found.failure is not None:
-            break
-        frames = frames_traced()
+        found = dataclasses.replace(_captured(step, found.answers), early=found.early)
         run_again()
-        anew = frames_traced() - frames
-        if _state_of(step.model) == before and anew in (0, anew_before):  # some frames every forward traces anew
-            break
-        anew_before = anew
     return found
 
 
-def _captured(step: FakeStep, answers: Answers) -> _Capture:
-    step.capture_anew(answers := Answers(answers.traced, answers.opaque))
+def _steady(step: FakeStep, run_again: Callable[[], None], answers: Answers | None) -> _Capture:
+    """A capture of the model as it is when it stays as it is: two forwards after one another have the same graphs."""
+    history: list[tuple[Signature, ...]] = []
+    forwards, settled = 0, False
+    while not settled:
+        tables = _state_of(step.model)
+        found = _captured(step, answers)
+        if found.failure is not None:
+            return found
+        history.append(step.graphs)
+        settled, stays = _state_of(step.model) == tables, False
+        while not stays:
+            tables, before = _state_of(step.model), step.state()
+            run_again()
+            forwards += 1
+            history.append(step.graphs)
+            carried = before.changes(statistics=False)
+            stays = history[-1] == history[-2] and _state_of(step.model) == tables
+            settled = settled and stays
+            fills = any(kind != NUMBER for kind in carried.values())
+            if not settled and forwards >= (MOST_WITH_STATE if fills else MOST_FORWARDS):
+                found = dataclasses.replace(found, failure=_unsteady(carried) if fills else None)
+                settled = stays = True
+    shared = tuple(name for name in carried if name in before.shared_names)
+    return dataclasses.replace(found, early=Early(tuple(history), carried, shared))
+
+
+def _unsteady(carried: Mapping[str, str]) -> CaptureError:
+    return CaptureError(
+        f"the forward has another graph in every step, also after {MOST_WITH_STATE} of them, because of what it keeps "
+        f"from one to the next ({listed(carried)}), and a plan is for a graph that stays: keep it in a tensor of a "
+        "fixed size, which is there when the model is made."
+    )
+
+
+def listed(names: Iterable[str], most: int = 3) -> str:
+    """The first few names."""
+    names = [*names]
+    return ", ".join(f"`{name}`" for name in names[:most]) + (f" and {len(names) - most} more" if names[most:] else "")
+
+
+def _captured(step: FakeStep, answers: Answers | None) -> _Capture:
+    step.capture_anew(answers := answers and Answers(answers.traced, answers.opaque))
     reasons = graph_breaks()
     known, failure, functions = len(reasons), None, frozenset[str]()
     try:
@@ -120,7 +182,7 @@ def _captured(step: FakeStep, answers: Answers) -> _Capture:
     breaks: list[Sequence[traceback.FrameSummary]] = [reason.user_stack for reason in reasons[known:]]
     if failure is not None and (stack := getattr(failure.__cause__, "real_stack", None)) is not None:
         breaks.append(stack)
-    return _Capture(answers, tuple(breaks), failure, functions)
+    return _Capture(answers or Answers(), tuple(breaks), failure, functions)
 
 
 def _state_of(model: nn.Module) -> list[Any]:
@@ -150,42 +212,3 @@ def install_recording_hooks(model: nn.Module, paths: Iterable[str]) -> None:
         )
     for module in missing:
         install(module)
-
-
-class Before:
-    """What a forward changes beside Python's own state, as it was: random states, and buffers, on the host.
-
-    Nobody who watches operators sees the copies.
-    """
-
-    def __init__(self, model: nn.Module):
-        with without_modes():
-            self._buffers = [(buffer, buffer.detach().to("cpu", copy=True)) for buffer in model.buffers()]
-        devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
-        self._random = (torch.get_rng_state(), random.getstate(), np.random.get_state())
-        self._on_cuda = [(device, torch.cuda.get_rng_state(device)) for device in devices]
-
-    def put_back(self) -> None:
-        torch.set_rng_state(self._random[0])
-        random.setstate(self._random[1])
-        np.random.set_state(self._random[2])
-        for device, state in self._on_cuda:
-            torch.cuda.set_rng_state(state, device)
-        with torch.no_grad(), without_modes():
-            for buffer, was in self._buffers:
-                buffer.copy_(was)
-
-
-def complete(before: Before, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Let a model complete itself in a forward without gradients, from and back to how things were `before`."""
-    with _put_back(before), torch.no_grad():
-        forward(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _put_back(before: Before) -> Iterator[None]:
-    before.put_back()
-    try:
-        yield
-    finally:
-        before.put_back()

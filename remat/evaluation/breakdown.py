@@ -29,7 +29,7 @@ NAMES = (
     "gathered shards",
 )
 WORKSPACES = "workspaces"
-HELD_OUTPUTS = "outputs of the step before"
+HELD_OUTPUTS = "kept from the step before"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
 

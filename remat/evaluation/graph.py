@@ -33,6 +33,7 @@ from remat.evaluation.identity import Identity, NodeId, canonical
 from remat.units import gib
 
 OPTIMIZER_STATE = "optimizer state"  # in `Graph.fixed_bytes`: what the first step lacks
+STATE = "state of the model"  # in `Graph.fixed_bytes`: tensors that it keeps, and that are no parameters or buffers
 FROM_HOST = "remat.from_host.default"  # an operator: bytes of optimizer state that come from the host
 LIBRARY_WORKSPACES = "library workspaces"  # in `Graph.fixed_bytes`: what cuBLAS keeps, see `workspaces.py`
 WRAPPED_NUMBERS = "numbers"  # in `Graph.fixed_bytes`: Python numbers that autograd keeps as tensors on the CPU
@@ -242,8 +243,8 @@ class Graph:
     first_step_bytes   most bytes alive while the optimizer runs for the first time, and makes its state; 0: not known
     untraced_bytes     alive during every operator of the same step where nothing is traced (`untraced.py`): fixed bytes
                        and kernels' own included; empty: not known
-    held_outputs       outputs of the step before that the loop still holds, as (bytes, operators before which they are
-                       there)
+    held_outputs       what the step before left behind and this one replaces, as (bytes, operators before which it is
+                       there): outputs that the loop still holds, and what the model itself keeps
     inner              backwards within the forward; empty in nearly every step
     """
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
 from collections.abc import Collection, Mapping, Sequence
 
 from remat.errors import PlanMismatch
@@ -180,6 +181,11 @@ def compare(planned: Identity, found: Identity, *, same_shapes: bool = True) -> 
     to = _aligned(planned, [i for i, _ in ours], found, [j for j, _ in theirs])
     more = _more(planned, found, same_shapes)
     return Fit(to, len(found), sum(size for size, _ in more), max(more, default=(0, None), key=lambda m: m[0])[1])
+
+
+def key_of(identity: Identity) -> str:
+    """A name for a graph call: that of every other that is the same, however spelled."""
+    return hashlib.sha256(repr([key for _, key in _anchors(identity)]).encode()).hexdigest()[:16]
 
 
 _Key = tuple[str, str, int, tuple[int, ...]]

@@ -142,7 +142,11 @@ class Execution(abc.ABC):
         """
         last = tries[-1]
         excess = last.peak_bytes - problem.budget_bytes
-        return None if excess <= 0 else last.asked_bytes - excess
+        if excess <= 0:
+            return None
+        # What this step replaces, the evaluator counts until it does. A region that takes it keeps it for longer.
+        replaced = sum(size for size, _ in problem.graph.held_outputs) if len(tries) > 1 else 0
+        return min(last.asked_bytes - excess, problem.budget_bytes - replaced)
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """What training calls in place of `model`, with or without a plan in it."""

@@ -12,6 +12,7 @@ its regions (`compiling.py`) by the compiler that was asked for.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import inspect
 import itertools
@@ -36,7 +37,8 @@ from remat.capture.dynamo import (
     without_cache,
 )
 from remat.capture.eager_answers import Answers
-from remat.capture.settling import Before, Unsettled, complete, install_recording_hooks
+from remat.capture.model_state import ModelState
+from remat.capture.settling import Unsettled, install_recording_hooks
 from remat.chunking.chunk import chunked_losses, chunked_rows
 from remat.chunking.chunked_loss import Watch
 from remat.chunking.chunked_rows import RowsWatch
@@ -45,9 +47,18 @@ from remat.evaluation.form import CAPTURED, form_of
 from remat.evaluation.forwards import PASSES
 from remat.evaluation.identity import Fit
 from remat.evaluation.plan import Plan
-from remat.execution.compiled.compiling import COMPILERS, Backend, CompiledCalls, name_of, require_kept, require_whole
+from remat.execution.compiled.compiling import (
+    COMPILERS,
+    Backend,
+    CompiledCalls,
+    compile_graph,
+    name_of,
+    require_kept,
+    require_whole,
+)
 from remat.execution.eager.rewrite import Counts
 from remat.execution.eager.rewritten_calls import RewrittenCalls
+from remat.execution.early_forwards import EarlyForwards, complete
 from remat.execution.forwards import ModuleForward, Now, StepForwards, modules_of
 from remat.execution.placing import Placer
 from remat.fusion.formed import formed
@@ -112,17 +123,20 @@ class PlannedForward:
 
     def _prepare(self) -> None:
         self._placer = Placer(self.plan)
+        self._early = EarlyForwards(self.plan)
+        self._is_early = False  # whether the forward that is running is one of them
         self.head_watch, self.rows_watch, self.group_watch = Watch(), RowsWatch(), GroupWatch()
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}  # of the forward that is running
         self._weights: HostWeights | None = None  # which of them are on the host is seen at the first forward
         self.calls = self._rewritten(observe=self.observe)
         self._fitting: dict[tuple[int, int], fx.GraphModule] = {}  # by call and id; kept, so that an id stays its own
         self._warned: set[str] = set()
+        self._sizes: set[tuple[int, ...]] = set()  # of batches that were traced
         self._is_first_forward = True
         self._last_outputs = LastOutputs()
         self._mismatch: PlanMismatch | None = None
         self._more: str = ""  # what a graph that fits takes beyond what was planned
-        self._before: Before | None = None  # the forward that is running
+        self._before: ModelState | None = None  # the forward that is running
         self._count_forwards()
         self._graphs: dict[tuple[int, int], GraphCalls] = {}  # by compiler, and by what forwards are traced alike
         self._running: GraphCalls | None = None  # the one whose forward is on
@@ -175,12 +189,13 @@ class PlannedForward:
         self._compare_compiler(None)
         self._compare_batch(args, kwargs)
         self._compare_loop()
-        try:
-            return self._run(graphs, args, kwargs)
-        except (SizesNotOpen, CaptureError):
-            if not graphs.opens_sizes or graphs.count:
-                raise
-        return self._run(self._graphs_of(None, opens_sizes=False), args, kwargs)
+        while True:
+            try:
+                return self._run(graphs, args, kwargs)
+            except (SizesNotOpen, CaptureError):
+                if not graphs.opens_any or graphs.count:
+                    raise
+            graphs = self._graphs_of(None, less_open=graphs)
 
     def _alone(self, *args: Any, **kwargs: Any) -> Any:
         """The forward without the plan, and without it in any module."""
@@ -190,23 +205,32 @@ class PlannedForward:
         with own_forwards(module.replaced for module in self._modules):
             return original(*args, **kwargs)
 
-    def _graphs_of(self, inner: Backend | None, *, opens_sizes: bool = True) -> GraphCalls:
-        """What the forward at hand is traced as, and compiled by `inner`, if there is one."""
+    def _alone_on_copies(self, args: Any, kwargs: Any) -> Any:
+        """`_alone`, on copies of the containers that it is given: it may write into them."""
+        args, kwargs = tree_map(lambda leaf: leaf, (args, kwargs))
+        return self._alone(*args, **kwargs)
+
+    def _graphs_of(self, inner: Backend | None, *, less_open: GraphCalls | None = None) -> GraphCalls:
+        """What the forward at hand is traced as, and compiled by `inner`, if there is one.
+
+        less_open  as what it cannot be traced: with sizes, or numbers, that are open
+        """
         key = (id(inner), self.forwards.traced_with(self._now))
         if key not in self._graphs:
             if inner is None:
                 self._find_weights()
             self._compare_model()
             self._settle()
-        elif opens_sizes:
+        elif less_open is None:
             return self._graphs[key]
         if inner is not None:
             self._compilers[id(inner)] = inner
             self._graphs[key] = self._traced(compile_call=self._compiled_by(inner))
         else:
             # A forward that is one graph can be traced again as long as nothing of it has run.
-            fits = self._placer.fits_some if self.forwards.are_single_graphs and opens_sizes else None
-            self._graphs[key] = self._traced(execute_call=self._execute_call, fits=fits)
+            fits = self._placer.fits_some if self.forwards.are_single_graphs and less_open is None else None
+            numbers = self._early.carries_numbers and (less_open is None or less_open.opens_sizes)
+            self._graphs[key] = self._traced(execute_call=self._execute_call, fits=fits, opens_numbers=numbers)
         return self._graphs[key]
 
     def _unplanned(self, args: Any, kwargs: Any) -> Any:
@@ -237,9 +261,10 @@ class PlannedForward:
 
     def _judge_or_leave(self, call: int) -> None:
         """Leave the first forward of training whose graph is another than planned: the model may change in it."""
-        if self._at.settled or (call > self._now.forward.first and self._before is None):
+        is_late = call > self._now.forward.first and self._before is None
+        if self._at.settled or is_late or not self._early.may_complete:
             return
-        self._before = self._before or Before(self.model)
+        self._before = self._before or ModelState(self.model)
         raise Unsettled("the model may not be complete before its first forward.")
 
     def _traced(self, **given: Any) -> GraphCalls:
@@ -247,11 +272,13 @@ class PlannedForward:
         traced = self.plan.about.get("traced_branches")
         answers = None if traced is None else Answers(traced, self.plan.about.get("opaque_functions", ()))
         change = None if form_of(self.plan.about) == CAPTURED else self._formed
-        given |= {"answers": answers, "planned": self._planned_masks, "change": change, "under": self._at.path}
-        return GraphCalls(self.original, **given)
+        given = {"opens_numbers": self._early.carries_numbers, **given, "under": self._at.path}
+        return GraphCalls(self.original, answers=answers, planned=self._planned_masks, change=change, **given)
 
     def _formed(self, call: int, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """What was captured, in the plan's form."""
+        """What was captured, in the plan's form; an early graph is as it was captured."""
+        if self._early.has(graph_module):
+            return graph_module
         seen_first = self.forwards.call_as_planned(self._now, call)
         found = formed(graph_module, form_of(self.plan.about), seen_first)
         for head in chunked_losses(found):
@@ -290,9 +317,11 @@ class PlannedForward:
         require_kept(self.plan.regions, inner)
         require_whole(self.plan)
 
-        def compile_call(call: int, graph_module: fx.GraphModule, example_inputs: list[Any]) -> CompiledCalls:
+        def compile_call(call: int, graph_module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
             if (mismatch := self._graph_mismatch(call, graph_module)) is not None:
                 self._judge_or_leave(call)
+                if self._early.has(graph_module):
+                    return self._run_early(compile_graph(graph_module, example_inputs, (), inner))
                 raise mismatch
             self._note_fit(call, graph_module)
             regions = self._placer.every(graph_module)
@@ -305,13 +334,19 @@ class PlannedForward:
         self._at.fits = True
 
     def _run(self, graphs: GraphCalls, args: Any, kwargs: Any) -> Any:
-        known, traced, self._mismatch = len(self._fitting), frames_traced(), None
+        known, traced, self._mismatch, self._is_early = len(self._fitting), frames_traced(), None, False
         unsettled: Unsettled | None = None
         self._running, graphs.first = graphs, self._now.forward.first
-        self._before = None if self._at.settled or self._at.fits else Before(self.model)
+        may_complete = self._early.may_complete and not (self._at.settled or self._at.fits)
+        self._before = ModelState(self.model) if may_complete else None
         self._arguments = args, kwargs
         try:
-            with without_cache(self.model), self._weights_here(), own_forwards(m.replaced for m in self._modules):
+            with (
+                without_cache(self.model),
+                self._weights_here(),
+                own_forwards(m.replaced for m in self._modules),
+                self._early.appended_in(self.model),
+            ):
                 result = graphs(*args, **kwargs)
         except Unsettled as error:
             unsettled = error
@@ -330,7 +365,8 @@ class PlannedForward:
             return self._run_completed(unsettled, graphs, args, kwargs)
         if self._mismatch is not None:
             raise self._mismatch
-        self._compare_calls(graphs.count)
+        if not self._is_early:
+            self._compare_calls(graphs.count)
         if len(self._fitting) > known:
             self._compare_trainable()
             self._warn_of_traces()
@@ -346,7 +382,7 @@ class PlannedForward:
         """`_run`, after the model's own forward may have completed the model."""
         assert self._before is not None
         try:
-            complete(self._before, self._alone, *tree_map(lambda leaf: leaf, (args, kwargs)))  # it may write into them
+            complete(self._before, functools.partial(self._alone_on_copies, args, kwargs))
         finally:
             if not self._at.fits:  # later, its guards tell what has changed
                 graphs.forget(unsettled)
@@ -372,14 +408,28 @@ class PlannedForward:
     def _execute_call(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
         if (call, id(graph_module)) not in self._fitting:
             # A forward that is about to raise has another graph: its own error counts, so this one waits for the end.
-            self._mismatch = self._mismatch or self._graph_mismatch(call, graph_module)
-            if self._mismatch is not None:
+            is_first, mismatch = self._mismatch is None, self._mismatch or self._graph_mismatch(call, graph_module)
+            if mismatch is not None:
                 self._judge_or_leave(call)
+                if is_first and self._weights is None and self._early.has(graph_module):
+                    return self._run_early(graph_module)(call, *args)
+                self._mismatch = mismatch
                 if self._weights is not None:
                     raise self._mismatch  # for nobody brings its weights
                 return graph_module(*args)
             self._note_fit(call, graph_module)
         return self.calls(call, graph_module, args)
+
+    def _run_early(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """What runs a call of an early graph: `function` is its graph."""
+
+        def run(call: int, *args: Any) -> Any:
+            self._is_early = True
+            if text := self._early.warning:
+                self._not_as_planned("early", text, frames=9)
+            return function(*args)
+
+        return run
 
     # What the plan is compared with
 
@@ -424,6 +474,9 @@ class PlannedForward:
             f"the forward makes up to {gib(fit.more_bytes)} more than when planned ({fit.more_of}), and the plan has "
             f"{gib(max(self.plan.budget_bytes - peak_bytes, 0))} to spare"
         )
+        if self._early.is_any and not self._early.may_complete:
+            self._more = f"{text}. What the model keeps is not there yet; later forwards are as planned."
+            return None
         if fit.more_bytes > SMALL_CHANGE * peak_bytes:
             return self._mismatch_of(text, given_to(self.original, *self._arguments), graph_module)
         self._more = f"{text}; make a plan for this model."
@@ -618,13 +671,19 @@ class PlannedForward:
 
     def _warn_of_traces(self) -> None:
         traces = len(self._fitting) // len(self.plan.fingerprints)
-        if traces >= MANY_TRACES:
-            self._warn(
-                "traces",
-                f"this forward was traced {traces} times, because batches of so many shapes came and its graph depends "
-                "on them: each takes seconds and stays in memory. Pad batches to a few lengths (buckets).",
-                frames=7,
-            )
+        if self._running is not None:
+            self._sizes.add(tuple(self._running.elements.values()))
+        if traces < MANY_TRACES:
+            return
+        if len(self._sizes) < traces // 2 and (text := self._early.why_traced(traces)):
+            self._warn("traces", text, frames=7)
+            return
+        self._warn(
+            "traces",
+            f"this forward was traced {traces} times, because batches of so many shapes came and its graph depends "
+            "on them: each takes seconds and stays in memory. Pad batches to a few lengths (buckets).",
+            frames=7,
+        )
 
     def _not_as_planned(self, what: str, text: str, frames: int = 6) -> None:
         """Warn of what may take more than planned, so many frames below the caller, or refuse it."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -100,13 +100,14 @@ def find_space(graph: Graph, *, depth: int = DEPTH) -> Space:
         if len(cuts) >= FEWEST_SEGMENTS:
             break
     forced = forced_cuts(graph) | {cut for block in blocks(graph) for cut in block}
-    cuts = _merge_small(graph, sorted({*cuts, *forced}), forced, crossing)
     allowed = set(legal)
     plain_nodes = {i for i, node in enumerate(graph.nodes) if node.call == OUTSIDE or node.effect == "other"}
-    segments = tuple(
-        Segment(first, end, not allowed.issuperset((first, end)) or any(i in plain_nodes for i in range(first, end)))
-        for first, end in itertools.pairwise(cuts)
-    )
+
+    def is_plain(first: int, end: int) -> bool:
+        return not allowed.issuperset((first, end)) or any(i in plain_nodes for i in range(first, end))
+
+    cuts = _merge_small(graph, sorted({*cuts, *forced}), forced, crossing, is_plain)
+    segments = tuple(Segment(first, end, is_plain(first, end)) for first, end in itertools.pairwise(cuts))
     depth = 1 if graph.inner else depth  # regions in regions were not looked at where a step differentiates inside
     return Space(segments, saveable(graph), depth, longest=max(MOST_INTERVALS // len(segments), SHORTEST_LIMIT))
 
@@ -203,8 +204,17 @@ def _crossing(graph: Graph) -> list[frozenset[int]]:
     return [frozenset(storages) for storages in crossing]
 
 
-def _merge_small(graph: Graph, cuts: list[int], forced: set[int], crossing: list[frozenset[int]]) -> list[int]:
-    """Drop cuts until no segment is much smaller than the average, and there are not too many."""
+def _merge_small(
+    graph: Graph,
+    cuts: list[int],
+    forced: set[int],
+    crossing: list[frozenset[int]],
+    is_plain: Callable[[int, int], bool],
+) -> list[int]:
+    """Drop cuts until no segment is much smaller than the average, and there are not too many.
+
+    A segment that may be in a region is not merged with one that may not.
+    """
     traffic = np.array([graph.kinds[kind].moved_bytes for kind in graph.op_kind[: graph.forward_end]])
     total = np.concatenate([[0], np.cumsum(traffic)])
     sizes = graph.storages.size_bytes
@@ -218,15 +228,19 @@ def _merge_small(graph: Graph, cuts: list[int], forced: set[int], crossing: list
         return int(sum(sizes[u] for u in crossing[position]))
 
     while True:
-        works = [work(a, b) for a, b in itertools.pairwise(cuts)]
-        free = [i for i in range(len(works)) if {cuts[i], cuts[i + 1]} - forced]
+        segments = list(itertools.pairwise(cuts))
+        works, plain = ([of(a, b) for a, b in segments] for of in (work, is_plain))
+        held = forced.union(
+            end for (_, end), one, other in zip(segments, plain, plain[1:], strict=False) if one != other
+        )
+        free = [i for i, segment in enumerate(segments) if not held.issuperset(segment)]
         if not free:
             return cuts
         smallest = min(free, key=lambda i: (works[i], i))
         few = len(cuts) - 1 <= MOST_SEGMENTS
         if few and works[smallest] >= SMALLEST_SEGMENT * sum(works) / len(works):
             return cuts
-        sides = [p for p in (cuts[smallest], cuts[smallest + 1]) if p not in forced]
+        sides = [p for p in segments[smallest] if p not in held]
         cuts = [p for p in cuts if p != max(sides, key=bytes_across)]
 
 

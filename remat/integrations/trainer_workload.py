@@ -7,7 +7,7 @@ Nothing of a Trainer is described a second time here. Its own `compute_loss` run
 that its own collator makes of rows of its own data set.
 
 Rule 1  The model is copied, on the meta device while planning, so that the Trainer's own is never touched. What a
-        library put around a forward comes along (`_rebound`); accelerate's autocast does not, a plan goes beneath it.
+        library put around a forward comes along (`copies.py`); accelerate's autocast does not, a plan goes beneath it.
 Rule 2  The batch is the largest that is in sight: the longest rows of those looked at, as many as a device gets. It
         has padding where a batch of rows of several lengths has, even if the longest are all of one. Under fakes it
         has its shapes and its integers, and masks that are known to be of ones; on a device, its data.
@@ -41,6 +41,7 @@ from torch.utils._pytree import tree_map_only
 from remat._torch.training import UnseenMode, fakes_are_on, without_modes
 from remat.capture import trl_head
 from remat.capture.beside_parameters import HOLDERS, carry_over, tensors_beside
+from remat.capture.copies import copied
 from remat.errors import UsageError
 from remat.execution.planned_forward import checkpoints_itself
 from remat.integrations.modules_around import around, tensors_around
@@ -191,12 +192,7 @@ def _copied(model: nn.Module, *, checkpoints: bool = True) -> nn.Module:
                 if hasattr(kept, name):
                     memo[id(getattr(tensor, name))] = getattr(kept, name)
             memo[id(tensor)] = kept
-    made = _bare(copy.deepcopy(model, memo))
-    for module, twin in zip(model.modules(), made.modules(), strict=True):
-        memo[id(module)] = twin
-    for twin in made.modules():
-        if isinstance(forward := twin.__dict__.get("forward"), types.MethodType):
-            twin.forward = types.MethodType(_rebound(forward.__func__, memo), forward.__self__)
+    made = copied(model, memo, _bare)
     if not checkpoints:
         turn_off_checkpointing(made)
     return made.train()
@@ -220,22 +216,6 @@ def put_forward(model: nn.Module, forward: Any) -> None:
         model.__dict__.pop("forward", None)
     else:
         model.forward = forward
-
-
-def _rebound(function: Any, twins: Mapping[int, Any]) -> Any:
-    """`function` with what it closes over: methods of a model that was copied become those of its copy."""
-    if not isinstance(function, types.FunctionType) or not function.__closure__:
-        return function
-
-    def moved(value: Any) -> Any:
-        if isinstance(value, types.MethodType):
-            return types.MethodType(_rebound(value.__func__, twins), twins.get(id(value.__self__), value.__self__))
-        return twins.get(id(value), value) if isinstance(value, nn.Module) else _rebound(value, twins)
-
-    cells = tuple(types.CellType(moved(cell.cell_contents)) for cell in function.__closure__)
-    made = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return functools.update_wrapper(made, function) if hasattr(function, "__wrapped__") else made
 
 
 # The batch (Rule 2)

@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Unpack
 
+from remat.capture.model_state import generators_kept
 from remat.costing.planning_device import find_planning_device
 from remat.costing.profile import Profile
 from remat.errors import Infeasible, NoPlanInTime
@@ -177,6 +178,7 @@ class Comparison(Heading):
         }
 
 
+@generators_kept()
 def compare(
     workload: Workload,
     *,

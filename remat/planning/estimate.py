@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from remat.capture.model_state import generators_kept
 from remat.costing.host_time import REGION_US, launches_us
 from remat.costing.planning_device import find_planning_device
 from remat.costing.profile import Profile
@@ -103,6 +104,7 @@ class Estimate:
         }
 
 
+@generators_kept()
 def estimate(
     workload: Workload,
     *,

@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, TypeVar, Unpack
 
+from remat.capture.model_state import generators_kept
 from remat.costing.planning_device import PlanningDevice, find_planning_device
 from remat.errors import Infeasible, NoPlanInTime, UsageError
 from remat.evaluation.plan import Plan
@@ -119,6 +120,7 @@ class Sizing:
             raise sizes.refusal(window)
 
 
+@generators_kept()
 def fit(
     workload: Workload,
     *,
@@ -190,6 +192,7 @@ def samples_of_rank(global_batch: int, ranks: int) -> int:
     return global_batch // ranks
 
 
+@generators_kept()
 def largest_batch(
     workload: Workload,
     *,
@@ -236,6 +239,7 @@ def _reserving(choices: Iterable[T], plan: Callable[[T], Plan]) -> tuple[T, Plan
     raise refused
 
 
+@generators_kept()
 def longest_sequence(
     workload: Workload,
     *,

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Unpack
 
+from remat.capture.model_state import generators_kept
 from remat.costing.planning_device import PlanningDevice, find_planning_device
 from remat.costing.profile import Profile
 from remat.errors import Infeasible, UsageError
@@ -40,6 +41,7 @@ from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 
 
+@generators_kept()
 def plan(
     workload: Workload,
     *,

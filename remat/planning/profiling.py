@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from remat.capture.elsewhere import Elsewhere
+from remat.capture.model_state import generators_kept
 from remat.costing.costs import Costs, assumptions, roofline_costs, with_library_workspaces
 from remat.costing.planning_device import PlanningDevice, find_planning_device
 from remat.costing.profile import Profile
@@ -50,6 +51,7 @@ def fake_step(
     )
 
 
+@generators_kept()
 def profile(
     workload: Workload,
     *,

@@ -18,7 +18,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils._pytree import tree_leaves
 
 from remat._torch.dynamo import tracebacks_unwritten
-from remat.capture.anchors import identity_of, module_path
+from remat.capture.anchors import Signature, identity_of, module_path, signature_of
 from remat.capture.attention_masks import Masks, OnesSeen, eager_attention_masks, masks_of
 from remat.capture.beside_parameters import tensors_beside
 from remat.capture.circumstances import given_to
@@ -27,7 +27,8 @@ from remat.capture.eager_answers import Answers
 from remat.capture.elsewhere import Elsewhere
 from remat.capture.grouped_products import grouped_products
 from remat.capture.kernels_on_fakes import kernels_on_fakes
-from remat.capture.settling import settle
+from remat.capture.model_state import GROWN, Appended, ModelState, Numbers
+from remat.capture.settling import Early, settle
 from remat.chunking.chunk import CHUNKED, HEAD
 from remat.chunking.chunked_loss import ChunkedLoss
 from remat.chunking.heads import WholeLoss, find_heads, whole_losses
@@ -129,6 +130,8 @@ class FakeStep:
     elsewhere  the device whose kernels run and for which the forward is captured, where that is not `device`
     compiled       whether training will compile the step: code that asks whether it is being traced then hears so
     trails         of the captured forwards that ran so far under the same answers
+    early          how the first steps differ; known once one has run
+    held_numbers   what counters of the model are as a step begins: so none is traced anew for another number
     """
 
     calls: TracedForwards
@@ -157,8 +160,8 @@ class FakeStep:
         self._views = ViewHistories()
         self._elsewhere = elsewhere
         self.eager_context = contextlib.nullcontext if elsewhere is None else elsewhere.kernels
-        self.model = fake_model(workload.build, self.mode, device)
         self.known = KnownValues()
+        self.model, self.shared = fake_model(workload.build, self.mode, device, workload.step)
         with self.mode, torch.device(device), self.known.of_batch(), (seen := OnesSeen()):
             self.batch = workload.batch(workload.batch_size, workload.seq_len)
         self.execute_call: Any = execute_plainly
@@ -166,7 +169,9 @@ class FakeStep:
         self._begun: tuple[ParametersSeen, torch.Tensor] | None = None  # a forward that no backward has followed yet
         self._replaced = {"": ReplacedForward(self.model)}
         self._ones = seen
-        self._settled = compiled
+        self._settled = self._has_state = False
+        self.early, self.held_numbers = Early(), Numbers(None, ())
+        self._appended = Appended(None, ())
         self._is_untraced = self._in_backward = False
         self.deferred: Deferred | None = None
         self.trails: list[Trail] = []
@@ -217,6 +222,7 @@ class FakeStep:
         """What all of a step runs under."""
         here = contextlib.nullcontext() if self._elsewhere is None else KeptHere(self._elsewhere)
         with (
+            self.shared.borrowed(),
             self.mode,
             self.known.followed(),
             here,
@@ -230,10 +236,21 @@ class FakeStep:
     def _settle(self, alignment_bytes: int) -> None:
         if not self._settled:
             with self._on_fakes():
+                built = self.state()
                 settle(self, lambda: self._begin_step(alignment_bytes))
                 if self._calls_elsewhere():
+                    if self.early.is_any:
+                        built.put_back()
                     settle(self, lambda: self._begin_step(alignment_bytes))
+                self._find_appended()
+                self._has_state = bool(self.state().unregistered)
         self._settled = True
+
+    @property
+    def graphs(self) -> tuple[Signature, ...]:
+        """The graph calls of the last step."""
+        calls = (forward.first + number for forward in self.calls.made for number in range(forward.calls))
+        return tuple(signature_of(self._called[call]) for call in calls)
 
     def _begin_step(self, alignment_bytes: int) -> None:
         """Run the forward of a first step. The last that settling looks at is the one that `warm_up` goes on with."""
@@ -242,6 +259,38 @@ class FakeStep:
         with ParametersSeen(alignment_bytes, self.model, self.calls) as tracker:
             self._begun = tracker, self.forward()
         self.trails.append(trail_of(tracker))
+
+    def _find_appended(self) -> None:
+        """Lists that grow with every step, and that no step reads: where they are empty, it computes the same."""
+        grown = tuple(name for name, kind in self.early.carried.items() if kind == GROWN)
+        if not grown:
+            return
+        found, state = Appended(self.state(), grown), self.state()
+        with contextlib.suppress(CaptureError):
+            before = self._operators()
+            state.put_back()
+            with found.emptied():
+                same = self._operators() == before
+            if same:
+                self.early, self._appended = dataclasses.replace(self.early, appended=grown), found
+        state.put_back()
+
+    def _operators(self) -> list[str]:
+        """What a forward computes, numbers included."""
+        self._begun = None
+        with Tracker() as tracker:
+            self.forward()
+        kinds = list(tracker.kinds)
+        return [kinds[kind] for kind in tracker.op_kinds]
+
+    def state(self) -> ModelState:
+        """What the model holds now, and what the step itself keeps; asked for on fakes."""
+        return ModelState(self.model, data=False, step=self.workload.step)
+
+    def numbers(self) -> Numbers:
+        """Numbers that every step changes in the model, as they are now."""
+        with self.shared.borrowed():
+            return Numbers(self.state() if self.early.carried else None, self.early.carried)
 
     def run_untraced(self) -> None:
         """Run one more forward as people run it who have no plan."""
@@ -393,8 +442,15 @@ class FakeStep:
     def forward(self) -> torch.Tensor:
         """The loss of one forward; raises CaptureError if `step` fails or returns something else."""
         self.calls.begin()
+        self.held_numbers.put_back()
         try:
-            with self._forward_context(), self._holding(), references_run_by(self._run_reference), self._states_seen():
+            with (
+                self._forward_context(),
+                self._holding(),
+                references_run_by(self._run_reference),
+                self._states_seen(),
+                self._appended.emptied(),
+            ):
                 loss = self._loss()
         except RematError:
             raise
@@ -568,6 +624,8 @@ class FakeStep:
     def execute(self, tracker: Tracker, after_forward: Callable[[], None], after_backward: Callable[[], None]) -> None:
         """One whole step under `tracker`: forward, backward, optimizer."""
         with self._on_fakes(), tracker:
+            if self._has_state:
+                tracker.follow_older(self.state().unregistered)
             loss = self.forward()
             after_forward()
             self._backward(loss)

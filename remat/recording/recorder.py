@@ -43,6 +43,7 @@ from remat.evaluation.graph import (
     IDENTITY,
     OPTIMIZER_STATE,
     OUTSIDE,
+    STATE,
     WRAPPED_NUMBERS,
     Graph,
     InnerBackward,
@@ -80,6 +81,7 @@ def record_with(step: FakeStep, *, alignment_bytes: int, whole: Graph | None) ->
     if whole is None or step.loop.holds_outputs:
         first_step_rise, first = step.warm_up(alignment_bytes)
     repeats = Repeats(step) if whole is None else None
+    numbers = step.numbers()
     recorder = Recorder(alignment_bytes, step.model.buffers(), step.known)
     fixed = step.fix_state(recorder)
     made = ("gradients", OPTIMIZER_STATE, WHILE_REPEATED, "running average")  # by the first step itself
@@ -96,6 +98,10 @@ def record_with(step: FakeStep, *, alignment_bytes: int, whole: Graph | None) ->
     with torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack):
         step.execute(recorder, recorder.after_forward, lambda: recorder.after_backward(step.model))
     step.execute_call, step.held_outputs.replacing = execute_plainly, None
+    lasting, replaced = recorder.state_of_the_step_before()
+    if lasting:
+        fixed[STATE] = lasting
+        before += lasting
     on_cpu = step.device.type == "cpu" and alignment_bytes == 1  # elsewhere they are not on the device
     if recorder.wrapped_numbers and on_cpu:
         fixed[WRAPPED_NUMBERS] = WRAPPED_NUMBER_BYTES * recorder.wrapped_numbers
@@ -106,16 +112,17 @@ def record_with(step: FakeStep, *, alignment_bytes: int, whole: Graph | None) ->
     if whole is None:
         first_step_bytes = before + first_step_rise
     else:  # its gradients are all made in backward, where they are counted
-        first_step_bytes = whole.first_step_bytes - sum(size for size, _ in whole.held_outputs)
+        first_step_bytes = whole.first_step_bytes - sum(size for size, _ in whole.held_outputs[: len(held)])
     graph = dataclasses.replace(
         graph,
         parameters=tuple(recorder.parameters_of(step)),
         first_step_bytes=first_step_bytes + sum(size for size, _ in held),
-        held_outputs=tuple(held),
+        held_outputs=(*held, *replaced),
     )
     if repeats is not None:
         step.trails.append(trail_of(recorder, recorder.forward_end))
         repeats.require()
+        step.held_numbers = numbers  # every other record, and every replay, is of the same step
     return graph, recorder
 
 
@@ -138,6 +145,7 @@ def _about(step: FakeStep) -> dict[str, Any]:
         "traced_branches": None if (answers := step.calls.answers) is None else answers.given_up,
         "opaque_functions": sorted(answers.opaque) if (answers := step.calls.answers) else [],
         "recording_models": recording_models(step.model),
+        **step.early.to_json(step.graphs),
         "own_checkpoints": step.calls.own_checkpoints,
         **({WITH_STEP: True} if isinstance(step.model, Stepped) else {}),
         **step.form.to_json(),
@@ -304,6 +312,13 @@ class Recorder(Tracker):
         return producer
 
     # Operators
+
+    def replaced(self, tensor: torch.Tensor) -> None:
+        """That happens once, and who read the storage that it had would read another when recomputed."""
+        if self._forward_end < 0 and self._current is not None:
+            self._nodes[self._current]["effect"] = "other"
+            if self.storage_of(tensor) == FIXED:
+                self._writers.setdefault(id(tensor.untyped_storage()), set()).add(self._current)
 
     def dispatched(self, op: int, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         in_forward = self._forward_end < 0
@@ -488,6 +503,14 @@ class Recorder(Tracker):
         for known in step.parameters(self):
             gradient = self._gradient_of.get(known.name, FIXED)
             yield dataclasses.replace(known, gradient=gradient)
+
+    def state_of_the_step_before(self) -> tuple[int, list[tuple[int, int]]]:
+        """What the model keeps beside parameters and buffers: bytes of what lasts, and of what this step replaces, with
+        the operators of forward before which it is there. (That autograd or a region keeps it longer, a replay sees.)
+        """
+        lasting = sum(each.size_bytes for each in self.older.values() if each.death is None)
+        replaced = [each for each in self.older.values() if each.death is not None]
+        return lasting, [(each.size_bytes, min((each.death or 0) + 1, self._forward_end)) for each in replaced]
 
     def settle_saves(self) -> None:
         """What a node saves for a backward of its own, which it runs at once, is alive within it and no save.

@@ -83,7 +83,8 @@ class Repeats:
         self._states, self._before = self._sources.states(), self._numbers()
 
     def _numbers(self) -> dict[str, Any]:
-        return {**self._sources.numbers(), **numbers_of(self._step.model)}
+        with self._step.shared.borrowed():
+            return {**self._sources.numbers(), **numbers_of(self._step.model)}
 
     def require(self) -> None:
         """Raise CaptureError where two forwards differ. It names the lines that read what torch does not draw."""

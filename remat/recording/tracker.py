@@ -4,7 +4,8 @@ It is the one instrument for memory under fake tensors: `recorder.py` uses it to
 plan. Storages are followed by weak references, so what is alive is what really is referred to, by Python, by
 autograd or by a region, and nothing has to be modelled.
 
-Storages that exist before tracking starts are *fixed*: they are never counted here.
+Storages that exist before tracking starts are *fixed*: they are never counted here, but for those that are followed
+because the step may let go of them (`follow_older`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import dataclasses
 import functools
 import json
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,6 +38,7 @@ _REDUCED_IN_PLACE = {
     torch.ops.aten.smooth_l1_loss.default,
     torch.ops.aten.soft_margin_loss.default,
 }
+_SET = torch.ops.aten.set_.source_Tensor
 _PRODUCTS = {"aten::mul_", "aten::_foreach_mul_"}
 _MADE_AGAIN = {torch.ops.aten._to_copy.default, torch.ops.aten.lift_fresh.default}  # graph.MADE_AGAIN
 
@@ -109,6 +111,7 @@ class Tracker(UnseenMode):
         self._blocks: dict[Hashable, Block] = {}
         self._ids: dict[int, int] = {}  # id of the Python storage -> index; entries die with their storage
         self._keep: dict[int, Any] = {}  # fixed storages
+        self.older: dict[int, TrackedStorage] = {}  # fixed, and followed until they are gone; by id, which may be old
         self._ends: dict[int, Any] = {}  # weak references to storages, which tell of their end
 
     @contextlib.contextmanager
@@ -143,6 +146,15 @@ class Tracker(UnseenMode):
                 total += self._rounded(storage.nbytes())
         return total
 
+    def follow_older(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count the storages of `tensors` that are not fixed: from the first operator until they are gone."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if (key := id(storage)) not in self._ids and storage.nbytes():
+                self._ids[key] = FIXED
+                self.older[key] = tracked = TrackedStorage(self._rounded(storage.nbytes()), 0)
+                self._ends[key] = weakref.ref(storage, functools.partial(self._died, key, tracked))
+
     def storage_of(self, tensor: torch.Tensor) -> int:
         """Index of the storage that `tensor` refers to, FIXED for one that was there before."""
         return self._ids.get(id(unwrapped(tensor).untyped_storage()), FIXED)
@@ -155,6 +167,8 @@ class Tracker(UnseenMode):
             return func(*args, **kwargs)
         if self.scalar_answers and func is torch.ops.aten._local_scalar_dense.default:
             return self._answer(args[0])
+        if func is _SET:
+            self.replaced(args[0])
         out = _as_kernel(func, args, func(*args, **kwargs))
         if self.alignment_bytes == 1:  # of a CPU
             out = _laid_out(func, args, out)
@@ -170,6 +184,9 @@ class Tracker(UnseenMode):
             self._products.update(id(t.untyped_storage()) for t in tree_leaves(args[0]) if t.dim() == 0)
         self.dispatched(op, func, args, kwargs, out)
         return out
+
+    def replaced(self, tensor: torch.Tensor) -> None:
+        """Called before a tensor is given another storage (`parameter.data = ...`), for subclasses."""
 
     def dispatched(self, op: int, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Called after every operator, for subclasses."""
@@ -300,7 +317,7 @@ class Tracker(UnseenMode):
     def alive(self, since: int = 0) -> np.ndarray:
         """Bytes alive during each operator, of storages made by operator `since` or later."""
         change = np.zeros(self.op_count + 1, dtype=np.int64)
-        for storage in self.storages:
+        for storage in (*self.older.values(), *self.storages):
             if storage.birth < since:
                 continue
             change[storage.birth] += storage.size_bytes

@@ -18,7 +18,15 @@ SELECTING = tuple(f"aten.{name}.default" for name in ("_to_copy", "slice_backwar
 MOST_DIFFERENCES = 5
 _CASTS = {torch.ops.aten._to_copy.default, torch.ops.aten.to.dtype}
 
-_ALLOCATING = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
+_READING = torch.ops.aten._local_scalar_dense.default
+_ALLOCATING = {
+    "aten::empty",
+    "aten::empty_like",
+    "aten::empty_strided",
+    "aten::new_empty",
+    "aten::new_empty_strided",
+    "aten::set_",
+}
 
 
 class KernelLog(UnseenMode):
@@ -59,8 +67,13 @@ class KernelLog(UnseenMode):
 
 
 def _keeps_books(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
-    """Whether an operator makes constants of nothing, or only casts to a type without fractions."""
+    """Whether an operator makes constants of nothing, or only casts to a type without fractions.
+
+    Or hands a graph a number of the model that is left open: Dynamo passes a float in as a tensor on the host.
+    """
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    if func is _READING and (given[0].dtype, given[0].device.type) == (torch.float64, "cpu"):
+        return True
     if not given:
         return torch.Tag.nondeterministic_seeded not in func.tags
     return func in _CASTS and not (out.is_floating_point() or out.is_complex())

@@ -21,9 +21,11 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from remat._torch.training import clear_cublas_workspaces
+from remat.capture.dynamo import cache_builders
+from remat.capture.model_state import ModelState
 from remat.costing.device_allocator import Measured, allocation_events, measure_peak, measure_step, time_once_us
 from remat.evaluation.plan import Plan
-from remat.execution.apply import apply
+from remat.execution.apply import apply, remove
 from remat.host.weights import bring_weights_back, offload_weights, weights_on_host
 from remat.recording.fake_step import Finish, autocast_context
 from remat.recording.tracker import Tracker
@@ -32,6 +34,7 @@ from remat.workload.held_outputs import HeldOutputs
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload, trainable
 
+MOST_STEPS_OF_STATE = 8
 LONG_STEP_S = 5.0  # a step that takes longer is timed once
 
 
@@ -58,17 +61,26 @@ def seed_all(seed: int) -> None:
 
 
 class Training:
-    """A workload's model, batch and optimizer on the device."""
+    """A workload's model, batch and optimizer on the device.
 
-    def __init__(self, workload: Workload, device: torch.device, seed: int, loop: TrainingLoop):
+    early_forwards  steps of a new model whose forwards run before its steps begin: they are others than those that
+                    repeat
+    """
+
+    def __init__(
+        self, workload: Workload, device: torch.device, seed: int, loop: TrainingLoop, early_forwards: int = 0
+    ):
         self.workload, self.device, self.loop = workload, device, loop
+        self._early_forwards = early_forwards
         self._seed_of_steps = seed + 2
         seed_all(seed)
         with torch.device(device):
             self.model = workload.build().to(device).train()
         self._called: nn.Module = self.model
         self._libraries_keep = False  # workspaces, from the first step on
-        self._state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._tensors()}
+        self._state = ModelState(self.model, step=workload.step)
+        self._cacheless: list[Any] = []  # configurations that say so until the end
+        self._parameters = {name: p.detach().to("cpu", copy=True) for name, p in self.model.named_parameters()}
         self.finish, self.held_outputs = self._finish_with(None), HeldOutputs()
         self.set_batch(workload.batch_size, seed + 1)
 
@@ -89,24 +101,46 @@ class Training:
             batch = self.workload.batch(batch_size, self.workload.seq_len)
         self.batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), batch)
 
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self.model.named_parameters()
-        yield from self.model.named_buffers()
+    def leave_cache_out(self) -> bool:
+        """From now on build no key-value cache; returns whether the model asked for one."""
+        self._cacheless += cache_builders(self.model)
+        self._turn_caches_off()
+        return bool(self._cacheless)
+
+    def _turn_caches_off(self) -> None:
+        for config in self._cacheless:
+            config.use_cache = False
 
     def begin_again(self) -> None:
-        """Parameters, buffers and random state as at the start; a new optimizer."""
-        bring_weights_back(self.model)
-        self.finish = self._finish_with(None)
-        self.held_outputs.let_go()
-        self.model.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            for name, tensor in self._tensors():
-                tensor.copy_(self._state[name])
+        """The model as it was built, but for a plan in it; random state as at the start; a new optimizer."""
+        self._put_back()
+        self._turn_caches_off()
+        self._run_early_forwards()
         release_memory(self.device)
         self._libraries_keep = False
         if self.workload.optimizer is not None:
             self.finish = self._finish_with(self.workload.optimizer(trainable(self.model)))
         seed_all(self._seed_of_steps)
+
+    def end(self) -> None:
+        """Leave the model as it was built: it may share what it keeps with others."""
+        remove(self.model)
+        self._put_back()
+
+    def _put_back(self) -> None:
+        bring_weights_back(self.model)
+        self.finish = self._finish_with(None)
+        self.held_outputs.let_go()
+        self.model.zero_grad(set_to_none=True)
+        self._state.put_back()
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(self._parameters[name])
+
+    def _run_early_forwards(self) -> None:
+        with torch.no_grad(), autocast_context(self.device, self.workload.autocast):
+            for _ in range(self._early_forwards):
+                self.workload.step(self.model, self.batch)
 
     def _finish_with(self, made: Any) -> Finish:
         return Finish(self.loop, self.model, AnyOptimizer(made, trainable(self.model)), self._again)
@@ -138,14 +172,15 @@ class Training:
 
     def peak_of_update(self, alignment_bytes: int) -> int:
         """Peak of the next optimizer step, with what exists before it."""
-        before, kept = self._released(alignment_bytes), self._libraries_keep
-        rise = measure_peak(self.from_nothing_held(self.update), self.device, requested=True, collect=False)
-        return before + rise + (self._release_libraries() if kept else 0)
+        update, kept = self.from_nothing_held(self.update), self._libraries_keep
+        before = self._released(alignment_bytes)
+        rise = measure_peak(update, self.device, requested=True, collect=False)
+        return self._bytes_in(before) + rise + (self._release_libraries() if kept else 0)
 
-    def _released(self, alignment_bytes: int) -> int:
-        """Let go of what no step keeps; returns what is left, but for libraries' workspaces."""
+    def _released(self, alignment_bytes: int) -> tuple[int, Tracker]:
+        """Let go of what no step keeps; returns what is left (`_before`), but for libraries' workspaces."""
         self.held_outputs.let_go()
-        before = self.bytes_before(alignment_bytes)
+        before = self._before(alignment_bytes)
         collect(self.device)
         return before
 
@@ -155,16 +190,37 @@ class Training:
         return release_libraries(self.device)
 
     def from_nothing_held(self, step: Callable[[], None]) -> Callable[[], None]:
-        """`step`, after one whose outputs it holds: what is let go of is seen only where it was seen to be made."""
+        """`step`, after those whose outputs it holds, or whose state: what is let go of is seen only where it was seen
+        to be made.
+        """
+        steps = max(2 if self.loop.holds_outputs else 1, self._steps_of_state(step))
 
-        def twice() -> None:
-            step()
-            step()
+        def repeated() -> None:
+            for _ in range(steps):
+                step()
 
-        return twice if self.loop.holds_outputs else step
+        return repeated if steps > 1 else step
+
+    def _steps_of_state(self, step: Callable[[], None]) -> int:
+        """After how many steps all is new that the model keeps from one to the next, but for what stays; runs them."""
+        if not self._state_tensors:
+            return 1
+        tracker = Tracker()
+        tracker.follow_older(self._state_tensors)
+        alive = -1
+        for count in range(1, MOST_STEPS_OF_STATE):
+            step()
+            before, alive = alive, sum(each.death is None for each in tracker.older.values())
+            if alive == before:
+                return count
+        return MOST_STEPS_OF_STATE
 
     def bytes_before(self, alignment_bytes: int) -> int:
         """What exists before a step: parameters, buffers, the batch, and what lasts from one step to the next."""
+        return self._bytes_in(self._before(alignment_bytes))
+
+    def _before(self, alignment_bytes: int) -> tuple[int, Tracker]:
+        """Bytes of what lasts, and what follows the state that the model keeps, which a step may replace."""
         kept = (
             [(p, p.grad) for p in self.model.parameters()],
             list(self.model.buffers()),
@@ -175,7 +231,21 @@ class Training:
         if (weights := weights_on_host(self.model)) is not None:
             weights.rest()  # what comes in the step is seen to go only where it was seen to come
         tensors = [leaf for leaf in tree_leaves(kept) if isinstance(leaf, torch.Tensor)]
-        return Tracker(alignment_bytes).fix([t for t in tensors if t.device.type == self.device.type])
+        tracker = Tracker(alignment_bytes)
+        lasting = tracker.fix([t for t in tensors if t.device.type == self.device.type])
+        tracker.follow_older(self._state_tensors)
+        return lasting, tracker
+
+    @property
+    def _state_tensors(self) -> list[torch.Tensor]:
+        found = ModelState(self.model, data=False, step=self.workload.step).unregistered
+        return [tensor for tensor in found if tensor.device.type == self.device.type]
+
+    def _bytes_in(self, before: tuple[int, Tracker]) -> int:
+        """Of what was there before a step that has run. On the CPU nobody saw what is gone by then go."""
+        lasting, tracker = before
+        on_cpu = self.device.type == "cpu"
+        return lasting + sum(each.size_bytes for each in tracker.older.values() if each.death is None or not on_cpu)
 
     def measure_steady_step(self, alignment_bytes: int, repeats: int) -> tuple[Measured, int]:
         """Memory and time of a step in the steady state, and the peak of requested bytes with what exists before it.
@@ -184,15 +254,15 @@ class Training:
         """
         if self.device.type == "cuda" and not self._libraries_keep:
             self.step()
-        before = self._released(alignment_bytes)
         step = self.from_nothing_held(self.step)
+        before = self._released(alignment_bytes)
         measured = measure_step(step, self.device, warm_up=0, repeats=0, collect=False)
-        before += self._release_libraries()
+        before_bytes = self._bytes_in(before) + self._release_libraries()
         times = [time_once_us(self.step, self.device)]
         if times[0] < 1e6 * LONG_STEP_S:
             times += [time_once_us(self.step, self.device) for _ in range(repeats - 1)]
         measured = dataclasses.replace(measured, time_us=statistics.median(times))
-        return measured, before + measured.requested_bytes
+        return measured, before_bytes + measured.requested_bytes
 
 
 def release_memory(device: torch.device) -> None:
@@ -232,7 +302,8 @@ def alive_over_step(
     """(microseconds, bytes alive) over one steady-state step on the CPU, under `plan` if there is one."""
     device = torch.device("cpu")
     with undisturbed(device):
-        training = Training(workload, device, seed, TrainingLoop.of(about))
+        loop, early = TrainingLoop.of(about), about.get("early_forwards", 0)
+        training = Training(workload, device, seed, loop, early)
         training.begin_again()
         if plan is not None:
             training.apply(plan)

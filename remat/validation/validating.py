@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 
-from remat.capture.dynamo import cache_builders
+from remat.capture.model_state import generators_kept
 from remat.costing.costs import Costs, roofline_costs, with_library_workspaces
 from remat.costing.host_memory import free_host_bytes
 from remat.costing.operator_timing import device_target, time_operators
@@ -80,6 +80,7 @@ NOISE = 4.0  # Rule 5
 Progress = Callable[[int, int], None]
 
 
+@generators_kept()
 def validate(
     workload: Workload,
     plan: Plan | str | os.PathLike[str],
@@ -492,10 +493,15 @@ class _Validation:
     def _steps(self, sizes: _Sizes) -> tuple[dict[str, int] | None, _Comparison, dict[str, int]]:
         """(untouched step as measured, None where it does not fit; comparison; planned step as measured)"""
         training = self._built()
-        if configs := cache_builders(training.model):
+        try:
+            return self._measured(training, sizes)
+        finally:
+            training.end()
+
+    def _measured(self, training: Training, sizes: _Sizes) -> tuple[dict[str, int] | None, _Comparison, dict[str, int]]:
+        """`_steps` of the model that was built."""
+        if training.leave_cache_out():
             self.notes.append("The untouched step was run with use_cache=False: a planned forward builds no cache.")
-        for config in configs:
-            config.use_cache = False
         while True:
             try:
                 training.set_batch(self.compared.workload.batch_size, self.seed + 1)
@@ -518,7 +524,8 @@ class _Validation:
         """The model on the device; its states alone may be too much for a device that others use too."""
         workload, graph = self.compared.workload, self.compared.graph
         try:
-            return Training(workload, self.device, self.seed, TrainingLoop.of(self.plan.about))
+            loop, early = TrainingLoop.of(self.plan.about), self.plan.about.get("early_forwards", 0)
+            return Training(workload, self.device, self.seed, loop, early)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -693,6 +700,8 @@ class _Validation:
         """The planned step at full size, in its steady state."""
         if not self.fits:
             training.set_batch(self.planned_step.workload.batch_size, self.seed + 1)
+            if self.plan.about.get("carried"):  # of another size
+                training.begin_again()
             training.step()
         measured, peak = training.measure_steady_step(self.alignment_bytes, self.repeats)
         found = {"peak_bytes": peak, "step_time_us": round(measured.time_us)}

@@ -9,7 +9,8 @@ Rule 2  It holds nothing that must happen once, except the running statistics of
         recomputation can be kept from (`regions.py`); another counter would advance twice.
 Rule 3  Modules lie inside one another (layer, attention, activation): each may be a region, no two of them that do.
         Several layers in a row are no region: nobody calls them as one.
-Rule 4  A region saves nothing. What it may do in place of that is be a smaller module.
+Rule 4  It keeps nothing of its own from forward to forward: run again, it would start from what it has left.
+Rule 5  A region saves nothing. What it may do in place of that is be a smaller module.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ def find_module_space(graph: Graph) -> Space:
 
 
 def eligible_modules(graph: Graph) -> tuple[Module, ...]:
-    """The modules that may be regions, outer ones first. (Rules 1 and 2)"""
+    """The modules that may be regions, outer ones first. (Rules 1, 2 and 4)"""
     legal = set(legal_cuts(graph))
     found: dict[tuple[int, int], str] = {}
     for path, members in _members(graph).items():
         first, end = members[0], members[-1] + 1
         once = end - first == len(members) and graph.nodes[first].call == graph.nodes[end - 1].call
         large = sum(graph.nodes[i].effect != "counter" for i in members) >= FEWEST_NODES
-        if once and large and {first, end} <= legal and _may_run_again(graph, members):
+        if once and large and {first, end} <= legal and _may_run_again(graph, path, members):
             found.setdefault((first, end), path)
     ordered = sorted(found.items(), key=lambda item: (item[0][0], -item[0][1]))
     return tuple((first, end, path) for (first, end), path in ordered)
@@ -70,7 +71,9 @@ def _members(graph: Graph) -> dict[str, list[int]]:
     return {path: nodes for path, nodes in members.items() if nodes}
 
 
-def _may_run_again(graph: Graph, members: list[int]) -> bool:
+def _may_run_again(graph: Graph, path: str, members: list[int]) -> bool:
+    if any(name.startswith(f"{path}.") for name in graph.about.get("carried", ())) or "carried_shared" in graph.about:
+        return False
     nodes = [graph.nodes[i] for i in members]
     norms = {node.module for node in nodes if node.effect == "batch_norm"}
     return not any(node.effect == "other" or (node.effect == "counter" and node.module not in norms) for node in nodes)

@@ -1,0 +1,59 @@
+"""Copies of models: `copy.deepcopy`, and what a library put around a forward.
+
+Such a wrapper is a function that closes over methods and modules of the model. Copied as it stands it would go on
+calling those of the original.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from remat.capture.model_state import ModelState
+
+
+def copied(
+    model: nn.Module, memo: dict[int, Any], prepared: Callable[[nn.Module], nn.Module] = lambda made: made
+) -> nn.Module:
+    """A copy of `model` whose forwards are its own.
+
+    memo      as of `copy.deepcopy`: what stands for objects that are not copied, by id
+    prepared  changes the copy, in place, before its forwards are looked at
+    """
+    for generator in ModelState(model, data=False).torch_generators:
+        memo.setdefault(id(generator), _like(generator))
+    made = prepared(copy.deepcopy(model, memo))
+    for module, twin in zip(model.modules(), made.modules(), strict=True):
+        memo[id(module)] = twin
+    for twin in made.modules():
+        if isinstance(forward := twin.__dict__.get("forward"), types.MethodType):
+            twin.forward = types.MethodType(_rebound(forward.__func__, memo), forward.__self__)
+    return made
+
+
+def _like(generator: torch.Generator) -> torch.Generator:
+    made = torch.Generator(generator.device)
+    made.set_state(generator.get_state())
+    return made
+
+
+def _rebound(function: Any, twins: Mapping[int, Any]) -> Any:
+    """`function` with what it closes over: methods of a model that was copied become those of its copy."""
+    if not isinstance(function, types.FunctionType) or not function.__closure__:
+        return function
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, types.MethodType):
+            return types.MethodType(_rebound(value.__func__, twins), twins.get(id(value.__self__), value.__self__))
+        return twins.get(id(value), value) if isinstance(value, nn.Module) else _rebound(value, twins)
+
+    cells = tuple(types.CellType(moved(cell.cell_contents)) for cell in function.__closure__)
+    made = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return functools.update_wrapper(made, function) if hasattr(function, "__wrapped__") else made

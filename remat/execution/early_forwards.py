@@ -1,0 +1,123 @@
+"""Early forwards: the first ones, which have another graph than those that a plan is made for.
+
+A plan is for the forward that training repeats. Before that a model may keep nothing yet that later forwards read (a
+memory of the last batch, a queue that fills), or lack what it makes when it is first needed (a table).
+
+What is only made once is made before the first step: the model's own forward is run without gradients, and what it
+made is kept. That is so where a second such forward changes nothing more, and returns what the first one did, bit by
+bit. Otherwise everything is put back as if it had not run.
+
+What is carried from forward to forward is right only where it is. Its early graphs, which the plan knows by their
+keys, run as they are traced, without regions. Their numbers are those of the untouched step, and so are their bytes.
+
+Filling the state in advance was rejected: a step would start from what no forward of training has left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from remat.capture.anchors import graph_key
+from remat.capture.model_state import GROWN, Appended, ModelState, are_bitwise_equal
+from remat.capture.settling import listed
+from remat.errors import CaptureError
+from remat.evaluation.plan import Plan
+from remat.units import gib
+from remat.workload.held_outputs import output_tensors
+
+
+class EarlyForwards:
+    """What `plan` knows of them; a plan from before there was such a thing knows nothing.
+
+    carries_numbers  whether numbers of the model change with every forward: traces leave them open
+    """
+
+    def __init__(self, plan: Plan):
+        self._plan = plan
+        self._keys = frozenset(plan.about.get("early_graphs", ()))
+        self.carried: dict[str, str] = plan.about.get("carried", {})
+        self._appended: Appended | None = None  # found at the first forward
+        self.carries_numbers = any(kind != GROWN for kind in self.carried.values())  # also in what is replaced
+
+    @property
+    def is_any(self) -> bool:
+        """Whether there are early forwards."""
+        return "early_forwards" in self._plan.about
+
+    @property
+    def may_complete(self) -> bool:
+        """Whether an early forward may be one that only makes what is missing."""
+        return not self.carried
+
+    def appended_in(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """What a planned forward of `model` runs under: lists to which it does nothing but append are empty."""
+        if self._appended is None:
+            names = self._plan.about.get("appended", ())
+            self._appended = Appended(ModelState(model, data=False) if names else None, names)
+        return self._appended.emptied()
+
+    def has(self, graph_module: fx.GraphModule) -> bool:
+        """Whether `graph_module` is a graph of an early forward."""
+        return bool(self._keys) and graph_key(graph_module) in self._keys
+
+    @property
+    def warning(self) -> str:
+        """What is said of an early forward; empty where the untouched step keeps the budget."""
+        untouched, budget = self._plan.without_checkpointing["peak_bytes"], self._plan.budget_bytes
+        if untouched <= budget:
+            return ""
+        return (
+            "this forward has another graph than later ones, which the plan is for, because of what the model keeps "
+            f"from one to the next ({listed(self.carried)}): such forwards run without the plan, their numbers are "
+            f"those of the untouched step, and they may take its {gib(untouched)}, more than the budget of "
+            f"{gib(budget)}. To have all steps alike, give that state its final shape when the model is made (zeros in "
+            "place of None)."
+        )
+
+    def why_traced(self, traces: int) -> str:
+        """What is said of a forward that was traced so often for batches of one size; empty where it is not known."""
+        if not self.carried:
+            return ""
+        return (
+            f"this forward was traced {traces} times, because of what it changes in the model every time "
+            f"({listed(self.carried)}), which Python code computes with in a way that a trace cannot leave open: each "
+            "takes seconds and stays in memory. Keep it in a buffer (register_buffer) and compute with tensors, or "
+            "outside of the model."
+        )
+
+
+def complete(before: ModelState, forward: Callable[[], Any]) -> None:
+    """Let a model make what it makes once, in forwards without gradients; otherwise leave it as it was `before` them.
+
+    Raises CaptureError where they wrote into parameters, which cannot be undone.
+    """
+    done = False
+    try:
+        with torch.no_grad():
+            before.put_back()
+            first = [tensor for _, tensor in output_tensors(forward())]
+            made = ModelState(before.model)
+            before.put_statistics_back()
+            second = [tensor for _, tensor in output_tensors(forward())]
+        done = not made.changes(statistics=False) and _are_equal(first, second)
+    finally:
+        if done:
+            before.put_statistics_back()
+        else:
+            before.put_back()
+    if not done and (left := before.changes()):
+        raise CaptureError(
+            f"the forward writes into {listed(left)}, and it has another graph in the first step than in later ones: "
+            "run one step before the plan is applied, or let it write into buffers."
+        )
+
+
+def _are_equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    """Whether two forwards returned the same, bit by bit; nothing at all says nothing."""
+    pairs = zip(first, second, strict=False)
+    return 0 < len(first) == len(second) and all(are_bitwise_equal(one, other) for one, other in pairs)

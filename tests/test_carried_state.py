@@ -1,0 +1,377 @@
+"""What a forward keeps for the next: training under a plan is bitwise that without, and planning leaves no trace."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import remat
+from remat._torch.dynamo import frames_traced
+from remat.errors import CaptureError, PlanMismatch
+from remat.evaluation.plan import Plan
+from remat.execution.apply import apply, counts_of
+from remat.recording.recorder import record
+from remat.validation.validating import validate
+from remat.workload.workload import Workload
+from tests.carrying import (
+    CARRYING,
+    COUNTING,
+    Banked,
+    Buffered,
+    Counting,
+    Queue,
+    Stack,
+    Tabled,
+    forget,
+    names_of,
+    workload,
+)
+from tests.fingerprints import left_by
+from tests.toys import pairs_of_segments, plan_by_hand, recorded
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
+
+
+@pytest.fixture(autouse=True)
+def nothing_carried() -> Iterator[None]:
+    forget()
+    yield
+    forget()
+
+
+def tight(work: Workload) -> Plan:
+    """Regions of every two segments, and a budget that is just theirs."""
+    graph = recorded(work)[1]
+    return plan_by_hand(graph, pairs_of_segments(graph))
+
+
+QUEUE = workload(Queue)
+
+
+@pytest.fixture(scope="module")
+def queue_plan() -> Plan:
+    return tight(QUEUE)
+
+
+def trained(
+    work: Workload, plan: Plan | None, steps: int, between: Callable[[nn.Module, int], None] = lambda model, i: None
+) -> tuple[list[torch.Tensor], nn.Module]:
+    """Losses and last parameters of a training from one seed, and the model."""
+    forget()
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    model = work.build()
+    if plan is not None:
+        apply(model, plan)
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=1e-2), []
+    for i in range(steps):
+        between(model, i)
+        with torch.autocast("cpu", torch.bfloat16, enabled=work.autocast is not None):
+            loss = work.step(model, work.batch(work.batch_size, None))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    return [*found, *(p.detach() for p in model.parameters())], model
+
+
+def is_bitwise(work: Workload, plan: Plan, steps: int, **options: Any) -> nn.Module:
+    expected, _ = trained(work, None, steps, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the budget, which early forwards do not keep
+        found, model = trained(work, plan, steps, **options)
+    assert [i for i, (one, other) in enumerate(zip(expected, found, strict=True)) if not torch.equal(one, other)] == []
+    return model
+
+
+# Training
+
+FEW = {"segments", "queue", "averages", "hooked", "banked"}
+
+
+@pytest.mark.parametrize("name", names_of(CARRYING, FEW))
+def test_a_model_that_carries_state_trains_bit_by_bit_as_without_a_plan(name: str) -> None:
+    work = workload(CARRYING[name])
+    plan = tight(work)
+    assert plan.regions
+    model = is_bitwise(work, plan, 12)
+    assert counts_of(model).regions >= 7 * len(plan.regions)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", CARRYING)
+def test_fifty_steps_within_three_quarters_of_the_step_are_bitwise_and_validate(name: str) -> None:
+    work = workload(CARRYING[name], batch_size=512)
+    plan = remat.plan(work, target="cpu", budget="85%step", exact=True)
+    assert plan.regions
+    is_bitwise(work, plan, 50)
+    forget()
+    report = validate(work, plan, device="cpu")
+    assert report.passed, str(report)
+    predicted, measured = (of["peak_bytes"] for of in (report.predicted, report.measured))
+    assert abs(measured - predicted) < 2048  # Python numbers that autograd keeps
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "amp"])
+def test_what_is_carried_from_micro_batch_to_micro_batch_is_too(autocast: torch.dtype | None) -> None:
+    work = workload(Banked, autocast=autocast)
+    plan = tight(work)
+
+    def accumulated(planned: Plan | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = work.build() if planned is None else apply(work.build(), planned)
+        losses = []
+        for _ in range(4):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast is not None):
+                losses.append(work.step(model, work.batch(work.batch_size, None)))
+            losses[-1].backward()
+        return [*losses, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert all(map(torch.equal, accumulated(None), accumulated(plan)))
+
+
+def test_a_step_that_calls_the_model_twice_carries_from_one_to_the_other() -> None:
+    def step(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        x, labels = batch
+        return F.cross_entropy(model(x), labels) + F.cross_entropy(model(0.9 * x), labels)
+
+    work = workload(Buffered, step=step)
+    is_bitwise(work, tight(work), 6)
+
+
+def test_a_memory_that_the_script_empties_now_and_then_runs_its_first_forward_each_time() -> None:
+    def between(model: nn.Module, i: int) -> None:
+        if i % 3 == 0:
+            model.past = None  # type: ignore[assignment]
+
+    work = workload(Buffered)
+    plan = tight(work)
+    model = is_bitwise(work, plan, 9, between=between)
+    assert counts_of(model).regions == 6 * len(plan.regions)
+
+
+def test_a_plan_is_applied_in_the_middle_of_a_training(queue_plan: Plan) -> None:
+
+    def between(model: nn.Module, i: int) -> None:
+        if i == 5:
+            apply(model, queue_plan)
+
+    expected, _ = trained(QUEUE, None, 9)
+    found, model = trained(QUEUE, None, 9, between)
+    assert all(map(torch.equal, expected, found))
+    assert counts_of(model).regions == 4 * len(queue_plan.regions)
+
+
+def test_evaluation_between_steps_carries_as_it_does_without_a_plan() -> None:
+    def between(model: nn.Module, i: int) -> None:
+        with torch.no_grad():
+            model.eval()(torch.ones(64, 32))
+        model.train()
+
+    is_bitwise(work := workload(Banked), tight(work), 5, between=between)
+
+
+# Early forwards
+
+
+def test_early_forwards_are_told_of_once_with_their_bytes(queue_plan: Plan) -> None:
+    assert queue_plan.about["early_forwards"] == 4 and queue_plan.about["carried"] == {"queue": "tensor"}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trained(QUEUE, queue_plan, 6)
+    (said,) = [str(each.message) for each in caught if "gradients are there" not in str(each.message)]
+    assert "`queue`" in said and "run without the plan" in said and "than the budget of" in said
+
+
+def test_early_forwards_that_keep_the_budget_are_not_told_of(queue_plan: Plan) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(QUEUE, dataclasses.replace(queue_plan, budget_bytes=1 << 40), 6)
+
+
+def test_early_forwards_are_refused_where_what_takes_more_is(queue_plan: Plan) -> None:
+    model = apply(QUEUE.build(), queue_plan, on_larger="refuse")
+    with pytest.raises(PlanMismatch, match=r"`queue`.*run without the plan"):
+        QUEUE.step(model, QUEUE.batch(QUEUE.batch_size, None))
+
+
+def test_a_plan_that_knows_of_no_early_forwards_refuses_them_and_leaves_no_trace_of_looking_again(
+    queue_plan: Plan,
+) -> None:
+    about = {
+        name: value
+        for name, value in queue_plan.about.items()
+        if name not in ("early_graphs", "early_forwards", "carried")
+    }
+    model = apply(QUEUE.build(), dataclasses.replace(queue_plan, about=about))
+    with pytest.raises(PlanMismatch, match="graph differs"):
+        QUEUE.step(model, QUEUE.batch(QUEUE.batch_size, None))
+    assert len(model.queue) == 1  # type: ignore[arg-type]  # of the forward that was refused
+
+
+def test_a_table_that_is_made_once_is_made_before_the_first_step_which_keeps_the_budget() -> None:
+    work = workload(Tabled)
+    plan = tight(work)
+    assert plan.about["early_forwards"] == 1 and "carried" not in plan.about
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message=".*of gradients are there")
+        model = is_bitwise(work, plan, 1)
+    assert counts_of(model).regions == len(plan.regions)
+
+
+class Calibrated(Stack):
+    """Is calibrated by its first batch, from the second on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.scale
+        if scale is None:
+            self.scale = x.detach().std(0)
+            return super().forward(x)
+        return super().forward(self.layers[0](x) / scale)
+
+
+def test_what_is_made_once_and_changes_the_result_is_not_made_before_the_first_step() -> None:
+    is_bitwise(work := workload(Calibrated), tight(work), 4)
+
+
+class Endless(Stack):
+    """Reads all that it ever kept."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=1)
+        self.past: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.past:
+            x = x + torch.stack(self.past).mean(0)
+        self.past.append(x.detach())
+        return super().forward(x)
+
+
+@pytest.mark.exhaustive
+def test_a_forward_that_is_another_graph_for_ever_is_refused_by_name() -> None:
+    with pytest.raises(CaptureError, match=r"another graph in every step.*`past`.*fixed size"):
+        recorded(workload(Endless))
+
+
+# Counters
+
+FEW_COUNTERS = {"attribute", "decay", "object", "dropout", "with_numpy", "several-graphs"}
+
+
+@pytest.mark.parametrize("name", names_of(COUNTING, FEW_COUNTERS))
+def test_numbers_that_a_forward_changes_are_left_open(name: str) -> None:
+    work = workload(COUNTING[name])
+    plan = tight(work)
+    counts = []
+
+    def between(model: nn.Module, i: int) -> None:
+        counts.append(frames_traced())
+
+    model = is_bitwise(work, plan, 12, between=between)
+    *_, planned_after_four, last = counts[16], counts[-1]
+    assert planned_after_four == last  # none is traced anew
+    assert counts_of(model).regions >= 11 * len(plan.regions)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", COUNTING)
+def test_a_model_that_counts_validates(name: str) -> None:
+    work = workload(COUNTING[name], batch_size=512)
+    plan = remat.plan(work, target="cpu", budget="75%step", exact=True)
+    is_bitwise(work, plan, 50)
+    report = validate(work, plan, device="cpu")
+    assert report.passed, str(report)
+
+
+def _told_apart(model: Counting) -> float:
+    model.steps += 1
+    return float(torch.tensor(0.5, device="meta").numel()) * hash((model.steps, "a")) / hash((model.steps, "a"))
+
+
+def test_a_counter_that_a_trace_cannot_leave_open_is_told_of_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("remat.execution.planned_forward.MANY_TRACES", 4)
+    work = workload(functools.partial(Counting, _told_apart))
+    plan = tight(work)
+    assert plan.about["carried"] == {"steps": "number"}
+    with pytest.warns(UserWarning, match=r"traced 4 times, because of what it changes .*`steps`.*register_buffer"):
+        trained(work, plan, 5)
+
+
+# No trace
+
+
+@pytest.mark.parametrize(
+    "name", names_of({**CARRYING, **COUNTING}, {"queue", "hooked", "shared", "noisy", "attribute"})
+)
+def test_planning_and_applying_leave_no_trace_in_a_model(name: str) -> None:
+    torch.manual_seed(0)
+    model = {**CARRYING, **COUNTING}[name]()
+    work = workload(lambda: model, batch_size=512)  # the model itself, as scripts do that build one before they plan
+    work.step(model, work.batch(work.batch_size, None)).backward()
+    model.zero_grad()
+
+    target = "cpu" if name == "truncated" else "h100-80gb"  # where nobody knows what cuDNN keeps of a recurrent layer
+
+    def planned() -> None:
+        found = remat.profile(work, target=target)
+        plan = remat.plan(work, target=target, budget=found.peak_without_checkpointing - 1024, exact=True)
+        apply(model, plan)
+
+    assert left_by(model, planned) == {}
+    assert left_by(model, lambda: work.step(model, work.batch(512, None))) != {} or name == "tabled"
+
+
+def test_records_of_a_model_that_counts_are_of_one_step() -> None:
+    step, graph = recorded(workload(COUNTING["attribute"]))
+    traced = frames_traced()
+    assert [node.op for node in record(step, whole=graph).nodes] == [node.op for node in graph.nodes]
+    assert frames_traced() == traced
+
+
+# Executions
+
+
+def test_a_module_that_carries_something_is_no_region_of_modules() -> None:
+    from remat.execution.modules.search_space import eligible_modules
+
+    graph = recorded(workload(COUNTING["layers"]))[1]
+    assert [path for _, _, path in eligible_modules(graph) if path.count(".") == 1] == []
+    graph = recorded(workload(CARRYING["shared"]))[1]
+    assert eligible_modules(graph) == ()
+
+
+def test_a_compiled_step_carries_too() -> None:
+    work = workload(Buffered)
+    from remat.recording.fake_step import FakeStep
+
+    graph = record(FakeStep(work, device=torch.device("cpu"), compiled=True))
+    plan = plan_by_hand(graph, pairs_of_segments(graph), execution="aot_eager")
+
+    def losses(planned: Plan | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = work.build() if planned is None else apply(work.build(), planned)
+        called: Any = torch.compile(model, backend="aot_eager")
+        return [work.step(called, work.batch(work.batch_size, None)) for _ in range(4)]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert all(map(torch.equal, losses(None), losses(plan)))

@@ -1,0 +1,310 @@
+"""A model's state is put back, whatever a forward changed and wherever it is kept; and what changed is named."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import itertools
+import logging
+import random
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from remat.capture import model_state
+from remat.capture.copies import copied
+from remat.capture.model_state import GROWN, NUMBER, OTHER, TENSOR, Appended, ModelState, Numbers, SharedState
+from remat.capture.model_state import generators_kept as kept
+from remat.errors import CaptureError
+from remat.host.weights import _load
+
+COUNT: dict[str, Any] = {"calls": 0}
+RANDOM = np.random.default_rng(0)
+
+
+class Slotted:
+    __slots__ = ("calls", "unset")
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+@dataclasses.dataclass
+class Plain:
+    calls: int = 0
+    past: list[torch.Tensor] = dataclasses.field(default_factory=list)
+
+
+class Model(nn.Module):
+    """Keeps something in every place that there is."""
+
+    seen: set[int] = set()  # noqa: RUF012
+    calls = 0
+    buffer: torch.Tensor
+    layer: Any
+    plain: Any
+    turns: Any
+    logger: Any
+    optimizer: Any
+    generators: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        self.register_buffer("buffer", torch.zeros(2))
+        self.plain, self.nothing, self.steps, self.rate = torch.zeros(2), None, 0, 0.5
+        self.tied = self.plain
+        self.table: dict[Any, Any] = {("a", 1): torch.zeros(1), "inner": {"deep": [0]}}
+        self.pair = (torch.zeros(1), Plain())
+        self.queue, self.ids = collections.deque([torch.zeros(1)], maxlen=2), {1}
+        self.slotted, self.array, self.turns = Slotted(), np.zeros(3), itertools.count()
+        self.generators = [torch.Generator(), random.Random(0), np.random.default_rng(0), np.random.RandomState(0)]
+        self.name = types.SimpleNamespace(text="before")
+        count = 0
+
+        def counted() -> int:
+            nonlocal count
+            count += 1
+            return count
+
+        self.counted = counted
+        self.handle = self.layer.register_forward_hook(self.note)
+
+    def note(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self.table["output"] = output
+
+
+CHANGES: dict[str, tuple[Callable[[Model], Any], dict[str, str]]] = {
+    "attribute": (lambda m: setattr(m, "nothing", torch.ones(1)), {"nothing": TENSOR}),
+    "number": (lambda m: setattr(m, "steps", 1), {"steps": NUMBER}),
+    "float": (lambda m: setattr(m, "rate", 0.25), {"rate": NUMBER}),
+    "new attribute": (lambda m: setattr(m, "new", 1), {"new": OTHER}),
+    "lost attribute": (lambda m: delattr(m, "rate"), {"rate": OTHER}),
+    "in place": (lambda m: m.plain.add_(1), {"plain": TENSOR}),
+    "buffer in place": (lambda m: m.buffer.add_(1), {"buffer": TENSOR}),
+    "buffer": (lambda m: setattr(m, "buffer", torch.ones(2)), {"buffer": TENSOR}),
+    "new buffer": (lambda m: m.register_buffer("second", torch.ones(2)), {"second": TENSOR}),
+    "statistics": (
+        lambda m: m.layer[1](torch.ones(3, 2)),
+        {f"layer.1.{name}": TENSOR for name in ("running_mean", "running_var", "num_batches_tracked")},
+    ),
+    "key": (lambda m: m.table.update(new=1), {"table['new']": OTHER}),
+    "deep": (lambda m: m.table["inner"]["deep"].__setitem__(0, 5), {"table['inner']['deep']": NUMBER}),
+    "within a tuple": (lambda m: m.pair[0].add_(1), {"pair": TENSOR}),
+    "object": (lambda m: setattr(m.pair[1], "calls", 1), {"pair.calls": NUMBER}),
+    "list grows": (lambda m: m.pair[1].past.append(torch.ones(1)), {"pair.past": GROWN}),
+    "queue": (lambda m: m.queue.extend([torch.ones(1), torch.ones(1)]), {"queue": TENSOR}),
+    "set": (lambda m: m.ids.add(2), {"ids": OTHER}),
+    "slot": (lambda m: setattr(m.slotted, "calls", 1), {"slotted.calls": NUMBER}),
+    "new slot": (lambda m: setattr(m.slotted, "unset", 1), {"slotted.unset": OTHER}),
+    "array": (lambda m: m.array.__iadd__(1), {"array": NUMBER}),
+    "iterator": (lambda m: next(m.turns), {"turns": NUMBER}),
+    "closure": (lambda m: m.counted(), {"counted.count": NUMBER}),
+    "namespace": (lambda m: setattr(m.name, "text", "after"), {"name.text": NUMBER}),
+    "hook's": (lambda m: m.layer(torch.ones(3, 2)) if m.eval() else None, {}),
+    "new hook": (lambda m: m.layer[0].register_forward_hook(print), {}),
+    "mode": (lambda m: m.layer.eval(), {f"layer{name}.training": NUMBER for name in ("", ".0", ".1")}),
+    "class": (lambda m: setattr(Model, "calls", 1), {"Model.calls": NUMBER}),
+    "class's set": (lambda m: Model.seen.add(1), {"Model.seen": OTHER}),
+    "global": (lambda m: counts(), {f"{__name__}.COUNT['calls']": NUMBER}),
+}
+
+
+def counts() -> None:
+    COUNT["calls"] += 1
+
+
+class Counts(Model):
+    def forward(self) -> None:
+        COUNT["calls"] += 1
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changes_is_named_and_put_back_in_place(name: str) -> None:
+    change, said = CHANGES[name]
+    model = Counts()
+    holders = [model.table, model.queue, model.pair[1].past, model.ids, model.array]
+    state = ModelState(model)
+    assert state.changes() == {}
+    with torch.no_grad():
+        change(model)
+    found = state.changes()
+    assert found == said or (not said and found)
+    state.put_back()
+    assert state.changes() == {} and ModelState(model).changes() == {}
+    now = [model.table, model.queue, model.pair[1].past, model.ids, model.array]
+    assert all(one is other for one, other in zip(holders, now, strict=True))
+    assert model.tied is model.plain and model.rate == 0.5 and next(model.turns) == 0 and len(model.pair[1].past) == 0
+
+
+def test_generators_give_again_what_they_gave_and_are_no_change() -> None:
+    model = Model()
+    ours, pythons, numpys, old = model.generators
+
+    def drawn() -> list[Any]:
+        return [
+            torch.rand(1, generator=ours).item(),
+            pythons.random(),
+            numpys.random(),
+            old.random(),
+            torch.rand(1).item(),
+            random.random(),
+            np.random.rand(),
+        ]
+
+    state = ModelState(model)
+    first = drawn()
+    assert drawn() != first and state.changes() == {}
+    state.put_back()
+    assert drawn() == first
+    state.put_statistics_back()
+    assert drawn() == first
+
+
+def test_statistics_alone_are_put_back_where_that_is_asked_for() -> None:
+    model = Model()
+    state = ModelState(model)
+    with torch.no_grad():
+        model.buffer.add_(1)
+        model.plain.add_(1)
+    assert state.changes(statistics=False) == {"plain": TENSOR}
+    state.put_statistics_back()
+    assert state.changes() == {"plain": TENSOR}
+
+
+def test_what_is_written_into_parameters_stays_and_is_said() -> None:
+    model = Model()
+    first, second = model.layer[0].weight, model.layer[0].bias
+    state = ModelState(model)
+    with torch.no_grad():
+        first.add_(1)
+    second.data = torch.ones(2)
+    state.put_back()
+    assert state.changes() == {"layer.0.weight": TENSOR, "layer.0.bias": TENSOR}
+
+
+def test_a_python_generator_that_has_gone_on_is_refused_by_name() -> None:
+    model = Model()
+    model.turns = (i for i in range(3))
+    state = ModelState(model)
+    state.put_back()
+    next(model.turns)
+    with pytest.raises(CaptureError, match="`turns` of the model is a Python generator"):
+        state.put_back()
+
+
+class Owner:
+    """As a trainer: it refers to much that is no state of the model."""
+
+
+def test_the_machinery_of_libraries_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    model.logger, model.optimizer = logging.getLogger("x"), torch.optim.SGD(model.parameters(), lr=1.0)
+    state = ModelState(model)
+    model.optimizer.param_groups[0]["lr"] = 2.0
+    assert state.changes() == {}
+    monkeypatch.setattr(model_state, "MOST_OBJECTS", 10)
+    assert len(ModelState(model)._seen) <= 10
+
+
+def test_hooks_of_this_library_are_no_state_of_the_model() -> None:
+    model, place = Model(), torch.ones(3)
+    first = model.register_forward_pre_hook(functools.partial(_load, {0: place}))
+    state = ModelState(model)
+    assert all(tensor is not place for tensor in state.tensors)
+    hooks = {key: hook for key, hook in model._forward_pre_hooks.items() if key != first.id}
+    first.remove()
+    second = model.register_forward_pre_hook(functools.partial(_load, {}))
+    assert state.changes() == {}
+    model.register_forward_pre_hook(lambda module, args: None)
+    hooks[second.id] = model._forward_pre_hooks[second.id]
+    state.put_back()
+    assert model._forward_pre_hooks == hooks
+
+
+def test_tensors_beside_parameters_and_buffers_are_known() -> None:
+    model = Model()
+    found = {id(tensor) for tensor in ModelState(model).unregistered}
+    expected = [model.plain, model.table["a", 1], model.pair[0], model.queue[0]]
+    assert found == {id(tensor) for tensor in expected}
+
+
+def test_lists_are_empty_while_a_forward_appends_to_them_and_numbers_are_put_back() -> None:
+    model = Model()
+    past, numbers = model.pair[1].past, Numbers(ModelState(model), {"steps", "pair.calls", "Model.calls"})
+    past.append(torch.zeros(1))
+    with Appended(ModelState(model), {"pair.past"}).emptied():
+        assert past == []
+        past.append(torch.ones(1))
+    assert [float(each) for each in past] == [0.0, 1.0]
+    model.steps, model.pair[1].calls = 7, 7
+    Model.calls = 7
+    numbers.put_back()
+    assert (model.steps, model.pair[1].calls, Model.calls) == (0, 0, 0)
+
+
+# On fakes
+
+
+@pytest.fixture
+def clean() -> Iterator[None]:
+    before = dict(COUNT)
+    yield
+    COUNT.clear()
+    COUNT.update(before)
+    Model.seen.clear()
+
+
+def test_what_a_model_shares_is_as_it_left_it_only_while_it_runs_on_fakes(clean: None) -> None:
+    model, mode = Counts(), FakeTensorMode()
+    COUNT["tensor"] = torch.ones(1)
+    shared = SharedState(model, mode.from_tensor)
+    assert isinstance(model.plain, FakeTensor) and model.tied is model.plain and isinstance(model.pair[0], FakeTensor)
+    for calls in (1, 2):
+        with shared.borrowed(), shared.borrowed():
+            assert isinstance(COUNT["tensor"], FakeTensor)
+            model()
+            Model.seen.add(calls)
+            assert COUNT["calls"] == calls == len(Model.seen)
+        assert not isinstance(COUNT["tensor"], FakeTensor) and COUNT["calls"] == 0 and not Model.seen
+
+
+class Draws(nn.Module):
+    def forward(self) -> float:
+        return float(RANDOM.random())
+
+
+def test_generators_are_kept_those_that_a_model_on_fakes_shares_too() -> None:
+    mode = FakeTensorMode()
+
+    @kept()
+    def planned() -> list[float]:
+        model = Draws()
+        SharedState(model, mode.from_tensor)
+        return [model(), random.random(), float(np.random.rand()), torch.rand(1).item()]
+
+    assert planned() == planned()
+
+
+def test_a_copy_has_forwards_and_generators_of_its_own() -> None:
+    model = Model()
+    inner = model.layer[0]
+
+    def wrapped(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = nn.Linear.forward(inner, x) * 2
+        return found
+
+    inner.forward = types.MethodType(wrapped, inner)
+    twin: Any = copied(model, {})
+    with torch.no_grad():
+        twin.layer[0].weight.zero_()
+        twin.layer[0].bias.zero_()
+    assert twin.layer[0](torch.ones(1, 2)).eq(0).all() and not inner(torch.ones(1, 2)).eq(0).all()
+    assert twin.generators[0] is not model.generators[0]
