@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from remat.costing.profile import Profile as Profile
     from remat.errors import CaptureError as CaptureError
+    from remat.errors import FirstStepMismatch as FirstStepMismatch
     from remat.errors import Infeasible as Infeasible
     from remat.errors import NoPlanInTime as NoPlanInTime
     from remat.errors import PlanMismatch as PlanMismatch
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "CaptureError": "remat.errors",
+    "FirstStepMismatch": "remat.errors",
     "FormChoice": "remat.planning.request",
     "Infeasible": "remat.errors",
     "Limits": "remat.formulation.solution",

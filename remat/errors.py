@@ -56,6 +56,10 @@ class PlanMismatch(RematError):
     exit_code = 6
 
 
+class FirstStepMismatch(PlanMismatch):
+    """The first step under a plan gives other numbers than the model without it."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether `error` says that a device or the host has no more memory, in one of the ways to say it."""
     cuda = type(error).__name__ == "OutOfMemoryError"  # torch's, which this module does not import

@@ -20,6 +20,7 @@ from remat._torch.dynamo import frames_traced
 from remat.errors import CaptureError, PlanMismatch
 from remat.evaluation.plan import Plan
 from remat.execution.apply import apply, counts_of
+from remat.execution.first_step import FirstStep
 from remat.recording.recorder import record
 from remat.validation.validating import validate
 from remat.workload.workload import Workload
@@ -194,6 +195,23 @@ def test_early_forwards_are_told_of_once_with_their_bytes(queue_plan: Plan) -> N
         trained(QUEUE, queue_plan, 6)
     (said,) = [str(each.message) for each in caught if "gradients are there" not in str(each.message)]
     assert "`queue`" in said and "run without the plan" in said and "than the budget of" in said
+
+
+@pytest.mark.filterwarnings("ignore")  # of the budget, which early forwards do not keep
+def test_early_forwards_are_verified_and_the_first_planned_one(
+    queue_plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forward without a queue is early; with a short one the graph is the planned one."""
+    verified: list[bool] = []
+    run = FirstStep._prepared
+
+    def noted(self: FirstStep, *args: Any) -> Any:
+        verified.append(True)
+        return run(self, *args)
+
+    monkeypatch.setattr(FirstStep, "_prepared", noted)
+    trained(QUEUE, queue_plan, 7)
+    assert len(verified) == 1 + 1
 
 
 def test_early_forwards_that_keep_the_budget_are_not_told_of(queue_plan: Plan) -> None:

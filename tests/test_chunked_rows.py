@@ -768,6 +768,7 @@ def test_wrong_gradients_of_a_run_fail_its_validation(monkeypatch: pytest.Monkey
     assert not report.passed and not report.gradients_equal
 
 
+@pytest.mark.filterwarnings("ignore:the first step under the plan is not verified. .* no room")
 def test_a_saved_plan_trains_at_every_batch_size(tmp_path: Path) -> None:
     path = tmp_path / "rows.plan.json"
     planned().save(path)

@@ -18,6 +18,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.torch_version import TorchVersion
+from torch.utils.checkpoint import checkpoint
 
 from remat._torch import door, dynamo, elsewhere, inductor, recording, training
 from remat.errors import RematError
@@ -107,6 +108,39 @@ def test_what_waits_for_the_end_of_a_backward_is_called_then_and_once() -> None:
     x.register_hook(lambda gradient: found.append("leaf"))
     y.sum().backward()
     assert found == ["leaf", "end"]
+
+
+def test_an_error_at_the_end_of_a_backward_is_the_backwards() -> None:
+    def fail() -> None:
+        raise KeyError("end")
+
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda gradient: training.when_backward_ends(fail))
+    with pytest.raises(KeyError, match="end"):
+        x.sum().backward()
+
+
+def test_what_is_recomputed_is_compared_with_what_was_saved() -> None:
+    """Each saved tensor is described in forward, and again when all are recomputed; an error is the backward's."""
+    described: list[float] = []
+
+    class Described(float):
+        def __ne__(self, other: object) -> bool:
+            raise KeyError("compared")
+
+    def describe(tensor: torch.Tensor) -> Described:
+        described.append(float(tensor.detach()))
+        return Described(tensor.detach())
+
+    x = torch.tensor(2.0, requires_grad=True)
+    with training.compared_when_recomputed(describe) as name:
+        y = checkpoint(lambda x: x.sin().cos(), x, use_reentrant=False, determinism_check=name)
+    assert described == [2.0, float(x.detach().sin())]
+    with pytest.raises(KeyError, match="compared"):
+        y.backward()
+    assert described[2] == 2.0
+    with pytest.raises(ValueError, match="determinism_check"):
+        checkpoint(torch.sin, x, use_reentrant=False, determinism_check=name)
 
 
 def test_where_torch_does_not_say_the_graph_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -713,6 +747,10 @@ GONE: dict[str, tuple[str, Callable[[], Any]]] = {
     "autograd.Variable._execution_engine": (
         "hide weights again after a backward",
         lambda: training.when_backward_ends(print),
+    ),
+    "utils.checkpoint._allowed_determinism_checks_to_fns": (
+        "compare what is recomputed",
+        lambda: training.compared_when_recomputed(id).__enter__(),
     ),
     "_C._SetExcludeDispatchKeyGuard": ("see writes to what is kept", training.sharing_versions),
     "utils._python_dispatch.is_traceable_wrapper_subclass": (

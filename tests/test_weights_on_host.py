@@ -75,11 +75,13 @@ FROZEN_BF16 = dataclasses.replace(TRANSFORMER_BF16, name="toy-frozen-amp", build
 BATCHES = [tuple(each.to(DEVICE) for each in tokens(4, 8)) for _ in range(3)]
 
 
-def on_host(model: nn.Module, plan: Plan, copies: Copies | None = None, layers: int = LAYERS) -> nn.Module:
+def on_host(
+    model: nn.Module, plan: Plan, copies: Copies | None = None, layers: int = LAYERS, **options: Any
+) -> nn.Module:
     """`model` under `plan`, with so many layers on the host, the others on the device."""
     module._on_host[model] = HostWeights(model, layers, DEVICE, copies)
     about = {**plan.about, "weights_on_host": layers}
-    return remat.apply(model, dataclasses.replace(plan, about=about))
+    return remat.apply(model, dataclasses.replace(plan, about=about), **options)
 
 
 def here(model: nn.Module) -> int:
@@ -206,7 +208,8 @@ def test_after_an_error_for_want_of_memory_a_step_is_right_again(monkeypatch: py
 def test_an_executor_that_forgets_to_wait_is_caught(choice: str) -> None:
     fault: Fault = "uses before the copy back"
     plain = frozen().to(DEVICE)
-    model = on_host(copy.deepcopy(plain), plan_for(FROZEN, CHOICES[choice]), late_copies(fault, shares_host=False))
+    copies = late_copies(fault, shares_host=False)
+    model = on_host(copy.deepcopy(plain), plan_for(FROZEN, CHOICES[choice]), copies, verify_first_step=False)
     assert any(not torch.equal(left, right) for left, right in zip(gradients(plain), gradients(model), strict=True))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import torch
@@ -87,6 +87,22 @@ def keeps_graph() -> bool:
     """
     found = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return True if found is None else bool(found())
+
+
+@contextlib.contextmanager
+def compared_when_recomputed(describe: Callable[[torch.Tensor], Any]) -> Iterator[str]:
+    """The name under which a `torch.utils.checkpoint` made meanwhile compares what it saves by.
+
+    It asks `describe` of each saved tensor in forward, and again when all of the region are recomputed; then it
+    compares the two by `!=`.
+    """
+    known = internal("utils.checkpoint._allowed_determinism_checks_to_fns", "compare what is recomputed")
+    name = f"remat {id(describe)}"
+    known[name] = describe
+    try:
+        yield name
+    finally:
+        del known[name]
 
 
 def sharing_versions() -> contextlib.AbstractContextManager[Any]:

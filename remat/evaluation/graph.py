@@ -44,6 +44,7 @@ MADE_AGAIN = (CAST, "aten.lift_fresh.default")  # kinds whose result is never sa
 CALLED_MODULES = "called_modules"  # key of `Graph.about`: paths of the modules whose forward was called
 IDENTITY = ("anchor", "tensors", "draws", "made_bytes")  # fields of a Node that its `NodeId` has too
 UNKNOWN = -1  # Node.tensors in a record from before nodes had an identity
+FORWARD_ALONE = "forward_alone_bytes"  # ... the most that the forward makes, where nothing is kept for backward
 NOT_UNTRACED = "not_untraced"  # ... why nothing is known of the step untraced
 
 
@@ -393,3 +394,12 @@ def _columns_to_json(table: Storages | SavedTensors | InnerBackward) -> dict[str
 
 def _columns_from_json(columns: dict[str, list[int]]) -> dict[str, np.ndarray]:
     return {name: np.array(values, dtype=np.int64) for name, values in columns.items()}
+
+
+def forward_alone_bytes(graph: Graph) -> int:
+    """The most that the forward of `graph` makes at once, where autograd keeps nothing of it."""
+    change, found = np.zeros(graph.forward_end + 2, dtype=np.int64), graph.storages
+    made = found.birth < graph.forward_end
+    np.add.at(change, found.birth[made], found.size_bytes[made])
+    np.subtract.at(change, np.minimum(found.death[made], graph.forward_end) + 1, found.size_bytes[made])
+    return int(np.cumsum(change).max(initial=0))

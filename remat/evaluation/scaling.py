@@ -16,7 +16,7 @@ import numpy as np
 
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.forwards import FORWARDS
-from remat.evaluation.graph import Graph, OpKind, SavedTensors, Storages
+from remat.evaluation.graph import FORWARD_ALONE, Graph, OpKind, SavedTensors, Storages, forward_alone_bytes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -92,7 +92,8 @@ class Family:
         # Storages of the untraced step are not known one by one: rounding takes there what it does at the traced peak.
         more = Memory(rounded).peak_without_regions - Memory(bare).peak_without_regions
         untraced_bytes = line(low.untraced_bytes, high.untraced_bytes) + more
-        return dataclasses.replace(rounded, untraced_bytes=untraced_bytes)
+        alone = {FORWARD_ALONE: forward_alone_bytes(rounded)} if FORWARD_ALONE in low.about else {}
+        return dataclasses.replace(rounded, untraced_bytes=untraced_bytes, about={**rounded.about, **alone})
 
     def _rounded(self, sizes: np.ndarray) -> np.ndarray:
         return -(-sizes // self.alignment_bytes) * self.alignment_bytes

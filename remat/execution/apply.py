@@ -18,7 +18,12 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def apply(
-    model: Model, plan: Plan | str | os.PathLike[str], *, on_larger: OnLarger = "warn", observe: bool = False
+    model: Model,
+    plan: Plan | str | os.PathLike[str],
+    *,
+    on_larger: OnLarger = "warn",
+    observe: bool = False,
+    verify_first_step: bool = True,
 ) -> Model:
     """Install `plan` in `model`, in place, and return the model. Call it before the optimizer is built.
 
@@ -27,9 +32,12 @@ def apply(
     on_larger  what to do at a batch larger than planned, or at anything else that may take more (parameters that were
                frozen, another compiler): warn, or refuse with PlanMismatch
     observe    count recomputed nodes (see `counts_of`), at the price of a Python call per node
+    verify_first_step  hold the first training forward, and what its backward recomputes, to the model without the plan,
+                       at the price of one more forward, once
 
     Raises UsageError for an unreadable plan or something that is not a module; PlanMismatch, at the first training
-    forward, if the plan was made for another model, dtype policy or larger batch.
+    forward, if the plan was made for another model, dtype policy or larger batch; FirstStepMismatch, there or in its
+    backward, if it gives other numbers than the plan announces.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"apply needs a torch.nn.Module, not {type(model).__name__}.")
@@ -41,7 +49,7 @@ def apply(
             "and then `loss = step(model, batch)`."
         )
     remove(model)
-    planned = executor(plan.execution)(model, plan, on_larger, observe)
+    planned = executor(plan.execution)(model, plan, on_larger, observe, verify_first_step)
     planned.install()
     model.forward = planned
     return model

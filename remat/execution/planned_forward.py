@@ -56,11 +56,13 @@ from remat.execution.compiled.compiling import (
     require_kept,
     require_whole,
 )
-from remat.execution.eager.rewrite import Counts
+from remat.execution.eager.rewrite import Counts, RegionWatch
 from remat.execution.eager.rewritten_calls import RewrittenCalls
 from remat.execution.early_forwards import EarlyForwards, complete
+from remat.execution.first_step import FirstStep
 from remat.execution.forwards import ModuleForward, Now, StepForwards, modules_of
 from remat.execution.placing import Placer
+from remat.execution.second_step import SMALL_CHANGE, SecondStep
 from remat.fusion.formed import formed
 from remat.fusion.fuse import fused_groups
 from remat.fusion.fused_group import GroupWatch
@@ -76,10 +78,9 @@ from remat.workload.workload import trainable
 OnLarger = Literal["warn", "refuse"]
 
 MANY_TRACES = 16
-SMALL_CHANGE = 0.001  # of the planned peak: what may be taken more and is at most told of
 
 # What copies and pickles of a planned forward hold.
-_LASTING = ("model", "plan", "on_larger", "observe", "replaced", "_root", "_modules")
+_LASTING = ("model", "plan", "on_larger", "observe", "verify_first_step", "replaced", "_root", "_modules")
 
 _COMPILES_ITSELF = (
     "a planned model compiles its own training forward, and cannot be a part of another's trace: leave fullgraph=True "
@@ -102,11 +103,12 @@ class PlannedForward:
 
     copies: Copies | None = None
 
-    def __init__(self, model: nn.Module, plan: Plan, on_larger: OnLarger, observe: bool):
+    def __init__(self, model: nn.Module, plan: Plan, on_larger: OnLarger, observe: bool, verify_first_step: bool):
         self.model = model
         self.plan = plan
         self.on_larger = on_larger
         self.observe = observe
+        self.verify_first_step = verify_first_step
         self.replaced = model.__dict__.get("forward")
         self._root, self._modules = ModuleForward(self, "", model), modules_of(self, model)
         self._prepare()
@@ -125,7 +127,8 @@ class PlannedForward:
         self._placer = Placer(self.plan)
         self._early = EarlyForwards(self.plan)
         self._is_early = False  # whether the forward that is running is one of them
-        self.head_watch, self.rows_watch, self.group_watch = Watch(), RowsWatch(), GroupWatch()
+        self.rows_watch, self.group_watch = RowsWatch(), GroupWatch()
+        self._begin_verifying()
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}  # of the forward that is running
         self._weights: HostWeights | None = None  # which of them are on the host is seen at the first forward
         self.calls = self._rewritten(observe=self.observe)
@@ -142,6 +145,12 @@ class PlannedForward:
         self._running: GraphCalls | None = None  # the one whose forward is on
         self._compilers: dict[int, Backend] = {}  # kept, so that an id stays its own
 
+    def _begin_verifying(self) -> None:
+        self.head_watch, self.region_watch = Watch(), RegionWatch()
+        is_on = self.verify_first_step
+        self.first_step = FirstStep(self.model, self.plan, self.region_watch, self.head_watch, is_on=is_on)
+        self.second_step = SecondStep(self.model, self.plan, is_on=is_on)
+
     def _count_forwards(self) -> None:
         self.forwards, self._at = StepForwards(self.plan), self._root
         self._now = Now(0, self.forwards.planned[0], begins=True, repeats=False)  # the forward that is running
@@ -149,7 +158,8 @@ class PlannedForward:
     def _rewritten(self, **options: Any) -> RewrittenCalls:
         placer = self._placer
         offloads: dict[str, Any] = {"offloads": self.plan.offloads, "find_offloads": placer.offloads}
-        found = RewrittenCalls(self.plan.regions, find=placer.regions, copies=self.copies, **offloads, **options)
+        offloads |= {"copies": self.copies, "watch": self.region_watch}
+        found = RewrittenCalls(self.plan.regions, find=placer.regions, **offloads, **options)
         found.bring(self._weights)
         return found
 
@@ -189,6 +199,20 @@ class PlannedForward:
         self._compare_compiler(None)
         self._compare_batch(args, kwargs)
         self._compare_loop()
+        run = functools.partial(self._run_traced, graphs, args, kwargs)
+        return self._verified(run, args, kwargs, lambda: self._masks_round)
+
+    def _verified(
+        self, run: Callable[[], Any], args: Any, kwargs: Any, rounds: Callable[[], bool] | None = None
+    ) -> Any:
+        """What `run` returns, see `FirstStep.run`; an early forward is not the plan's, and another is verified."""
+        result = self.first_step.run(self._now.number, run, self._alone, (args, kwargs), rounds)
+        if self._is_early:
+            self.first_step.expect(self._now.number)
+        return result
+
+    def _run_traced(self, graphs: GraphCalls, args: Any, kwargs: Any) -> Any:
+        """The forward, with as much left open as can be."""
         while True:
             try:
                 return self._run(graphs, args, kwargs)
@@ -235,6 +259,7 @@ class PlannedForward:
 
     def _unplanned(self, args: Any, kwargs: Any) -> Any:
         """The forward of a model that is not in training mode; tells who trains all the same."""
+        self.second_step.interrupted()
         result = self._alone(*args, **kwargs)
         if torch.is_grad_enabled() and "eval" not in self._warned and not torch.compiler.is_compiling():
             for leaf in tree_leaves(result):
@@ -295,6 +320,20 @@ class PlannedForward:
         """What batches were planned for."""
         return Masks(**self._now.forward.masks)
 
+    @property
+    def _is_unpacked(self) -> bool:
+        """Whether a batch without packed rows runs with the mask of packed ones."""
+        graphs = self._running
+        assert graphs is not None
+        seen = graphs.seen
+        return "position_ids" in graphs.elements and graphs.masks.packed and not (seen.packed or seen.padded)
+
+    @property
+    def _masks_round(self) -> bool:
+        """Whether a batch runs with an explicit mask that it would do without."""
+        assert self._running is not None
+        return self._is_unpacked or self._running.masks.padded != self._running.seen.padded
+
     def _learns(self, args: Any, kwargs: Any) -> bool:
         """Whether anything gets a gradient. With adapters turned off (`disable_adapter` of peft) nothing does."""
         given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
@@ -310,7 +349,8 @@ class PlannedForward:
         self._compare_compiler(name_of(inner))
         self._compare_batch(args, kwargs)
         self._compare_loop()
-        return self._run(graphs, args, kwargs)
+        run = functools.partial(self._run, graphs, args, kwargs)
+        return self._verified(run, args, kwargs)
 
     def _compiled_by(self, inner: Backend) -> CompileCall:
         """What compiles the graphs of the forward at hand by `inner`, with the plan's regions."""
@@ -371,9 +411,9 @@ class PlannedForward:
             self._compare_trainable()
             self._warn_of_traces()
             if self._more:
-                self._not_as_planned("more", self._more)
-        if "position_ids" in graphs.elements and graphs.masks.packed and not (graphs.seen.packed or graphs.seen.padded):
-            self._warn("unpacked", UNPACKED, 6)
+                self._not_as_planned("more", self._more, frames=9)
+        if self._is_unpacked:
+            self._warn("unpacked", UNPACKED, 9)
         self._note_outputs(result, args, kwargs)
         self.forwards.returned(self._now, result)
         return result
@@ -426,7 +466,7 @@ class PlannedForward:
         def run(call: int, *args: Any) -> Any:
             self._is_early = True
             if text := self._early.warning:
-                self._not_as_planned("early", text, frames=9)
+                self._not_as_planned("early", text, frames=12)
             return function(*args)
 
         return run
@@ -589,6 +629,8 @@ class PlannedForward:
             self._not_as_planned("forwards", self.forwards.too_many(self.plan))
         if not self._now.begins:
             return
+        if said := self.second_step.begins():
+            self._warn("peak", said, 6)
         if PASSES not in self.plan.about:  # of which the second and later ones have gradients
             self._compare_gradients(loop)
         self._compare_held(loop.holds_outputs)
@@ -658,7 +700,7 @@ class PlannedForward:
         )
         self._last_outputs.forget()
 
-    def _compare_trainable(self, frames: int = 7) -> None:
+    def _compare_trainable(self, frames: int = 10) -> None:
         planned = self.plan.about.get("trainable_count")
         found = sum(p.numel() for p in trainable(self.model))
         if planned is not None and found > planned:
@@ -676,13 +718,13 @@ class PlannedForward:
         if traces < MANY_TRACES:
             return
         if len(self._sizes) < traces // 2 and (text := self._early.why_traced(traces)):
-            self._warn("traces", text, frames=7)
+            self._warn("traces", text, frames=10)
             return
         self._warn(
             "traces",
             f"this forward was traced {traces} times, because batches of so many shapes came and its graph depends "
             "on them: each takes seconds and stays in memory. Pad batches to a few lengths (buckets).",
-            frames=7,
+            frames=10,
         )
 
     def _not_as_planned(self, what: str, text: str, frames: int = 6) -> None:

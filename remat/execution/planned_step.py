@@ -15,11 +15,17 @@ from remat.execution.planned_forward import OnLarger
 from remat.workload.workload import WITH_STEP, Step, Stepped
 
 
-def planned_step(step: Step, plan: Plan | str | os.PathLike[str], *, on_larger: OnLarger = "warn") -> PlannedStep:
+def planned_step(
+    step: Step,
+    plan: Plan | str | os.PathLike[str],
+    *,
+    on_larger: OnLarger = "warn",
+    verify_first_step: bool = True,
+) -> PlannedStep:
     """`step` under a plan for `workload.with_planned_step()`: `loss = planned_step(step, plan)(model, batch)`.
 
     step       (model, batch) -> loss, as in the Workload
-    on_larger  see `remat.apply`
+    on_larger, verify_first_step  see `remat.apply`
 
     The model stays as it is, and so does its forward: only this call runs under the plan, and only while the model is
     in training mode and gradients are on.
@@ -35,15 +41,15 @@ def planned_step(step: Step, plan: Plan | str | os.PathLike[str], *, on_larger: 
             "the plan is for a model's forward: give it to remat.apply, or make one for "
             "`workload.with_planned_step()`, whose regions and slices reach as far as the loss."
         )
-    return PlannedStep(step, plan, on_larger)
+    return PlannedStep(step, plan, on_larger, verify_first_step)
 
 
 class PlannedStep:
     """What `planned_step` returns. It keeps the models that it was called with, and what was traced of them."""
 
-    def __init__(self, step: Step, plan: Plan, on_larger: OnLarger):
+    def __init__(self, step: Step, plan: Plan, on_larger: OnLarger, verify_first_step: bool):
         self.step, self.plan = step, plan
-        self._on_larger = on_larger
+        self._options: dict[str, Any] = {"on_larger": on_larger, "verify_first_step": verify_first_step}
         self._known: dict[int, Stepped] = {}  # by the id of a model, which is kept
 
     def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
@@ -61,5 +67,5 @@ class PlannedStep:
                 "traced with it. Plan the model's forward, and apply that plan before the model is wrapped."
             )
         if id(model) not in self._known:
-            self._known[id(model)] = apply(Stepped(model, self.step), self.plan, on_larger=self._on_larger)
+            self._known[id(model)] = apply(Stepped(model, self.step), self.plan, **self._options)
         return self._known[id(model)]

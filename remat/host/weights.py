@@ -326,6 +326,11 @@ class HostWeights:
     def layers(self) -> list[Layer]:
         return [moved.layer for moved in self._moved]
 
+    @property
+    def memory(self) -> list[Tensor]:
+        """For each weight a tensor in the memory that comes and goes."""
+        return [memory for moved in self._moved for memory in moved._memory]
+
     def layer_of(self, tensor: Any) -> int | None:
         """The number of the layer whose weight `tensor` is, None for any other."""
         return self._number.get(id(tensor))

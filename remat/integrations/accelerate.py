@@ -40,6 +40,7 @@ def prepare(
     *others: Any,
     plan: Plan | str | os.PathLike[str],
     on_larger: OnLarger = "warn",
+    verify_first_step: bool = True,
 ) -> Any:
     """`accelerator.prepare(model, *others)`, the plan applied to the model first; see `remat.apply`.
 
@@ -53,7 +54,7 @@ def prepare(
         raise UsageError(f"mixed_precision={precision!r} is not supported; choose {', '.join(AUTOCAST)}.")
     require_autocast(found, AUTOCAST[precision], f"Accelerator(mixed_precision={precision!r})")
     warn_of_accumulation(found, accelerator.gradient_accumulation_steps, "the Accelerator")
-    apply(model, found, on_larger=on_larger)
+    apply(model, found, on_larger=on_larger, verify_first_step=verify_first_step)
     for each in others:
         if isinstance(each, torch.optim.Optimizer):
             offload_as_planned(found, each)

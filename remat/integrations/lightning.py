@@ -47,15 +47,23 @@ else:
 class RematCallback(Callback):
     """Applies `plan` to the module at path `module` of the LightningModule, "" for itself.
 
-    It must be the one that the Workload builds: whose forward `training_step` calls. See `remat.apply` for `on_larger`.
+    It must be the one that the Workload builds: whose forward `training_step` calls. See `remat.apply` for `on_larger`
+    and `verify_first_step`.
 
     Raises UsageError where there is no such module, PlanMismatch where `precision` is not the plan's.
     """
 
-    def __init__(self, plan: Plan | str | os.PathLike[str], *, module: str, on_larger: OnLarger = "warn"):
+    def __init__(
+        self,
+        plan: Plan | str | os.PathLike[str],
+        *,
+        module: str,
+        on_larger: OnLarger = "warn",
+        verify_first_step: bool = True,
+    ):
         self.plan = plan_from(plan)
         self.module = module
-        self.on_larger = on_larger
+        self.on_larger, self.verify_first_step = on_larger, verify_first_step
         self._planned: nn.Module | None = None
 
     def setup(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
@@ -83,7 +91,8 @@ class RematCallback(Callback):
                 f"{type(pl_module).__name__} has no module {self.module!r} to apply the plan to; "
                 "name the one that the plan's workload builds with RematCallback(plan, module=...)."
             )
-        self._planned = apply(found, self.plan, on_larger=self.on_larger)
+        options: dict[str, Any] = {"on_larger": self.on_larger, "verify_first_step": self.verify_first_step}
+        self._planned = apply(found, self.plan, **options)
 
     def _find(self, pl_module: nn.Module) -> nn.Module | None:
         found: Any = pl_module

@@ -68,7 +68,7 @@ class RematCallback(TrainerCallback):
 
     budget     as for `remat.plan`; the step is that of `workload_of(trainer)`, the loop that of `loop_of(trainer)`
     cache      folder of the plans made so; by default `plans` in remat's cache folder (`planned_trainer.py`)
-    on_larger  see `remat.apply`
+    on_larger, verify_first_step  see `remat.apply`
     options    as `remat.plan` takes them, with `budget`: `exact=True`, `limits=`, ...
 
     The plan decides what is recomputed: the model's own checkpointing is turned off, whatever turned it on (TRL's
@@ -84,6 +84,7 @@ class RematCallback(TrainerCallback):
         budget: str | int | None = None,
         cache: str | os.PathLike[str] | None = None,
         on_larger: OnLarger = "warn",
+        verify_first_step: bool = True,
         **options: Any,
     ):
         if (plan is None) == (budget is None):
@@ -91,7 +92,7 @@ class RematCallback(TrainerCallback):
         if plan is not None and (options or cache is not None):
             raise UsageError(f"{', '.join([*options, 'cache'])} go with budget=, and not with a plan that was made.")
         self.plan = None if plan is None else plan_from(plan)
-        self.on_larger = on_larger
+        self.on_larger, self.verify_first_step = on_larger, verify_first_step
         self._budget, self._options = budget, options
         self._cache = None if cache is None else Path(cache)
 
@@ -131,7 +132,7 @@ class RematCallback(TrainerCallback):
             tell(trainer, SCORES_ALL)
         weights_as_planned(plan, model)
         with beneath_autocast(model, trainer.accelerator):
-            apply(model, plan, on_larger=self.on_larger)
+            apply(model, plan, on_larger=self.on_larger, verify_first_step=self.verify_first_step)
         self.plan = plan
         offload_as_planned(plan, kwargs.get("optimizer"))
 

@@ -29,7 +29,7 @@ from remat.errors import Infeasible, NoPlanInTime, UsageError
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.form import CAPTURED, Form
 from remat.evaluation.forwards import PASSES
-from remat.evaluation.graph import Graph
+from remat.evaluation.graph import FORWARD_ALONE, Graph
 from remat.evaluation.plan import Plan, Region
 from remat.evaluation.scaling import Family, Recorded, family
 from remat.evaluation.sharding import shard
@@ -280,7 +280,9 @@ class MicroBatches:
             step, at = self._to_record[RECORDED_AT[0]], found.family.at(micro_batch)
             heads = found.heads_at(micro_batch)
             if (graph := filled(at, heads, step, form, alignment_bytes)) is not None:
-                return self._costed(dataclasses.replace(graph, untraced_bytes=whole.at(micro_batch).untraced_bytes))
+                known = whole.at(micro_batch)
+                about = {**graph.about, FORWARD_ALONE: known.about[FORWARD_ALONE]}
+                return self._costed(dataclasses.replace(graph, untraced_bytes=known.untraced_bytes, about=about))
         return self._recorded_in(micro_batch, accumulates).profile(form)
 
     def _recorded_in(self, micro_batch: int, accumulates: bool) -> VariantProfiles:

@@ -40,6 +40,7 @@ from remat.evaluation.forwards import FORWARDS, PASSES, is_plain
 from remat.evaluation.graph import (
     CALLED_MODULES,
     CAST,
+    FORWARD_ALONE,
     IDENTITY,
     OPTIMIZER_STATE,
     OUTSIDE,
@@ -51,6 +52,7 @@ from remat.evaluation.graph import (
     Parameter,
     SavedTensors,
     Storages,
+    forward_alone_bytes,
 )
 from remat.evaluation.identity import NodeId
 from remat.recording.fake_step import (
@@ -110,6 +112,7 @@ def record_with(step: FakeStep, *, alignment_bytes: int, whole: Graph | None) ->
         fixed, {**_about(step), CALLED_MODULES: [path for path in recorder.modules if path in paths]}
     )
     if whole is None:
+        graph = dataclasses.replace(graph, about={**graph.about, FORWARD_ALONE: forward_alone_bytes(graph)})
         first_step_bytes = before + first_step_rise
     else:  # its gradients are all made in backward, where they are counted
         first_step_bytes = whole.first_step_bytes - sum(size for size, _ in whole.held_outputs[: len(held)])

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from remat._torch.training import fakes_are_on, keeps_graph
+from remat.capture.anchors import module_path
 from remat.capture.nodes import as_function, bracket_of, called, captured_nodes, may_draw, replace_target, with_name
 from remat.chunking.chunk import CHUNKED
 from remat.chunking.chunked_loss import ChunkedLoss
@@ -40,6 +41,7 @@ from remat.execution.eager.offloading import CallOffloads, Forward, Offloader
 from remat.execution.eager.products import is_product
 from remat.execution.eager.saving import RanAgain, Recipe, Replay, Save, Tape, recipe_of, signature_of, storage_of
 from remat.execution.random_states import Source, set_state, state_of
+from remat.execution.recomputed import Recomputed
 from remat.host.weights import HostWeights
 
 _RUNNING = ("running_mean", "running_var")
@@ -72,6 +74,15 @@ class Counts:
     recomputed_nodes: int = 0
 
 
+@dataclasses.dataclass
+class RegionWatch:
+    """recomputed  holds what the regions of a forward save to what they have when they are recomputed, where it is set
+    while that forward runs
+    """
+
+    recomputed: Recomputed | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class RewriteOptions:
     """counts   where what happens is counted
@@ -79,6 +90,7 @@ class RewriteOptions:
     recompute_context  what recomputations run under
     offloader  what brings storages to the host and back, if the plan has offloads
     weights    those of the model that are on the host, if there are any
+    watch      what a first step does around regions
     """
 
     counts: Counts
@@ -86,6 +98,7 @@ class RewriteOptions:
     recompute_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     offloader: Offloader | None = None
     weights: HostWeights | None = None
+    watch: RegionWatch = dataclasses.field(default_factory=RegionWatch)
 
     @contextlib.contextmanager
     def context_of_recomputation(self) -> Iterator[None]:
@@ -111,6 +124,7 @@ class RegionTape:
     replaying  it is being recomputed for its own backward
     again      its nodes run another time: in that recomputation, or in that of the region around it
     moves      what its region has to do with the host, if anything
+    recomputed what its recomputation is held to, in a first step
 
     A random node whose generator is where the random node before it left it needs no state of its own: in the
     recomputation that is so again. The generator is put back when the recomputation ends.
@@ -118,11 +132,12 @@ class RegionTape:
 
     __slots__ = (
         *("_before", "_drawn_on", "_outer", "_saved", "_sent", "_states"),
-        *("children", "moves", "options", "replaying"),
+        *("children", "moves", "options", "recomputed", "replaying"),
     )
 
     def __init__(self, options: RewriteOptions, outer: RegionTape | None = None, moves: Moves | None = None):
         self.options, self.moves = options, moves
+        self.recomputed = options.watch.recomputed
         self.replaying = False
         self._sent: dict[int, torch.Tensor] = {}
         self.children: dict[int, RegionTape] = {}
@@ -255,6 +270,8 @@ class _Recomputation:
         self._tape = tape
 
     def __enter__(self) -> None:
+        if self._tape.recomputed is not None:
+            self._tape.recomputed.begins()
         self._tape.fetch()
         self._context = self._tape.options.context_of_recomputation()
         self._context.__enter__()
@@ -291,6 +308,11 @@ def _states_of(node: fx.Node) -> tuple[Any, ...]:
     return (*node.args[1:3], *(node.kwargs.get(name) for name in _RUNNING))
 
 
+def _place_of(node: fx.Node) -> str:
+    """A node as people find it: what it calls, and in which module."""
+    return f"`{called(node)}` in {module_path(node) or 'the model'}"
+
+
 def _all_once(region: CallRegion) -> frozenset[int]:
     return region.once.union(*map(_all_once, region.inner))
 
@@ -299,6 +321,7 @@ def _all_once(region: CallRegion) -> frozenset[int]:
 class _Body:
     """The nodes of a region as a function (run, *state, *inputs).
 
+    text        what messages call it
     early_stop  end a recomputation at the last tensor that backward needs; not where that might be between the opening
                 and the closing of a context, which would stay open
 
@@ -309,11 +332,18 @@ class _Body:
     function: fx.GraphModule
     states: int
     early_stop: bool
+    text: str
 
     def __call__(self, tape: RegionTape, state: tuple[Any, ...], *inputs: Any) -> Any:
         return self.function.forward(tape, *state, *inputs)
 
     def checkpointed(self, tape: RegionTape, inputs: tuple[Any, ...]) -> Any:
+        if tape.recomputed is None:
+            return self._checkpointed(tape, inputs)
+        with tape.recomputed.watching(self.text) as check:
+            return self._checkpointed(tape, inputs, determinism_check=check)
+
+    def _checkpointed(self, tape: RegionTape, inputs: tuple[Any, ...], **options: Any) -> Any:
         return checkpoint(
             self,
             tape,
@@ -323,6 +353,7 @@ class _Body:
             preserve_rng_state=False,
             context_fn=tape.contexts,
             early_stop=self.early_stop,
+            **options,
         )
 
 
@@ -573,7 +604,8 @@ class _Rewriter:
         inputs = [*states, *inputs]
         inside = self._nodes[region.first : region.last + 1]
         early_stop = not any(bracket_of(node) for node in inside)
-        body = _Body(self._body(region, inputs, outputs), len(states), early_stop)
+        text = f"the region from {_place_of(inside[0])} to {_place_of(inside[-1])}"
+        body = _Body(self._body(region, inputs, outputs), len(states), early_stop, text)
         name, arguments = f"region_{region.first}_{region.last}", [environment[n] for n in inputs]
         if tape is None:
             event = self._offloads.events.get(region.first)

@@ -12,7 +12,7 @@ from torch import fx
 from remat.evaluation.plan import OffloadRef, RegionRef
 from remat.execution.eager.offloading import CallOffloads, Offloader, offloads_in
 from remat.execution.eager.products import require_products
-from remat.execution.eager.rewrite import CallRegion, Counts, RewriteOptions, rewrite
+from remat.execution.eager.rewrite import CallRegion, Counts, RegionWatch, RewriteOptions, rewrite
 from remat.host.copies import Copies
 from remat.host.weights import HostWeights
 
@@ -42,6 +42,7 @@ class RewrittenCalls:
     find           where the regions of a call are in its graph; by default where `regions` say
     find_offloads  likewise of `offloads`
     copies         who makes copies between the device and the host; by default who can on the device at hand
+    watch          see `RewriteOptions`
     """
 
     def __init__(
@@ -54,12 +55,13 @@ class RewrittenCalls:
         offloads: Sequence[OffloadRef] = (),
         find_offloads: Callable[[int, fx.GraphModule], CallOffloads] | None = None,
         copies: Copies | None = None,
+        watch: RegionWatch | None = None,
     ):
         by_call = regions_by_call(regions)
         self.counts = Counts()
         self.offloader = Offloader(offloads, copies) if offloads else None
         context = recompute_context or contextlib.nullcontext
-        self._options = RewriteOptions(self.counts, observe, context, self.offloader)
+        self._options = RewriteOptions(self.counts, observe, context, self.offloader, watch=watch or RegionWatch())
         self._find_offloads = find_offloads or (lambda call, graph_module: offloads_in(call, offloads))
         self._calls = frozenset(by_call)
         self._find = find or (lambda call, graph_module: by_call.get(call, ()))

@@ -30,9 +30,10 @@ from remat.capture.attention_masks import PADDING, all_ones, masks_of
 from remat.capture.dynamo import named_tensors, without_cache
 from remat.errors import PlanMismatch, UsageError
 from remat.evaluation.plan import RegionRef
-from remat.execution.eager.rewrite import Counts
+from remat.execution.eager.rewrite import Counts, RegionWatch
 from remat.execution.planned_forward import PlannedForward, checkpoints_itself, dtypes_of
 from remat.execution.random_states import Source, set_state, state_of
+from remat.execution.recomputed import Recomputed
 from remat.workload.held_outputs import LastOutputs
 
 _STATISTICS, _COUNTER = ("running_mean", "running_var"), "num_batches_tracked"
@@ -51,10 +52,11 @@ class ModuleRegions:
 
     entered  regions entered in this forward, by path
     compare  called with every module that is about to run, its parameters gathered if they were sharded
+    watch    see `RegionWatch`
     """
 
     def __init__(self, model: nn.Module, regions: Sequence[RegionRef]):
-        self.model = model
+        self.model, self.watch = model, RegionWatch()
         self.counts = ModuleCounts()
         self.entered: collections.Counter[str] = collections.Counter()
         self.recompute_context: Context = contextlib.nullcontext
@@ -105,6 +107,7 @@ class ModuleRegions:
             "counts": ModuleCounts(),
             "entered": collections.Counter(),
             "recompute_context": contextlib.nullcontext,
+            "watch": RegionWatch(),
         }
         return {**self.__dict__, **fresh}
 
@@ -135,6 +138,19 @@ class ModuleRegion:
         if torch.compiler.is_dynamo_compiling():
             _refuse_trace()
         self.regions.enter(self)
+        recomputation = _Recomputation(self, _random_states(self.module, args, kwargs) if self.random else {})
+        recomputed = recomputation.recomputed = self.regions.watch.recomputed
+        if recomputed is None:
+            return self._checkpointed(args, kwargs, context_fn=recomputation.contexts)
+        with recomputed.watching(self.text) as check:
+            return self._checkpointed(args, kwargs, context_fn=recomputation.contexts, determinism_check=check)
+
+    @property
+    def text(self) -> str:
+        """What messages call it."""
+        return f"the region {self.path!r}"
+
+    def _checkpointed(self, args: Any, kwargs: Any, **options: Any) -> Any:
         return checkpoint(
             self._run,
             tuple(kwargs),
@@ -142,7 +158,7 @@ class ModuleRegion:
             *kwargs.values(),
             use_reentrant=False,
             preserve_rng_state=False,
-            context_fn=_Recomputation(self, _random_states(self.module, args, kwargs) if self.random else {}).contexts,
+            **options,
         )
 
     def _run(self, names: tuple[str, ...], *values: Any) -> Any:
@@ -170,6 +186,7 @@ class _Recomputation:
         self._region = region
         self._states = states
         self._stack = contextlib.ExitStack()
+        self.recomputed: Recomputed | None = None  # what it is held to
 
     def contexts(self) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
         return contextlib.nullcontext(), self
@@ -177,6 +194,8 @@ class _Recomputation:
     def __enter__(self) -> None:
         regions = self._region.regions
         regions.counts.recomputed[self._region.path] += 1
+        if self.recomputed is not None:
+            self.recomputed.begins()
         self._stack.enter_context(regions.recompute_context())
         self._stack.enter_context(_drawing_from(self._states))
         for norm in self._region.norms:
@@ -280,6 +299,7 @@ class PlannedModules(PlannedForward):
         self._is_first_forward = True
         self._last_outputs = LastOutputs()
         self._compared_dtypes = False
+        self._begin_verifying()
         self._count_forwards()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -298,8 +318,9 @@ class PlannedModules(PlannedForward):
         self._compare_loop()
         self._compare_masks(args, kwargs)
         self.calls.entered.clear()
+        self.calls.watch = self.region_watch
         self.calls.compare = self._compare_region if first else None
-        with without_cache(self.model):
+        with without_cache(self.model), self.first_step.recomputing(self._now.number):
             result = self.original(*args, **kwargs)
         self.calls.require_all_entered()
         self._note_outputs(result, args, kwargs)

@@ -1,0 +1,133 @@
+"""Digests: what tells the data of one tensor from another's without keeping either.
+
+Two are equal where the tensors are, bit by bit; two that differ have equal ones as seldom as chance has it. Making one
+takes next to no memory: a tensor is summed along each of its dimensions as integers, in words as wide as its numbers,
+and only the sums are copied to the host. A hash of the memory itself would need it on the host, or as much again.
+
+Where numbers may round otherwise, sums of each column with signs drawn by chance are kept too. Of two tensors that are
+apart by rounding they are apart as much; of two that have nothing in common, by more than their norm. A GPU's kernels
+fill the last columns of some results up to a multiple, and leave there what was there before: these do not count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from remat._torch.training import is_wrapper, without_modes
+
+LONGEST = 4096  # dimension that is summed along as it is; longer ones are taken apart
+FILLED = 31  # columns at the end of a result that nobody may have written
+_BROKEN = 1e-6  # apart, where NaN takes part: the bits of one need not be those of another
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Digest:
+    """Of one tensor.
+
+    bits    equal where all bits are; None: not known
+    signed  sums of columns with signs, on the host; None where they were not wanted
+    number  of a tensor that holds one
+    on_device  whether it is not the CPU's
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    bits: int | None
+    signed: Tensor | None = None
+    number: float | None = None
+    on_device: bool = False
+
+    def is_equal(self, other: Digest) -> bool:
+        """Whether both may be of the same data, bit by bit."""
+        if self.bits is None or other.bits is None:
+            return True
+        return (self.dtype, self.shape, self.bits) == (other.dtype, other.shape, other.bits)
+
+    def apart(self, other: Digest) -> float:
+        """How far they are apart, over their norm; infinitely where that is not known."""
+        if self.is_equal(other):
+            return 0.0
+        if self.signed is None or other.signed is None or self.shape != other.shape:
+            return math.inf
+        written = max(len(self.signed) - (FILLED if self.on_device else 0), 1)
+        one, two = self.signed[:written].double(), other.signed[:written].double()
+        known = one.isfinite()
+        if not torch.equal(known, two.isfinite()):
+            return math.inf
+        one, two = one[known], two[known]
+        norm = max(float(one.norm()), float(two.norm()))
+        return float((one - two).norm()) / norm if norm else 0.0
+
+    def is_near(self, other: Digest, tolerance: float) -> bool:
+        """Whether they are apart by no more than `tolerance`, or what is no number is so in both."""
+        apart = self.apart(other)
+        is_broken = self.signed is not None and not self.signed.isfinite().all()
+        return apart <= (max(tolerance, _BROKEN) if is_broken else tolerance)
+
+    def __str__(self) -> str:
+        if self.number is not None:
+            return f"{self.number:.9g}"
+        text = f"{str(self.dtype).removeprefix('torch.')} {'x'.join(map(str, self.shape))}"
+        return text if self.signed is None else f"{text} of norm {float(self.signed.double().norm()):.6g}"
+
+
+def digest_of(tensor: Tensor, *, signed: bool = False) -> Digest:
+    """The digest of `tensor`; with the sums that tell how far two are apart, if `signed`."""
+    with torch.no_grad(), without_modes(), torch.autocast(tensor.device.type, enabled=False):
+        tensor = tensor.detach()
+        shape = tuple(tensor.shape)
+        if is_wrapper(tensor) or tensor.layout is not torch.strided:
+            return Digest(tensor.dtype, shape, None)
+        number = float(tensor) if tensor.numel() == 1 and tensor.is_floating_point() else None
+        sums = [each.reshape(-1) for each in _sums(_words(tensor))] if tensor.numel() else []
+        bits = hash(torch.cat(sums).cpu().numpy().tobytes()) if sums else 0
+        wanted = signed and tensor.is_floating_point() and tensor.element_size() > 1 and tensor.numel() > 0
+        of_signs = _with_signs(tensor) if wanted else None
+        return Digest(tensor.dtype, shape, bits, of_signs, number, tensor.device.type != "cpu")
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """`tensor` with its dimensions as they lie in memory, so that nothing needs to copy it to read it in rows."""
+    if tensor.layout is not torch.strided or is_wrapper(tensor):
+        return tensor
+    return tensor.detach().permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The bits of `tensor` as integers."""
+    tensor = tensor.resolve_conj().resolve_neg()
+    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return plain.view(_WORDS[plain.element_size()])
+
+
+def _sums(words: Tensor) -> Iterator[Tensor]:
+    """Sums along each dimension over all others, in the same words: a wider sum would copy its argument first."""
+    for i, length in enumerate(words.shape):
+        if length > LONGEST:
+            parts = math.isqrt(length)
+            whole = length // parts * parts
+            yield from _sums(words.narrow(i, 0, whole).unflatten(i, (parts, -1)))
+            if whole < length:
+                yield from _sums(words.narrow(i, whole, length - whole))
+            return
+    for i in range(words.dim()):
+        others = [j for j in range(words.dim()) if j != i]
+        yield words.sum(others, dtype=words.dtype) if others else words
+    if not words.dim():
+        yield words
+
+
+def _with_signs(tensor: Tensor) -> Tensor:
+    """Of a tensor on the CPU or a GPU, the sums of its columns, the sign of each row drawn by chance."""
+    if tensor.numel() == 1:
+        return tensor.reshape(1).cpu()
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    drawn = torch.rand(rows.shape[0], generator=torch.Generator().manual_seed(rows.shape[0])) < 0.5
+    signs = torch.where(drawn, 1.0, -1.0).to(tensor.device, tensor.dtype)
+    return torch.mv(rows.t(), signs).cpu()

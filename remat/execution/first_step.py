@@ -1,0 +1,376 @@
+"""The first step: trust a plan, then verify it, where training begins.
+
+A plan is applied to a model that nobody has validated it for. So before the first training forward runs under the plan,
+the model's own forward runs on the same batch, from the same state and random state, which are put back afterwards, and
+nothing of it is kept but digests (`digests.py`). Then the planned forward has to return what it returned, and leave
+buffers as it left them; and in the backward that follows, regions have to recompute what their forward had
+(`recomputed.py`): the loss alone does not tell of wrong gradients.
+
+Rule 1  The untouched forward makes a graph as training does, and keeps nothing that the graph saves: what code does
+        without gradients may be something else. It takes less than the planned forward does, but for values that a plan
+        never has at once, such as logits. Where the budget has no room for those, it ends in front of the head, and
+        what the head is given is compared; where there is no such place, nothing is, and that is said.
+Rule 2  Values are compared bit by bit. A plan that announces other roundings (slices, fused groups, a compiler, masks
+        that a batch would do without) may be as far away as they explain. Where a device does not repeat itself, the
+        untouched forward is run again, and the planned one may be `NOISE` times as far away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import itertools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves, tree_map
+
+from remat._torch.recording import unwrapped
+from remat._torch.training import fakes_are_on, is_wrapper, without_modes
+from remat.capture.dynamo import without_cache
+from remat.capture.model_state import ModelState
+from remat.capture.trl_head import selects_rows
+from remat.chunking.chunked_loss import Watch
+from remat.errors import FirstStepMismatch, is_out_of_memory
+from remat.evaluation.form import CAPTURED, form_of
+from remat.evaluation.graph import FORWARD_ALONE, OPTIMIZER_STATE
+from remat.evaluation.plan import Plan
+from remat.execution.digests import Digest, digest_of
+from remat.execution.eager.rewrite import RegionWatch
+from remat.execution.recomputed import REMEDY, Recomputed
+from remat.host.weights import weights_on_host
+from remat.units import gib
+from remat.workload.held_outputs import output_tensors
+
+NEAR = {False: 1e-3, True: 0.1}  # of a norm, by whether the step rounds to 16 bits: what other roundings explain
+NOISE = 4.0
+LOCALS = 1.35  # what the untouched forward may take, over the same traced: names of Python's functions hold values
+MOST_SAID = 3
+
+Forward = Callable[..., Any]
+
+
+class _HeadReached(BaseException):
+    """Ends an untouched forward in front of the last head; no code catches it by the way."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Seen:
+    """What a forward did: digests of its outputs, of the buffers that it left and of what heads were given, and the
+    parameters that a backward would reach. Of one that ended in front of a head, the last alone.
+    """
+
+    values: Mapping[str, Digest]
+    heads: Sequence[Digest]
+    reached: frozenset[str] | None
+
+
+class FirstStep:
+    """Holds the first training forward of `model` under `plan` to the untouched one, if it `is_on`.
+
+    regions, heads  see `RewriteOptions.watch` and `ChunkedLoss.watch`
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, regions: RegionWatch, heads: Watch, *, is_on: bool):
+        self._model, self._plan, self._regions, self._heads = model, plan, regions, heads
+        self._is_on = is_on
+        self._form = form_of(plan.about)
+        self._done: set[int] = set()  # forwards of the step
+
+    def run(
+        self, number: int, planned: Forward, untouched: Forward, given: Any, rounds: Callable[[], bool] | None = None
+    ) -> Any:
+        """What `planned` returns, which is forward `number` of the step.
+
+        untouched  takes the arguments `given` too, or rather copies of their containers
+        rounds     asked afterwards, whether the planned one may round otherwise; None: it is compiled
+
+        Raises FirstStepMismatch, now or in the backward, where the plan is not this model's.
+        """
+        if not self._is_due(number) or (rounds is None and self._draws):
+            return planned()
+        comparison = self._prepared(untouched, given)
+        found: list[Digest] = []
+        before, self._heads.on_sums = self._heads.on_sums, lambda head, given, sums: found.append(_of_rows(given.rows))
+        try:
+            with self.recomputing(number) if rounds is not None else contextlib.nullcontext():
+                outputs = planned()
+        finally:
+            self._heads.on_sums = before
+        self._done.add(number)
+        if isinstance(comparison, str):
+            _cannot(comparison)
+        elif comparison is not None:
+            seen = _seen(self._model, outputs, found, reached=rounds is not None)
+            comparison.require(seen, may_round=rounds is None or rounds() or self._announces_roundings)
+        return outputs
+
+    @contextlib.contextmanager
+    def recomputing(self, number: int) -> Iterator[None]:
+        """While it lasts, forward `number` of the step runs, whose regions have to recompute what it has."""
+        if not self._is_due(number):
+            yield
+            return
+        self._regions.recomputed = Recomputed(self._model)
+        try:
+            yield
+            self._done.add(number)
+        finally:
+            self._regions.recomputed = None
+
+    def expect(self, number: int) -> None:
+        """The next forward `number` is a first one again."""
+        self._done.discard(number)
+
+    def _is_due(self, number: int) -> bool:
+        first = next(self._model.parameters(), None)
+        is_transformed = first is not None and unwrapped(first) is not first
+        return self._is_on and number not in self._done and not fakes_are_on() and not is_transformed
+
+    @property
+    def _draws(self) -> bool:
+        """Whether the step draws random numbers, which a compiler may draw in its own way."""
+        return any(node.draws for identity in self._plan.identities for node in identity)
+
+    @property
+    def _announces_roundings(self) -> bool:
+        about = self._plan.about
+        device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
+        by_trl = bool(about.get("opaque_functions")) and device.type == "cuda" and selects_rows(device)
+        return self._form != CAPTURED or bool(about.get("traced_branches")) or by_trl
+
+    # The untouched forward (Rule 1)
+
+    def _prepared(self, forward: Forward, given: Any) -> _Comparison | str | None:
+        """The untouched forward, run; or why it cannot be. None where weights are only there while graphs run."""
+        if weights_on_host(self._model) is not None:
+            return None
+        heads, ends = self._linear_heads(), not self._has_room(given)
+        if ends and (not heads or self._form.rows):
+            if FORWARD_ALONE not in self._plan.about:
+                return "the plan is of an older version, and does not say how much memory that takes"
+            return f"the forward without the plan has no room in the budget of {gib(self._plan.budget_bytes)}"
+        before = ModelState(self._model)
+        run = functools.partial(_untouched, self._model, before, forward, given, heads, ends)
+        for under in (_saving_nothing, torch.no_grad):  # the first forbids to differentiate inside
+            try:
+                narrow = self._plan.about.get("autocast") or _are_narrow(self._model)
+                again = functools.partial(_again, self._model, before, functools.partial(run, under))
+                return _Comparison(run(under), again, NEAR[bool(narrow)])
+            except Exception as error:
+                failure = error
+        return f"the forward without the plan {_said_of(failure)}"
+
+    def _has_room(self, given: Any) -> bool:
+        """Whether the budget has room for what the untouched forward makes."""
+        needed_bytes = self._plan.about.get(FORWARD_ALONE)
+        if needed_bytes is None:  # a plan from before this was known
+            return self._form == CAPTURED
+        there = [*self._model.parameters(), *self._model.buffers(), *2 * _tensors(given)]
+        there += [p.grad for p in self._model.parameters() if p.grad is not None]
+        state_bytes = sum(tensor.nbytes for tensor in there)
+        state_bytes += self._plan.predicted.get("breakdown", {}).get(OPTIMIZER_STATE, 0)
+        return state_bytes + LOCALS * needed_bytes <= max(self._plan.budget_bytes, self._plan.predicted["peak_bytes"])
+
+    def _linear_heads(self) -> list[nn.Module]:
+        """The modules that make the logits of losses in slices."""
+        modules = dict(self._model.named_modules())
+        found = [modules.get(chunk.module) for chunk in self._form.chunks]
+        return [module for module in found if isinstance(module, nn.Linear)]
+
+
+def _untouched(
+    model: nn.Module,
+    before: ModelState,
+    forward: Forward,
+    given: Any,
+    heads: Sequence[nn.Module],
+    ends: bool,
+    under: Callable[[], contextlib.AbstractContextManager[Any]],
+) -> _Seen:
+    """What `forward` does; everything is put back to how it was `before`."""
+    rows: list[Digest] = []
+
+    def note(head: nn.Module, args: Any) -> None:
+        rows.append(_of_rows(args[0]))
+        if ends and len(rows) == len(heads):
+            raise _HeadReached
+
+    arguments = _Given(given)
+    handles = [head.register_forward_pre_hook(note) for head in heads]
+    try:
+        with without_cache(model), under():
+            args, kwargs = arguments.copied()
+            return _seen(model, forward(*args, **kwargs), rows, reached=torch.is_grad_enabled())
+    except _HeadReached:
+        return _Seen({}, rows, None)
+    finally:
+        for handle in handles:
+            handle.remove()
+        before.put_back()
+        arguments.put_back()
+        torch.clear_autocast_cache()  # what was cast without gradients has none
+
+
+def _again(model: nn.Module, before: ModelState, run: Callable[[], _Seen]) -> _Seen:
+    """`run`, from how things were `before`; everything is put back to how it is."""
+    after = ModelState(model)
+    before.put_back()
+    try:
+        return run()
+    finally:
+        after.put_back()
+
+
+class _Given:
+    """The arguments of a forward, which may write into them."""
+
+    def __init__(self, given: Any):
+        self._given = given
+        with without_modes():
+            self._tensors = [(t, t._version, t.detach().to("cpu", copy=True)) for t in _tensors(given)]
+
+    def copied(self) -> Any:
+        """The same tensors in containers of their own."""
+        return tree_map(lambda leaf: copy.copy(leaf) if isinstance(leaf, MutableMapping) else leaf, self._given)
+
+    def put_back(self) -> None:
+        with torch.no_grad(), without_modes():
+            for tensor, version, was in self._tensors:
+                if tensor._version != version:
+                    tensor.copy_(was)
+
+
+def _tensors(given: Any) -> list[Tensor]:
+    flat = itertools.chain.from_iterable(
+        tree_leaves(dict(leaf)) if isinstance(leaf, MutableMapping) else (leaf,) for leaf in tree_leaves(given)
+    )
+    return [leaf for leaf in flat if isinstance(leaf, Tensor) and not is_wrapper(leaf) and not leaf.is_inference()]
+
+
+def _saving_nothing() -> contextlib.AbstractContextManager[Any]:
+    """Autograd makes its graph, and saves nothing in it."""
+
+    def refuse(saved: None) -> Tensor:
+        raise RuntimeError("nothing was saved for a backward.")
+
+    return saved_tensors_hooks(lambda tensor: None, refuse)
+
+
+def _seen(model: nn.Module, outputs: Any, heads: Sequence[Digest], *, reached: bool) -> _Seen:
+    named = [(name, tensor) for name, tensor in output_tensors(outputs) if tensor.is_floating_point()]
+    values = {name: digest_of(tensor, signed=True) for name, tensor in named}
+    values |= {f"buffer {name}": digest_of(buffer, signed=True) for name, buffer in model.named_buffers()}
+    return _Seen(values, list(heads), _reached(model, [tensor for _, tensor in named]) if reached else None)
+
+
+def _reached(model: nn.Module, outputs: Sequence[Tensor]) -> frozenset[str]:
+    """Names of the parameters that a backward from `outputs` reaches."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    waiting = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    known, found = set(waiting), set()
+    while waiting:
+        node = waiting.pop()
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) in names:
+            found.add(names[id(leaf)])
+        new = {each for each, _ in node.next_functions if each is not None and each not in known}
+        known |= new
+        waiting += new
+    return frozenset(found)
+
+
+def _of_rows(rows: Tensor) -> Digest:
+    """Of what a head is given, as its product takes it: under autocast."""
+    kind = rows.device.type
+    if rows.dtype == torch.float32 and torch.is_autocast_enabled(kind):
+        rows = rows.to(torch.get_autocast_dtype(kind))
+    return digest_of(rows.flatten(0, -2), signed=True)
+
+
+# The comparison (Rule 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Comparison:
+    """What the untouched forward did, how it is run again, and how far others may be away that round otherwise."""
+
+    expected: _Seen
+    run_again: Callable[[], _Seen]
+    near: float
+
+    def require(self, found: _Seen, *, may_round: bool) -> None:
+        """Raise FirstStepMismatch where `found` is something else."""
+        allowed = dict.fromkeys(found.values, self.near if may_round else 0.0)
+        differ = self._different(found, allowed, self.near if may_round else 0.0)
+        if differ and not may_round:
+            noise = self._noise()
+            if noise is None:
+                _cannot(f"{differ[0]}, and there is no memory to see whether the model repeats itself any better")
+                return
+            differ = self._different(found, {name: NOISE * noise.get(name, 0.0) for name in allowed}, 0.0)
+        if not differ:
+            return
+        raise FirstStepMismatch(
+            f"the first forward under the plan is not that of the model: {_listed(differ, '; ')}. The "
+            f"plan does not announce that, and training would go on with wrong numbers. {REMEDY}"
+        )
+
+    def _different(self, found: _Seen, allowed: Mapping[str, float], of_heads: float) -> list[str]:
+        """What is other than expected, in words."""
+        said = [
+            f"{name} is {found.values[name]}, and without the plan {value}"
+            for name, value in self.expected.values.items()
+            if name in found.values and not value.is_near(found.values[name], allowed[name])
+        ]
+        if len(self.expected.heads) == len(found.heads):
+            said += [
+                f"the head of the loss is given {other}, and without the plan {one}"
+                for one, other in zip(self.expected.heads, found.heads, strict=True)
+                if one.shape == other.shape and not one.is_near(other, of_heads)
+            ]
+        if self.expected.reached is not None and found.reached is not None:
+            gone, new = self.expected.reached - found.reached, found.reached - self.expected.reached
+            said += [f"no gradient reaches {_listed(gone)}, and without the plan one does"] if gone else []
+            said += [f"a gradient reaches {_listed(new)}, and without the plan none does"] if new else []
+        return said
+
+    def _noise(self) -> dict[str, float] | None:
+        """How far the untouched forward is from itself, by name; None where it does not find the memory for it."""
+        try:
+            again = self.run_again()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return None
+        both = self.expected.values.keys() & again.values.keys()
+        return {name: self.expected.values[name].apart(again.values[name]) for name in both}
+
+
+def _listed(said: Iterable[str], between: str = ", ") -> str:
+    """The first few, in order."""
+    said = sorted(said)
+    return between.join(said[:MOST_SAID]) + (f" and {len(said) - MOST_SAID} more" if said[MOST_SAID:] else "")
+
+
+def _are_narrow(model: nn.Module) -> bool:
+    return any(p.is_floating_point() and p.element_size() < 4 for p in model.parameters())
+
+
+def _said_of(error: Exception) -> str:
+    if is_out_of_memory(error):
+        return "runs out of memory"
+    return f"fails by itself ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
+
+
+def _cannot(why: str) -> None:
+    warnings.warn(
+        f"the first step under the plan is not verified: {why}. `remat.validate` compares the plan with the model.",
+        stacklevel=7,
+    )

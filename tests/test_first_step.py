@@ -1,0 +1,489 @@
+"""The first step under a plan is held to the model: what spoils a plan is caught, and nothing else is."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import itertools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+import remat
+from remat.chunking.chunked_loss import ChunkedLoss, Watch
+from remat.costing.device_allocator import measure_peak
+from remat.costing.planning_device import find_planning_device
+from remat.errors import CaptureError, FirstStepMismatch
+from remat.evaluation.evaluator import Memory
+from remat.evaluation.form import chunks_of
+from remat.evaluation.graph import FORWARD_ALONE
+from remat.evaluation.plan import Plan, Region, to_refs
+from remat.execution.apply import apply, planned_forward
+from remat.execution.compiled.compiling import CompiledCalls
+from remat.execution.digests import LONGEST, digest_of
+from remat.execution.eager.rewrite import RegionWatch
+from remat.execution.first_step import LOCALS, FirstStep
+from remat.execution.modules.search_space import find_module_space
+from remat.planning.budget import Budget
+from remat.planning.planner import plan_profile
+from remat.planning.profiling import fake_step, profile_step
+from remat.planning.request import FormChoice
+from remat.recording.fake_step import FakeStep, autocast_context
+from remat.recording.recorder import record
+from remat.workload.workload import Workload
+from tests import tricky_layers
+from tests.spoiling import SPOILT
+from tests.toys import CHOICES, CPU, TRANSFORMER, WORKLOADS, Block, Transformer, graph_of, plan_by_hand, plan_for
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
+
+Step = Callable[[nn.Module, Any], Tensor]
+
+LARGER = dataclasses.replace(
+    TRANSFORMER, build=functools.partial(Transformer, layers=4, width=64), batch_size=16, seq_len=64
+)
+
+
+# Losses in slices: a loss outside of the model, under a planned step
+
+WIDTH, CLASSES, LENGTH, SAMPLES = 16, 640, 48, 24
+
+
+class Language(nn.Module):
+    """Ids to logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, CLASSES, bias=False)
+        self.layers = nn.ModuleList([Block(WIDTH, 0.1) for _ in range(2)])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def ids_and_labels(samples: int, length: int | None) -> dict[str, Tensor]:
+    ids = torch.randint(CLASSES, (samples, length or LENGTH))
+    return {"ids": ids, "labels": ids.roll(-1, dims=1)}
+
+
+def loss_outside(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch["ids"]).view(-1, CLASSES), batch["labels"].view(-1))
+
+
+OUTSIDE = Workload("outside", Language, ids_and_labels, loss_outside, batch_size=SAMPLES, seq_len=LENGTH)
+
+
+@functools.cache
+def in_slices() -> Plan:
+    """With twice the budget, so that there is room to verify it."""
+    place, workload = find_planning_device("cpu"), OUTSIDE.with_planned_step()
+    fake = fake_step(workload, place)
+    profile = profile_step(fake, place)
+    memory = Memory(profile.graph, profile.costs.workspace_per_op(profile.graph))
+    budget = int(0.93 * memory.curve(tuple(CHOICES["every-block"](profile.graph))).peak_bytes)
+    choice = FormChoice(slices=(2,), most_row_slices=0, worth=0.0)
+    plan = plan_profile(profile, Budget(budget, budget), step=fake, forms=choice)
+    assert chunks_of(plan.about)
+    return dataclasses.replace(plan, budget_bytes=2 * budget)
+
+
+# How a plan of each kind is made, and trained under
+
+
+@functools.cache
+def of_modules(workload: Workload) -> Plan:
+    graph = graph_of(workload)
+    modules = [m for m in find_module_space(graph).modules or () if m[2].count(".") == 1]
+    regions = tuple(Region(first, end) for first, end, _ in modules)
+    refs = to_refs(graph, regions, find_module_space(graph).modules)
+    return dataclasses.replace(plan_by_hand(graph, regions), regions=refs, execution="modules")
+
+
+def planned(workload: Workload, choose: str, **options: Any) -> tuple[nn.Module, Step]:
+    """A model and its step under a plan."""
+    torch.manual_seed(0)
+    if choose == "slices":
+        return Language().train(), remat.planned_step(loss_outside, in_slices(), **options)
+    plan = of_modules(workload) if choose == "modules" else plan_for(workload, CHOICES[choose])
+    return apply(workload.build().train(), plan, **options), workload.step
+
+
+def step(model: nn.Module, run: Step, workload: Workload, seed: int = 1) -> None:
+    torch.manual_seed(seed)
+    batch = workload.batch(workload.batch_size, workload.seq_len)
+    with autocast_context(CPU, workload.autocast):
+        loss = run(model, batch)
+    loss.backward()
+
+
+def of(name: str) -> Workload:
+    return OUTSIDE if SPOILT[name].choose == "slices" else SPOILT[name].workload
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_spoilt_plan_is_caught_in_its_first_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    SPOILT[name].spoil(monkeypatch)
+    model, run = planned(SPOILT[name].workload, SPOILT[name].choose)
+    with pytest.raises(FirstStepMismatch, match="verify_first_step=False"):
+        step(model, run, of(name))
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_nothing_else_notices_a_spoilt_plan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    SPOILT[name].spoil(monkeypatch)
+    model, run = planned(SPOILT[name].workload, SPOILT[name].choose, verify_first_step=False)
+    step(model, run, of(name))
+    assert any(p.grad is not None for p in model.parameters())
+
+
+# No trace, no false alarm
+
+
+def trained(model: nn.Module, run: Step, workload: Workload) -> list[Tensor]:
+    """Losses, gradients, buffers and the stream of random numbers of three steps with an evaluation between."""
+    found: list[Tensor] = []
+    for number in range(3):
+        step(model, run, workload, seed=number)
+        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        found += [*(buffer.clone() for buffer in model.buffers()), torch.get_rng_state()]
+        if number == 0:
+            model.eval()
+            with torch.no_grad():
+                run(model, workload.batch(2, workload.seq_len))
+            model.train()
+    return found
+
+
+@pytest.mark.fast("transformer-amp-nested", "convnet-modules", "transformer-half-saved", "outside-slices")
+@pytest.mark.parametrize(
+    ("workload", "choose"),
+    [
+        *(
+            pytest.param(workload, choose, id=f"{name}-{choose}")
+            for name, workload in WORKLOADS.items()
+            for choose in (*CHOICES, "modules")
+        ),
+        pytest.param(OUTSIDE, "slices", id="outside-slices"),
+    ],
+)
+def test_the_check_leaves_no_trace(workload: Workload, choose: str) -> None:
+    without = trained(*planned(workload, choose, verify_first_step=False), workload)
+    found = trained(*planned(workload, choose), workload)
+    assert all(torch.equal(a, b) for a, b in zip(found, without, strict=True))
+
+
+class Remembering(nn.Module):
+    """Keeps state in attributes, a list, a counter, a generator of its own, and a table that a hook writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+        self.generator = torch.Generator().manual_seed(7)
+        self.memory, self.seen, self.calls = torch.zeros(8), list[Tensor](), 0
+        self.counts: dict[str, int] = {"hooked": 0}
+        self.layers[0].register_forward_hook(self._noted)
+
+    def _noted(self, module: nn.Module, given: Any, out: Tensor) -> None:
+        self.counts["hooked"] += 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def kept(model: Remembering) -> tuple[Any, ...]:
+    return model.calls, model.counts["hooked"], len(model.seen), model.memory.clone(), model.generator.get_state()
+
+
+class Aside(torch.autograd.Function):
+    """What a graph does not hold: it runs as it stands."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, model: Remembering) -> Tensor:
+        model.calls += 1
+        model.seen.append(x.detach().mean())
+        model.memory = 0.5 * model.memory + x.detach().mean(0)
+        return x + torch.rand(8, generator=model.generator)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
+def test_state_that_a_forward_keeps_goes_on_as_if_it_had_run_once() -> None:
+    model = Remembering().train()
+
+    def forward(x: Tensor) -> Tensor:
+        return model(Aside.apply(x, model))
+
+    def planned_forward() -> Tensor:
+        found.append(kept(model))
+        return forward(x)
+
+    found: list[tuple[Any, ...]] = []
+    x = torch.randn(4, 8)
+    before = kept(model)
+    first_step_of(model).run(0, planned_forward, forward, ((x,), {}), lambda: False)
+    assert all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(found[0], before, strict=True))
+    assert (model.calls, len(model.seen), model.counts) == (1, 1, {"hooked": 1})
+
+
+def first_step_of(model: nn.Module, **changes: Any) -> FirstStep:
+    plan = dataclasses.replace(plan_for(TRANSFORMER), **changes)
+    return FirstStep(model, plan, RegionWatch(), Watch(), is_on=True)
+
+
+def popping(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Takes the labels out of the batch, and writes into what is left of it, as steps do."""
+    labels = batch.pop("labels")
+    loss = F.cross_entropy(model(batch["ids"]).view(-1, CLASSES), labels.view(-1))
+    batch["ids"].zero_()
+    return loss
+
+
+def test_a_step_may_take_its_batch_apart() -> None:
+    given = ids_and_labels(SAMPLES, LENGTH)
+    before = {name: tensor.clone() for name, tensor in given.items()}
+    model = Language().train()
+
+    def planned_step() -> Tensor:
+        assert given.keys() == before.keys()
+        assert all(torch.equal(given[name], before[name]) for name in before)
+        return popping(model, given)
+
+    first_step_of(model).run(0, planned_step, lambda batch: popping(model, batch), ((given,), {}), lambda: False)
+    assert set(given) == {"ids"} and not given["ids"].any()
+
+
+def test_it_costs_one_forward_and_once() -> None:
+    model, run = planned(TRANSFORMER, "every-block")
+    forward, untouched = planned_forward(model), list[int]()
+    alone = forward._alone
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        untouched.append(1)
+        return alone(*args, **kwargs)
+
+    forward._alone = counted  # type: ignore[method-assign]
+    for seed in range(3):
+        step(model, run, TRANSFORMER, seed)
+    assert len(untouched) == 1 and not forward.first_step._is_due(0)
+
+
+@pytest.mark.parametrize("off", [False, True])
+def test_it_is_turned_off_by_name(off: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a planned step too; `test_trainers.py` and `test_frameworks.py` have the callbacks."""
+    SPOILT["slice-left-out"].spoil(monkeypatch)
+    run = remat.planned_step(loss_outside, in_slices(), verify_first_step=not off)
+    model = Language().train()
+    if off:
+        step(model, run, OUTSIDE)
+    else:
+        with pytest.raises(FirstStepMismatch):
+            step(model, run, OUTSIDE)
+
+
+# Announced differences
+
+
+def test_slices_may_round_otherwise_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousandth of the loss is what may be; ten times as much is not."""
+    run = ChunkedLoss.run
+
+    def off_by(share: float) -> None:
+        def spoilt(self: ChunkedLoss, given: Any, wanted: Any) -> Any:
+            losses, *rest = run(self, given, wanted)
+            return losses * (1 + share), *rest
+
+        monkeypatch.setattr(ChunkedLoss, "run", spoilt)
+        model, planned_step = planned(OUTSIDE, "slices")
+        step(model, planned_step, OUTSIDE)
+
+    off_by(1e-4)
+    with pytest.raises(FirstStepMismatch, match=r"the output is 6\.\d+, and without the plan 6\."):
+        off_by(1e-2)
+
+
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_a_compiled_step_is_compared_within_rounding(spoilt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = dataclasses.replace(TRANSFORMER, build=functools.partial(Transformer, layers=2, dropout=0.0))
+    if spoilt:
+        made = CompiledCalls.__init__
+
+        def other(self: Any, regions: Any, graph_module: fx.GraphModule, *args: Any) -> None:
+            next(n for n in graph_module.graph.nodes if "gelu" in str(n.target)).target = F.relu
+            graph_module.recompile()
+            made(self, regions, graph_module, *args)
+
+        monkeypatch.setattr(CompiledCalls, "__init__", other)
+    model: Any = torch.compile(apply(workload.build().train(), plan_for(workload)), backend="aot_eager")
+    with pytest.raises(FirstStepMismatch) if spoilt else contextlib.nullcontext():
+        step(model, workload.step, workload)
+
+
+@pytest.mark.parametrize(("noise", "is_caught"), [(1e-6, False), (1e-2, True)])
+def test_a_model_that_does_not_repeat_itself_is_held_to_how_well_it_does(noise: float, is_caught: bool) -> None:
+    """Kernels of a GPU add in any order; here every forward is off by another millionth."""
+    model, calls = nn.Linear(8, 8).train(), itertools.count(1)
+
+    def forward(x: Tensor) -> Tensor:
+        return model(x).square().mean() * (1 + 1e-6 * next(calls))
+
+    x = torch.randn(4, 8)
+    with pytest.raises(FirstStepMismatch) if is_caught else contextlib.nullcontext():
+        first_step_of(model).run(0, lambda: forward(x) * (1 + noise), forward, ((x,), {}), lambda: False)
+
+
+def test_a_forward_that_fails_by_itself_raises_its_own_error() -> None:
+    model, run = planned(TRANSFORMER, "every-block")
+    ids, labels = TRANSFORMER.batch(4, 8)
+    with pytest.raises(IndexError, match="out of bounds"):
+        run(model, (ids, labels + 100))
+    step(model, run, TRANSFORMER)
+
+
+# Memory
+
+
+def test_the_first_step_keeps_the_budget() -> None:
+    """Its peak is that of a step without the check: the untouched forward frees as it goes."""
+    peaks = []
+    for verify in (False, True):
+        model, run = planned(LARGER, "every-block", verify_first_step=verify)
+        step(model, run, LARGER)  # traces
+        model.zero_grad()
+        planned_forward(model).first_step._done.clear()
+        there = sum(tensor.nbytes for tensor in (*model.parameters(), *LARGER.batch(LARGER.batch_size, LARGER.seq_len)))
+        peaks.append(there + measure_peak(lambda: step(model, run, LARGER), CPU))  # noqa: B023
+    assert peaks[0] == peaks[1] <= plan_for(LARGER).budget_bytes
+
+
+def test_the_untouched_forward_needs_what_is_predicted() -> None:
+    """Names of Python's functions hold more than the trace does; `LOCALS` has room for that."""
+    model, run = planned(LARGER, "every-block")
+    forward, first_step = planned_forward(model), planned_forward(model).first_step
+    batch = LARGER.batch(LARGER.batch_size, LARGER.seq_len)
+    step(model, run, LARGER)
+    rise = measure_peak(lambda: first_step._prepared(forward._alone, (batch, {})), CPU)
+    predicted = graph_of(LARGER).about[FORWARD_ALONE]
+    assert 0.9 * predicted <= rise - sum(t.nbytes for t in batch) <= LOCALS * predicted
+
+
+@pytest.mark.parametrize("spoiler", ["", "rows-of-another"])
+def test_without_room_for_logits_the_forward_ends_in_front_of_them(
+    spoiler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FirstStep, "_has_room", lambda self, given: False)
+    if spoiler:
+        SPOILT[spoiler].spoil(monkeypatch)
+    with pytest.raises(FirstStepMismatch) if spoiler else contextlib.nullcontext():
+        step(*planned(OUTSIDE, "slices"), OUTSIDE)
+
+
+def test_without_any_room_it_says_so_and_compares_what_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FirstStep, "_has_room", lambda self, given: False)
+    model, run = planned(TRANSFORMER, "every-block")
+    SPOILT["drawn-anew"].spoil(monkeypatch)
+    with pytest.warns(UserWarning, match="is not verified: .* no room"), pytest.raises(FirstStepMismatch):
+        step(model, run, TRANSFORMER)
+
+
+# Digests
+
+TENSORS = {
+    "float": torch.randn(3, 5, 7),
+    "transposed": torch.randn(5, 3).t(),
+    "long": torch.randn(3 * LONGEST + 1),
+    "bfloat16": torch.randn(6, 4).bfloat16(),
+    "bool": torch.rand(9, 2) < 0.5,
+    "int": torch.randint(1 << 40, (4, 4)),
+    "complex": torch.randn(4, 3, dtype=torch.complex64),
+    "conjugate": torch.randn(4, 3, dtype=torch.complex64).conj(),
+    "scalar": torch.tensor(2.5),
+    "expanded": torch.randn(1, 6).expand(4, 6),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_digests_are_equal_where_all_bits_are(name: str) -> None:
+    tensor = TENSORS[name]
+    assert digest_of(tensor).is_equal(digest_of(tensor.clone()))
+    for i in {0, tensor.numel() // 2, tensor.numel() - 1}:
+        other = tensor.clone(memory_format=torch.contiguous_format).resolve_conj()
+        flat = other.view(-1)
+        flat[i] = ~flat[i] if name == "bool" else flat[i] + 1
+        assert not digest_of(tensor).is_equal(digest_of(other))
+
+
+def test_digests_tell_how_far_two_tensors_are_apart() -> None:
+    tensor = torch.randn(64, 256)
+    apart = [
+        digest_of(tensor, signed=True).apart(digest_of(other, signed=True))
+        for other in (tensor.clone(), tensor * (1 + 1e-3), tensor + 0.1 * torch.randn(64, 256), tensor.roll(1, 0))
+    ]
+    assert apart[0] == 0
+    assert apart[1] == pytest.approx(1e-3, rel=0.01)
+    assert 0.05 < apart[2] < 0.2 and apart[3] > 0.5
+
+
+def test_digests_take_next_to_no_memory() -> None:
+    tensor = torch.randn(512, 1024)
+    for each in (tensor, tensor.t(), tensor.bfloat16(), tensor > 0):
+        assert measure_peak(functools.partial(digest_of, each), CPU) < each.nbytes / 20
+
+
+def test_columns_that_a_gpu_fills_do_not_count() -> None:
+    one, other = torch.randn(4, 64), torch.randn(4, 64)
+    other[:, :48] = one[:, :48]
+    digests = [digest_of(each, signed=True) for each in (one, other)]
+    assert not digests[0].is_near(digests[1], 0.01)
+    a, b = (dataclasses.replace(each, on_device=True) for each in digests)
+    assert a.is_near(b, 0.01)
+    other[:, 0] = 0
+    assert not a.is_near(dataclasses.replace(digest_of(other, signed=True), on_device=True), 0.01)
+
+
+# Many models
+
+
+def every_architecture() -> list[Any]:
+    if importlib.util.find_spec("transformers") is None:
+        return []
+    found: Any = importlib.import_module("benchmarks.architectures")
+    return [pytest.param(each, id=each.model) for each in found.ALL]
+
+
+SAVES_UNDER_VMAP = ("Gemma3ForConditionalGeneration",)  # which no region can
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore")  # the libraries' own
+@pytest.mark.parametrize("architecture", every_architecture())
+def test_no_architecture_gives_a_false_alarm(architecture: Any) -> None:
+    workload = importlib.import_module("benchmarks.architectures").workload_of(architecture)
+    try:
+        graph = record(FakeStep(workload, device=CPU))
+    except CaptureError as error:
+        pytest.skip(f"has no plan: {error}")
+    choices = [tricky_layers.largest, tricky_layers.saving]
+    for choose in choices[: 1 if architecture.model in SAVES_UNDER_VMAP else 2]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = apply(workload.build().train(), plan_by_hand(graph, choose(graph)))
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            step(model, workload.step, workload)
+        assert not [each for each in told if "not verified" in str(each.message)]
+        assert not planned_forward(model).first_step._is_due(0)
