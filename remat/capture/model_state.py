@@ -307,10 +307,12 @@ class SharedState:
             yield
             return
         outside = self._model.shared()
-        if self._inside is None:
+        inside, self._inside = self._inside, None
+        if inside is None:
             outside.replace(self._fake)
         else:
-            self._inside.put_back()
+            inside.put_back()
+        del inside  # what the model lets go of is gone then
         self._depth = 1
         try:
             yield
