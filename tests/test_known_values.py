@@ -97,6 +97,32 @@ def test_random_integers_of_a_batch_are_known_and_what_a_generator_gives_elsewhe
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda ids: ids.masked_fill(torch.rand(ids.shape) < 0.5, -100), id="rand"),
+        pytest.param(lambda ids: ids.masked_fill(torch.bernoulli(torch.full(ids.shape, 0.5)).bool(), -100), id="coin"),
+        pytest.param(lambda ids: ids.masked_fill(torch.randn_like(ids.float()) > 0, -100), id="like"),
+        pytest.param(lambda ids: ids.masked_fill(torch.zeros(ids.shape).uniform_() < 0.5, -100), id="in-place"),
+        pytest.param(
+            lambda ids: ids.masked_fill(torch.rand(ids.shape, generator=torch.Generator()) < 0.5, -100), id="generator"
+        ),
+    ],
+)
+def test_integers_that_random_floats_of_a_batch_steer_are_known_and_the_floats_are_not(
+    make: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    state = torch.get_rng_state()
+    found = KnownValues()
+    with FakeTensorMode(), found.of_batch():
+        labels, noise = make(torch.arange(32)), torch.rand(4)
+        scaled = 2 * noise[1:]
+    kept = found.of(labels)
+    assert kept is not None and 0 < int((kept == -100).sum()) < 32
+    assert found.of(noise) is None and found.of(scaled) is None
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 @pytest.mark.parametrize("name", REGISTRY)
 def test_the_integers_of_every_ready_made_batch_are_known_at_full_size(name: str) -> None:
     """A vocabulary is no size of a tensor: 4,096 ids below 151,936 are few."""

@@ -156,6 +156,28 @@ def test_a_model_of_speech_trains_alike_under_a_plan_and_at_the_predicted_peak()
     assert report.passed and graph.forward_end
 
 
+class LossInside(Speech):
+    """Its forward ends in the loss, of lengths that it computes: a trace meets the loss, and breaks there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.criterion = nn.CTCLoss(zero_infinity=True)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        halved = (mask.sum(-1) + 1) // 2
+        for layer in self.layers:
+            x = x + layer(x)
+        scores = self.head(torch.cat([x, x], -1)[:, ::2]).log_softmax(-1).transpose(0, 1)
+        found: torch.Tensor = self.criterion(scores, targets, halved, torch.full((len(x),), 3))
+        return found
+
+
+def test_a_loss_inside_of_the_forward_is_planned() -> None:
+    inside = Workload("inside", LossInside, utterances, lambda model, batch: model(*batch), batch_size=4, seq_len=12)
+    graph = graph_of(inside)
+    assert validate(inside, plan_by_hand(graph, every_block(graph)), device=CPU).passed
+
+
 class Masked(nn.Module):
     """Hides spans of time that numpy draws, as SpecAugment does."""
 

@@ -5,8 +5,9 @@ Models of images, sound and packed text compute shapes out of what a batch holds
 what a batch is made of without floats has a twin with data, on the host, and what is computed out of known values
 alone is computed for the twins too. Where a shape or a number is asked for, the twin answers.
 
-Rule 1  In the making of a batch random integers are known too: drawn from a generator of their own. In a step they are
-        not, nor is anything that depends on a weight, a buffer or a random number.
+Rule 1  In the making of a batch random numbers are known too: drawn from a generator of their own. Once it is made,
+        random floats are not: what they steered (a mask, lengths, labels) is. In a step no random number is known, nor
+        is anything that depends on one, on a weight or on a buffer.
 Rule 2  Twins are views of each other where the fakes are. What is written into with unknown values is unknown.
 Rule 3  Only small results are known (`MOST_INTEGERS`, `MOST_FLOATS`): what decides a shape is not large.
 
@@ -37,7 +38,6 @@ from remat.recording.ctc_shapes import CTC_SHAPES
 
 MOST_INTEGERS = 1 << 20
 MOST_FLOATS = 1 << 16
-_RANDOM = {torch.ops.aten.randint.default, torch.ops.aten.randint.low, torch.ops.aten.randperm.default}
 _WITHOUT_VALUES = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 _HOST = {"device": torch.device("cpu"), "pin_memory": False}
 
@@ -56,6 +56,7 @@ class KnownValues(UnseenMode):
         )
         self._stale: dict[int, torch.UntypedStorage] = {}  # storages of twins; kept, so that an address stays its own
         self._generator: torch.Generator | None = None
+        self._drawn: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()  # of random floats of a batch
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
@@ -76,6 +77,9 @@ class KnownValues(UnseenMode):
                 yield
         finally:
             self._generator = None
+            for storage in self._drawn:
+                self._twins.pop(storage, None)
+            self._drawn.clear()
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The values of a fake tensor, on the host; None where they are not known."""
@@ -105,6 +109,8 @@ class KnownValues(UnseenMode):
             out = tree_map(lambda value: self._fake_of(value, device), values)
         if known:
             self.note(out, values)
+            if self._generator is not None and self._is_random(func, args, kwargs):
+                self._drawn.update(leaf.untyped_storage() for leaf in _floats_in(out))
         elif func._schema.is_mutable:
             self._forget(func, args, kwargs)
         return out
@@ -118,17 +124,31 @@ class KnownValues(UnseenMode):
             return False, None
         name = func._schema.name.removeprefix("aten::")
         drawn = torch.Tag.nondeterministic_seeded in func.tags
-        if name in _WITHOUT_VALUES or (drawn and (self._generator is None or func not in _RANDOM)):
+        if name in _WITHOUT_VALUES or (drawn and self._generator is None):
             return False, None
         if not leaves and not _makes_little(func, args, kwargs):
             return False, None
         args, kwargs = tree_map(self._real_of, (args, kwargs))
         kwargs |= {key: value for key, value in _HOST.items() if key in kwargs}
-        if drawn:
-            kwargs["generator"] = self._generator
-            func = func._overloadpacket
         with without_modes(), torch.no_grad():
-            return True, func(*args, **kwargs)
+            return True, self._draw(func, args, kwargs) if drawn else func(*args, **kwargs)
+
+    def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What `func` draws, from our generator in place of torch's, or of one that it is given."""
+        assert self._generator is not None
+        kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
+        before = torch.get_rng_state()
+        torch.set_rng_state(self._generator.get_state())
+        try:
+            return func._overloadpacket(*args, **kwargs)
+        finally:
+            self._generator.set_state(torch.get_rng_state())
+            torch.set_rng_state(before)
+
+    def _is_random(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether what `func` gives is drawn, or computed out of random floats."""
+        drawn = torch.Tag.nondeterministic_seeded in func.tags
+        return drawn or any(leaf.untyped_storage() in self._drawn for leaf in _floats_in((args, kwargs)))
 
     def _value_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         if isinstance(tensor, FakeTensor):
@@ -242,6 +262,10 @@ def _makes_little(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether what a factory makes, on fakes, is small."""
     made = (leaf for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, torch.Tensor))
     return all(map(_is_small, made))
+
+
+def _floats_in(value: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, FakeTensor) and leaf.is_floating_point())
 
 
 def _is_small(tensor: torch.Tensor) -> bool:

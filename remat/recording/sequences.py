@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
 from torch.nn.utils import rnn
 
 from remat._torch.door import Shared
@@ -35,11 +35,19 @@ _ctc_loss: Callable[..., torch.Tensor] = torch.ctc_loss
 _NONE, _MEAN = 0, 1  # at::Reduction
 
 
+class LengthsNotKnown(CaptureError, DynamicOutputShapeException):
+    """Lengths are not known; a trace breaks its graph there, as torch's own error makes it do in training."""
+
+    def __init__(self, message: str):
+        CaptureError.__init__(self, message)
+        self.func = torch.ops.aten._ctc_loss.Tensor
+
+
 def _numbers(tensor: torch.Tensor, reader: str) -> list[int]:
-    """The values of a tensor of lengths; raises CaptureError where they are not known."""
+    """The values of a tensor of lengths; raises LengthsNotKnown where they are not known."""
     known = values_of(tensor)
     if known is None:
-        raise CaptureError(
+        raise LengthsNotKnown(
             f"{reader} reads lengths that are not known while planning: they depend on random or floating-point data "
             "of the batch, or on a weight. Let the workload's `batch` give the lengths as integers, or as a "
             "tensor that is made of Python numbers."
