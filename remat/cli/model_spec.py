@@ -42,7 +42,7 @@ from remat.integrations.trainer_workload import is_trainer, loop_of, workload_of
 from remat.models.adapters import Lora, with_lora
 from remat.models.common import padded, text_workload, transformers
 from remat.models.quantized import quantized
-from remat.recording.fake_step import describe
+from remat.recording.remedies import describe
 from remat.workload.optimizers import optimizer_named
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import DTypePolicy, Workload

@@ -44,7 +44,7 @@ from remat.chunking.chunked_loss import Watch
 from remat.chunking.chunked_rows import RowsWatch
 from remat.errors import CaptureError, PlanMismatch, UsageError, is_out_of_memory
 from remat.evaluation.form import CAPTURED, form_of
-from remat.evaluation.forwards import PASSES
+from remat.evaluation.forwards import EVALUATES, PASSES
 from remat.evaluation.identity import Fit
 from remat.evaluation.plan import Plan
 from remat.execution.compiled.compiling import (
@@ -261,7 +261,8 @@ class PlannedForward:
         """The forward of a model that is not in training mode; tells who trains all the same."""
         self.second_step.interrupted()
         result = self._alone(*args, **kwargs)
-        if torch.is_grad_enabled() and "eval" not in self._warned and not torch.compiler.is_compiling():
+        known = self.plan.about.get(EVALUATES) or "eval" in self._warned
+        if torch.is_grad_enabled() and not known and not torch.compiler.is_compiling():
             for leaf in tree_leaves(result):
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                     leaf.register_hook(self._warn_of_eval)

@@ -58,6 +58,8 @@ def _differentiated(graph: Graph) -> str:
         return ""
     storages = np.unique(graph.saved_tensors.storage[inner.row[inner.kept >= graph.forward_end]])
     size = int(graph.storages.size_bytes[storages[storages >= 0]].sum())
+    if not size:  # a backward of an adversary's loss, say
+        return ""
     return (
         f"The step differentiates inside (autograd.grad with create_graph=True), which keeps {gib(size)} of the "
         "model's values for second derivatives, whatever regions drop. "

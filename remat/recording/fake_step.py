@@ -48,6 +48,7 @@ from remat.recording.deferred import Deferred, reaches_parameters, states_counte
 from remat.recording.kept_here import KeptHere
 from remat.recording.known_values import KnownValues
 from remat.recording.optimizer_forms import forms_of
+from remat.recording.remedies import describe
 from remat.recording.repeated_step import RepeatedStep
 from remat.recording.repeats import Trail, reads_of, said_of, trail_of
 from remat.recording.sequences import sequences_of_known_lengths
@@ -132,6 +133,7 @@ class FakeStep:
     trails         of the captured forwards that ran so far under the same answers
     early          how the first steps differ; known once one has run
     held_numbers   what counters of the model are as a step begins: so none is traced anew for another number
+    evaluates      whether a backward goes through forwards of evaluation mode too, which a plan leaves alone
     """
 
     calls: TracedForwards
@@ -175,6 +177,7 @@ class FakeStep:
         self._is_untraced = self._in_backward = False
         self.deferred: Deferred | None = None
         self.trails: list[Trail] = []
+        self.evaluates = False
         self.capture_anew(None if compiled else Answers())
         self._kernels_of = (device if elsewhere is None else elsewhere.device).type
         self._repeated = RepeatedStep(trainable(self.model), device)
@@ -457,11 +460,12 @@ class FakeStep:
         except DataDependentOutputException as error:
             raise CaptureError(
                 f"the step of {self.workload.name!r} reads a number off a tensor (`item()`, `float()`, `if tensor`)"
-                f"{_line_of(error)}, and no tensor has data while planning; compute it without, or leave it out."
+                f"{_line_of(error)}, and no tensor has data while planning. Compute it without, or turn it "
+                "off (a layer drop: `layerdrop=0`)."
             ) from error
         except Exception as error:
             raise CaptureError(
-                f"the step of {self.workload.name!r} fails on fake tensors: {describe(error)}"
+                f"the step of {self.workload.name!r} fails on fake tensors: {describe(error).rstrip('.')}."
             ) from error
         self._note_calls()
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -484,7 +488,7 @@ class FakeStep:
                 f"the gradients of {', '.join(sparse)} are sparse, and their size depends on data. "
                 "Plan with layers whose gradients are dense (sparse=False)"
                 if sparse
-                else describe(error)
+                else describe(error).rstrip(".")
             )
             raise CaptureError(f"the backward of {self.workload.name!r} fails on fake tensors: {reason}.") from error
         finally:
@@ -512,6 +516,11 @@ class FakeStep:
         """Raise CaptureError where the step calls its model more often than the last time, or in another order."""
         if self._is_untraced:
             return
+        if self.evaluates and not self.calls.made:
+            raise CaptureError(
+                f"the step of {self.workload.name!r} runs its model in evaluation mode, and a plan is for training "
+                "mode: call model.train() in the step before the forward that is to be planned."
+            )
         self._seen_calls.add(tuple(forward.module for forward in self.calls.made))
         if len(self._seen_calls) == 1:
             return
@@ -559,13 +568,16 @@ class FakeStep:
                 return self._replaced[path].original(*args, **kwargs)
 
     def _learns(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a backward can go through the forward of the module at `path`. Others a plan leaves alone."""
-        parameters = self._replaced[path].module.parameters()
-        return torch.is_grad_enabled() and any(
+        """Whether a backward can go through the forward of the module at `path`, which is in training mode. Others a
+        plan leaves alone."""
+        module = self._replaced[path].module
+        learns = torch.is_grad_enabled() and any(
             leaf.requires_grad
-            for leaf in itertools.chain(parameters, tree_leaves((args, kwargs)))
+            for leaf in itertools.chain(module.parameters(), tree_leaves((args, kwargs)))
             if isinstance(leaf, torch.Tensor)
         )
+        self.evaluates |= learns and not module.training
+        return learns and module.training
 
     @contextlib.contextmanager
     def untraced(self) -> Iterator[None]:
@@ -678,11 +690,6 @@ def _line_of(error: BaseException) -> str:
     ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(("<", *ours))]
     return f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-
-
-def describe(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def autocast_context(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:

@@ -36,7 +36,7 @@ from remat.capture.settling import recording_models
 from remat.chunking.chunk import CHUNKED
 from remat.chunking.chunked_loss import ChunkedLoss
 from remat.errors import CaptureError, RematError
-from remat.evaluation.forwards import FORWARDS, PASSES, is_plain
+from remat.evaluation.forwards import EVALUATES, FORWARDS, PASSES, is_plain
 from remat.evaluation.graph import (
     CALLED_MODULES,
     CAST,
@@ -60,10 +60,10 @@ from remat.recording.fake_step import (
     WHILE_REPEATED,
     WRAPPED_NUMBER_BYTES,
     FakeStep,
-    describe,
     execute_plainly,
 )
 from remat.recording.known_values import KnownValues
+from remat.recording.remedies import describe
 from remat.recording.repeats import Repeats, trail_of
 from remat.recording.tracker import FIXED, Block, Moment, Tracker
 from remat.workload.workload import WITH_STEP, Stepped, trainable
@@ -158,6 +158,7 @@ def _about(step: FakeStep) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": versions(),
         "batch": first.given,
+        **({EVALUATES: True} if step.evaluates else {}),
         **({PASSES: step.deferred.count} if step.deferred is not None else {}),
         **({} if is_plain(forwards) else {FORWARDS: [forward.to_json() for forward in forwards]}),
         **state_of(step.model),

@@ -119,7 +119,8 @@ class Repeats:
         return CaptureError(
             f"two forwards of the step of {self._step.workload.name!r} are two graphs ({found}): {self._reason()}. A "
             "plan is for one. Draw a mask with torch and multiply by it (`x + keep * layer(x)`, as stochastic depth "
-            "does), so that every forward is the same graph, or train and plan with this turned off."
+            "does), so that every forward is the same graph, or train and plan with this turned off. Of a step that "
+            "adds a penalty every few times, plan one whose `step` always adds it: that plan fits the others too."
         )
 
     def _reason(self) -> str:

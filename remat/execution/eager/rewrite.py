@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -126,12 +126,15 @@ class RegionTape:
     moves      what its region has to do with the host, if anything
     recomputed what its recomputation is held to, in a first step
 
+    A parameter may be frozen while the forward runs, and not when backward does (the critic of a generator's loss).
+    The recomputation is given it as it was.
+
     A random node whose generator is where the random node before it left it needs no state of its own: in the
     recomputation that is so again. The generator is put back when the recomputation ends.
     """
 
     __slots__ = (
-        *("_before", "_drawn_on", "_outer", "_saved", "_sent", "_states"),
+        *("_before", "_drawn_on", "_learned", "_outer", "_saved", "_sent", "_states"),
         *("children", "moves", "options", "recomputed", "replaying"),
     )
 
@@ -139,6 +142,7 @@ class RegionTape:
         self.options, self.moves = options, moves
         self.recomputed = options.watch.recomputed
         self.replaying = False
+        self._learned: tuple[bool | None, ...] = ()  # which inputs required gradients in forward
         self._sent: dict[int, torch.Tensor] = {}
         self.children: dict[int, RegionTape] = {}
         self._outer = outer
@@ -171,6 +175,16 @@ class RegionTape:
         elif source != self._drawn_on:
             self._states[key], self._drawn_on = state_of(source), source
         return function(*args, **kwargs)
+
+    def as_in_forward(self, inputs: tuple[Any, ...]) -> Iterable[Any]:
+        """The inputs of the region; in a recomputation, each requires gradients if it did in forward."""
+        learn = tuple(getattr(each, "requires_grad", None) for each in inputs)
+        if not self.replaying:
+            self._learned = learn
+        if learn == self._learned:
+            return inputs
+        pairs = zip(inputs, learn, self._learned, strict=True)
+        return [each if now == then else each.detach().requires_grad_(then) for each, now, then in pairs]
 
     def _go_back(self, key: int, source: Source) -> None:
         """Put the generator where it was before random node `key`; `restore` undoes it."""
@@ -335,7 +349,7 @@ class _Body:
     text: str
 
     def __call__(self, tape: RegionTape, state: tuple[Any, ...], *inputs: Any) -> Any:
-        return self.function.forward(tape, *state, *inputs)
+        return self.function.forward(tape, *state, *tape.as_in_forward(inputs))
 
     def checkpointed(self, tape: RegionTape, inputs: tuple[Any, ...]) -> Any:
         if tape.recomputed is None:

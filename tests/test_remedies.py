@@ -1,0 +1,102 @@
+"""A step that torch cannot run on fakes is refused with what to do; a penalty every few steps is planned as told."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import remat
+from remat.errors import CaptureError
+from remat.recording.fake_step import FakeStep
+from remat.recording.recorder import record
+from remat.workload.workload import Workload
+from tests.toys import CPU, pairs_of_segments, plan_for
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
+
+WIDTH = 8
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, WIDTH))
+
+
+def attention() -> nn.Module:
+    return nn.TransformerEncoderLayer(WIDTH, 2, 16, 0.0, batch_first=True)
+
+
+def tangents(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y, change = torch.func.jvp(model, (x,), (torch.ones_like(x),))
+    return (y - change).square().mean()
+
+
+def each_sample(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    weights = dict(model.named_parameters())
+
+    def one(row: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = torch.func.functional_call(model, weights, (row,)).sum()
+        return found
+
+    gradients: torch.Tensor = torch.func.vmap(torch.func.grad(one))(x)
+    return gradients.square().mean()
+
+
+def penalty(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(model(x).sum(), x, create_graph=True)[0].square().mean()
+
+
+@pytest.mark.parametrize(
+    ("build", "shape", "step", "remedy"),
+    [
+        pytest.param(mlp, (WIDTH,), tangents, r"torch\.func.*autograd\.grad\(\.\.\., create_graph=True\)", id="jvp"),
+        pytest.param(mlp, (WIDTH,), each_sample, r"torch\.func.*create_graph=True", id="vmap-of-grad"),
+        pytest.param(attention, (6, WIDTH), penalty, r"with or without a plan.*SDPBackend\.MATH", id="attention"),
+    ],
+)
+def test_a_step_that_torch_cannot_run_is_refused_with_the_remedy(
+    build: Callable[[], nn.Module], shape: tuple[int, ...], step: Any, remedy: str
+) -> None:
+    workload = Workload("step", build, lambda samples, _: torch.randn(samples, *shape), step, batch_size=4)
+    with pytest.raises(CaptureError, match=remedy):
+        record(FakeStep(workload, device=CPU))
+
+
+def penalised(model: nn.Module, x: torch.Tensor, *, always: bool = True) -> torch.Tensor:
+    """A critic whose gradient is penalised, lazily if not `always`."""
+    x = x.detach().requires_grad_()
+    judged = model(x)
+    loss = F.softplus(-judged).mean()
+    if not always:
+        return loss
+    return loss + torch.autograd.grad(judged.sum(), x, create_graph=True)[0].square().mean()
+
+
+def test_a_penalty_every_few_steps_trains_alike_under_the_plan_that_always_has_it() -> None:
+    workload = Workload("critic", mlp, lambda samples, _: torch.randn(samples, WIDTH), penalised, batch_size=64)
+    counter = itertools.count()
+    lazily = dataclasses.replace(workload, step=lambda model, x: penalised(model, x, always=next(counter) % 2 == 0))
+    with pytest.raises(CaptureError, match="plan one whose `step` always adds it"):
+        record(FakeStep(lazily, device=CPU))
+
+    def trained(*, planned: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = mlp()
+        if planned:
+            remat.apply(model, plan_for(workload, pairs_of_segments))
+        losses = []
+        for number in range(4):
+            loss = penalised(model, workload.batch(64, None), always=number % 2 == 0)
+            loss.backward()
+            losses.append(loss.detach())
+        return losses + [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    pairs = zip(trained(planned=False), trained(planned=True), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
