@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import remat
-from remat.errors import CaptureError
+from remat.errors import CaptureError, Infeasible
 from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
 from remat.workload.workload import Workload
@@ -33,12 +33,12 @@ def attention() -> nn.Module:
 
 
 def tangents(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    y, change = torch.func.jvp(model, (x,), (torch.ones_like(x),))
+    y, change = torch.func.jvp(model, (x,), (torch.ones_like(x),))[:2]
     return (y - change).square().mean()
 
 
 def each_sample(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    weights = dict(model.named_parameters())
+    weights: dict[str, torch.Tensor] = dict(model.named_parameters())
 
     def one(row: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = torch.func.functional_call(model, weights, (row,)).sum()
@@ -67,6 +67,20 @@ def test_a_step_that_torch_cannot_run_is_refused_with_the_remedy(
     workload = Workload("step", build, lambda samples, _: torch.randn(samples, *shape), step, batch_size=4)
     with pytest.raises(CaptureError, match=remedy):
         record(FakeStep(workload, device=CPU))
+
+
+def accumulating(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    for part in x.chunk(4)[:-1]:
+        model(part).square().mean().backward()
+    return model(x.chunk(4)[-1]).square().mean()
+
+
+def test_a_step_that_accumulates_by_itself_is_told_how_to_plan_accumulation() -> None:
+    workload = Workload(
+        "accumulating", mlp, lambda samples, _: torch.randn(samples, WIDTH), accumulating, batch_size=64
+    )
+    with pytest.raises(Infeasible, match=r"TrainingLoop\(accumulation=\.\.\.\)"):
+        remat.plan(workload, target="cpu", budget="1KiB", exact=True)
 
 
 def penalised(model: nn.Module, x: torch.Tensor, *, always: bool = True) -> torch.Tensor:

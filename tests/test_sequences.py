@@ -156,18 +156,19 @@ def test_a_model_of_speech_trains_alike_under_a_plan_and_at_the_predicted_peak()
     assert report.passed and graph.forward_end
 
 
-class LossInside(Speech):
+class LossInside(nn.Module):
     """Its forward ends in the loss, of lengths that it computes: a trace meets the loss, and breaks there."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.criterion = nn.CTCLoss(zero_infinity=True)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3)])
+        self.head, self.criterion = nn.Linear(8, CLASSES), nn.CTCLoss(zero_infinity=True)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         halved = (mask.sum(-1) + 1) // 2
         for layer in self.layers:
             x = x + layer(x)
-        scores = self.head(torch.cat([x, x], -1)[:, ::2]).log_softmax(-1).transpose(0, 1)
+        scores = self.head(x[:, ::2]).log_softmax(-1).transpose(0, 1)
         found: torch.Tensor = self.criterion(scores, targets, halved, torch.full((len(x),), 3))
         return found
 

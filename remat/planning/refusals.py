@@ -41,13 +41,14 @@ def not_found(
 
     enough_bytes  what a plan is known to keep        option  by which more time is given
     """
+    advice = _differentiated(problem.graph).rstrip()
     said = f"no plan within {gib(problem.budget_bytes)} was found in {found.wall_s:.0f} s"
     if found.interrupted or limits.time_s is None or found.wall_s >= ENDED * limits.time_s:
-        return NoPlanInTime(f"{said}; raise the time limit (`{option}`).")
+        return NoPlanInTime(f"{said}; raise the time limit (`{option}`).{f' {advice}' if advice else ''}")
     enough = enough_bytes()
     return NoPlanInTime(
         f"{said} of {limits.time_s:.0f}, when the search ended by itself, and none is proved impossible. "
-        f"A budget of {enough}B ({gib(enough)}) will do."
+        f"A budget of {enough}B ({gib(enough)}) will do.{f' {advice}' if advice else ''}"
     )
 
 
@@ -58,8 +59,11 @@ def _differentiated(graph: Graph) -> str:
         return ""
     storages = np.unique(graph.saved_tensors.storage[inner.row[inner.kept >= graph.forward_end]])
     size = int(graph.storages.size_bytes[storages[storages >= 0]].sum())
-    if not size:  # a backward of an adversary's loss, say
-        return ""
+    if not size:
+        return (
+            "The step runs backward before it ends. If that accumulates gradients, let `step` be one micro-batch, and "
+            "plan with `loop=TrainingLoop(accumulation=...)`. "
+        )
     return (
         f"The step differentiates inside (autograd.grad with create_graph=True), which keeps {gib(size)} of the "
         "model's values for second derivatives, whatever regions drop. "
