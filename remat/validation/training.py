@@ -202,11 +202,11 @@ class Training:
         return repeated if steps > 1 else step
 
     def _steps_of_state(self, step: Callable[[], None]) -> int:
-        """After how many steps all is new that the model keeps from one to the next, but for what stays; runs them."""
-        if not self._state_tensors:
+        """After how many steps all that a step may replace is new, but for what stays; runs them."""
+        if not self._replaceable:
             return 1
         tracker = Tracker()
-        tracker.follow_older(self._state_tensors)
+        tracker.follow_older(self._replaceable)
         alive = -1
         for count in range(1, MOST_STEPS_OF_STATE):
             step()
@@ -220,7 +220,7 @@ class Training:
         return self._bytes_in(self._before(alignment_bytes))
 
     def _before(self, alignment_bytes: int) -> tuple[int, Tracker]:
-        """Bytes of what lasts, and what follows the state that the model keeps, which a step may replace."""
+        """Bytes of what lasts, and what follows the tensors that a step may replace."""
         kept = (
             [(p, p.grad) for p in self.model.parameters()],
             list(self.model.buffers()),
@@ -232,13 +232,16 @@ class Training:
             weights.rest()  # what comes in the step is seen to go only where it was seen to come
         tensors = [leaf for leaf in tree_leaves(kept) if isinstance(leaf, torch.Tensor)]
         tracker = Tracker(alignment_bytes)
+        tracker.follow_older(self._replaceable)
         lasting = tracker.fix([t for t in tensors if t.device.type == self.device.type])
-        tracker.follow_older(self._state_tensors)
         return lasting, tracker
 
     @property
-    def _state_tensors(self) -> list[torch.Tensor]:
-        found = ModelState(self.model, data=False, step=self.workload.step).unregistered
+    def _replaceable(self) -> list[torch.Tensor]:
+        """State of the model outside its buffers; with an optimizer that is not torch's, its state and the weights."""
+        found = list(ModelState(self.model, data=False, step=self.workload.step).unregistered)
+        if self.finish.state and not type(self.finish.optimizer.alone).__module__.startswith("torch.optim."):
+            found += [*self.finish.state, *self.model.parameters()]
         return [tensor for tensor in found if tensor.device.type == self.device.type]
 
     def _bytes_in(self, before: tuple[int, Tracker]) -> int:
