@@ -77,6 +77,10 @@ def rows(count: int = 32, length: Callable[[int], int] = lambda i: LENGTH) -> li
     return [{"input_ids": ids, "labels": ids, "attention_mask": [1] * len(ids)} for ids in made]
 
 
+# Where Triton runs, these have TRL's fused head, which is given the positions that are labelled.
+FUSED_HEAD = pytest.mark.xfail(
+    DEVICE.type == "cuda", strict=True, reason="DPO and KTO on CUDA are not captured: nonzero of their labels"
+)
 SETTINGS: dict[str, Any] = {
     "max_steps": 2,
     "per_device_train_batch_size": 4,
@@ -782,7 +786,9 @@ def judged(words: int = 10) -> list[dict[str, Any]]:
 
 
 @pytest.mark.any_device
-@pytest.mark.parametrize("name", ["DPO", "Reward", "KTO"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("DPO", marks=FUSED_HEAD), "Reward", pytest.param("KTO", marks=FUSED_HEAD)]
+)
 def test_trainers_of_preferences_train_alike(
     name: str, trl: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,8 +33,8 @@ PYTHON = """#!/bin/bash
 # Written by tests/card/build.py: Python with PyTorch's CUDA build in front of all else, on the card.
 here={out}
 export CARD_HOME=$here CARD_ARITHMETIC=${{CARD_ARITHMETIC:-small}}
-# Triton's interpreter computes; it has nothing to compile in other processes.
-if [ "$CARD_ARITHMETIC" = all ]; then export TRITON_INTERPRET=1 TORCHINDUCTOR_COMPILE_THREADS=1; fi
+# Triton's interpreter needs kernels that were compiled in the process that runs them.
+if [ "$CARD_ARITHMETIC" = all ]; then export TORCHINDUCTOR_COMPILE_THREADS=1; fi
 export LD_LIBRARY_PATH=$here/libraries${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}
 export PYTHONPATH=$here/torch:$here/triton:$here/start${{PYTHONPATH:+:$PYTHONPATH}}
 export TRITON_LIBCUDA_PATH=$here/libraries TRITON_CACHE_DIR=$here/cache/triton

@@ -19,10 +19,10 @@ def load() -> None:
     small = int(os.environ.get("CARD_SMALL_BYTES", 1 << 20))
     whole = int(os.environ.get("CARD_WHOLE_BYTES", 256 << 20))
     said = torch.ops.card.start(mode, small, whole)
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if mode == "all":
         import triton_arithmetic
 
-        triton_arithmetic.interpret()
+        triton_arithmetic.compute_kernels()
     if "CARD_TALK" in os.environ:
         print(f"card: {said}, mode {mode}", file=sys.stderr)
         atexit.register(lambda: print(torch.ops.card.report(), end="", file=sys.stderr))

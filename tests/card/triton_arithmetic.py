@@ -1,18 +1,21 @@
-"""Arithmetic of Triton's kernels: Triton's own interpreter runs them, on the card's memory, where all is computed.
+"""Arithmetic of Triton's kernels: once one was launched, Triton's own interpreter runs it, on the card's memory.
 
-Four things are changed. The interpreter copies tensors to the host and back; here it reads and writes the same memory.
-It knows no functions of CUDA's mathematical library; here they are torch's. A kernel is work of a stream, which the
-interpreter runs at once; so the stream is brought to an end first. And Inductor's blocks are made as large as they may
-be: an interpreted program takes milliseconds, whatever its size.
-
-With CARD_ARITHMETIC=small kernels are compiled for the card's compute capability instead, and do nothing.
+Kernels are compiled for the device's compute capability, and launched on a driver that does nothing, as they are; this
+comes after. Four things of the interpreter are changed. It copies tensors to the host and back; here it reads and
+writes the same memory. It knows no functions of CUDA's mathematical library; here they are torch's. A kernel is work of
+a stream, which the interpreter runs at once; so the stream is brought to an end first. And Inductor's blocks are made
+as large as they may be: an interpreted program takes milliseconds, whatever its size.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -27,39 +30,97 @@ TORCH_NAMES = {
     "copysign": "copysign",
     "fmod": "fmod",
 }
+_INTERPRETED: dict[Any, Any] = {}
 
 
-def interpret() -> None:
-    """Complete Triton's interpreter, in a process whose environment has TRITON_INTERPRET=1."""
-    from torch._inductor.runtime import triton_heuristics
+def compute_kernels() -> None:
+    """After every launch of a kernel, of Triton's own and of Inductor's, let the interpreter compute it."""
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+    from triton.runtime import interpreter
+    from triton.runtime.jit import JITFunction
+
+    executor: Any = interpreter.GridExecutor
+    builder: Any = interpreter.InterpreterBuilder
+    tuner: Any = CachingAutotuner
+    kernel: Any = JITFunction
+    executor._init_args_hst = _init_args
+    executor._restore_args_dev = lambda *_: None
+    builder.create_extern_elementwise = _create_extern_elementwise
+    kernel.run = _computed(kernel.run)
+    tuner.run = _computed_in_large_blocks(tuner.run)
+
+
+def _computed(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`JITFunction.run`, and the arithmetic of what was launched."""
+
+    @functools.wraps(run)
+    def launch(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> Any:
+        launched = run(kernel, *arguments, grid=grid, warmup=warmup, **named)
+        if not warmup:
+            _interpret(kernel, grid, arguments, named)
+        return launched
+
+    return launch
+
+
+def _computed_in_large_blocks(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`CachingAutotuner.run`, and the arithmetic of what was launched: in other blocks, so with another grid."""
+
+    @functools.wraps(run)
+    def launch(tuner: Any, *arguments: Any, stream: Any, **named: Any) -> Any:
+        launched = run(tuner, *arguments, stream=stream, **named)
+        configuration = copy.deepcopy(tuner.launchers[0].config)
+        _enlarge(configuration.kwargs, tuner.size_hints or {})
+        arguments, grid = tuner._interpret_args_grid(arguments, configuration)
+        _interpret(tuner.fn, grid, arguments, configuration.kwargs)
+        return launched
+
+    return launch
+
+
+def _enlarge(blocks: dict[str, int], hints: dict[str, int]) -> None:
+    elements = math.prod(size for axis, size in hints.items() if axis.startswith("r"))
+    for name, axis in (("XBLOCK", "x"), ("YBLOCK", "y")):
+        if name in blocks and axis in hints:
+            room = max(1, MOST_ELEMENTS // elements)
+            blocks[name] = max(blocks[name], min(hints[axis], LARGEST[name], 1 << (room.bit_length() - 1)))
+            elements *= blocks[name]
+
+
+def _interpret(kernel: Any, grid: Any, arguments: Any, named: dict[str, Any]) -> None:
+    """Run a kernel by Triton's interpreter; functions that it calls are interpreted too."""
     from triton.language.extra import libdevice
     from triton.language.extra.cuda import libdevice as of_cuda
     from triton.runtime import interpreter
+    from triton.runtime.jit import JITFunction
 
-    autotuner: Any = triton_heuristics.CachingAutotuner
-    autotuner._interpret_args_grid = _in_large_blocks(autotuner._interpret_args_grid)
-    interpreter.InterpreterBuilder.create_extern_elementwise = _create_extern_elementwise
-    interpreter.GridExecutor._init_args_hst = _init_args
-    interpreter.GridExecutor._restore_args_dev = lambda *_: None
-    for name, function in vars(of_cuda).items():
-        if callable(function) and hasattr(libdevice, name):
-            setattr(libdevice, name, _with_semantic(function, interpreter.interpreter_semantic))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(np.errstate(all="ignore"))  # what a mask leaves out is computed all the same
+        stack.enter_context(mock.patch.object(JITFunction, "__call__", _call))
+        for name, function in vars(of_cuda).items():
+            if callable(function) and hasattr(libdevice, name):
+                computed = _with_semantic(function, interpreter.interpreter_semantic)
+                stack.enter_context(mock.patch.object(libdevice, name, computed))
+        _interpreted(kernel).run(*arguments, grid=grid, warmup=False, **named)
 
 
-def _in_large_blocks(arguments_and_grid: Callable[..., Any]) -> Callable[..., Any]:
-    """Of Inductor's kernels: what its configuration says of the grid, once its blocks are large."""
+def _call(function: Any, *arguments: Any, **named: Any) -> Any:
+    """A function that a kernel calls. The interpreter's own call leaves the language patched, for the compiler too."""
+    from triton.runtime.interpreter import _patch_lang
 
-    def call(tuner: Any, arguments: Any, configuration: Any) -> Any:
-        blocks, hints = configuration.kwargs, tuner.size_hints or {}
-        elements = math.prod(size for axis, size in hints.items() if axis.startswith("r"))
-        for name, axis in (("XBLOCK", "x"), ("YBLOCK", "y")):
-            if name in blocks and axis in hints:
-                room = max(1, MOST_ELEMENTS // elements)
-                blocks[name] = max(blocks[name], min(hints[axis], LARGEST[name], 1 << (room.bit_length() - 1)))
-                elements *= blocks[name]
-        return arguments_and_grid(tuner, arguments, configuration)
+    patched = _patch_lang(function.fn)
+    try:
+        return _interpreted(function).rewrite()(*arguments, **named)
+    finally:
+        patched.restore()
 
-    return call
+
+def _interpreted(kernel: Any) -> Any:
+    from triton.runtime.interpreter import InterpretedFunction
+
+    if kernel.fn not in _INTERPRETED:  # a kernel's own hash looks at all that it calls
+        _INTERPRETED[kernel.fn] = InterpretedFunction(kernel.fn)
+    return _INTERPRETED[kernel.fn]
 
 
 def _with_semantic(function: Callable[..., Any], semantic: Any) -> Callable[..., Any]:
