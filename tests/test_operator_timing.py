@@ -369,6 +369,14 @@ def test_on_cuda_a_product_has_no_output_in_its_workspace() -> None:
     assert device_target(device).alignment_bytes == 512
 
 
+@pytest.mark.cuda
+def test_libraries_keep_the_same_in_a_process_that_has_multiplied_before() -> None:
+    device, product = torch.device("cuda"), kind("aten.mm.default", MATRIX, MATRIX, flops=1)
+    torch.ones(4, 4, device=device) @ torch.ones(4, 4, device=device)
+    kept = [time_operators((product,), device, cache=None, repeats=3).about["library_bytes"] for _ in range(2)]
+    assert kept[0] == kept[1] > 0
+
+
 def test_what_only_its_forward_can_feed_is_not_measured() -> None:
     """With any other notes than its forward's, the backward of an LSTM kills the process."""
     kind = OpKind("aten.mkldnn_rnn_layer_backward.default", [[], {}], 0, 0, "float32")

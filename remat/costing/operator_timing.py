@@ -9,7 +9,8 @@ Rule 1  Time is the median of several samples. A sample is one call, or a batch 
         costs its launch.
 Rule 2  Workspace is the peak of allocated bytes during a call less the outputs that are new. The first call
         is left out: libraries keep what they allocate then (cuBLAS's workspace), once for the process.
-        Those bytes are `Costs.about["library_bytes"]`.
+        Those bytes are `Costs.about["library_bytes"]`. Libraries let go of what they hold before, for a process that
+        has multiplied already would find nothing.
 Rule 3  Data is harmless: probabilities where a kernel asserts that they are, indices within the table that
         they index, nothing that decays to denormal numbers when an operator changes its argument again and
         again.
@@ -36,6 +37,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
+from remat._torch.training import clear_cublas_workspaces
 from remat.costing.costs import Costs
 from remat.costing.device_allocator import measure_peak, synchronize
 from remat.costing.host_memory import available_bytes, physical_memory
@@ -138,6 +140,9 @@ def _ready(device: torch.device) -> Iterator[None]:
         torch.cuda.device(device) if on_cuda else contextlib.nullcontext(),
     ):
         torch.manual_seed(0)
+        if on_cuda:
+            torch.cuda.synchronize(device)
+            clear_cublas_workspaces()
         yield
     if on_cuda:
         torch.cuda.empty_cache()

@@ -1,10 +1,11 @@
 """Arithmetic of Triton's kernels: once one was launched, Triton's own interpreter runs it, on the card's memory.
 
 Kernels are compiled for the device's compute capability, and launched on a driver that does nothing, as they are; this
-comes after. Four things of the interpreter are changed. It copies tensors to the host and back; here it reads and
+comes after. Five things of the interpreter are changed. It copies tensors to the host and back; here it reads and
 writes the same memory. It knows no functions of CUDA's mathematical library; here they are torch's. A kernel is work of
-a stream, which the interpreter runs at once; so the stream is brought to an end first. And Inductor's blocks are made
-as large as they may be: an interpreted program takes milliseconds, whatever its size.
+a stream, which the interpreter runs at once; so the stream is brought to an end first. It reduces element by element
+where a kernel brings its own function; here by halves. And Inductor's blocks are made as large as they may be: an
+interpreted program takes milliseconds, whatever its size.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -45,6 +47,8 @@ def compute_kernels() -> None:
     kernel: Any = JITFunction
     executor._init_args_hst = _init_args
     executor._restore_args_dev = lambda *_: None
+    reductions: Any = interpreter.ReduceOps
+    reductions.generic_reduce = _reduce_by_halves
     builder.create_extern_elementwise = _create_extern_elementwise
     kernel.run = _computed(kernel.run)
     tuner.run = _computed_in_large_blocks(tuner.run)
@@ -89,6 +93,7 @@ def _enlarge(blocks: dict[str, int], hints: dict[str, int]) -> None:
 
 def _interpret(kernel: Any, grid: Any, arguments: Any, named: dict[str, Any]) -> None:
     """Run a kernel by Triton's interpreter; functions that it calls are interpreted too."""
+    import triton.language as tl
     from triton.language.extra import libdevice
     from triton.language.extra.cuda import libdevice as of_cuda
     from triton.runtime import interpreter
@@ -96,6 +101,11 @@ def _interpret(kernel: Any, grid: Any, arguments: Any, named: dict[str, Any]) ->
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(np.errstate(all="ignore"))  # what a mask leaves out is computed all the same
+        # Once for a kernel and all that it calls: that looks at every member of Triton's language, for milliseconds.
+        # The interpreter's own way leaves the language patched after a call, for the compiler too.
+        language = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+        stack.callback(interpreter._patch_lang(language).restore)
+        stack.enter_context(mock.patch.object(interpreter, "_patch_lang", lambda _: interpreter._LangPatchScope()))
         stack.enter_context(mock.patch.object(JITFunction, "__call__", _call))
         for name, function in vars(of_cuda).items():
             if callable(function) and hasattr(libdevice, name):
@@ -105,14 +115,8 @@ def _interpret(kernel: Any, grid: Any, arguments: Any, named: dict[str, Any]) ->
 
 
 def _call(function: Any, *arguments: Any, **named: Any) -> Any:
-    """A function that a kernel calls. The interpreter's own call leaves the language patched, for the compiler too."""
-    from triton.runtime.interpreter import _patch_lang
-
-    patched = _patch_lang(function.fn)
-    try:
-        return _interpreted(function).rewrite()(*arguments, **named)
-    finally:
-        patched.restore()
+    """A function that a kernel calls."""
+    return _interpreted(function).rewrite()(*arguments, **named)
 
 
 def _interpreted(kernel: Any) -> Any:
@@ -121,6 +125,23 @@ def _interpreted(kernel: Any) -> Any:
     if kernel.fn not in _INTERPRETED:  # a kernel's own hash looks at all that it calls
         _INTERPRETED[kernel.fn] = InterpretedFunction(kernel.fn)
     return _INTERPRETED[kernel.fn]
+
+
+def _reduce_by_halves(reduction: Any, given: Any) -> list[Any]:
+    """A reduction by a kernel's own function: of halves, until one row is left. The interpreter's goes by elements."""
+    blocks, axis = reduction.unravel(given, reduction.axis)
+    dtypes = [block.dtype for block in blocks]
+    parts = [block.handle.data for block in blocks]
+    while parts[0].shape[axis] > 1:
+        halves = [np.split(part, 2, axis) for part in parts]
+        rows = [reduction.to_tensor(pair[row], dtype) for row in (0, 1) for pair, dtype in zip(halves, dtypes, strict=True)]
+        combined = reduction.combine_fn.fn(*rows)
+        parts = [each.handle.data for each in (combined if isinstance(combined, tuple) else (combined,))]
+    if not reduction.keep_dims:
+        parts = [part.squeeze(axis) for part in parts]
+    elif reduction.axis is None:
+        parts = [part.reshape((1,) * given[0].handle.data.ndim) for part in parts]
+    return [reduction.to_tensor(part, dtype) for part, dtype in zip(parts, dtypes, strict=True)]
 
 
 def _with_semantic(function: Callable[..., Any], semantic: Any) -> Callable[..., Any]:
