@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -86,9 +86,21 @@ def eligible(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
-def cast(values: Any, dtype: torch.dtype) -> Any:
-    """`values` with every tensor that autocast casts cast to `dtype`."""
-    return tree_map(functools.partial(_cast_one, dtype), values)
+def cast(values: Sequence[Any], dtype: torch.dtype) -> tuple[Any, ...]:
+    """`values` with every tensor that autocast casts cast to `dtype`.
+
+    The last argument is cast first, as compiled C++ does (gcc evaluates the arguments of a call from right to left);
+    a list of tensors is one argument, and is cast from the left. The order decides which casts are alive together.
+    """
+    return tuple(reversed([tree_map(functools.partial(_cast_one, dtype), value) for value in reversed(values)]))
+
+
+def cast_call(
+    args: Sequence[Any], kwargs: dict[str, Any], dtype: torch.dtype
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """`cast` of the arguments of a call; those that are named come last in its signature."""
+    named = cast([*kwargs.values()], dtype)
+    return cast(args, dtype), dict(zip(kwargs, named, strict=True))
 
 
 def _cast_one(dtype: torch.dtype, value: Any) -> Any:
@@ -106,14 +118,14 @@ def _cast_one(dtype: torch.dtype, value: Any) -> Any:
 def lower_precision(device: Device, function: Call, *args: Any, **kwargs: Any) -> Any:
     """Rule 1."""
     if device.autocast:
-        args, kwargs = cast((args, kwargs), device.autocast)
+        args, kwargs = cast_call(args, kwargs, device.autocast)
     return function(*args, **kwargs)
 
 
 def float32(device: Device, function: Call, *args: Any, **kwargs: Any) -> Any:
     """Rule 2."""
     if device.autocast:
-        args, kwargs = cast((args, kwargs), torch.float32)
+        args, kwargs = cast_call(args, kwargs, torch.float32)
     return function(*args, **kwargs)
 
 
@@ -129,7 +141,7 @@ def promote(device: Device, function: Call, *args: Any, **kwargs: Any) -> Any:
     if device.autocast:
         tensors = [value for value in tree_leaves((args, kwargs)) if eligible(value)]
         widest = torch.float32 if any(t.dtype == torch.float32 for t in tensors) else device.autocast
-        args, kwargs = cast((args, kwargs), widest)
+        args, kwargs = cast_call(args, kwargs, widest)
     return function(*args, **kwargs)
 
 

@@ -154,6 +154,7 @@ class Storages:
 
     cast   1 where the producing operator only changes the dtype, or brings in a constant: such a result is never saved,
             it is made again
+    over   1 where the operator after its last writes its result over it (`recording/in_place.py`)
     """
 
     size_bytes: np.ndarray
@@ -161,6 +162,11 @@ class Storages:
     death: np.ndarray
     node: np.ndarray
     cast: np.ndarray
+    over: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+
+    def __post_init__(self) -> None:
+        if len(self.over) != len(self.birth):  # of an older file
+            object.__setattr__(self, "over", np.zeros_like(self.birth))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

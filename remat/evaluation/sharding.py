@@ -188,6 +188,7 @@ def with_added(graph: Graph, added: Sequence[Added]) -> Graph:
         "death": np.append(old.death, [new.death for new in added]),
         "node": np.append(old.node, [new.node for new in added]),
         "cast": np.append(old.cast, [1] * len(added)),
+        "over": np.append(old.over, [0] * len(added)),
     }
     order = np.argsort(columns["birth"], kind="stable")
     place = np.empty_like(order)

@@ -547,6 +547,7 @@ class Recorder(Tracker):
             death=_column(last if s.death is None else s.death for s in self.storages),
             node=_column(self._storage_nodes),
             cast=_column(int(s.cast) for s in self.storages),
+            over=_column(int(s.over) for s in self.storages),
         )
         saved_tensors = SavedTensors(
             **{

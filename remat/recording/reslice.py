@@ -322,10 +322,13 @@ class _Replacement:
             new: int(death) for (_, new), death in zip(kept, self._moved_op(own[[i for i, _ in kept]]), strict=True)
         }
         new = [
-            (each.size_bytes, self._first + each.birth, ends.get(i, self._first + (each.death or 0)), int(each.cast))
+            (
+                *(each.size_bytes, self._first + each.birth, ends.get(i, self._first + (each.death or 0))),
+                *(int(each.cast), int(each.over)),
+            )
             for i, each in enumerate(self._new.storages)
         ]
-        sizes, born, died, casts = np.array(new, dtype=np.int64).T
+        sizes, born, died, casts, over = np.array(new, dtype=np.int64).T
         moved = self._moved_op(other)
         return Storages(
             size_bytes=_spliced(table.size_bytes, begin, end, sizes),
@@ -333,6 +336,7 @@ class _Replacement:
             death=_spliced(moved, begin, begin, died),
             node=_spliced(table.node, begin, end, np.full(len(new), self._node)),
             cast=_spliced(table.cast, begin, end, casts),
+            over=_spliced(table.over, begin, end, over),
         )
 
 

@@ -63,6 +63,7 @@ class TrackedStorage:
     """One allocation: bytes, first and last operator of its life, the operator kind that made it.
 
     between  it came into being between two operators, and may be gone before the second
+    over     the operator after its last writes its result over it
     """
 
     size_bytes: int
@@ -70,6 +71,7 @@ class TrackedStorage:
     death: int | None = None
     cast: bool = False
     between: bool = False
+    over: bool = False
 
 
 class Moment(NamedTuple):
@@ -282,7 +284,8 @@ class Tracker(UnseenMode):
 
     @untraced  # between two graphs Dynamo would trace it, for every tracker anew
     def _died(self, key: int, tracked: TrackedStorage, gone: Any) -> None:
-        last = self.op_count - (2 if tracked is self._taken_over else 1)
+        tracked.over = tracked is self._taken_over
+        last = self.op_count - (2 if tracked.over else 1)
         tracked.death = max(last, tracked.birth - tracked.between)
         del self._ids[key], self._ends[key]
 

@@ -10,9 +10,10 @@ Training is fed in the order in which it happens:
    finds free what forward has let go of, is cut out of it, and stays: what came out of one block then, needs another.
 3. Steps until a whole one reserves nothing more: the steady state. Peaks are those of the last.
 
-Assumptions. Within one operator: what it makes, in the recorded order; then its workspace, taken and given back; then
-what is let go. Sizes are those of the record, each rounded up to 512 bytes, which the allocator does anyway. What is
-fixed and not listed one by one (buffers, the batch) is one block each. One stream. Nothing is
+Assumptions. Within one operator: what it makes, in the recorded order (dropout makes its mask first); then its
+workspace, taken in its parts (`workspace_parts.py`) and given back; then what is let go. A result that is written over
+an argument has its block. Sizes are those of the record, each rounded up to 512 bytes, which the allocator does anyway.
+What is fixed and not listed one by one (buffers, the batch) is one block each. One stream. Nothing is
 freed to make room: a card that would be full is not asked again, so what is predicted is what is reserved without the
 stalls that giving cached memory back means.
 """
@@ -31,6 +32,7 @@ from remat.evaluation.libraries import products, threads_that_multiply
 from remat.evaluation.plan import AllocatorPeaks, Region
 from remat.reservation.allocator_settings import AllocatorSettings
 from remat.reservation.caching_allocator import Block, CachingAllocator
+from remat.reservation.workspace_parts import parts_of
 from remat.units import MIB
 from remat.workload.target import Target
 
@@ -141,6 +143,9 @@ def _shared_out(total: int, sizes: Iterable[int]) -> Iterator[int]:
 
 
 _MAKE, _LIBRARY, _WORK, _FREE = range(4)  # in this order within an operator
+_LAST_FIRST = frozenset(
+    {"aten.native_dropout.default"}
+)  # its second result is made first (ATen/native/cuda/Dropout.cu)
 
 
 class _Step:
@@ -156,16 +161,23 @@ class _Step:
         until = np.array([until for _, until in graph.held_outputs], dtype=np.int64)
         held = len(lives.size_bytes) + np.arange(len(until))
         begun = np.full(len(held), -1)
-        position = np.concatenate([begun, lives.birth[real], first, working, lives.death[real], until - 1])
-        counts = [len(held) + len(real), len(first), len(working), len(real) + len(held)]
+        self._over = _written_over(graph, lives, real)
+        freed = real[~np.isin(real, [*self._over.values()])]
+        position = np.concatenate([begun, lives.birth[real], first, working, lives.death[freed], until - 1])
+        counts = [len(held) + len(real), len(first), len(working), len(freed) + len(held)]
         kind = np.repeat([_MAKE, _LIBRARY, _WORK, _FREE], counts)
-        who = np.concatenate([held, real, first, working, real, held])
-        order = np.lexsort((who, kind, position))
+        who = np.concatenate([held, real, first, working, freed, held])
+        inside = (position >= 0) & (kind == _MAKE)
+        last_first = np.zeros(len(position), dtype=bool)
+        last_first[inside] = _is_any_of(graph, _LAST_FIRST)[lives.op[position[inside]]]
+        order = np.lexsort((np.where(last_first, -who, who), kind, position))
         optimizer = int(np.argmax(np.append(lives.op, graph.op_count) >= graph.backward_end))
         self._optimizer = int(np.searchsorted(position[order], optimizer))
         self._kind, self._who = kind[order].tolist(), who[order].tolist()
         self._sizes = [*lives.size_bytes.tolist(), *(size for size, _ in graph.held_outputs)]
-        self._workspace = workspace.tolist()
+        self._workspace = {
+            at: parts_of(graph.kinds[graph.op_kind[lives.op[at]]], int(workspace[at])) for at in working.tolist()
+        }
         self._library_bytes = graph.fixed_bytes.get(LIBRARY_WORKSPACES, 0) // max(len(first), 1)
 
     def execute(self, allocator: CachingAllocator, state: Iterable[int] = (), *, is_first: bool = False) -> None:
@@ -183,16 +195,30 @@ class _Step:
     def _feed(
         self, allocator: CachingAllocator, held: dict[int, Block], begin: int, end: int, library_bytes: int
     ) -> None:
-        sizes, malloc, free = self._sizes, allocator.malloc, allocator.free
+        sizes, over, malloc, free = self._sizes, self._over, allocator.malloc, allocator.free
         for kind, who in zip(self._kind[begin:end], self._who[begin:end], strict=True):
             if kind == _MAKE:
-                held[who] = malloc(sizes[who])
+                held[who] = held.pop(over[who]) if who in over else malloc(sizes[who])
             elif kind == _FREE:
                 free(held.pop(who))
             elif kind == _WORK:
-                free(malloc(self._workspace[who]))
+                for block in [malloc(size) for size in self._workspace[who]]:
+                    free(block)
             elif library_bytes:
                 malloc(library_bytes)
+
+
+def _is_any_of(graph: Graph, names: frozenset[str]) -> np.ndarray:
+    """For every operator of the step whether it is one of these."""
+    return np.array([kind.name in names for kind in graph.kinds], dtype=bool)[np.asarray(graph.op_kind)]
+
+
+def _written_over(graph: Graph, lives: Lives, real: np.ndarray) -> dict[int, int]:
+    """Results that are written over an argument: life -> the life whose block it has, which ends right before."""
+    ended = real[graph.storages.over[lives.storage[real]] == 1]
+    before = {(int(lives.death[life]), int(lives.size_bytes[life])): life for life in ended.tolist()}
+    found = ((life, (int(lives.birth[life]) - 1, int(lives.size_bytes[life]))) for life in real.tolist())
+    return {life: before.pop(end) for life, end in found if end in before}
 
 
 def _first_products(graph: Graph, lives: Lives) -> np.ndarray:

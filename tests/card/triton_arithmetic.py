@@ -134,7 +134,9 @@ def _reduce_by_halves(reduction: Any, given: Any) -> list[Any]:
     parts = [block.handle.data for block in blocks]
     while parts[0].shape[axis] > 1:
         halves = [np.split(part, 2, axis) for part in parts]
-        rows = [reduction.to_tensor(pair[row], dtype) for row in (0, 1) for pair, dtype in zip(halves, dtypes, strict=True)]
+        rows = [
+            reduction.to_tensor(pair[row], dtype) for row in (0, 1) for pair, dtype in zip(halves, dtypes, strict=True)
+        ]
         combined = reduction.combine_fn.fn(*rows)
         parts = [each.handle.data for each in (combined if isinstance(combined, tuple) else (combined,))]
     if not reduction.keep_dims:

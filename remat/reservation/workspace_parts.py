@@ -1,0 +1,60 @@
+"""The requests in which a kernel asks for its workspace: one free block may hold a part where none holds the whole.
+
+Costs and formulas (`costing/workspaces.py`) know a sum. Three families that most steps have take much of it in several
+requests, and the bytes that the allocator reserves depend on them. Parts follow from the signature and the sum alone,
+so that they hold for measured workspaces too. Held to the requests of PyTorch's CUDA build (tests/test_card.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from remat.evaluation.graph import OpKind
+
+_ROWS = 128  # to a multiple of which flash attention rounds the length
+_EMBEDDING_ROWS = 10  # of a partial segment, at most
+_FLOAT_BYTES, _INDEX_BYTES = 4, 8
+_BLOCK_BYTES = 512  # partial results are those of whole blocks of threads
+
+
+def parts_of(kind: OpKind, size_bytes: int) -> tuple[int, ...]:
+    """`size_bytes`, as a kernel of this kind asks for them, in order."""
+    family = next((parts for name, parts in _FAMILIES.items() if kind.name.startswith(name)), None)
+    parts = () if family is None else family(kind, size_bytes)
+    return parts if parts and min(parts) > 0 else (size_bytes,)
+
+
+def _flash_attention_backward(kind: OpKind, size_bytes: int) -> tuple[int, ...]:
+    """`softmax_d`, then `dq_accum` and what else there is."""
+    batch, heads, length, _ = kind.signature[0][1]["tensor"][0]
+    first = batch * heads * -(-length // _ROWS) * _ROWS * _FLOAT_BYTES
+    return first, size_bytes - first
+
+
+def _sum(kind: OpKind, size_bytes: int) -> tuple[int, ...]:
+    """Partial results, then a semaphore for each block."""
+    semaphores = size_bytes % _BLOCK_BYTES
+    return size_bytes - semaphores, semaphores
+
+
+def _embedding_backward(kind: OpKind, size_bytes: int) -> tuple[int, ...]:
+    """Columns of indices, then a row for each partial segment."""
+    (gradient, _, _), (indices, _, _) = (kind.signature[0][position]["tensor"] for position in range(2))
+    count = math.prod(indices)
+    partial = count // _EMBEDDING_ROWS + min(count, int(kind.signature[0][2]))
+    rows, column = partial * gradient[-1] * _FLOAT_BYTES, count * _INDEX_BYTES
+    columns = size_bytes - rows
+    if columns <= 0:
+        return ()
+    rest = columns % column
+    return (*[column] * (columns // column), *([rest] if rest else []), rows)
+
+
+_FAMILIES: dict[str, Callable[[OpKind, int], tuple[int, ...]]] = {
+    "aten._scaled_dot_product_flash_attention_backward.": _flash_attention_backward,
+    "aten.embedding_dense_backward.": _embedding_backward,
+    "aten.linalg_vector_norm.": _sum,
+    "aten.mean.": _sum,
+    "aten.sum.": _sum,
+}
