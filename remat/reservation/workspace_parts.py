@@ -2,7 +2,7 @@
 
 Costs and formulas (`costing/workspaces.py`) know a sum. Three families that most steps have take much of it in several
 requests, and the bytes that the allocator reserves depend on them. Parts follow from the signature and the sum alone,
-so that they hold for measured workspaces too. Held to the requests of PyTorch's CUDA build (tests/test_card.py).
+so that they hold for measured workspaces too. Held to the requests of PyTorch's CUDA build (tests/test_requests.py).
 """
 
 from __future__ import annotations
@@ -43,12 +43,9 @@ def _embedding_backward(kind: OpKind, size_bytes: int) -> tuple[int, ...]:
     (gradient, _, _), (indices, _, _) = (kind.signature[0][position]["tensor"] for position in range(2))
     count = math.prod(indices)
     partial = count // _EMBEDDING_ROWS + min(count, int(kind.signature[0][2]))
-    rows, column = partial * gradient[-1] * _FLOAT_BYTES, count * _INDEX_BYTES
-    columns = size_bytes - rows
-    if columns <= 0:
-        return ()
-    rest = columns % column
-    return (*[column] * (columns // column), *([rest] if rest else []), rows)
+    rows, last, column = partial * gradient[-1] * _FLOAT_BYTES, partial * _INDEX_BYTES, count * _INDEX_BYTES
+    columns, rest = divmod(size_bytes - rows - last, column)
+    return (*[column] * columns, *([rest] if rest else []), last, rows) if columns > 0 else ()
 
 
 _FAMILIES: dict[str, Callable[[OpKind, int], tuple[int, ...]]] = {
