@@ -125,6 +125,11 @@ def test_what_is_measured_otherwise_than_by_formula_stays_whole() -> None:
 
 def test_autocast_casts_the_last_argument_first(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[int] = []
-    monkeypatch.setattr("remat.cuda_kernels.autocast._cast_one", lambda dtype, value: order.append(value) or value)
+
+    def noted(value: int, dtype: torch.dtype) -> int:
+        order.append(value)
+        return value
+
+    monkeypatch.setattr("remat.cuda_kernels.autocast.cast_one", noted)
     assert cast_call((1, [2, 3]), {"bias": 4}, torch.bfloat16) == ((1, [2, 3]), {"bias": 4})
     assert order == [4, 2, 3, 1]

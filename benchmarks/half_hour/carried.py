@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from remat.costing.planning_device import find_planning_device
+from remat.errors import RematError
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.plan import Plan
 from remat.formulation.solution import Limits
@@ -50,8 +51,12 @@ def make_plans(folder: Path, device: torch.device, torch_there: str) -> list[Pat
     for model, fuse, (batch_size, seq_len, budget_bytes) in wanted:
         for target in TARGETS if on_cuda else ("cpu",):
             workload = workload_of(model, device, (batch_size, seq_len))
-            plan = made(workload, model, target, budget_bytes if on_cuda else None, torch_there, fuse=fuse)
             path = folder / f"{model}{'-fused' if fuse else ''}.{target}.plan.json"
+            try:
+                plan = made(workload, model, target, budget_bytes if on_cuda else None, torch_there, fuse=fuse)
+            except RematError as error:  # the others are worth carrying
+                print(f"{path}: none: {error}", flush=True)
+                continue
             plan.save(path)
             print(f"{path}: {plan.solver['status']}, +{100 * plan.predicted['overhead']:.2f} %", flush=True)
             found.append(path)

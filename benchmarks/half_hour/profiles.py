@@ -11,6 +11,7 @@ import numpy as np
 from benchmarks.half_hour import carried, observing
 from benchmarks.half_hour.observing import mib
 from benchmarks.half_hour.work import GPT2, LLAMA, Work
+from remat.costing.costs import with_library_workspaces
 from remat.costing.profile import Profile
 from remat.costing.workspaces import FORMULAS, workspace_bytes
 from remat.evaluation.evaluator import Memory
@@ -83,17 +84,18 @@ def optimizer_peak(work: Work) -> None:
 
 
 def _optimizer_step(work: Work, workload: Workload, form: str) -> dict[str, Any]:
-    graph = record(fake_step(workload, work.place), alignment_bytes=work.alignment_bytes)
+    recorded = record(fake_step(workload, work.place), alignment_bytes=work.alignment_bytes)
+    graph = with_library_workspaces(recorded, work.place.target)
     curve = Memory(graph).curve(())
     with work.training(workload) as training:
         training.update()
         release_memory(work.device)
         before = training.bytes_before(work.alignment_bytes)
         peaks = observing.peaks_of(training.update, work.device)
-    measured = peaks["allocated"] + (0 if work.on_cuda else before)
+    measured = peaks["requested"] if work.on_cuda else peaks["allocated"] + before
     in_optimizer = bool(curve.op[curve.peak_at] >= graph.backward_end)
     work.findings.say(
-        f"{form}: {mib(measured)} MiB allocated, {mib(curve.peak_bytes)} predicted, "
+        f"{form}: {mib(measured)} MiB, {mib(curve.peak_bytes)} predicted, "
         f"{'in the optimizer' if in_optimizer else 'before the optimizer'}"
     )
     release_memory(work.device)

@@ -92,7 +92,7 @@ def cast(values: Sequence[Any], dtype: torch.dtype) -> tuple[Any, ...]:
     The last argument is cast first, as compiled C++ does (gcc evaluates the arguments of a call from right to left);
     a list of tensors is one argument, and is cast from the left. The order decides which casts are alive together.
     """
-    return tuple(reversed([tree_map(functools.partial(_cast_one, dtype), value) for value in reversed(values)]))
+    return tuple(reversed([tree_map(functools.partial(cast_one, dtype=dtype), value) for value in reversed(values)]))
 
 
 def cast_call(
@@ -103,7 +103,8 @@ def cast_call(
     return cast(args, dtype), dict(zip(kwargs, named, strict=True))
 
 
-def _cast_one(dtype: torch.dtype, value: Any) -> Any:
+def cast_one(value: Any, dtype: torch.dtype) -> Any:
+    """`value`, cast if it is a tensor that autocast casts."""
     if not eligible(value) or value.dtype == dtype:
         return value
     is_weight = value.dtype == torch.float32 and value.requires_grad and value.is_leaf and not value._is_view()

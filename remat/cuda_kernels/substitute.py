@@ -54,7 +54,7 @@ from remat.cuda_kernels.autocast import (
     CudnnAttention,
     Device,
     Tensor,
-    cast,
+    cast_one,
     dtype_of_region,
     enter_autocast,
     exit_autocast,
@@ -111,7 +111,7 @@ def _rows_on_cuda(rows: ChunkedRows, device: Device) -> None:
 
 
 def _cast_on(device: Device) -> Callable[[Tensor], Tensor]:
-    return functools.partial(cast, dtype=device.autocast) if device.autocast else as_given
+    return functools.partial(cast_one, dtype=device.autocast) if device.autocast else as_given
 
 
 @dataclasses.dataclass(frozen=True)
