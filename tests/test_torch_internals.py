@@ -329,6 +329,11 @@ def test_a_failure_on_fakes_is_not_logged_unless_it_is_asked_for(
     assert log.level == before
 
 
+def test_what_stands_for_a_traced_launch_in_triton_is_called() -> None:
+    assert isinstance(dynamo.traced_triton_launch(), type)
+    assert "__call__" in vars(dynamo.traced_triton_launch())
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # of Dynamo's own way with Functions
 def test_a_function_left_whole_is_a_node_that_says_which_it_is() -> None:
     class Doubled(torch.autograd.Function):
@@ -794,6 +799,10 @@ GONE: dict[str, tuple[str, Callable[[], Any]]] = {
     ),
     "_dynamo.utils.graph_break_reasons": ("find the branch at which a graph broke", dynamo.graph_breaks),
     "_dynamo.error_on_graph_break": ("leave sizes open where no graph breaks for them", dynamo.without_breaks),
+    "_higher_order_ops.triton_kernel_wrap.TritonKernelWrapperMutation": (
+        "leave kernels in Triton out of a fake step",
+        lambda: dynamo.traced_triton_launch(),
+    ),
     "_dynamo.trace_rules._allowed_callable_ids": (
         "capture Functions that cannot be traced",
         lambda: dynamo.left_whole(()).__enter__(),

@@ -73,3 +73,11 @@ def test_a_loss_keeps_the_memory_that_the_real_one_keeps(loss: str) -> None:
     with FakeTensorMode(), Tracker():
         on_fakes = kept()
     assert on_fakes == kept()
+
+
+def test_a_product_that_is_given_the_dtype_of_its_result_is_counted() -> None:
+    """TRL's head adds up its gradients so."""
+    with FakeTensorMode(), Tracker() as tracker:
+        a, b = torch.empty(4, 8, dtype=torch.bfloat16), torch.empty(8, 2, dtype=torch.bfloat16)
+        torch.addmm(torch.empty(4, 2), a, b, out_dtype=torch.float32)
+    assert [kind.flops for kind in tracker.kinds.values()][-1] == 2 * 4 * 8 * 2

@@ -77,10 +77,6 @@ def rows(count: int = 32, length: Callable[[int], int] = lambda i: LENGTH) -> li
     return [{"input_ids": ids, "labels": ids, "attention_mask": [1] * len(ids)} for ids in made]
 
 
-# Where Triton runs, these have TRL's fused head, which is given the positions that are labelled.
-FUSED_HEAD = pytest.mark.xfail(
-    DEVICE.type == "cuda", strict=True, reason="DPO and KTO on CUDA are not captured: nonzero of their labels"
-)
 SETTINGS: dict[str, Any] = {
     "max_steps": 2,
     "per_device_train_batch_size": 4,
@@ -705,6 +701,25 @@ def test_trls_sft_trainer_with_lora_trains_alike_within_the_budget(trl: Make, tm
     assert peak == pytest.approx(first.plan.predicted["peak_bytes"], rel=0.005)
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("optimizer", ["adamw_torch", "adamw_bnb_8bit"])
+def test_on_cuda_trls_packed_rows_with_lora_train_alike_within_the_budget(
+    optimizer: str, trl: Make, tmp_path: Path
+) -> None:
+    """Its head launches its kernels in Triton; bitsandbytes' own compute nothing on the card, the same for both."""
+    data = [{"input_ids": row["input_ids"][: LENGTH // 2]} for row in rows()]
+    options = {"bf16": True, "packing": True, "peft_config": lora("CAUSAL_LM"), "optim": optimizer}
+    make = functools.partial(trl, "SFT", data=data, **options)
+    expected = losses_of(make())
+    losses_of(make(first := RematCallback(budget="64.6MiB", cache=tmp_path)))
+    assert first.plan is not None and first.plan.regions
+    trainer = make(RematCallback(budget="64.6MiB", cache=tmp_path))
+    losses: list[float] = []
+    peak = measure_peak(lambda: losses.extend(losses_of(trainer)), DEVICE, requested=True)
+    assert losses == expected and len(losses) == 2
+    assert peak <= first.plan.budget_bytes
+
+
 class Kernel:
     """Stands for a kernel in Triton: it is launched over a grid, and asks its tensors for addresses."""
 
@@ -786,9 +801,7 @@ def judged(words: int = 10) -> list[dict[str, Any]]:
 
 
 @pytest.mark.any_device
-@pytest.mark.parametrize(
-    "name", [pytest.param("DPO", marks=FUSED_HEAD), "Reward", pytest.param("KTO", marks=FUSED_HEAD)]
-)
+@pytest.mark.parametrize("name", ["DPO", "Reward", "KTO"])
 def test_trainers_of_preferences_train_alike(
     name: str, trl: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -376,3 +376,9 @@ def own_function(target: Any) -> Any:
     if getattr(target, "__name__", "") != "trampoline_autograd_apply":
         return None
     return inspect.getclosurevars(target).nonlocals["fn_cls"]
+
+
+def traced_triton_launch() -> Any:
+    """The class of the operator that stands for the launch of a kernel in Triton, where Dynamo traces one."""
+    purpose = "leave kernels in Triton out of a fake step"
+    return internal("_higher_order_ops.triton_kernel_wrap.TritonKernelWrapperMutation", purpose)

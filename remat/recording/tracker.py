@@ -400,6 +400,7 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
         return 0
     if "scaled_dot_product" in func.__name__:
         args = _as_many_heads(args)
+    args = [arg for arg in args if not isinstance(arg, torch.dtype)]  # of the result: torch's counts know none
     return int(count(*args, **kwargs, out_val=out))
 
 
