@@ -87,6 +87,8 @@ NOT_RUN = {
     "make card": "downloads a CUDA build of torch",
     "make test-cuda": "needs the card",
     "build/card/python script.py": "needs the card, and a script",
+    "python benchmarks/device.py --make-plans build/device/plans --torch 2.13": "takes minutes a plan",
+    "build/card/python benchmarks/device.py build/device --device cuda --seconds 3600": "needs the card, half an hour",
     "remat plan --model gpt2 --budget 20GiB --target cuda --execution inductor": "needs a GPU; see test_compiling.py",
 }
 
