@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from remat.execution.planned_step import planned_step as planned_step
     from remat.formulation.solution import Limits as Limits
     from remat.host.optimizer_state import offload_optimizer as offload_optimizer
+    from remat.host.step_in_backward import step_in_backward as step_in_backward
     from remat.host.weights import bring_weights_back as bring_weights_back
     from remat.host.weights import offload_weights as offload_weights
     from remat.integrations.trainer_workload import loop_of as loop_of
@@ -77,6 +78,7 @@ _HOMES = {
     "planned_step": "remat.execution.planned_step",
     "profile": "remat.planning.profiling",
     "remove": "remat.execution.apply",
+    "step_in_backward": "remat.host.step_in_backward",
     "sweep": "remat.planning.sweep",
     "validate": "remat.validation.validating",
     "workload_of": "remat.integrations.trainer_workload",

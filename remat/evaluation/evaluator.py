@@ -37,7 +37,7 @@ from typing import Any
 
 import numpy as np
 
-from remat.evaluation.graph import OPTIMIZER_STATE, Graph
+from remat.evaluation.graph import OPTIMIZER_STATE, STEP_IN_BACKWARD, Graph
 from remat.evaluation.plan import Offload, Region
 
 _Position = Callable[[np.ndarray], np.ndarray]
@@ -235,6 +235,8 @@ class Memory:
         graph, curve = self.graph, self.curve(regions)
         alive = curve.alive_bytes - self.held_outputs_bytes(curve.op, curve.region)  # there is no step before
         before = alive[curve.op < graph.backward_end].max()
+        if graph.about.get(STEP_IN_BACKWARD):  # its state comes within backward: no more is alive than later
+            return int(before)
         return max(int(before) - graph.fixed_bytes.get(OPTIMIZER_STATE, 0), graph.first_step_bytes)
 
     def saved_tensors_in(self, first: int, end: int) -> np.ndarray:

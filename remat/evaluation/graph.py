@@ -35,6 +35,7 @@ from remat.units import gib
 OPTIMIZER_STATE = "optimizer state"  # in `Graph.fixed_bytes`: what the first step lacks
 STATE = "state of the model"  # in `Graph.fixed_bytes`: tensors that it keeps, and that are no parameters or buffers
 FROM_HOST = "remat.from_host.default"  # an operator: bytes of optimizer state that come from the host
+STEP_IN_BACKWARD = "step_in_backward"  # key of `Graph.about`: see `TrainingLoop`
 LIBRARY_WORKSPACES = "library workspaces"  # in `Graph.fixed_bytes`: what cuBLAS keeps, see `workspaces.py`
 WRAPPED_NUMBERS = "numbers"  # in `Graph.fixed_bytes`: Python numbers that autograd keeps as tensors on the CPU
 CHUNKED_ROWS = "chunked_rows("  # how `Node.op` of a run of nodes in slices begins
@@ -224,7 +225,7 @@ class Parameter:
     """One parameter: what the states of training hold for it, for sharding them.
 
     gradient_bytes  0 where it needs no gradient      state_bytes  of the optimizer, after its first step
-    gradient        storage that is its gradient when backward ends; -1: none, or one from before the step
+    gradient        storage that is its gradient when it is whole; -1: none, or one from before the step
     state_tensors   `state_bytes` tensor by tensor; empty in files from before it was recorded
     """
 
@@ -243,7 +244,7 @@ class Graph:
     op_kind, op_node   columns over operators: index into `kinds`, and the node it belongs to: in forward the node
                        that ran it, in backward the node whose gradient it computes
     fixed_bytes        what was there before the step, by category
-    parameter_gradients  storages that are a parameter's gradient when backward ends
+    parameter_gradients  storages that are a parameter's gradient when it is whole
     about              where it came from: workload, batch size, sequence length, dtype policy, device, versions
     parameters         one by one, in the order of the model
     gathered           storages that sharding added: shards of other ranks, while they are needed

@@ -61,13 +61,13 @@ from remat.execution.eager.rewritten_calls import RewrittenCalls
 from remat.execution.early_forwards import EarlyForwards, complete
 from remat.execution.first_step import FirstStep
 from remat.execution.forwards import ModuleForward, Now, StepForwards, modules_of
+from remat.execution.optimizer_as_planned import unlike_planned
 from remat.execution.placing import Placer
 from remat.execution.second_step import SMALL_CHANGE, SecondStep
 from remat.fusion.formed import formed
 from remat.fusion.fuse import fused_groups
 from remat.fusion.fused_group import GroupWatch
 from remat.host.copies import Copies
-from remat.host.optimizer_state import is_offloaded
 from remat.host.weights import HostWeights, weights_on_host
 from remat.units import gib
 from remat.workload.held_outputs import LastOutputs
@@ -635,7 +635,7 @@ class PlannedForward:
         if PASSES not in self.plan.about:  # of which the second and later ones have gradients
             self._compare_gradients(loop)
         self._compare_held(loop.holds_outputs)
-        self._compare_optimizer(loop.offload_optimizer)
+        self._compare_optimizer()
 
     def _compare_gradients(self, loop: TrainingLoop) -> None:
         if loop.accumulates or loop.ddp or loop.shard is not None or "gradients" in self._warned:
@@ -669,19 +669,13 @@ class PlannedForward:
             '(`offload="weights"`), or leave `remat.offload_weights` out.'
         )
 
-    def _compare_optimizer(self, planned: bool) -> None:
-        """Whether the optimizer's state is where the plan counts on it; asked from the second forward on."""
+    def _compare_optimizer(self) -> None:
+        """Whether the optimizer is as the plan counts on; asked from the second forward on."""
         first, self._is_first_forward = self._is_first_forward, False
-        parameter = next(iter(trainable(self.model)), None)
-        if not planned or first or parameter is None or "optimizer" in self._warned or is_offloaded(parameter):
+        if first or "optimizer" in self._warned:
             return
-        self._not_as_planned(
-            "optimizer",
-            "the plan counts on the optimizer's state being on the host between steps, and it is on the device: the "
-            f"peak may exceed the planned {gib(self.plan.predicted['peak_bytes'])} by all of it. Say "
-            "`remat.offload_optimizer(optimizer)` once, when the optimizer is made.",
-            frames=8,
-        )
+        if text := unlike_planned(self.plan, trainable(self.model)):
+            self._not_as_planned("optimizer", text, frames=8)
 
     def _compare_held(self, declared: bool) -> None:
         sizes = self._last_outputs.alive(self.model, but_last=declared)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from remat.evaluation.graph import CHUNKED_ROWS, OUTSIDE, Graph, block_of
+from remat.evaluation.graph import CHUNKED_ROWS, OUTSIDE, STEP_IN_BACKWARD, Graph, block_of
 from remat.evaluation.plan import SpaceSize
 
 DEPTH = 2  # of nesting
@@ -124,7 +124,25 @@ def legal_cuts(graph: Graph) -> list[int]:
             legal[i + 1] = False
         for producer in node.mutates:
             legal[producer + 1 : i + 1] = False
+    if graph.about.get(STEP_IN_BACKWARD):
+        legal[_behind_stepped(graph)] = False
     return [p for p in range(count + 1) if legal[p]]
+
+
+def _behind_stepped(graph: Graph) -> list[int]:
+    """Positions where no region may end that is recomputed with parameters as they were in forward.
+
+    Backward comes to its last nodes first. Where these take a parameter and ask for nothing that is saved, as the sum
+    with a bias does, the parameter is stepped before an older node has the region recomputed.
+    """
+    asks = {int(node) for node in graph.saved_tensors.node[graph.saved_tensors.unpack >= 0]}
+    differentiates = set(graph.op_node[graph.forward_end : graph.backward_end].tolist())
+    found, takes = [], False
+    for i, node in enumerate(graph.nodes):
+        takes = i not in asks and (takes or (node.takes_fixed and i in differentiates))
+        if takes:
+            found.append(i + 1)
+    return found
 
 
 def last_uses(graph: Graph) -> list[int]:

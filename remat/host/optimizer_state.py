@@ -12,7 +12,7 @@ Rule 4  A place on the host belongs to one tensor of the state. What somebody el
         place of its own, so a `state_dict` that was taken before stays what it was.
 
 An optimizer goes over `self.param_groups` once a step. A hook before the step hands its function another `self`: the
-same optimizer in all but one thing, its groups come part by part (`_Stepping`). So hooks, closures, schedulers and
+same optimizer in all but one thing, its groups come part by part (`Stepping`). So hooks, closures, schedulers and
 gradient scalers see the optimizer as it is, and nothing has to be put back after a step that fails.
 
 The state moves once an optimizer step, whatever the number of micro-batches (Rajbhandari et al. 2021, ZeRO-Infinity,
@@ -21,10 +21,11 @@ steps optimizers part by part as well; there each rank has its own share).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -37,6 +38,7 @@ from remat.host.copies import Copies, Copy, copies_on
 PART_BYTES = 32 << 20  # parameters of one part, unless one alone is larger
 SMALL_BYTES = 1024  # a smaller state tensor, a step counter say, stays where it is
 
+OFFLOAD = "have its state on the host"
 _WHOLE = ("LBFGS", "SparseAdam")  # a step that goes over the parameters again and again; sparse gradients
 _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
 _offloaded: weakref.WeakKeyDictionary[torch.optim.Optimizer, OffloadedState] = weakref.WeakKeyDictionary()
@@ -96,7 +98,7 @@ class _Moving:
 
 @dataclasses.dataclass(eq=False)
 class _Part:
-    """Some of the parameters of a group, stepped together.
+    """Some of the parameters of a group, stepped together; without a group, one that will have its gradient.
 
     arriving  their state, once it is on its way
     """
@@ -115,7 +117,7 @@ class OffloadedState:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, copies: Copies | None = None, part_bytes: int = PART_BYTES):
-        _require(optimizer)
+        require_steps_by_parameter(optimizer, OFFLOAD)
         self.copies = copies
         self.part_bytes = part_bytes
         self._copies: dict[torch.device, Copies] = {}
@@ -152,11 +154,11 @@ class OffloadedState:
     @torch.compiler.disable
     def _begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Before a step: its function gets the optimizer whose groups come part by part."""
-        _require(optimizer)
+        require_steps_by_parameter(optimizer, OFFLOAD)
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise UsageError("a step whose state is on the host cannot be captured in a CUDA graph.")
         self._stop()  # of a step that failed
-        return (_Stepping(optimizer, self), *args[1:]), kwargs
+        return (Stepping(optimizer, lambda: _Stream(self.stream())), *args[1:]), kwargs
 
     def stream(self) -> Iterator[dict[str, Any]]:
         """The optimizer's groups, part by part, the state of each on the device while it is out."""
@@ -171,6 +173,21 @@ class OffloadedState:
         finally:
             self._stop()
         self._forget_what_is_gone()
+
+    @contextlib.contextmanager
+    def here(self, parameter: nn.Parameter, following: nn.Parameter | None) -> Iterator[None]:
+        """The state of `parameter`, whose gradient is there, is on the device; that of `following` is on its way.
+
+        Between two such parameters backward goes on. `step()` lets go of what has come for nothing.
+        """
+        coming = {id(each.parameters[0]): each for each in self._parts}
+        part = coming.pop(id(parameter), _Part({}, [parameter]))
+        if following is not None:
+            part.following = coming.setdefault(id(following), _Part({}, [following]))
+        self._parts = list(coming.values())
+        self._arrive(part)
+        yield
+        self._leave(part)
 
     def _split(self, groups: Iterable[dict[str, Any]]) -> list[_Part]:
         """All parameters in order, a group's never together with another's."""
@@ -195,7 +212,7 @@ class OffloadedState:
         self._settle()
         if part.arriving is None:
             self._fetch(part)
-        if part.following is not None:
+        if part.following is not None and part.following.arriving is None:
             self._fetch(part.following)
         for each in part.arriving or ():
             self._copies_on(each.flat.device).wait(each.copy)
@@ -242,7 +259,7 @@ class OffloadedState:
         """Begin to bring back the state of `part`: of what will be stepped."""
         part.arriving = []
         for parameter in part.parameters:
-            if parameter.grad is None:
+            if parameter.grad is None and part.group:
                 continue
             state, copies = self._optimizer.state.get(parameter, {}), self._copies_on(parameter.device)
             for name, each in self._on_host.get(parameter, {}).items():
@@ -317,15 +334,15 @@ class _Stream:
         return next(self._parts)
 
 
-class _Stepping:
-    """An optimizer as the function of its step sees it: whoever goes through its groups gets them part by part."""
+class Stepping:
+    """An optimizer as the function of its step sees it: whoever goes through its groups gets those of `groups`."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, state: OffloadedState):
-        vars(self).update(_optimizer=optimizer, _state=state)
+    def __init__(self, optimizer: torch.optim.Optimizer, groups: Callable[[], Iterable[dict[str, Any]]]):
+        vars(self).update(_optimizer=optimizer, _groups=groups)
 
     @property
     def param_groups(self) -> Iterable[dict[str, Any]]:
-        return _Stream(self._state.stream())
+        return self._groups()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["_optimizer"], name)
@@ -334,17 +351,17 @@ class _Stepping:
         setattr(self._optimizer, name, value)
 
 
-def _require(optimizer: torch.optim.Optimizer) -> None:
+def require_steps_by_parameter(optimizer: torch.optim.Optimizer, what: str) -> None:
+    """Raise UsageError unless `optimizer` steps every parameter by itself, which it must to do `what`."""
     kind = type(optimizer)
     if kind.__name__ == "SparseAdam":
-        raise UsageError("the state of SparseAdam cannot be offloaded: its gradients are sparse.")
+        raise UsageError(f"SparseAdam cannot {what}: its gradients are sparse.")
     if not can_be_offloaded(optimizer):
         raise UsageError(
-            f"the state of {kind.__module__}.{kind.__qualname__} cannot be offloaded: its step may need all parameters "
-            "at once. That of every class of torch.optim can, but for LBFGS and SparseAdam; of a wrapper, offload the "
-            "optimizer inside."
+            f"{kind.__module__}.{kind.__qualname__} cannot {what}: its step may need all parameters at once. Every "
+            "class of torch.optim can, but for LBFGS and SparseAdam; of a wrapper, take the optimizer inside."
         )
     if any(is_wrapper(p) for group in optimizer.param_groups for p in group["params"]):
-        raise UsageError("the state of sharded parameters cannot be offloaded; each rank has its own share already.")
+        raise UsageError(f"an optimizer of sharded parameters cannot {what}; each rank has its own share already.")
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise UsageError("the state of an optimizer with `differentiable=True` cannot be offloaded.")
+        raise UsageError(f"an optimizer with `differentiable=True` cannot {what}.")

@@ -22,7 +22,7 @@ from remat.evaluation.plan import Plan
 from remat.execution.apply import apply
 from remat.execution.planned_forward import OnLarger
 from remat.integrations.settings import (
-    offload_as_planned,
+    optimizer_as_planned,
     outputs_in_fp32,
     plan_from,
     require_autocast,
@@ -57,5 +57,5 @@ def prepare(
     apply(model, found, on_larger=on_larger, verify_first_step=verify_first_step)
     for each in others:
         if isinstance(each, torch.optim.Optimizer):
-            offload_as_planned(found, each)
+            optimizer_as_planned(found, each)
     return accelerator.prepare(model, *others)

@@ -24,7 +24,13 @@ from remat.errors import UsageError
 from remat.evaluation.plan import Plan
 from remat.execution.apply import apply
 from remat.execution.planned_forward import OnLarger
-from remat.integrations.settings import offload_as_planned, plan_from, require_autocast, warn_of_accumulation
+from remat.integrations.settings import (
+    optimizer_as_planned,
+    plan_from,
+    require_autocast,
+    require_no_clipping,
+    warn_of_accumulation,
+)
 
 NAMES = ("lightning.pytorch", "pytorch_lightning")
 AUTOCAST = {"bf16-mixed": "bfloat16", "16-mixed": "float16"}
@@ -72,6 +78,8 @@ class RematCallback(Callback):
         precision = str(trainer.precision)
         require_autocast(self.plan, AUTOCAST.get(precision), f"Trainer(precision={precision!r})")
         warn_of_accumulation(self.plan, trainer.accumulate_grad_batches, "the Trainer")
+        if trainer.gradient_clip_val and str(trainer.gradient_clip_algorithm or "norm").endswith("norm"):
+            require_no_clipping(self.plan, f"Trainer(gradient_clip_val={trainer.gradient_clip_val})")
         self._planned = None
         if self._find(pl_module) is not None:
             self._apply(pl_module)
@@ -82,7 +90,7 @@ class RematCallback(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
         for optimizer in trainer.optimizers:
-            offload_as_planned(self.plan, optimizer)
+            optimizer_as_planned(self.plan, optimizer)
 
     def _apply(self, pl_module: nn.Module) -> None:
         found = self._find(pl_module)

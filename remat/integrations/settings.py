@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from remat.errors import PlanMismatch
 from remat.evaluation.plan import Plan
 from remat.host.optimizer_state import can_be_offloaded, offload_optimizer
+from remat.host.step_in_backward import step_in_backward
 from remat.host.weights import offload_weights
 from remat.units import gib
 from remat.workload.training_loop import TrainingLoop
@@ -56,13 +57,26 @@ def weights_as_planned(plan: Plan, model: nn.Module) -> None:
         offload_weights(model, layers)
 
 
-def offload_as_planned(plan: Plan, optimizer: Any) -> None:
-    """Bring the state of `optimizer`, or of the one that it wraps, to the host where the plan counts on it."""
-    if not TrainingLoop.of(plan.about).offload_optimizer:
+def require_no_clipping(plan: Plan, setting: str) -> None:
+    """Raise PlanMismatch where the plan steps in backward, and `setting` clips gradients by the norm of all of them."""
+    if TrainingLoop.of(plan.about).step_in_backward:
+        raise PlanMismatch(
+            f"the plan counts on an optimizer that steps in backward, and {setting} clips gradients by their norm, "
+            "which is known when backward has ended; turn it off, or plan for a loop that steps as a whole."
+        )
+
+
+def optimizer_as_planned(plan: Plan, optimizer: Any) -> None:
+    """Let `optimizer`, or the one that it wraps, step and have its state where the plan counts on it."""
+    loop = TrainingLoop.of(plan.about)
+    if not loop.offload_optimizer and not loop.step_in_backward:
         return
     while not can_be_offloaded(optimizer) and (inner := getattr(optimizer, "optimizer", None)) is not None:
         optimizer = inner
-    offload_optimizer(optimizer)
+    if loop.offload_optimizer:
+        offload_optimizer(optimizer)
+    if loop.step_in_backward:
+        step_in_backward(optimizer)
 
 
 def outputs_in_fp32(outputs: Any) -> Any:

@@ -33,10 +33,11 @@ from remat.evaluation.plan import Plan
 from remat.execution.apply import apply, has_plan
 from remat.execution.planned_forward import OnLarger
 from remat.integrations.settings import (
-    offload_as_planned,
+    optimizer_as_planned,
     outputs_in_fp32,
     plan_from,
     require_autocast,
+    require_no_clipping,
     warn_of_accumulation,
     weights_as_planned,
 )
@@ -107,6 +108,8 @@ class RematCallback(TrainerCallback):
         autocast = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
         require_autocast(self.plan, autocast, f"TrainingArguments(bf16={args.bf16}, fp16={args.fp16})")
         warn_of_accumulation(self.plan, args.gradient_accumulation_steps, "TrainingArguments")
+        if args.max_grad_norm and args.max_grad_norm > 0:
+            require_no_clipping(self.plan, f"TrainingArguments(max_grad_norm={args.max_grad_norm})")
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -117,7 +120,7 @@ class RematCallback(TrainerCallback):
             turn_off_checkpointing(model)
         if has_plan(model):
             if self.plan is not None:
-                offload_as_planned(self.plan, kwargs.get("optimizer"))
+                optimizer_as_planned(self.plan, kwargs.get("optimizer"))
             return
         from remat.integrations.planned_trainer import plan_of, tell
 
@@ -134,7 +137,7 @@ class RematCallback(TrainerCallback):
         with beneath_autocast(model, trainer.accelerator):
             apply(model, plan, on_larger=self.on_larger, verify_first_step=self.verify_first_step)
         self.plan = plan
-        offload_as_planned(plan, kwargs.get("optimizer"))
+        optimizer_as_planned(plan, kwargs.get("optimizer"))
 
     def _trainer(self) -> Any:
         """The Trainer that calls: callbacks are given its parts, never itself."""

@@ -346,6 +346,8 @@ class MicroBatches:
 
     def windows(self, samples: int) -> list[Window]:
         """What may be tried, the largest micro-batch first. (Rule 1)"""
+        if self.loop.step_in_backward:  # which accumulates nothing
+            return [Window(samples, samples)]
         sizes = set(divisors(samples))
         whole = self.largest(samples, in_slices=False)
         most = self.largest(samples, above=whole)

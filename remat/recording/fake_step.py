@@ -33,7 +33,7 @@ from remat.chunking.chunk import CHUNKED, HEAD
 from remat.chunking.chunked_loss import ChunkedLoss
 from remat.chunking.heads import WholeLoss, find_heads, whole_losses
 from remat.chunking.rows import RowRun, find_row_runs
-from remat.errors import CaptureError, RematError
+from remat.errors import CaptureError, RematError, UsageError
 from remat.evaluation.form import CAPTURED, Chunk, Form, slices_in
 from remat.evaluation.forwards import Forward
 from remat.evaluation.graph import (
@@ -43,6 +43,7 @@ from remat.evaluation.graph import (
 from remat.fusion.formed import formed
 from remat.host.copies import Copies
 from remat.host.optimizer_state import OffloadedState
+from remat.host.step_in_backward import StepInBackward, stepping_of
 from remat.host.weights import AT_ONCE, Layer, layers_of, spread
 from remat.recording.deferred import Deferred, reaches_parameters, states_counted
 from remat.recording.kept_here import KeptHere
@@ -78,6 +79,7 @@ class Finish:
     copies     who brings the optimizer's state to the host and back, where not the device itself
     averages   the running average's tensors, parameters first; none before the first step
     offloaded  the optimizer's state, where the loop has it on the host
+    stepping   how the optimizer steps in backward, where the loop has it so
     """
 
     def __init__(
@@ -93,6 +95,11 @@ class Finish:
         self.offloaded: OffloadedState | None = None
         if optimizer.steppers and loop.offload_optimizer:
             self.offloaded = OffloadedState(optimizer.made, copies)
+        self.stepping: StepInBackward | None = stepping_of(optimizer.alone)
+        if self.stepping is not None and not loop.step_in_backward:
+            raise UsageError("the optimizer steps in backward: plan with `TrainingLoop(step_in_backward=True)`.")
+        if optimizer.steppers and loop.step_in_backward and self.stepping is None:
+            self.stepping = StepInBackward(optimizer.made)
 
     @property
     def state(self) -> list[Any]:
@@ -100,6 +107,11 @@ class Finish:
         if self.offloaded is not None:
             return self.offloaded.on_device()
         return self.optimizer.state
+
+    def let_go(self) -> None:
+        """Another optimizer takes over."""
+        if self.stepping is not None:
+            self.stepping.let_go()
 
     def __call__(self) -> None:
         if self.loop.clip_grad_norm:
@@ -324,6 +336,7 @@ class FakeStep:
         make = self.workload.optimizer
         parameters = trainable(self.model)
         with self.mode, Tracker() as tracker, self._after_backward(tracker):
+            self.finish.let_go()
             optimizer = AnyOptimizer(None if make is None else make(parameters), parameters)
             self.finish = Finish(self.loop, self.model, optimizer, self._repeated, TrackedStateCopies(tracker))
 
@@ -472,8 +485,10 @@ class FakeStep:
             raise CaptureError(f"`step` of {self.workload.name!r} must return a scalar loss that requires grad.")
         return loss
 
-    def _backward(self, loss: torch.Tensor) -> None:
+    def _backward(self, loss: torch.Tensor, tracker: Tracker) -> None:
         """The backward of the step; raises CaptureError if it fails."""
+        if self.finish.stepping is not None:
+            self.finish.stepping.around = functools.partial(self._stepping, tracker)
         self._in_backward = True
         try:
             if self.deferred is None:
@@ -493,6 +508,11 @@ class FakeStep:
             raise CaptureError(f"the backward of {self.workload.name!r} fails on fake tensors: {reason}.") from error
         finally:
             self._in_backward = False
+
+    def _stepping(self, tracker: Tracker, parameter: nn.Parameter) -> contextlib.AbstractContextManager[None]:
+        """What a parameter is stepped under in backward."""
+        tracker.note_gradient(parameter)
+        return self._after_backward(tracker)
 
     def _loss(self) -> torch.Tensor:
         """What the step returns; of a step that runs its forwards in backward, what its largest pass ends in."""
@@ -624,7 +644,7 @@ class FakeStep:
         self._begin_training()
         forward_end = tracker.op_count
         with self._on_fakes(), tracker:
-            self._backward(loss)
+            self._backward(loss, tracker)
             del loss
             self._let_go()
             backward_end = tracker.op_count
@@ -640,7 +660,7 @@ class FakeStep:
                 tracker.follow_older(self.state().unregistered)
             loss = self.forward()
             after_forward()
-            self._backward(loss)
+            self._backward(loss, tracker)
             after_backward()
             del loss
             self._let_go()

@@ -195,6 +195,7 @@ class Recorder(Tracker):
         self._forward_end = self._backward_end = -1
         self._gradients: tuple[int, ...] = ()
         self._gradient_of: dict[str, int] = {}
+        self._stepped: dict[int, int] = {}  # storage of the gradient, by id of a parameter that is stepped in backward
 
     # Nodes
 
@@ -495,10 +496,16 @@ class Recorder(Tracker):
         self._forward_end = self.op_count
         self._sequence_end = next_sequence_number()
 
+    def note_gradient(self, parameter: nn.Parameter) -> None:
+        if parameter.grad is not None:
+            self._stepped[id(parameter)] = self.storage_of(parameter.grad)
+
     def after_backward(self, model: nn.Module) -> None:
         self._backward_end = self.op_count
         self._gradient_of = {
-            name: self.storage_of(p.grad) for name, p in model.named_parameters() if p.grad is not None
+            name: self._stepped[id(p)] if p.grad is None else self.storage_of(p.grad)
+            for name, p in model.named_parameters()
+            if p.grad is not None or id(p) in self._stepped
         }
         self._gradients = tuple(sorted(set(self._gradient_of.values()) - {FIXED}))
 

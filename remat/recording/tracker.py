@@ -190,6 +190,9 @@ class Tracker(UnseenMode):
     def replaced(self, tensor: torch.Tensor) -> None:
         """Called before a tensor is given another storage (`parameter.data = ...`), for subclasses."""
 
+    def note_gradient(self, parameter: torch.nn.Parameter) -> None:
+        """The gradient of `parameter` is whole, and about to be let go of."""
+
     def dispatched(self, op: int, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Called after every operator, for subclasses."""
 

@@ -129,6 +129,7 @@ class Training:
 
     def _put_back(self) -> None:
         bring_weights_back(self.model)
+        self.finish.let_go()
         self.finish = self._finish_with(None)
         self.held_outputs.let_go()
         self.model.zero_grad(set_to_none=True)
@@ -150,6 +151,21 @@ class Training:
         self.model.zero_grad(set_to_none=True)
         with torch.enable_grad():
             return self.forward_and_backward()
+
+    def gradients_of(self, run: Callable[[], Any]) -> tuple[Any, list[torch.Tensor | None]]:
+        """The result of `run`, which runs a backward, and the gradients of all that trains, on the host."""
+        found: dict[int, torch.Tensor] = {}
+
+        def note(parameter: nn.Parameter) -> contextlib.AbstractContextManager[None]:
+            if parameter.grad is not None:
+                found[id(parameter)] = on_host(parameter.grad)
+            return contextlib.nullcontext()
+
+        with self.finish.stepping.noting(note) if self.finish.stepping else contextlib.nullcontext():
+            result = run()
+        for parameter in trainable(self.model):
+            note(parameter)
+        return result, [found.get(id(parameter)) for parameter in trainable(self.model)]
 
     def forward_and_backward(self) -> torch.Tensor:
         holding = self.held_outputs.catching(self.model) if self.loop.holds_outputs else contextlib.nullcontext()
@@ -266,6 +282,10 @@ class Training:
             times += [time_once_us(self.step, self.device) for _ in range(repeats - 1)]
         measured = dataclasses.replace(measured, time_us=statistics.median(times))
         return measured, before_bytes + measured.requested_bytes
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.to_dense() if tensor.is_sparse else tensor).detach().to("cpu", copy=True)
 
 
 def release_memory(device: torch.device) -> None:

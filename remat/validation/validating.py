@@ -67,9 +67,9 @@ from remat.validation.groups import GroupsSeen, far_from
 from remat.validation.kernel_log import KernelLog, kernel_differences, without_heads
 from remat.validation.report import Report
 from remat.validation.sums import SumsSeen
-from remat.validation.training import Training, undisturbed
+from remat.validation.training import Training, on_host, undisturbed
 from remat.workload.training_loop import TrainingLoop
-from remat.workload.workload import Workload, trainable
+from remat.workload.workload import Workload
 
 BEARABLE_S = 10.0  # estimated time of one step on a CPU
 SHORTEST = 128  # sequence length
@@ -319,13 +319,8 @@ def _first_few(names: Collection[str], most: int = 3) -> str:
 def _first_step(training: Training, kernels: KernelLog | None) -> _FirstStep:
     """A compiled step has no `kernels` that could be logged one by one."""
     with kernels or contextlib.nullcontext():
-        loss = training.forward_and_backward()
-    gradients = [None if p.grad is None else _on_host(p.grad) for p in trainable(training.model)]
-    return _FirstStep(_on_host(loss), gradients, kernels.found if kernels else [])
-
-
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.to_dense() if tensor.is_sparse else tensor).detach().to("cpu", copy=True)
+        loss, gradients = training.gradients_of(training.forward_and_backward)
+    return _FirstStep(on_host(loss), gradients, kernels.found if kernels else [])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,6 +27,8 @@ class TrainingLoop:
     shard           what ranks share of the states (Rajbhandari et al. 2020): zero1 the optimizer's, zero2 gradients
                     too, zero3 parameters too (FSDP); None: every rank has all
     offload_optimizer  the optimizer's state is on the host between its steps (`host/optimizer_state.py`)
+    step_in_backward   the optimizer steps each parameter as soon as its gradient is whole, and lets the gradient go
+                    (`host/step_in_backward.py`)
     weights_on_host    of so many layers the frozen weights are on the host but for two at a time (`host/weights.py`)
     holds           what the loop keeps of a step until the next one's forward returns: no more than the loss, a scalar,
                     or all outputs of the model, as `logits, loss = model(x, y)` in a loop does
@@ -41,6 +43,7 @@ class TrainingLoop:
     ranks: int = 1
     shard: Shard | None = None
     offload_optimizer: bool = False
+    step_in_backward: bool = False
     weights_on_host: int = 0
     holds: Holds = "loss"
 
@@ -62,6 +65,25 @@ class TrainingLoop:
             )
         if self.shard is not None and self.ddp:
             raise UsageError(f'`ddp=` and `shard="{self.shard}"` exclude each other: shards have no gradient buckets.')
+
+        if self.step_in_backward and (why := self._needs_all_gradients):
+            raise UsageError(f"an optimizer cannot step in backward with {why}; leave one of them out.")
+
+    @property
+    def gradients_may_go(self) -> bool:
+        """Whether a parameter may be stepped before all gradients are there."""
+        return self._needs_all_gradients is None
+
+    @property
+    def _needs_all_gradients(self) -> str | None:
+        """Why all gradients must be there before the optimizer steps, if that is so."""
+        if self.accumulation > 1:
+            return f"`accumulation={self.accumulation}`: gradients of micro-batches are summed before the step"
+        if self.clip_grad_norm:
+            return "`clip_grad_norm=True`: the norm of all gradients is known when backward has ended"
+        if self.ddp or self.shard is not None:
+            return f"{'`ddp=True`' if self.ddp else f'`shard={self.shard!r}`'}: ranks sum gradients before the step"
+        return None
 
     @property
     def accumulates(self) -> bool:

@@ -61,7 +61,9 @@ def estimate(
 
 
 def _other_loop(loop: TrainingLoop) -> TrainingLoop:
-    """The same loop without accumulation, or with it."""
+    """The same loop without accumulation, or with it; of one that steps in backward, one that steps as a whole."""
+    if loop.step_in_backward:
+        return dataclasses.replace(loop, step_in_backward=False)
     return dataclasses.replace(loop, accumulation=1 if loop.accumulates else SEVERAL)
 
 
@@ -161,14 +163,25 @@ def _peaks_text(estimates: Sequence[Estimate]) -> str:
         *reserved_rows([each.to_json() for each in first.allocator]),
         *_eager_row(peaks),
         ("first step", gib(peaks.first_step_bytes), "the optimizer's state does not exist before it steps"),
-        *((name, gib(size), "") for name, size in peaks.phases.items()),
+        *((name, gib(size), "") for name, size in peaks.phases.items() if size),
     ]
     for other in estimates[1:]:
-        several = other.about["accumulation"] > 1
-        what = "accumulating" if several else "not accumulating"
-        why = "gradients are alive through forward" if several else "gradients are let go after each step"
-        rows.append((what, gib(other.peaks.peak_bytes), why))
+        rows.append((_other_name(first), gib(other.peaks.peak_bytes), _OTHER_WHY[_other_name(first)]))
     return aligned(rows)
+
+
+_OTHER_WHY = {
+    "accumulating": "gradients are alive through forward",
+    "not accumulating": "gradients are let go after each step",
+    "stepping as a whole": "gradients are there until backward ends",
+}
+
+
+def _other_name(first: Estimate) -> str:
+    """How the loop of `_other_loop` differs from that of `first`."""
+    if first.about.get("step_in_backward"):
+        return "stepping as a whole"
+    return "accumulating" if first.about["accumulation"] == 1 else "not accumulating"
 
 
 def _eager_row(peaks: Peaks) -> list[tuple[str, ...]]:

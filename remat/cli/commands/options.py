@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from remat.workload.training_loop import TrainingLoop
 
 STEP, LOOP, SEARCH = "The training step", "The training loop", "The search"  # titles in --help
+STEPS = WHOLE, STEP_IN_BACKWARD = "whole", "step-in-backward"
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and all else on stderr.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing of what goes on; errors and warnings remain.")]
@@ -181,6 +182,18 @@ class StepOptions(ModelOptions):
         ),
     ] = None
 
+    steps: Annotated[
+        str | None,
+        _option(
+            "--loop",
+            panel=LOOP,
+            metavar="step-in-backward",
+            show_default="whole",
+            help="When the optimizer steps. whole: once backward has ended. step-in-backward: each parameter as soon "
+            "as its gradient is whole, which is let go of then (`remat.step_in_backward`).",
+        ),
+    ] = None
+
     offload: Annotated[
         str | None,
         _option(
@@ -199,6 +212,10 @@ class StepOptions(ModelOptions):
 
         names = (field.name for field in dataclasses.fields(own))
         said = {name: value for name in names if (value := getattr(self, name, None)) is not None}
+        if self.steps is not None:
+            if self.steps not in STEPS:
+                raise UsageError(f"--loop is {' or '.join(STEPS)}, not {self.steps!r}.")
+            said["step_in_backward"] = self.steps == STEP_IN_BACKWARD
         found = loop_with(dataclasses.replace(own, **said), self.offload)
         assert found is not None
         return found

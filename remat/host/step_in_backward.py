@@ -1,0 +1,190 @@
+"""The optimizer's step inside backward: a gradient is used as soon as it is whole, and let go of.
+
+    optimizer = remat.step_in_backward(torch.optim.AdamW(model.parameters()))
+
+Rule 1  When autograd has summed the gradient of a parameter over all its uses, a hook steps that parameter and sets its
+        gradient to None. So `optimizer.step()` and `zero_grad()` find no gradients and do nothing; `step()` still ends
+        the step, for schedulers, hooks and Rule 3.
+Rule 2  What steps a parameter is the optimizer itself, in the form that it chooses, with the settings of the
+        parameter's group, as for `offload_optimizer`. So the numbers are bitwise those of the ordinary step.
+Rule 3  One backward a step. A second one before `optimizer.step()` would step again where the script accumulates, so it
+        is refused before it changes a weight.
+Rule 4  Settings are read in backward. Where they are changed between backward and `step()`, that is refused: the
+        ordinary step would have used the new ones.
+Rule 5  State on the host (`offload_optimizer`) comes parameter by parameter, that of the next one while backward
+        computes. The order is that of the backward before.
+
+LOMO (Lv et al. 2023) and torchtune do the same. Clipping to a global norm needs every gradient before the first step:
+it cannot be had so. `before` clips a single parameter's gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from remat.errors import UsageError
+from remat.host.optimizer_state import Stepping, offloaded_state, require_steps_by_parameter
+
+Before = Callable[[nn.Parameter], Any]
+Around = Callable[[nn.Parameter], contextlib.AbstractContextManager[Any]]
+_Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
+_stepping: weakref.WeakKeyDictionary[torch.optim.Optimizer, StepInBackward] = weakref.WeakKeyDictionary()
+
+
+def step_in_backward(optimizer: _Optimizer, before: Before | None = None) -> _Optimizer:
+    """Step each parameter of `optimizer` as soon as its gradient is whole, and let the gradient go.
+
+    Returns `optimizer`. Call `optimizer.step()` after each backward as before: it does nothing but end the step. After
+    backward `p.grad` is None: whatever reads gradients there sees none, `torch.nn.utils.clip_grad_norm_` among it. A
+    gradient that comes otherwise than by a backward is left to `optimizer.step()`. A copy of the optimizer, and one
+    that was unpickled, steps as ever.
+
+    before  called with a parameter before it is stepped, to clip its gradient by value or by its own norm
+
+    Raises UsageError for an optimizer that is not exactly one of `torch.optim`, for LBFGS and SparseAdam, for sharded
+    parameters and `differentiable=True`; in backward, for gradients that are accumulated; and in `step()`, for settings
+    that were changed since backward, and for a GradScaler.
+    """
+    if (found := stepping_of(optimizer)) is None:
+        StepInBackward(optimizer, before)
+    elif before is not None and before is not found.before:
+        raise UsageError("this optimizer steps in backward already, with another `before`.")
+    return optimizer
+
+
+def stepping_of(optimizer: Any) -> StepInBackward | None:
+    """How `optimizer` steps in backward, where it does."""
+    return _stepping.get(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else None
+
+
+def is_stepped_in_backward(parameter: nn.Parameter) -> bool:
+    """Whether some optimizer steps `parameter` in backward."""
+    return any(id(parameter) in each.group_of for each in list(_stepping.values()))
+
+
+def _nothing_more(parameter: nn.Parameter) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext()
+
+
+class StepInBackward:
+    """See `step_in_backward`.
+
+    before    see there
+    around    what a parameter is stepped under; it is entered while the gradient is there
+    group_of  index of its group, by the id of a parameter
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, before: Before | None = None):
+        require_steps_by_parameter(optimizer, "step in backward")
+        self.before = before
+        self.around: Around = _nothing_more
+        self.group_of: dict[int, int] = {}
+        self._reference = weakref.ref(optimizer)
+        self._function = inspect.unwrap(type(optimizer).step)
+        self._stepped: dict[int, nn.Parameter] = {}  # in this backward, by id, in order
+        self._following: dict[int, nn.Parameter] = {}  # by id: the one that came next in the backward before
+        self._settings: dict[int, dict[str, Any]] = {}  # of the groups that this backward used
+        self._handles: list[Any] = [
+            optimizer.register_step_pre_hook(self._begin),
+            optimizer.register_step_post_hook(self._end),
+        ]
+        _stepping[optimizer] = self
+        self._find_parameters(optimizer)
+
+    def let_go(self) -> None:
+        """The optimizer steps as ever from now on."""
+        for handle in self._handles:
+            handle.remove()
+        if (optimizer := self._reference()) is not None:
+            _stepping.pop(optimizer, None)
+
+    @contextlib.contextmanager
+    def noting(self, around: Around) -> Iterator[None]:
+        """While it lasts, parameters are stepped under `around`."""
+        before, self.around = self.around, around
+        try:
+            yield
+        finally:
+            self.around = before
+
+    def _find_parameters(self, optimizer: torch.optim.Optimizer) -> None:
+        """Hook what is new in the groups, and can have a gradient."""
+        for index, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if parameter.requires_grad and id(parameter) not in self.group_of:
+                    self.group_of[id(parameter)] = index
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(self._on_whole))
+
+    @torch.compiler.disable
+    def _on_whole(self, parameter: nn.Parameter) -> None:
+        """The gradient of `parameter` is whole. (Rules 1, 2)"""
+        optimizer = self._reference()
+        if optimizer is None:
+            return
+        self._require_first(parameter)
+        index = self.group_of[id(parameter)]
+        group = optimizer.param_groups[index]
+        self._settings.setdefault(index, _settings_of(group))
+        alone = {**group, "params": [each for each in group["params"] if each is parameter]}
+        state = offloaded_state(optimizer)
+        following = self._following.get(id(parameter))
+        with (
+            self.around(parameter),
+            torch.no_grad(),
+            contextlib.nullcontext() if state is None else state.here(parameter, following),
+        ):
+            if self.before is not None:
+                self.before(parameter)
+            self._function(Stepping(optimizer, lambda: [alone]))
+        parameter.grad = None
+        self._stepped[id(parameter)] = parameter
+
+    def _require_first(self, parameter: nn.Parameter) -> None:
+        """Rule 3."""
+        if id(parameter) in self._stepped:
+            raise UsageError(
+                "a second backward before `optimizer.step()`: an optimizer that steps in backward lets each gradient "
+                "go at once, so gradients cannot be accumulated over micro-batches. Call `optimizer.step()` after each "
+                "backward, or leave `remat.step_in_backward` out."
+            )
+        if parameter.grad is None:
+            raise UsageError("a hook has let a gradient go before the optimizer could step in backward.")
+
+    def _begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """`optimizer.step()` begins. (Rule 4)"""
+        if getattr(optimizer, "found_inf", None) is not None:
+            raise UsageError(
+                "a GradScaler scales gradients until all are checked, and an optimizer that steps in backward has used "
+                "them by then; train in bfloat16, or leave `remat.step_in_backward` out."
+            )
+        for index, before in self._settings.items():
+            now = _settings_of(optimizer.param_groups[index])
+            if changed := sorted(name for name in now if now[name] != before.get(name)):
+                raise UsageError(
+                    f"{', '.join(changed)} of parameter group {index} changed between backward and `optimizer.step()`, "
+                    "and the weights were stepped in backward; set it before backward."
+                )
+
+    def _end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """`optimizer.step()` is over."""
+        if self._stepped:
+            self._following = {id(p): after for p, after in itertools.pairwise(self._stepped.values())}
+        self._stepped, self._settings = {}, {}
+        self._find_parameters(optimizer)
+
+
+def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    """What a step reads in `group`, to be compared: a tensor by what was last written to it."""
+    return {
+        name: (id(value), value._version) if isinstance(value, Tensor) else value
+        for name, value in group.items()
+        if name != "params"
+    }
