@@ -99,7 +99,10 @@ def _changed(
 ) -> Iterator[tuple[str, Graph]]:
     """Each lever, and the graph of one rank with it."""
     for what, changed in _workloads(workload, whole):
-        step = fake_step(changed, place, loop=loop)
+        step = fake_step(changed, place)
+        if (loop.offload_optimizer or loop.step_in_backward) and not can_be_offloaded(step.optimizer.alone):
+            continue
+        step.loop = loop
         again = record(step, alignment_bytes=place.target.alignment_bytes)
         yield what, shard(with_library_workspaces(again, place.target), loop)
     if loop.shard is None:
@@ -112,6 +115,8 @@ def _changed(
     yield "fused attention (computed)", shard(with_fused_attention(whole), loop)
     if place.target.host_bytes_per_us and loop.shard is None and not loop.offload_optimizer:
         yield from _state_on_host(workload, place, loop)
+    if not loop.step_in_backward and loop.gradients_may_go:
+        yield from _in_backward(workload, place, loop)
     if place.target.host_bytes_per_us and not (loop.shard or loop.ddp or loop.ema or loop.weights_on_host):
         yield from _weights_on_host(workload, place, loop, whole)
 
@@ -125,6 +130,19 @@ def _state_on_host(workload: Workload, place: PlanningDevice, loop: TrainingLoop
     graph = with_library_workspaces(record(step, alignment_bytes=place.target.alignment_bytes), place.target)
     waits = ms(state_wait_us(graph, roofline_costs(graph, place.target)))
     yield f"optimizer state on the host (--offload optimizer; each optimizer step waits {waits})", graph
+
+
+def _in_backward(workload: Workload, place: PlanningDevice, loop: TrainingLoop) -> Iterator[tuple[str, Graph]]:
+    """Parameters stepped in backward, where the optimizer is one that can."""
+    step = fake_step(workload, place, loop=loop)
+    if not can_be_offloaded(step.optimizer.alone):
+        return
+    step.loop = dataclasses.replace(loop, step_in_backward=True)
+    graph = record(step, alignment_bytes=place.target.alignment_bytes)
+    yield (
+        "parameters stepped in backward (--loop step-in-backward)",
+        with_library_workspaces(graph, place.target),
+    )
 
 
 def _weights_on_host(
