@@ -31,6 +31,7 @@ LONG = (
     "offloads",
     "offloads_here",
     "weights",
+    "step_in_backward",
     "cards",
     "by_name",
     "trainers",

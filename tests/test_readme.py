@@ -472,6 +472,7 @@ HANDLERS: dict[str, Callable[[str, Path], None]] = {  # by what stands in the sn
     "_dump_snapshot": recording,
     "fastjsonschema": checked,
     "remat.offload_optimizer(": on_the_host,
+    "remat.step_in_backward(": on_the_host,
     "remat.planned_step(": whole_step,
     "remat.offload_weights(": weights_on_the_host,
     "remat.bring_weights_back(": weights_back,
