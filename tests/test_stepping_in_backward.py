@@ -283,6 +283,7 @@ def test_gradients_never_pile_up(target: str) -> None:
     assert peaks[TrainingLoop()] - peaks[STEPPING] >= least * LAYER_BYTES - kept
 
 
+@pytest.mark.fast("deep-none-True", "toy-transformer-amp-nested-False")
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("choose", [lambda graph: (), every_block, nested], ids=["none", "blocks", "nested"])
 @pytest.mark.parametrize("workload", [TRANSFORMER_BF16, DEEP], ids=lambda each: each.name)
@@ -294,6 +295,7 @@ def test_the_evaluator_equals_the_replay(workload: Workload, choose: Any, offloa
     assert np.array_equal(replayed, Memory(graph).curve(regions).alive_bytes)
 
 
+@pytest.mark.fast("deep-False", "toy-transformer-amp-True")
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("workload", [DEEP, TRANSFORMER_BF16], ids=lambda each: each.name)
 def test_the_measured_peak_is_the_predicted_one(workload: Workload, offload: bool) -> None:
