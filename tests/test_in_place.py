@@ -152,8 +152,8 @@ def test_the_predicted_peak_is_the_measured_one(function: Callable[..., Any]) ->
     per_op = np.array([known.get(kind.key, 0) for kind in graph.kinds])[graph.op_kind]
     predicted = Memory(graph, per_op).peak_without_checkpointing
     assert predicted == int(replay(step, (), workspace_of=known).max()) + graph.unseen_bytes
-    training = Training(workload, CPU, 0, TrainingLoop())
-    apply(training.model, plan_by_hand(graph, ()), verify_first_step=False)  # traced, so that no local variable holds anything
+    training = Training(workload, CPU, 0, TrainingLoop())  # traced below, so that no local variable holds anything
+    apply(training.model, plan_by_hand(graph, ()), verify_first_step=False)
     training.step()
     _, measured = training.measure_steady_step(1, 1)
     assert 0 <= predicted - measured < 4 * WIDTH * WIDTH / 100
