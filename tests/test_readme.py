@@ -80,6 +80,9 @@ VOCAB, LENGTH, SAMPLES = 512, 64, 24
 BUDGET = "81MiB"  # 64 of them workspaces of cuBLAS; without checkpointing a step needs 92
 ON_CPU = "24MiB"  # where one needs 34
 
+_BIG = "remat plan --model llama-8b --dtype bf16"
+_IN_BACKWARD = "--loop step-in-backward --budget 24GiB --target rtx4090"
+_A_MINUTE = "takes a minute; see `python -m benchmarks step_in_backward:plans`"
 NOT_RUN = {
     "make demo": "makes a virtual environment; then the first `remat plan` of those below",
     "make test": "runs this test",
@@ -89,6 +92,8 @@ NOT_RUN = {
     "build/card/python script.py": "needs the card, and a script",
     "python benchmarks/device.py --make-plans build/device/plans --torch 2.13": "takes minutes a plan",
     "build/card/python benchmarks/device.py build/device --device cuda --seconds 3600": "needs the card, half an hour",
+    f"{_BIG} --optimizer adafactor {_IN_BACKWARD}": _A_MINUTE,
+    f"{_BIG} --offload optimizer --host-budget 64GiB {_IN_BACKWARD}": _A_MINUTE,
     "remat plan --model gpt2 --budget 20GiB --target cuda --execution inductor": "needs a GPU; see test_compiling.py",
 }
 
