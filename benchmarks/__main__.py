@@ -36,6 +36,7 @@ LONG = (
     "by_name",
     "trainers",
     "roofline",
+    "kernel_tables",
     "repriced",
     "menus",
 )

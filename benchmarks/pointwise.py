@@ -26,7 +26,7 @@ from benchmarks import report
 from remat._torch.training import UnseenMode
 from remat.cli.commands.files import spec_in
 from remat.cli.commands.source import workload_of
-from remat.costing.costs import roofline_costs, with_library_workspaces
+from remat.costing.costs import estimated_costs, with_library_workspaces
 from remat.costing.planning_device import find_planning_device
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.form import form_of
@@ -87,7 +87,7 @@ def evaluated(plan: Plan, path: Path) -> tuple[list[Point], int]:
     step = fake_step(_workload(plan, path), place, loop=loop)
     step.form = form_of(plan.about)
     graph = record(step, alignment_bytes=place.target.alignment_bytes)
-    costs = roofline_costs(graph, place.target)
+    costs = estimated_costs(graph, place.target)
     graph = with_library_workspaces(graph, place.target, costs)
     memory = Memory(graph, costs.workspace_per_op(graph))
     if plan.offloads:

@@ -1,6 +1,6 @@
 """Published training speeds against this project's estimates: `python -m benchmarks published[:NAME,...]`.
 
-The estimate is of one micro-batch of one rank: forward and backward by `remat.costing.costs.roofline_costs`, and the
+The estimate is of one micro-batch of one rank: forward and backward by `remat.costing.costs.estimated_costs`, and the
 part of the optimizer's step that falls on it. `published_runs.py` lists the runs, their sources, and which of them
 the roofline's parameters were fitted to.
 """
@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import report
 from benchmarks.published_runs import PublishedRun, published_runs
-from remat.costing.costs import roofline_costs
+from remat.costing.costs import estimated_costs
 from remat.costing.planning_device import PlanningDevice
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import Graph
@@ -75,7 +75,7 @@ def estimated(run: PublishedRun) -> float:
     graph = record(
         fake_step(run.workload, PlanningDevice(run.target, None)), alignment_bytes=run.target.alignment_bytes
     )
-    times = roofline_costs(graph, run.target).per_op_us(graph)
+    times = estimated_costs(graph, run.target).per_op_us(graph)
     again_us = Memory(graph).recompute_time_us(selective(graph), times) if run.selective else 0.0
     own_us, optimizer_us = float(times[: graph.backward_end].sum()), float(times[graph.backward_end :].sum())
     return own_us + again_us + run.optimizer_share * optimizer_us

@@ -103,10 +103,11 @@ def rows_of(found: Sequence[Measurement], price: Price) -> Iterator[dict[str, An
             ratios[measurement.set, family, measurement.split].append(ratio)
     for (name, family, split), values in ratios.items():
         if split == ALL or family == ALL:
-            yield {"set": name, "family": family, "split": split, **_spread(np.array(values))}
+            yield {"set": name, "family": family, "split": split, **spread_of(np.array(values))}
 
 
-def _spread(ratios: np.ndarray) -> dict[str, Any]:
+def spread_of(ratios: np.ndarray) -> dict[str, Any]:
+    """How predicted times over measured ones spread: columns of a table."""
     low, middle, high = np.quantile(ratios, (0.1, 0.5, 0.9))
     inside = [round(100 * float(np.mean(np.abs(ratios - 1) <= share))) for share in (0.1, 0.2, 0.5)]
     return {

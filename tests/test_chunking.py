@@ -521,11 +521,11 @@ def test_what_slices_save_for_their_own_backward_is_alive_within_them_and_no_sav
 
 def recorded_here(fake: FakeStep) -> Any:
     """A profile of the CPU without timing anything."""
-    from remat.costing.costs import roofline_costs
+    from remat.costing.costs import estimated_costs
     from remat.costing.profile import Profile
 
     graph, target = record(fake), find_planning_device("cpu").target
-    return Profile(graph, roofline_costs(graph, target), target)
+    return Profile(graph, estimated_costs(graph, target), target)
 
 
 def regions_of(profile: Any) -> tuple[Any, ...]:

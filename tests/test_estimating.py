@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from remat.cli.plots.timeline_plot import draw
-from remat.costing.costs import roofline_costs
+from remat.costing.costs import estimated_costs
 from remat.costing.planning_device import PlanningDevice, find_planning_device
 from remat.costing.profile import Profile
 from remat.evaluation import breakdown
@@ -43,7 +43,7 @@ def unfused() -> Profile:
     from remat.recording.recorder import record
 
     graph = record(step)
-    return Profile(graph, roofline_costs(graph, place.target), place.target)
+    return Profile(graph, estimated_costs(graph, place.target), place.target)
 
 
 # Estimates

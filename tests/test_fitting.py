@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remat.costing.costs import roofline_costs, with_library_workspaces
+from remat.costing.costs import estimated_costs, with_library_workspaces
 from remat.costing.planning_device import find_planning_device
 from remat.errors import Infeasible, UsageError
 from remat.evaluation.evaluator import Memory
@@ -235,7 +235,7 @@ def test_the_joint_optimum_is_never_slower_than_a_rung_of_the_ladder(share: floa
 
 def test_with_a_link_to_the_host_nothing_is_slower_and_the_ladder_has_a_rung_more() -> None:
     alone, place = fitted(), find_planning_device(TARGET)
-    times_us = roofline_costs(at(24), place.target).per_op_us(at(24))
+    times_us = estimated_costs(at(24), place.target).per_op_us(at(24))
     link = Link(10 * at(24).storages.size_bytes.sum() / times_us.sum(), 1 << 40, latency_us=0.0)
     found = fit_all(WIDE, place, Budget(alone.budget_bytes, alone.budget_bytes), 24, link=link, limits=LIMITS)
     assert tuple(found.rungs) == (*RUNGS, OFFLOAD_RUNG, JOINT)

@@ -24,7 +24,7 @@ import remat
 from remat._torch.inductor import Waiting
 from remat.capture.nodes import called, captured_nodes
 from remat.cli.screen import plan_text
-from remat.costing.costs import roofline_costs
+from remat.costing.costs import estimated_costs
 from remat.costing.operator_timing import time_operators
 from remat.costing.planning_device import find_planning_device
 from remat.costing.profile import Profile
@@ -622,7 +622,7 @@ def test_the_evaluator_s_peak_is_the_replay_s(target: str) -> None:
 def recorded_here(fake: FakeStep) -> Profile:
     """A profile of the CPU without timing anything."""
     graph, target = record(fake), find_planning_device("cpu").target
-    return Profile(graph, roofline_costs(graph, target), target)
+    return Profile(graph, estimated_costs(graph, target), target)
 
 
 @pytest.mark.exhaustive

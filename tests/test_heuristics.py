@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remat import models, solvers
-from remat.costing.costs import roofline_costs
+from remat.costing.costs import estimated_costs
 from remat.costing.planning_device import find_planning_device
 from remat.evaluation.plan import Region
 from remat.formulation.check import check
@@ -67,7 +67,7 @@ def recorded_problem(name: str) -> Problem:
         return Problem(profile.graph, profile.costs, find_space(profile.graph), AMPLE)
     workloads = {**TOYS, BATCH_NORM.name: BATCH_NORM, **{w.name: w for w in small.WORKLOADS.values()}}
     graph = recorded(workloads[name]).graph
-    return Problem(graph, roofline_costs(graph, TARGETS["h100-80gb"]), find_space(graph), AMPLE)
+    return Problem(graph, estimated_costs(graph, TARGETS["h100-80gb"]), find_space(graph), AMPLE)
 
 
 def layered(count: int, *nodes: ToyNode) -> Problem:

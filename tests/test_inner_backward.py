@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from remat.costing.costs import roofline_costs
+from remat.costing.costs import estimated_costs
 from remat.errors import CaptureError, Infeasible, UsageError
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import Graph
@@ -150,7 +150,7 @@ def test_a_plan_trains_alike_at_the_predicted_peak_and_recomputes_for_every_back
 
 def small(graph: Graph) -> Problem:
     """The layers of a graph and what is around them, of which two nodes may be saved: all plans can be looked at."""
-    costs, space = roofline_costs(graph, TARGETS["a100-80gb"]), find_space(graph)
+    costs, space = estimated_costs(graph, TARGETS["a100-80gb"]), find_space(graph)
     cuts = sorted({0, len(graph.nodes), *(cut for block in blocks(graph) for cut in block)})
     found = [segment for segment in space.segments if segment.plain]
     plain = {node for segment in found for node in range(segment.first, segment.end)}
@@ -207,4 +207,4 @@ def test_groups_are_not_fused_and_nothing_is_offloaded_by_name() -> None:
     target = TARGETS["a100-80gb"]
     link = Link(target.host_bytes_per_us, 1 << 40)
     with pytest.raises(UsageError, match="nothing is offloaded where a step differentiates inside"):
-        Problem(graph, roofline_costs(graph, target), find_space(graph), 1 << 60, link)
+        Problem(graph, estimated_costs(graph, target), find_space(graph), 1 << 60, link)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.costing.costs import Costs, roofline_costs
+from remat.costing.costs import Costs, estimated_costs
 from remat.costing.planning_device import find_planning_device
 from remat.evaluation.graph import Graph
 from remat.formulation.choices import Run
@@ -61,7 +61,7 @@ def test_runs_of_real_models(name: str) -> None:
 def test_runs_of_layers_that_share_weights() -> None:
     """Autocast casts a weight once: runs with its first use make the copy, all others make it again."""
     graph = recorded(TOYS["reused"]).graph
-    costs = roofline_costs(graph, TARGETS["h100-80gb"])
+    costs = estimated_costs(graph, TARGETS["h100-80gb"])
     assert_shared_shapes_are_right(graph, costs, every_cut(graph, depth=2))
     found = segment_classes(graph, costs)
     assert len(set(found)) < len(found)

@@ -15,7 +15,7 @@ from torch import nn
 
 from remat import models
 from remat.cli import main as cli
-from remat.costing.costs import roofline_costs
+from remat.costing.costs import estimated_costs
 from remat.costing.planning_device import find_planning_device as place_named
 from remat.costing.profile import Profile
 from remat.errors import Infeasible, PlanMismatch, UsageError
@@ -329,7 +329,7 @@ def test_modules_within_modules_are_all_candidates() -> None:
     graph = graph_of(CONVNET)
     paths = [path for _, _, path in find_module_space(graph).modules or ()]
     assert paths == ["layers.0", "layers.1", "layers.2"]  # convolutions and normalisations are single operators
-    profile = Profile(graph, roofline_costs(graph, TARGETS["h100-80gb"]), TARGETS["h100-80gb"])
+    profile = Profile(graph, estimated_costs(graph, TARGETS["h100-80gb"]), TARGETS["h100-80gb"])
     runs = executions.load("modules").pose(profile, find_module_space(graph), AMPLE).runs
     assert {run.region for run in runs} - {None} == {Region(a, b) for a, b, _ in find_module_space(graph).modules or ()}
 
@@ -390,7 +390,7 @@ def profile_of(workload: Workload) -> tuple[Profile, FakeStep]:
     where = place_named("cpu")
     step = fake_step(workload, where)
     graph = record(step)
-    return Profile(graph, roofline_costs(graph, TARGETS["h100-80gb"]), where.target), step
+    return Profile(graph, estimated_costs(graph, TARGETS["h100-80gb"]), where.target), step
 
 
 def test_a_plan_keeps_its_budget_untraced_and_its_predicted_peak_is_the_replays() -> None:

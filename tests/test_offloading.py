@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import remat
-from remat.costing.costs import roofline_costs
+from remat.costing.costs import estimated_costs
 from remat.costing.planning_device import PlanningDevice, find_planning_device
 from remat.costing.profile import Profile
 from remat.errors import Infeasible, PlanMismatch, UsageError
@@ -84,7 +84,7 @@ def profiled() -> tuple[FakeStep, Profile]:
 
 
 def priced(graph: Graph) -> np.ndarray:
-    return roofline_costs(graph, TARGETS["h100-80gb"]).per_op_us(graph)
+    return estimated_costs(graph, TARGETS["h100-80gb"]).per_op_us(graph)
 
 
 def link_that_carries(graph: Graph, share: float) -> Link:
@@ -511,7 +511,7 @@ def test_a_link_of_no_bandwidth_to_speak_of_carries_nothing() -> None:
 
 
 def posed(graph: Graph, budget_bytes: int, link: Link | None) -> Problem:
-    return Problem(graph, roofline_costs(graph, TARGETS["h100-80gb"]), find_space(graph), budget_bytes, link)
+    return Problem(graph, estimated_costs(graph, TARGETS["h100-80gb"]), find_space(graph), budget_bytes, link)
 
 
 @pytest.mark.fast("0.2-chain-dp", "0.6-chain-dp")

@@ -545,12 +545,12 @@ def test_a_loop_is_taken_at_its_word_and_so_is_none() -> None:
 def test_the_wait_is_the_state_over_the_link() -> None:
     _, graph = recorded(TrainingLoop(offload_optimizer=True), "h100-80gb")
     target = TARGETS["h100-80gb"]
-    from remat.costing.costs import roofline_costs
+    from remat.costing.costs import estimated_costs
 
     moved = sum(kind.moved_bytes for kind in (graph.kinds[k] for k in graph.op_kind) if kind.name == FROM_HOST)
     count = sum(graph.kinds[k].name == FROM_HOST for k in graph.op_kind)
     expected = moved / target.host_bytes_per_us + count * target.launch_us
-    assert state_wait_us(graph, roofline_costs(graph, target)) == pytest.approx(expected)
+    assert state_wait_us(graph, estimated_costs(graph, target)) == pytest.approx(expected)
 
 
 @cached

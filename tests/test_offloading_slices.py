@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from remat.cli.screen import offloads_text
-from remat.costing.costs import roofline_costs
+from remat.costing.costs import estimated_costs
 from remat.costing.planning_device import find_planning_device
 from remat.errors import PlanMismatch
 from remat.evaluation.evaluator import Memory
@@ -55,7 +55,7 @@ def sliced(name: str) -> tuple[FakeStep, Graph]:
 
 
 def priced(graph: Graph) -> np.ndarray:
-    return roofline_costs(graph, TARGETS["h100-80gb"]).per_op_us(graph)
+    return estimated_costs(graph, TARGETS["h100-80gb"]).per_op_us(graph)
 
 
 def link_that_carries(graph: Graph, share: float) -> Link:

@@ -17,8 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from remat.costing import operator_timing as measure_module
 from remat.costing.costs import Costs
 from remat.costing.device_allocator import allocation_curve, measure_peak, measure_step
-from remat.costing.operator_timing import arguments, device_target, time_operator, time_operators
-from remat.costing.timing_cache import FATAL, Cache, NotMeasurable, default_cache, device_name
+from remat.costing.kernel_calls import NotMeasurable, arguments
+from remat.costing.operator_timing import device_target, time_operator, time_operators
+from remat.costing.timing_cache import FATAL, Cache, default_cache, device_name
 from remat.errors import UsageError
 from remat.evaluation.graph import OpKind
 from remat.recording.tracker import Tracker

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from remat.costing.costs import roofline_costs
+from remat.costing.costs import estimated_costs
 from remat.costing.planning_device import find_planning_device
 from remat.costing.profile import Profile
 from remat.errors import PlanMismatch
@@ -206,7 +206,7 @@ def test_the_measured_peak_is_the_replayed_one(name: str, choice: str, recording
 @pytest.mark.parametrize("execution", ["eager", "modules"])
 def test_a_plan_that_is_solved_for_keeps_its_budget(execution: str, recordings: Any) -> None:
     step, graph = recordings["llama"]
-    profile = Profile(graph, roofline_costs(graph, TARGETS["h100-80gb"]), find_planning_device("cpu").target)
+    profile = Profile(graph, estimated_costs(graph, TARGETS["h100-80gb"]), find_planning_device("cpu").target)
     budget = int(0.7 * Memory(graph).peak_without_checkpointing)
     plan = plan_profile(profile, Budget(budget, budget), step=step, execution=execution)
     assert plan.solver["status"] in ("optimal", "feasible")

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from remat.cli import screen
-from remat.costing.costs import roofline_costs
+from remat.costing.costs import estimated_costs
 from remat.costing.operator_timing import time_operators
 from remat.costing.planning_device import find_planning_device
 from remat.costing.profile import Profile
@@ -64,7 +64,7 @@ def replays_are_remembered() -> Iterator[None]:
 
 def profile_of(graph: Graph) -> Profile:
     """Costs of a data sheet, so that plans do not depend on the clock."""
-    return Profile(graph, roofline_costs(graph, TARGETS["h100-80gb"]), dataclasses.replace(CPU.target, name="cpu"))
+    return Profile(graph, estimated_costs(graph, TARGETS["h100-80gb"]), dataclasses.replace(CPU.target, name="cpu"))
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten
 from remat._torch.training import UnseenMode
 from remat.capture.schemas import makes_nothing
 from remat.cli import screen
-from remat.costing.costs import roofline_costs
+from remat.costing.costs import estimated_costs
 from remat.costing.planning_device import find_planning_device
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import MADE_AGAIN, Graph
@@ -82,7 +82,7 @@ def nested(graph: Graph) -> tuple[Region, ...]:
 
 def planned(graph: Graph, target: str) -> Iterator[tuple[Region, ...]]:
     """What the greedy strategy makes of each budget; where it finds nothing, what comes nearest."""
-    costs = roofline_costs(graph, find_planning_device(target).target)
+    costs = estimated_costs(graph, find_planning_device(target).target)
     peak = Memory(graph).peak_without_checkpointing
     for share in SHARES:
         problem = Problem(graph, costs, find_space(graph), int(share * peak))

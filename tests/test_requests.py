@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from remat.costing.costs import roofline_costs, with_library_workspaces
+from remat.costing.costs import estimated_costs, with_library_workspaces
 from remat.costing.planning_device import find_planning_device
 from remat.costing.workspaces import workspace_bytes
 from remat.cuda_kernels.autocast import cast_call
@@ -62,7 +62,7 @@ def comparable(requests: Iterable[Request]) -> list[Request]:
 def test_a_step_asks_for_what_is_simulated_in_the_same_order(recomputed: bool) -> None:
     load, place = TEST_SIZES["gpt2"]().sized(2, 64), find_planning_device("h100-80gb")
     graph = record(fake_step(load, place), alignment_bytes=place.target.alignment_bytes)
-    costs = roofline_costs(graph, place.target)
+    costs = estimated_costs(graph, place.target)
     graph = with_library_workspaces(graph, place.target, costs)
     regions = tuple(every_block(graph)) if recomputed else ()
     simulated = Noting()

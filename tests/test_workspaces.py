@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from remat.costing.costs import roofline_costs, with_library_workspaces
+from remat.costing.costs import estimated_costs, with_library_workspaces
 from remat.costing.planning_device import find_planning_device
 from remat.costing.profile import Profile
 from remat.costing.workspaces import FORMULAS, cublas_bytes, without_formula, workspace_bytes
@@ -269,7 +269,7 @@ def test_a_step_on_the_cpu_keeps_none() -> None:
 
 def test_where_costs_are_measured_so_are_libraries() -> None:
     graph = dataclasses.replace(profiled().graph, fixed_bytes={})
-    costs = dataclasses.replace(roofline_costs(graph, H100), source="measured", about={"library_bytes": 5 * MIB})
+    costs = dataclasses.replace(estimated_costs(graph, H100), source="measured", about={"library_bytes": 5 * MIB})
     assert with_library_workspaces(graph, H100, costs).fixed_bytes == {LIBRARY_WORKSPACES: 10 * MIB}
 
 

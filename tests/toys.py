@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from remat.costing.costs import Costs, roofline_costs
+from remat.costing.costs import Costs, estimated_costs
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import Graph
 from remat.evaluation.plan import Plan, Region, to_refs
@@ -199,7 +199,7 @@ def graph_of(workload: Workload) -> Graph:
 
 def plan_by_hand(graph: Graph, regions: Sequence[Region], costs: Costs | None = None, **changes: object) -> Plan:
     """A Plan of `regions` whose budget is what the evaluator says that it needs."""
-    costs, regions = costs or roofline_costs(graph, TARGETS["h100-80gb"]), tuple(regions)
+    costs, regions = costs or estimated_costs(graph, TARGETS["h100-80gb"]), tuple(regions)
     memory = Memory(graph, costs.workspace_per_op(graph))
     step_us, again_us = costs.step_time_us(graph), memory.recompute_time_us(regions, costs.per_op_us(graph))
     peak = memory.curve(regions).peak_bytes

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks.half_hour.work import Work
-from remat.costing.costs import roofline_costs
+from remat.costing.costs import estimated_costs
 from remat.costing.planning_device import PlanningDevice
 from remat.costing.profile import Profile
 from remat.evaluation.evaluator import Memory
@@ -46,7 +46,7 @@ def _plan_that_saves_attention(workload: Workload, place: PlanningDevice) -> Pla
     regions = tuple(
         Region(first, end, tuple(v for v in range(first, end) if v in saved)) for first, end in blocks(graph)
     )
-    costs = roofline_costs(graph, place.target)
+    costs = estimated_costs(graph, place.target)
     study = Study(Profile(graph, costs, place.target), space=space)
     budget_bytes = Memory(graph).curve(regions).peak_bytes
     objective_us = study.problem(study.captured, budget_bytes).objective_ns(regions) / 1e3

@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.half_hour import observing
 from benchmarks.half_hour.observing import History, mib
 from benchmarks.half_hour.work import GPT2, Work
-from remat.costing.costs import roofline_costs, with_library_workspaces
+from remat.costing.costs import estimated_costs, with_library_workspaces
 from remat.costing.planning_device import PlanningDevice, find_planning_device
 from remat.costing.profile import Profile
 from remat.planning.estimate import estimate_of
@@ -95,7 +95,7 @@ def _predicted(work: Work, workload: Workload) -> dict[str, Any]:
 def _prediction(work: Work, workload: Workload, place: PlanningDevice) -> dict[str, Any]:
     step = fake_step(workload, place)
     graph = with_library_workspaces(record(step, alignment_bytes=place.target.alignment_bytes), place.target)
-    costs = roofline_costs(graph, place.target)
+    costs = estimated_costs(graph, place.target)
     profile = Profile(with_untraced(graph, step, costs, place.target), costs, place.target)
     found = estimate_of(profile)
     peaks = found.peaks

@@ -145,7 +145,18 @@ def _assumed(about: dict[str, Any]) -> str:
     attention = f"; attention: {' and '.join(about['attention'])}" if about["attention"] else ""
     missing = about["workspaces_not_counted"]
     left = f"; workspaces are counted but for {' and '.join(missing)}, known only where measured" if missing else ""
-    return f"\nassumed there: {about['assumes']}{attention}{left}"
+    return f"\nassumed there: {about['assumes']}{attention}{left}{_priced_by(about.get('kernel_times'))}"
+
+
+def _priced_by(shares: dict[str, Any] | None) -> str:
+    """A line for how much of the step's time a table of kernels knows."""
+    if shares is None:
+        return ""
+    signature, family, rest = (100 * shares[source] for source in ("signature", "family", "roofline"))
+    return (
+        f"\nkernel times: {signature:.0f} % of the step measured on {shares['measured_on']}, {family:.0f} % from other "
+        f"sizes measured there, {rest:.0f} % by the roofline"
+    )
 
 
 def _eagerly(plan: Plan) -> str:

@@ -1,20 +1,25 @@
 """Costs: how long every kind of operator takes, and what its kernel needs beside its outputs.
 
-Either measured on a device (`operator_timing.py`), or estimated from a target's roofline, here. The two are never
-mixed, and whatever is derived from estimated costs is labelled so.
+Either measured on a device (`operator_timing.py`), or estimated from a target's roofline and, where there is one, a
+table of kernels that were measured on it (`kernel_table.py`). Whatever is derived from estimated costs is labelled so.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 
+from remat.costing.kernel_table import SOURCES, KernelTable
 from remat.costing.roofline import kernel_us
 from remat.costing.workspaces import cublas_bytes, with_libraries, without_formula, workspace_bytes
 from remat.evaluation.graph import Graph, OpKind
 from remat.workload.target import Target
+
+KERNEL_TIMES = "kernel_times"  # key of `Graph.about` and `Plan.about`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +29,8 @@ class Costs:
     source           "measured" or "estimated"       device   name of the device or target
     time_us          median time of one call         spread   half the interquartile range over the median
     workspace_bytes  peak of the kernel's own allocations, beyond inputs and outputs
-    about            repeats, versions, date
+    about            repeats, versions, date; "table": what a table of kernels says of the step's time
+    table            that table, for other forms of the same step; not part of a file
     """
 
     source: Literal["measured", "estimated"]
@@ -33,6 +39,12 @@ class Costs:
     workspace_bytes: tuple[int, ...]
     spread: tuple[float, ...] = ()
     about: dict[str, Any] = dataclasses.field(default_factory=dict)
+    table: KernelTable | None = None
+
+    @property
+    def about_table(self) -> dict[str, Any]:
+        """For `Graph.about`: what a table of kernels says of the step's time, where there is one."""
+        return {KERNEL_TIMES: self.about["table"]} if "table" in self.about else {}
 
     def per_op_us(self, graph: Graph) -> np.ndarray:
         """Time of every operator of `graph`, in microseconds."""
@@ -57,11 +69,12 @@ class Costs:
         return micro_batches * (micro_batch_us + recompute_us) + rest_us
 
     def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        found = dataclasses.asdict(dataclasses.replace(self, table=None))
+        return {name: value for name, value in found.items() if name != "table"}
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Costs:
-        rows = {name: tuple(data[name]) for name in ("time_us", "workspace_bytes", "spread")}
+        rows: dict[str, Any] = {name: tuple(data[name]) for name in ("time_us", "workspace_bytes", "spread")}
         return Costs(data["source"], data["device"], **rows, about=data["about"])
 
 
@@ -70,15 +83,34 @@ def kind_key(kind: OpKind) -> str:
     return f"{kind.name} {kind.signature}"
 
 
-def roofline_costs(graph: Graph, target: Target) -> Costs:
-    """Costs of `graph` on a target that is not at hand: times by `roofline.py`, workspaces by `workspaces.py`."""
+def estimated_costs(graph: Graph, target: Target, table: KernelTable | None = None) -> Costs:
+    """Costs of `graph` on a target that is not at hand: times by `roofline.py`, workspaces by `workspaces.py`.
+
+    table  kernels that were measured on the target, whose times are taken; `about` says how much of the step's they are
+    """
+    about: dict[str, Any] = {}
+    if table is None:
+        times = tuple(kernel_us(kind, target) for kind in graph.kinds)
+    else:
+        priced = table.price(graph.kinds, target)
+        times = tuple(us for us, _ in priced)
+        about = {"table": {"measured_on": table.device, **_shares(graph, priced)}}
     return Costs(
         source="estimated",
         device=target.name,
-        time_us=tuple(kernel_us(kind, target) for kind in graph.kinds),
+        time_us=times,
         workspace_bytes=tuple(workspace_bytes(kind, target) for kind in graph.kinds),
-        about={"model": "roofline"},
+        about={"model": "roofline", **about},
+        table=table,
     )
+
+
+def _shares(graph: Graph, priced: Sequence[tuple[float, str]]) -> dict[str, float]:
+    """Share of the time of the operators of `graph` by what priced it, between 0 and 1."""
+    found: Counter[str] = Counter()
+    for kind in graph.op_kind:
+        found[priced[kind][1]] += priced[kind][0]
+    return {source: round(found[source] / max(found.total(), 1e-9), 4) for source in SOURCES}
 
 
 def with_library_workspaces(graph: Graph, target: Target, costs: Costs | None = None) -> Graph:

@@ -1,22 +1,16 @@
 """Measure: how long each kind of operator takes on the device at hand, and what its kernel needs meanwhile.
 
-A Graph describes each kind by the shapes, strides and dtypes of its arguments. Here such arguments are made
-again with data in them, one kind at a time, and the operator is called on them: so a step can be profiled
-that would never fit in memory as a whole.
+A Graph describes each kind by the shapes, strides and dtypes of its arguments. Here such arguments are made again with
+data in them, one kind at a time, and the operator is called on them (`kernel_calls.py`): so a step can be profiled that
+would never fit in memory as a whole.
 
-Rule 1  Time is the median of several samples. A sample is one call, or a batch of calls where one is too
-        short for the clock. Calls are issued back to back, as a training step does: on CUDA a tiny operator
-        costs its launch.
-Rule 2  Workspace is the peak of allocated bytes during a call less the outputs that are new. The first call
-        is left out: libraries keep what they allocate then (cuBLAS's workspace), once for the process.
-        Those bytes are `Costs.about["library_bytes"]`. Libraries let go of what they hold before, for a process that
-        has multiplied already would find nothing.
-Rule 3  Data is harmless: probabilities where a kernel asserts that they are, indices within the table that
-        they index, nothing that decays to denormal numbers when an operator changes its argument again and
-        again.
-Rule 4  What cannot be made again or run costs nothing here, and is named in `Costs.about["not_measured"]`:
-        an operator without a kernel on this device, an argument that JSON cannot say, a kind that does not
-        fit, a kind that ended the process in which it was last measured.
+Rule 1  Workspace is the peak of allocated bytes during a call less the outputs that are new. The first call is left
+        out: libraries keep what they allocate then (cuBLAS's workspace), once for the process. Those bytes are
+        `Costs.about["library_bytes"]`. Libraries let go of what they hold before, for a process that has multiplied
+        already would find nothing.
+Rule 2  What cannot be made again or run costs nothing here, and is named in `Costs.about["not_measured"]`: an operator
+        without a kernel on this device, an argument that JSON cannot say, a kind that does not fit, a kind that ended
+        the process in which it was last measured.
 
 Results are kept in the user's cache folder (`timing_cache.py`): a kind is measured once.
 """
@@ -26,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import functools
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,34 +34,13 @@ from remat._torch.training import clear_cublas_workspaces
 from remat.costing.costs import Costs
 from remat.costing.device_allocator import measure_peak, synchronize
 from remat.costing.host_memory import available_bytes, physical_memory
-from remat.costing.timing_cache import Cache, KindCost, NotMeasurable, default_cache, device_name
+from remat.costing.kernel_calls import Call, NotMeasurable, overload, samples_us
+from remat.costing.timing_cache import Cache, KindCost, default_cache, device_name
 from remat.errors import UsageError
 from remat.evaluation.graph import FROM_HOST, OpKind
 from remat.recording.tracker import Tracker
 from remat.units import gib
 from remat.workload.target import PCIE_4, Target, target_of
-
-_SAMPLE_US = 200.0  # a shorter call is timed in batches of about this
-_BATCH = 100
-_BATCH_IN_PLACE = 8  # 0.5 ** 8 is no denormal number, not even in float16 (Rule 3)
-_LONG_US = 1e6  # a call that takes longer is timed once
-
-
-_OPAQUE = {  # backwards of recurrent layers: one argument is the library's own notes
-    "aten.mkldnn_rnn_layer_backward.default",
-    "aten._cudnn_rnn_backward.default",
-    "aten.miopen_rnn_backward.default",
-}
-
-
-# Arguments that a kernel reads on the host. The seed and offset of dropout are made there by the forward of
-# memory-efficient attention, and on the device by those of flash attention (a uint64 pair) and cuDNN's; the backward
-# dereferences them where it expects them (ATen/native/transformers/cuda/attention_backward.cu, as of torch 2.13): a
-# pointer to the device kills the process. Under CUDA graphs they are on the device; nothing is measured under those.
-_ON_HOST = {
-    "aten._efficient_attention_backward.default": ("philox_seed", "philox_offset"),
-    "aten._scaled_dot_product_efficient_attention_backward.default": ("philox_seed", "philox_offset"),
-}
 
 
 def time_operators(
@@ -150,14 +122,14 @@ def _ready(device: torch.device) -> Iterator[None]:
 
 def time_operator(kind: OpKind, device: torch.device, repeats: int = 15, seconds_per_kind: float = 0.15) -> KindCost:
     """Time and workspace of one kind; raises `NotMeasurable`."""
-    function = None if kind.name == FROM_HOST else _overload(kind.name)
+    function = None if kind.name == FROM_HOST else overload(kind.name)
     _check_memory(kind, device)
     try:
-        call = _HostCopy(kind, device) if function is None else _Call(function, kind, device)
-        call()  # Rule 2: libraries and caches get ready
+        call = _HostCopy(kind, device) if function is None else Call(function, kind, device)
+        call()  # Rule 1: libraries and caches get ready
         synchronize(device)
         workspace = _workspace_bytes(call, device)
-        times = _samples_us(call, device, repeats, seconds_per_kind)
+        times = samples_us(call, device, repeats, seconds_per_kind)
     except NotMeasurable:
         raise
     except Exception as error:  # whatever an operator may raise on arguments that are not quite the real ones
@@ -188,38 +160,12 @@ def _first_line(error: BaseException) -> str:
 
 
 def _check_memory(kind: OpKind, device: torch.device) -> None:
-    """Refuse what would make a CPU swap or kill the process; CUDA says so itself. (Rule 4)"""
+    """Refuse what would make a CPU swap or kill the process; CUDA says so itself. (Rule 2)"""
     if device.type != "cpu":
         return
     available = available_bytes()
     if kind.moved_bytes > available:
         raise NotMeasurable(f"needs {gib(kind.moved_bytes)}, and {gib(available)} are available")
-
-
-# ---- calling a kind --------------------------------------------------------------------------------------
-
-
-class _Call:
-    """An operator with arguments made from a kind's signature; calling it drops the result."""
-
-    def __init__(self, function: Any, kind: OpKind, device: torch.device):
-        self.function = function
-        self.in_place = bool(function._schema.is_mutable)
-        self._kind = kind
-        self._device = device
-        self.renew()
-
-    def renew(self) -> None:
-        """Fresh data; the old arguments are let go first, so that a kind is never in memory twice."""
-        self.args: list[Any] = []
-        self.kwargs: dict[str, Any] = {}
-        self.args, self.kwargs = arguments(self._kind, self._device)
-
-    def result(self) -> Any:
-        return self.function(*self.args, **self.kwargs)
-
-    def __call__(self) -> None:
-        self.function(*self.args, **self.kwargs)
 
 
 class _HostCopy:
@@ -243,114 +189,11 @@ class _HostCopy:
         self.result()
 
 
-def _overload(name: str) -> Any:
-    """The overload called "aten.mm.default"; raises `NotMeasurable` where there is none."""
-    if name in _OPAQUE:
-        raise NotMeasurable("it takes what only its forward can make, and dies of anything else")
-    try:
-        return functools.reduce(getattr, name.split("."), torch.ops)
-    except (AttributeError, RuntimeError) as error:
-        raise NotMeasurable(f"there is no operator {name} in torch {torch.__version__}") from error
-
-
-def arguments(kind: OpKind, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments like those that `kind` was recorded with, on `device`; raises `NotMeasurable`."""
-    args, kwargs = kind.signature
-    below = _index_limit(kind.name, args)
-    draw = torch.Tensor.normal_ if kind.flops else _draw_probabilities
-
-    def value(described: Any, on: torch.device = device) -> Any:
-        if isinstance(described, list):
-            return [value(item, on) for item in described]
-        if not isinstance(described, dict):
-            return described
-        ((what, content),) = described.items()
-        if what == "tensor":
-            shape, stride, dtype = content
-            return _tensor(shape, stride, getattr(torch, dtype), on, below, draw)
-        if what == "device":
-            return device
-        if what in ("dtype", "memory_format", "layout"):
-            return getattr(torch, content)
-        raise NotMeasurable(f"the argument {content!r} cannot be made again")
-
-    places = [torch.device("cpu") if name in _ON_HOST.get(kind.name, ()) else device for name in _names(kind, args)]
-    made = list(map(value, args, places)), {name: value(v) for name, v in kwargs.items()}
-    if kind.name.startswith("aten._grouped_mm."):
-        _spread_groups(made[0])
-    return made
-
-
-def _names(kind: OpKind, args: list[Any]) -> list[str]:
-    """Of the positional arguments; none for an operator whose arguments all belong on the device."""
-    if kind.name not in _ON_HOST:
-        return [""] * len(args)
-    return [argument.name for argument in _overload(kind.name)._schema.arguments[: len(args)]]
-
-
-def _draw_probabilities(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.uniform_(0.5, 1.0)  # Rule 3
-
-
-def _tensor(
-    shape: list[int],
-    stride: list[int],
-    dtype: torch.dtype,
-    device: torch.device,
-    below: int,
-    draw: Callable[[torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
-    """A tensor with these strides (expanded and overlapping ones too) and harmless data. (Rule 3)"""
-    last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    length = last + 1 if all(shape) else 0
-    if dtype == torch.bool:
-        flat = torch.rand(length, device=device) < 0.5
-    elif dtype.is_floating_point and dtype.itemsize >= 2:
-        flat = draw(torch.empty(length, dtype=dtype, device=device))
-    elif below > 1 and dtype in (torch.int32, torch.int64):
-        flat = torch.randint(below, (length,), dtype=dtype, device=device)
-    else:
-        flat = torch.zeros(length, dtype=dtype, device=device)
-    return flat.as_strided(shape, stride)
-
-
-def _index_limit(name: str, args: list[Any]) -> int:
-    """Integer tensors hold indices below this: spread, because equal ones contend in scattering kernels.
-
-    1, that is all zeros, where nothing is known about the operator.
-    """
-    op = name.split(".")[1]
-    shapes = [a["tensor"][0] if isinstance(a, dict) and "tensor" in a else None for a in args]
-    if op == "embedding" and shapes[0]:
-        return int(shapes[0][0])
-    if op == "embedding_dense_backward":
-        return int(args[2])
-    if op in ("nll_loss_forward", "nll_loss_backward"):
-        scores = shapes[0 if op == "nll_loss_forward" else 1]
-        return int(scores[1]) if scores and len(scores) > 1 else 1
-    if op in ("index", "index_put", "index_put_", "_unsafe_index_put", "_index_put_impl_") and shapes[0]:
-        indexed = [size for size, index in zip(shapes[0], args[1], strict=False) if index is not None]
-        return int(min(indexed, default=1))
-    if op in ("gather", "index_select", "index_add", "index_add_", "scatter", "scatter_", "scatter_add"):
-        return int(shapes[0][args[1]]) if shapes[0] else 1
-    return 1
-
-
-def _spread_groups(args: list[Any]) -> None:
-    """End of each group of a grouped product: equal shares of the dimension that is split."""
-    left, right, offsets = (*args, None)[:3]
-    if offsets is None:
-        return
-    rows, shared, columns = left.shape[0], left.shape[-1], right.shape[-1]
-    split = shared if left.dim() == right.dim() else rows if left.dim() == 2 else columns
-    offsets.copy_(torch.arange(1, len(offsets) + 1, device=offsets.device) * split // len(offsets))
-
-
 # ---- workspace -------------------------------------------------------------------------------------------
 
 
-def _workspace_bytes(call: _Call | _HostCopy, device: torch.device) -> int:
-    """Peak of what the kernel allocates, beyond the outputs that it makes. (Rule 2)"""
+def _workspace_bytes(call: Call | _HostCopy, device: torch.device) -> int:
+    """Peak of what the kernel allocates, beyond the outputs that it makes. (Rule 1)"""
     results: list[Any] = []
     peak = measure_peak(lambda: results.append(call.result()), device, requested=True, collect=False)
     given = {storage.data_ptr() for storage in _storages((call.args, call.kwargs))}
@@ -364,43 +207,6 @@ def _storages(values: Any) -> list[torch.UntypedStorage]:
 
 def _allocated(device: torch.device) -> int:
     return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0
-
-
-# ---- time ------------------------------------------------------------------------------------------------
-
-
-def _samples_us(call: _Call | _HostCopy, device: torch.device, repeats: int, seconds: float) -> list[float]:
-    """Times of one call, each the mean of a batch. (Rule 1)"""
-    sample = _sample_cuda_us if device.type == "cuda" else _sample_cpu_us
-    once = sample(call, 1)
-    if once > _LONG_US:
-        return [once]
-    most = _BATCH_IN_PLACE if call.in_place else _BATCH
-    batch = max(1, min(most, round(_SAMPLE_US / max(once, 0.1))))
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(times) < 3 or (len(times) < repeats and time.perf_counter() < end):
-        if call.in_place:
-            call.renew()
-        times.append(sample(call, batch))
-    return times
-
-
-def _sample_cpu_us(call: _Call | _HostCopy, batch: int) -> float:
-    begin = time.perf_counter()
-    for _ in range(batch):
-        call()
-    return (time.perf_counter() - begin) * 1e6 / batch
-
-
-def _sample_cuda_us(call: _Call | _HostCopy, batch: int) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(batch):
-        call()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) * 1e3 / batch
 
 
 # ---- the device at hand ----------------------------------------------------------------------------------

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import torch
 
+from remat.costing.kernel_files import load_table
+from remat.costing.kernel_table import KernelTable
 from remat.errors import UsageError
 from remat.workload.target import TARGETS, Target, named
 
@@ -14,10 +17,14 @@ DEFAULT_TARGET = "h100-80gb"
 
 @dataclasses.dataclass(frozen=True)
 class PlanningDevice:
-    """Where a plan is for: a target, and the device at hand whose kernels it runs, if it is this machine's."""
+    """Where a plan is for: a target, and the device at hand whose kernels it runs, if it is this machine's.
+
+    table  kernels that were measured on the target
+    """
 
     target: Target
     device: torch.device | None
+    table: KernelTable | None = None
 
     @property
     def substituted(self) -> bool:
@@ -25,12 +32,23 @@ class PlanningDevice:
         return self.device is None and self.target.device == "cuda"
 
 
-def find_planning_device(name: str) -> PlanningDevice:
-    """The planning device that `--target name` means.
+def find_planning_device(name: str, costs: str | os.PathLike[str] | None = None) -> PlanningDevice:
+    """The planning device that `--target name` means, priced by the table `costs` where one is given.
 
     auto  this machine's GPU, or else `DEFAULT_TARGET`      cuda  this machine's GPU, or a UsageError
     cpu   this machine's CPU                                any other: a target by name
+
+    Raises UsageError for an unknown name, for a table that cannot be read, and for one beside this machine's device.
     """
+    place = _device_named(name)
+    if costs is None:
+        return place
+    if place.device is not None:
+        raise UsageError(f"costs={os.fspath(costs)} is for a target by name; kernels of this machine are measured.")
+    return dataclasses.replace(place, table=load_table(costs))
+
+
+def _device_named(name: str) -> PlanningDevice:
     from remat.costing.operator_timing import device_target
 
     if name == "cpu":

@@ -138,7 +138,7 @@ def kernel_us(kind: OpKind, target: Target) -> float:
     if not target.capability or target.efficiency == 1.0:
         arithmetic, traffic = kind.flops / _rate(kind.dtype, target), kind.moved_bytes / target.bytes_per_us
         return max(max(arithmetic, traffic) / target.efficiency, target.launch_us)
-    launches = 2 if _name(kind) in (*_TWICE, *_REDUCING) else 1
+    launches = 2 if operator_name(kind) in (*_TWICE, *_REDUCING) else 1
     return launches * target.launch_us + max(_arithmetic_us(kind, target), _traffic_us(kind, target))
 
 
@@ -150,7 +150,7 @@ def _shares(target: Target) -> _Shares:
     return _GEFORCE if target.geforce else _SHARES.get(target.capability, _HOPPER)
 
 
-def _name(kind: OpKind) -> str:
+def operator_name(kind: OpKind) -> str:
     """The operator's name, one for a kernel of ATen and for its stand-in under `remat::` (`stand_ins.py`)."""
     return kind.name.removeprefix("aten.").removeprefix("remat.").partition(".")[0]
 
@@ -213,7 +213,7 @@ _CAUSAL = {  # position of `is_causal`
 def _arithmetic_us(kind: OpKind, target: Target) -> float:
     if not kind.flops:
         return 0.0
-    name, args = _name(kind), kind.signature[0]
+    name, args = operator_name(kind), kind.signature[0]
     if name in _OPERANDS:
         left, right = (_Tensor.of(args[position]) for position in _OPERANDS[name])
         return _product_us(left, right, target)
@@ -319,7 +319,7 @@ def _attention_us(kind: OpKind, kernel: str, target: Target) -> float:
 
 
 def _traffic_us(kind: OpKind, target: Target) -> float:
-    name, shares = _name(kind), _shares(target)
+    name, shares = operator_name(kind), _shares(target)
     stream = target.bytes_per_us * shares.stream
     if not kind.flops and kind.moved_bytes < _KEPT * target.l2_bytes:
         stream *= shares.l2
@@ -355,9 +355,9 @@ def _tensors(kind: OpKind) -> list[_Tensor]:
 def _windows(kind: OpKind) -> int:
     """Elements that the windows of a pooling kernel hold together."""
     image, kernel = _tensors(kind)[0], kind.signature[0][1]
-    indices = 8 if _name(kind).endswith("with_indices") else 0
+    indices = 8 if operator_name(kind).endswith("with_indices") else 0
     results = (kind.moved_bytes - image.size_bytes) // (image.item_bytes + indices)
-    dims = 3 if "3d" in _name(kind) else 2
+    dims = 3 if "3d" in operator_name(kind) else 2
     return int(results * math.prod(kernel if len(kernel) == dims else kernel * dims))
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from remat.costing.costs import kind_key
+from remat.costing.kernel_calls import NotMeasurable
 from remat.errors import UsageError
 from remat.evaluation.graph import OpKind
 from remat.evaluation.plan import write_atomically
@@ -31,10 +32,6 @@ _VERSION = 1
 _MARKER = ".trying"
 SAVE_S = 5.0
 FATAL = "it ended the process in which it was last measured"
-
-
-class NotMeasurable(Exception):
-    """The kind cannot be made again or run; says why."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from remat.capture.model_state import generators_kept
-from remat.costing.costs import Costs, roofline_costs, with_library_workspaces
+from remat.costing.costs import Costs, estimated_costs, with_library_workspaces
 from remat.costing.planning_device import PlanningDevice
 from remat.evaluation.breakdown import HEAD, codes_of_storages
 from remat.evaluation.graph import Graph
@@ -76,10 +76,10 @@ def advise(
     whole           the step as recorded, before any sharding
     losses_are_cut  its losses run in slices already, or were tried in slices: cutting them is no lever
     """
-    peak = judge(shard(whole, loop), roofline_costs(whole, place.target))
+    peak = judge(shard(whole, loop), estimated_costs(whole, place.target, place.table))
     found = []
     for what, graph in _changed(workload, place, loop, whole, losses_are_cut or _is_cut(whole)):
-        left = judge(graph, roofline_costs(graph, place.target))
+        left = judge(graph, estimated_costs(graph, place.target, place.table))
         found.append(Lever(what, left, peak - left))
     return sorted((lever for lever in found if lever.frees_bytes > 0), key=lambda lever: -lever.frees_bytes)
 
@@ -128,7 +128,7 @@ def _state_on_host(workload: Workload, place: PlanningDevice, loop: TrainingLoop
         return
     step.loop = dataclasses.replace(loop, offload_optimizer=True)
     graph = with_library_workspaces(record(step, alignment_bytes=place.target.alignment_bytes), place.target)
-    waits = ms(state_wait_us(graph, roofline_costs(graph, place.target)))
+    waits = ms(state_wait_us(graph, estimated_costs(graph, place.target, place.table)))
     yield f"optimizer state on the host (--offload optimizer; each optimizer step waits {waits})", graph
 
 

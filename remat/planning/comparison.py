@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Unpack
 
@@ -183,6 +184,7 @@ def compare(
     workload: Workload,
     *,
     target: str = "auto",
+    costs: str | os.PathLike[str] | None = None,
     loop: TrainingLoop | None = None,
     strategies: Sequence[str] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
@@ -199,7 +201,7 @@ def compare(
 
     Raises Infeasible where it is proved that no plan fits, CaptureError, UsageError.
     """
-    request, place = PlanRequest.of(**wanted), find_planning_device(target)
+    request, place = PlanRequest.of(**wanted), find_planning_device(target, costs)
     study = studied(workload, request, place, loop, on_progress=on_progress)
     return compare_study(study, strategies=strategies, on_strategy=on_strategy)
 

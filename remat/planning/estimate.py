@@ -9,6 +9,7 @@ appendix B).
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -110,6 +111,7 @@ def estimate(
     *,
     plan: Plan | None = None,
     target: str = "auto",
+    costs: str | os.PathLike[str] | None = None,
     loop: TrainingLoop | None = None,
     allocator: str | None = None,
 ) -> Estimate:
@@ -121,7 +123,7 @@ def estimate(
 
     Raises CaptureError, UsageError, and PlanMismatch for a plan of another step.
     """
-    place = find_planning_device(target)
+    place = find_planning_device(target, costs)
     step = fake_step(workload, place, loop=loop)
     if plan is not None:
         step.form = form_of(plan.about)

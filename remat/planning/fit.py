@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, TypeVar, Unpack
 
@@ -126,6 +127,7 @@ def fit(
     *,
     global_batch: int,
     target: str = "auto",
+    costs: str | os.PathLike[str] | None = None,
     loop: TrainingLoop | None = None,
     on_try: Callable[[str], None] | None = None,
     **wanted: Unpack[Wanted],
@@ -141,7 +143,7 @@ def fit(
     of one sample fits.
     """
     return fitted(
-        Sizing.of(workload, PlanRequest.of(**wanted), find_planning_device(target), loop, on_try), global_batch
+        Sizing.of(workload, PlanRequest.of(**wanted), find_planning_device(target, costs), loop, on_try), global_batch
     )
 
 
@@ -197,12 +199,13 @@ def largest_batch(
     workload: Workload,
     *,
     target: str = "auto",
+    costs: str | os.PathLike[str] | None = None,
     loop: TrainingLoop | None = None,
     on_try: Callable[[str], None] | None = None,
     **wanted: Unpack[Wanted],
 ) -> Plan:
     """Plan for the largest micro-batch that fits a budget; arguments and errors are those of `fit`."""
-    return largest_of(Sizing.of(workload, PlanRequest.of(**wanted), find_planning_device(target), loop, on_try))
+    return largest_of(Sizing.of(workload, PlanRequest.of(**wanted), find_planning_device(target, costs), loop, on_try))
 
 
 def largest_of(sizing: Sizing) -> Plan:
@@ -244,6 +247,7 @@ def longest_sequence(
     workload: Workload,
     *,
     target: str = "auto",
+    costs: str | os.PathLike[str] | None = None,
     loop: TrainingLoop | None = None,
     on_try: Callable[[str], None] | None = None,
     **wanted: Unpack[Wanted],
@@ -253,7 +257,7 @@ def longest_sequence(
     Each length is recorded by itself. Arguments are those of `fit`. Raises UsageError for a workload without sequences,
     Infeasible where not even the shortest length that is looked at fits.
     """
-    return longest_of(Sizing.of(workload, PlanRequest.of(**wanted), find_planning_device(target), loop, on_try))
+    return longest_of(Sizing.of(workload, PlanRequest.of(**wanted), find_planning_device(target, costs), loop, on_try))
 
 
 def longest_of(sizing: Sizing) -> Plan:

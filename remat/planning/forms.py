@@ -210,7 +210,9 @@ class StepForms:
     @functools.cached_property
     def _recorded_in(self) -> Callable[[Form], Profile]:
         device = self._step.device if self._whole.costs.source == "measured" else None
-        return VariantProfiles(self._step, PlanningDevice(self._whole.target, device), self._whole).profile
+        return VariantProfiles(
+            self._step, PlanningDevice(self._whole.target, device, self._whole.costs.table), self._whole
+        ).profile
 
     def _cut(self, slices: int) -> Form:
         return Form(tuple(dataclasses.replace(head, slices=slices) for head in self._heads if slices), self.fuse)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from remat.costing.costs import roofline_costs, with_library_workspaces
+from remat.costing.costs import estimated_costs, with_library_workspaces
 from remat.costing.planning_device import PlanningDevice
 from remat.costing.profile import Profile
 from remat.errors import Infeasible, NoPlanInTime, UsageError
@@ -251,7 +251,7 @@ class MicroBatches:
 
     def _costed(self, graph: Graph) -> Profile:
         graph = with_library_workspaces(graph, self.place.target)
-        return Profile(graph, roofline_costs(graph, self.place.target), self.place.target)
+        return Profile(graph, estimated_costs(graph, self.place.target, self.place.table), self.place.target)
 
     def _family(self, accumulates: bool) -> Family | None:
         if accumulates not in self._families:
@@ -315,7 +315,7 @@ class MicroBatches:
         step.loop = loop  # accumulated or not, it is captured once
         graph, target = _in_one_pass(record(step)), self.place.target
         unrounded = dataclasses.replace(target, alignment_bytes=1)
-        graph = with_untraced(graph, step, roofline_costs(graph, target), unrounded)
+        graph = with_untraced(graph, step, estimated_costs(graph, target), unrounded)
         alignment_bytes = target.alignment_bytes
         fixed = step.fix_state(Tracker(alignment_bytes)) if alignment_bytes > 1 else graph.fixed_bytes
         tensors = [leaf for leaf in tree_leaves(step.batch) if isinstance(leaf, torch.Tensor)]

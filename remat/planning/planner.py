@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Unpack
@@ -47,6 +48,7 @@ def plan(
     *,
     budget: str | int,
     target: str = "auto",
+    costs: str | os.PathLike[str] | None = None,
     loop: TrainingLoop | None = None,
     batch_size: int | None = None,
     headroom: str | int | None = None,
@@ -68,6 +70,7 @@ def plan(
     """Find the plan with the least added time whose peak over the whole step stays within `budget`.
 
     target       see `find_planning_device`
+    costs        table of kernels that were measured on the target, see `costing/kernel_table.py`
     loop         what training does around forward and backward: accumulation, clipping, shards, ...
     batch_size   samples in place of the workload's own number
     time_limit   seconds for the search: that of `limits`, which has more to set
@@ -96,7 +99,7 @@ def plan(
         solver=solver,
         forms=forms,
     )
-    place = find_planning_device(target)
+    place = find_planning_device(target, costs)
     if batch_size is not None:
         workload = workload.sized(batch_size)
     study = studied(workload, request, place, loop, on_progress=on_progress)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable
 
 import torch
 
 from remat.capture.elsewhere import Elsewhere
 from remat.capture.model_state import generators_kept
-from remat.costing.costs import Costs, assumptions, roofline_costs, with_library_workspaces
+from remat.costing.costs import Costs, assumptions, estimated_costs, with_library_workspaces
 from remat.costing.planning_device import PlanningDevice, find_planning_device
 from remat.costing.profile import Profile
 from remat.evaluation.form import Form
@@ -56,15 +57,17 @@ def profile(
     workload: Workload,
     *,
     target: str = "auto",
+    costs: str | os.PathLike[str] | None = None,
     loop: TrainingLoop | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Profile:
     """Record and cost the workload's step.
 
     On this machine's device the costs are measured, kind by kind (`on_progress` gets done and total); for a target
-    by name they are estimated. Raises CaptureError where the model cannot be captured, UsageError for the target.
+    by name they are estimated, by the kernels of the table `costs` where one is given. Raises CaptureError where the
+    model cannot be captured, UsageError for the target and the table.
     """
-    place = find_planning_device(target)
+    place = find_planning_device(target, costs)
     step = fake_step(workload, place, loop=loop)
     return profile_step(step, place, on_progress=on_progress)
 
@@ -115,8 +118,9 @@ def _costed(
 
     if place.device is not None:
         return found, time_operators(found.kinds, place.device, on_progress=on_progress)
-    found = dataclasses.replace(found, about={**found.about, **assumptions(found, place.target)})
-    return found, roofline_costs(found, place.target)
+    costs = estimated_costs(found, place.target, place.table)
+    about = {**found.about, **assumptions(found, place.target), **costs.about_table}
+    return dataclasses.replace(found, about=about), costs
 
 
 def _profile(whole: Graph, costs: Costs, step: FakeStep, place: PlanningDevice) -> Profile:

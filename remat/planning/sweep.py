@@ -20,6 +20,7 @@ import bisect
 import dataclasses
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Unpack
 
@@ -146,6 +147,7 @@ def sweep(
     workload: Workload,
     *,
     target: str = "auto",
+    costs: str | os.PathLike[str] | None = None,
     loop: TrainingLoop | None = None,
     points: int = 20,
     strategies: Sequence[str] | None = None,
@@ -165,7 +167,7 @@ def sweep(
 
     Raises CaptureError, UsageError.
     """
-    request, place = PlanRequest.of(**wanted), find_planning_device(target)
+    request, place = PlanRequest.of(**wanted), find_planning_device(target, costs)
     study = studied(workload, request, place, loop, on_progress=on_progress, on_form=on_form)
     return sweep_study(study, points=points, strategies=strategies, on_point=on_point)
 

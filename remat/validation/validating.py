@@ -38,7 +38,7 @@ from typing import Any
 import torch
 
 from remat.capture.model_state import generators_kept
-from remat.costing.costs import Costs, roofline_costs, with_library_workspaces
+from remat.costing.costs import Costs, estimated_costs, with_library_workspaces
 from remat.costing.host_memory import free_host_bytes
 from remat.costing.operator_timing import device_target, time_operators
 from remat.costing.planning_device import PlanningDevice
@@ -177,7 +177,7 @@ class _Sizes:
         """How many times too much the planned step is, in memory or in time, and why."""
         graph, regions = recorded.graph, recorded.regions
         load, why = self._memory_load(graph, recorded.memory().curve(regions).peak_bytes, "the planned step")
-        costs = roofline_costs(graph, self._place.target)
+        costs = estimated_costs(graph, self._place.target)
         seconds = costs.step_time_us(graph) + Memory(graph).recompute_time_us(regions, costs.per_op_us(graph))
         seconds /= 1e6
         if self._place.target.device == "cpu" and seconds / BEARABLE_S > load:
@@ -186,7 +186,7 @@ class _Sizes:
 
     def untouched_load(self, recorded: _Recorded) -> tuple[float, str]:
         graph, target = recorded.graph, self._place.target
-        graph = with_untraced(graph, recorded.step, roofline_costs(graph, target), target)
+        graph = with_untraced(graph, recorded.step, estimated_costs(graph, target), target)
         return self._memory_load(graph, Memory(graph).peak_without_checkpointing, "the untouched step")
 
     def _memory_load(self, graph: Graph, peak_bytes: int, what: str) -> tuple[float, str]:

@@ -10,7 +10,7 @@ import typer
 
 from remat.cli.commands import Answer
 from remat.cli.commands.files import about_with, file_name, require_writable
-from remat.cli.commands.options import BudgetOptions, Json, RequestOptions, StepOptions
+from remat.cli.commands.options import BudgetOptions, Json, PricedOptions, RequestOptions
 from remat.cli.commands.source import Source, opened, warn_of_budget, workload_of
 from remat.errors import UsageError
 from remat.units import gib
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def fit(
     budget: BudgetOptions,
-    step: StepOptions,
+    step: PricedOptions,
     wanted: RequestOptions,
     global_batch: Annotated[
         int | None,
@@ -57,7 +57,7 @@ def fit(
     return _plan_answer(plan, _save(plan, found, sizing.budget, out), "max_batch" if max_batch else "max_seq")
 
 
-def _require_one_question(global_batch: int | None, max_batch: bool, max_seq: bool, step: StepOptions) -> None:
+def _require_one_question(global_batch: int | None, max_batch: bool, max_seq: bool, step: PricedOptions) -> None:
     asked = [global_batch is not None, max_batch, max_seq]
     if sum(asked) != 1:
         raise UsageError("ask one thing: --global-batch N, --max-batch or --max-seq.")

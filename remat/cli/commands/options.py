@@ -222,7 +222,20 @@ class StepOptions(ModelOptions):
 
 
 @dataclasses.dataclass(frozen=True)
-class SourceOptions(StepOptions):
+class PricedOptions(StepOptions):
+    """A model, and the prices of its kernels."""
+
+    costs: Annotated[
+        Path | None,
+        _option(
+            metavar="TABLE.csv",
+            help="Times of kernels that were measured on the target (`remat profile --costs` writes the table).",
+        ),
+    ] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceOptions(PricedOptions):
     """A step: of a model, or out of a profile."""
 
     profile: Annotated[
@@ -382,7 +395,7 @@ class EachRequestOptions(RequestOptions):
 
 
 GROUPS = (
-    *(ModelOptions, StepOptions, SourceOptions, BudgetOptions),
+    *(ModelOptions, StepOptions, PricedOptions, SourceOptions, BudgetOptions),
     *(RequestOptions, EachRequestOptions),
 )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from remat.cli.commands.files import spec_in
-from remat.cli.commands.options import SourceOptions, StepOptions
+from remat.cli.commands.options import PricedOptions, SourceOptions, StepOptions
 from remat.errors import Infeasible, UsageError
 from remat.units import gib
 
@@ -138,7 +138,12 @@ def _from_model(options: StepOptions, line: LiveLine) -> Source:
     from remat.costing.planning_device import find_planning_device
 
     spec = options.spec()
-    return _recorded(spec, find_planning_device(options.target or "auto"), options.loop(spec.loop()), line)
+    return _recorded(
+        spec,
+        find_planning_device(options.target or "auto", options.costs if isinstance(options, PricedOptions) else None),
+        options.loop(spec.loop()),
+        line,
+    )
 
 
 def _recorded(

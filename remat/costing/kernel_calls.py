@@ -1,0 +1,330 @@
+"""Call a kernel from its signature, and time it; torch alone, so that this file runs by itself on any machine.
+
+`python kernel_calls.py h100.csv` measures every row of a table that has no time yet on this machine's GPU, or else its
+CPU, and writes it in place. `remat profile --costs h100.csv` writes such a table on a machine without the card, and
+`remat plan --costs h100.csv` prices kernels by it (`kernel_table.py`). A table is a CSV file: one row a kernel, see
+`COLUMNS`; the first rows, which begin with `#`, say where it was measured.
+
+A signature gives shapes, strides and dtypes. Arguments like these are made with data in them.
+
+Rule 1  Time is the median of several samples. A sample is one call, or a batch of calls where one is too short for the
+        clock. Calls are issued back to back, as a training step does: on CUDA a tiny operator costs its launch.
+Rule 2  Data is harmless: probabilities where a kernel asserts that they are, indices within the table that they index,
+        nothing that decays to denormal numbers when an operator changes its argument again and again.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__":
+    del sys.path[0]  # modules beside this file have names of Python's own
+
+import contextlib
+import csv
+import functools
+import io
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+COLUMNS = ("operator", "signature", "flops", "moved_bytes", "dtype", "time_us")
+
+
+class Kind(Protocol):
+    """An operator by name ("aten.mm.default"), its arguments as JSON can say them, and its operations."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def signature(self) -> Any: ...
+    @property
+    def flops(self) -> int: ...
+
+
+class Timed(Protocol):
+    """A call that can be timed: `renew` gives it fresh data where a call changes it (`in_place`)."""
+
+    in_place: bool
+
+    def __call__(self) -> None: ...
+    def renew(self) -> None: ...
+
+
+class NotMeasurable(Exception):
+    """The kernel cannot be called from its signature; says why."""
+
+
+_SAMPLE_US = 200.0  # a shorter call is timed in batches of about this
+_BATCH = 100
+_BATCH_IN_PLACE = 8  # 0.5 ** 8 is no denormal number, not even in float16 (Rule 2)
+_LONG_US = 1e6  # a call that takes longer is timed once
+
+_OPAQUE = {  # backwards of recurrent layers: one argument is the library's own notes
+    "aten.mkldnn_rnn_layer_backward.default",
+    "aten._cudnn_rnn_backward.default",
+    "aten.miopen_rnn_backward.default",
+}
+
+# Arguments that a kernel reads on the host. The seed and offset of dropout are made there by the forward of
+# memory-efficient attention, and on the device by those of flash attention (a uint64 pair) and cuDNN's; the backward
+# dereferences them where it expects them (ATen/native/transformers/cuda/attention_backward.cu, as of torch 2.13): a
+# pointer to the device kills the process. Under CUDA graphs they are on the device; nothing is measured under those.
+_ON_HOST = {
+    "aten._efficient_attention_backward.default": ("philox_seed", "philox_offset"),
+    "aten._scaled_dot_product_efficient_attention_backward.default": ("philox_seed", "philox_offset"),
+}
+
+
+# Arguments
+
+
+class Call:
+    """An operator with arguments made from a kind's signature; calling it drops the result."""
+
+    def __init__(self, function: Any, kind: Kind, device: torch.device):
+        self.function = function
+        self.in_place = bool(function._schema.is_mutable)
+        self._kind = kind
+        self._device = device
+        self.renew()
+
+    def renew(self) -> None:
+        """Fresh data; the old arguments are let go first, so that a kind is never in memory twice."""
+        self.args: list[Any] = []
+        self.kwargs: dict[str, Any] = {}
+        self.args, self.kwargs = arguments(self._kind, self._device)
+
+    def result(self) -> Any:
+        return self.function(*self.args, **self.kwargs)
+
+    def __call__(self) -> None:
+        self.function(*self.args, **self.kwargs)
+
+
+def overload(name: str) -> Any:
+    """The overload called "aten.mm.default"; raises `NotMeasurable` where there is none."""
+    if name in _OPAQUE:
+        raise NotMeasurable("it takes what only its forward can make, and dies of anything else")
+    try:
+        return functools.reduce(getattr, name.split("."), torch.ops)
+    except (AttributeError, RuntimeError) as error:
+        raise NotMeasurable(f"there is no operator {name} in torch {torch.__version__}") from error
+
+
+def arguments(kind: Kind, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments like those that `kind` was recorded with, on `device`; raises `NotMeasurable`."""
+    args, kwargs = kind.signature
+    below = _index_limit(kind.name, args)
+    draw = torch.Tensor.normal_ if kind.flops else _draw_probabilities
+
+    def value(described: Any, on: torch.device = device) -> Any:
+        if isinstance(described, list):
+            return [value(item, on) for item in described]
+        if not isinstance(described, dict):
+            return described
+        ((what, content),) = described.items()
+        if what == "tensor":
+            shape, stride, dtype = content
+            return _tensor(shape, stride, getattr(torch, dtype), on, below, draw)
+        if what == "device":
+            return device
+        if what in ("dtype", "memory_format", "layout"):
+            return getattr(torch, content)
+        raise NotMeasurable(f"the argument {content!r} cannot be made again")
+
+    places = [torch.device("cpu") if name in _ON_HOST.get(kind.name, ()) else device for name in _names(kind, args)]
+    made = list(map(value, args, places)), {name: value(v) for name, v in kwargs.items()}
+    if kind.name.startswith("aten._grouped_mm."):
+        _spread_groups(made[0])
+    return made
+
+
+def _names(kind: Kind, args: list[Any]) -> list[str]:
+    """Of the positional arguments; none for an operator whose arguments all belong on the device."""
+    if kind.name not in _ON_HOST:
+        return [""] * len(args)
+    return [argument.name for argument in overload(kind.name)._schema.arguments[: len(args)]]
+
+
+def _draw_probabilities(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.uniform_(0.5, 1.0)  # Rule 3
+
+
+def _tensor(
+    shape: list[int],
+    stride: list[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    below: int,
+    draw: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """A tensor with these strides (expanded and overlapping ones too) and harmless data. (Rule 2)"""
+    last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    length = last + 1 if all(shape) else 0
+    if dtype == torch.bool:
+        flat = torch.rand(length, device=device) < 0.5
+    elif dtype.is_floating_point and dtype.itemsize >= 2:
+        flat = draw(torch.empty(length, dtype=dtype, device=device))
+    elif below > 1 and dtype in (torch.int32, torch.int64):
+        flat = torch.randint(below, (length,), dtype=dtype, device=device)
+    else:
+        flat = torch.zeros(length, dtype=dtype, device=device)
+    return flat.as_strided(shape, stride)
+
+
+def _index_limit(name: str, args: list[Any]) -> int:
+    """Integer tensors hold indices below this: spread, because equal ones contend in scattering kernels.
+
+    1, that is all zeros, where nothing is known about the operator.
+    """
+    op = name.split(".")[1]
+    shapes = [a["tensor"][0] if isinstance(a, dict) and "tensor" in a else None for a in args]
+    if op == "embedding" and shapes[0]:
+        return int(shapes[0][0])
+    if op == "embedding_dense_backward":
+        return int(args[2])
+    if op in ("nll_loss_forward", "nll_loss_backward"):
+        scores = shapes[0 if op == "nll_loss_forward" else 1]
+        return int(scores[1]) if scores and len(scores) > 1 else 1
+    if op in ("index", "index_put", "index_put_", "_unsafe_index_put", "_index_put_impl_") and shapes[0]:
+        indexed = [size for size, index in zip(shapes[0], args[1], strict=False) if index is not None]
+        return int(min(indexed, default=1))
+    if op in ("gather", "index_select", "index_add", "index_add_", "scatter", "scatter_", "scatter_add"):
+        return int(shapes[0][args[1]]) if shapes[0] else 1
+    return 1
+
+
+def _spread_groups(args: list[Any]) -> None:
+    """End of each group of a grouped product: equal shares of the dimension that is split."""
+    left, right, offsets = (*args, None)[:3]
+    if offsets is None:
+        return
+    rows, shared, columns = left.shape[0], left.shape[-1], right.shape[-1]
+    split = shared if left.dim() == right.dim() else rows if left.dim() == 2 else columns
+    offsets.copy_(torch.arange(1, len(offsets) + 1, device=offsets.device) * split // len(offsets))
+
+
+# Time
+
+
+def samples_us(call: Timed, device: torch.device, repeats: int, seconds: float) -> list[float]:
+    """Times of one call, each the mean of a batch. (Rule 1)"""
+    sample = _sample_cuda_us if device.type == "cuda" else _sample_cpu_us
+    once = sample(call, 1)
+    if once > _LONG_US:
+        return [once]
+    most = _BATCH_IN_PLACE if call.in_place else _BATCH
+    batch = max(1, min(most, round(_SAMPLE_US / max(once, 0.1))))
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < 3 or (len(times) < repeats and time.perf_counter() < end):
+        if call.in_place:
+            call.renew()
+        times.append(sample(call, batch))
+    return times
+
+
+def _sample_cpu_us(call: Timed, batch: int) -> float:
+    begin = time.perf_counter()
+    for _ in range(batch):
+        call()
+    return (time.perf_counter() - begin) * 1e6 / batch
+
+
+def _sample_cuda_us(call: Timed, batch: int) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(batch):
+        call()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) * 1e3 / batch
+
+
+# Tables
+
+
+class Row(NamedTuple):
+    """One kernel of a table; `time_us` is None where it was not measured.
+
+    flops  floating-point operations      moved_bytes  bytes read and written at least once
+    """
+
+    name: str
+    signature: Any
+    flops: int
+    moved_bytes: int
+    dtype: str
+    time_us: float | None = None
+
+
+def read_table(path: Path) -> tuple[dict[str, str], list[Row]]:
+    """Where a table was measured ("device", "torch"), and its rows. Raises ValueError where it is none."""
+    text = path.read_text(encoding="utf-8").splitlines()
+    about = dict(line[1:].strip().split(": ", 1) for line in text if line.startswith("#") and ": " in line)
+    rows = csv.DictReader(line for line in text if not line.startswith("#"))
+    if tuple(rows.fieldnames or ()) != COLUMNS:
+        raise ValueError(f"its columns are {', '.join(rows.fieldnames or ['none'])}, not {', '.join(COLUMNS)}")
+    return about, [
+        Row(
+            row["operator"],
+            json.loads(row["signature"]),
+            int(row["flops"]),
+            int(row["moved_bytes"]),
+            row["dtype"],
+            float(row["time_us"]) if row["time_us"] else None,
+        )
+        for row in rows
+    ]
+
+
+def table_text(about: dict[str, str], rows: Iterable[Row]) -> str:
+    """A table as `read_table` reads it."""
+    found = io.StringIO()
+    found.writelines(f"# {name}: {value}\n" for name, value in about.items())
+    writer = csv.writer(found, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for row in rows:
+        time_us = "" if row.time_us is None else f"{row.time_us:.3f}"
+        writer.writerow([row.name, json.dumps(row.signature), row.flops, row.moved_bytes, row.dtype, time_us])
+    return found.getvalue()
+
+
+def measured(rows: Iterable[Row], device: torch.device) -> Iterator[Row]:
+    """`rows` with times on `device`; those that have one, and those that cannot be called, as they are."""
+    for row in rows:
+        if row.time_us is None:
+            with torch.no_grad(), contextlib.suppress(Exception):  # whatever an operator raises on made-up arguments
+                call = Call(overload(row.name), row, device)
+                call()
+                row = row._replace(time_us=statistics.median(samples_us(call, device, 15, 0.15)))
+        yield row
+
+
+def main(path: str) -> None:
+    """Measure what a table lacks, and write it in place, every hundred rows."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    _, rows = read_table(Path(path))
+    about = {"device": name, "torch": torch.__version__}
+    for number, row in enumerate(measured(list(rows), device)):
+        rows[number] = row
+        if number % 100 == 99 or number == len(rows) - 1:
+            Path(path).write_text(table_text(about, rows), encoding="utf-8")
+            print(f"{number + 1} of {len(rows)}", file=sys.stderr)
+    missing = sorted({row.name for row in rows if row.time_us is None})
+    print(f"{path}: {sum(row.time_us is not None for row in rows)} of {len(rows)} kernels measured on {name}")
+    if missing:
+        print(f"not measured: {', '.join(missing)}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        raise SystemExit("python kernel_calls.py TABLE.csv")
+    main(sys.argv[1])
