@@ -93,7 +93,7 @@ NOT_RUN = {
     "python benchmarks/device.py --make-plans build/device/plans --torch 2.13": "takes minutes a plan",
     "build/card/python benchmarks/device.py build/device --device cuda --seconds 3600": "needs the card, half an hour",
     "python kernel_calls.py h100.csv": "needs the card; see test_kernel_table.py",
-    "remat plan --model gpt2 --budget 20GiB --target h100-80gb --costs h100.csv": "needs the card's times; the same test",
+    "remat plan --model gpt2 --budget 20GiB --target h100-80gb --costs h100.csv": "needs that table",
     f"{_BIG} --optimizer adafactor {_IN_BACKWARD}": _A_MINUTE,
     f"{_BIG} --offload optimizer --host-budget 64GiB {_IN_BACKWARD}": _A_MINUTE,
     "remat plan --model gpt2 --budget 20GiB --target cuda --execution inductor": "needs a GPU; see test_compiling.py",
