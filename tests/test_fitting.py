@@ -250,6 +250,7 @@ def test_with_a_link_to_the_host_nothing_is_slower_and_the_ladder_has_a_rung_mor
     assert offload is not None and offload.offloaded_bytes > found.best.offloaded_bytes
 
 
+@pytest.mark.exhaustive
 def test_where_groups_are_fused_the_step_is_faster_at_every_size_and_the_ladder_is_as_it_was() -> None:
     place = find_planning_device(TARGET)
     size = beside_states(search(1 << 50, DECODER).profile(24, False).graph, 0.4)

@@ -190,6 +190,7 @@ SLOW_COMMANDS = {
     "remat sweep --model gpt2 --plot gpt2.html": "another sweep is run, and test_cli.py plots one",
     "remat fit --model gpt2 --budget 20GiB --global-batch 256": "a fit; `--max-batch` is another",
     "remat fit --model gpt2 --budget 12GiB --global-batch 32 --target h100-80gb --offload activations": "a fit",
+    "remat plan --model gpt2 --budget 20GiB --menu": "test_menu.py",
     "remat doctor run.pickle --plan gpt2.plan.json": "test_doctor.py",
     "remat report gpt2.plan.json gpt2.curve.json --out report.html": "test_report.py, and a report of a plan alone",
     "remat validate gpt2.plan.json": "test_validating.py and test_cli.py",

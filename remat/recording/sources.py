@@ -242,7 +242,7 @@ def watched(sources: Sources) -> Iterator[list[Read]]:
     try:
         yield seen
     finally:
-        sys.setprofile(before[1])
+        sys.setprofile(before[1] if callable(before[1]) else None)  # cProfile cannot be put back so
         sys.settrace(before[0])
         seen += found
 
