@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from remat.host.weights import offload_weights as offload_weights
     from remat.integrations.trainer_workload import loop_of as loop_of
     from remat.integrations.trainer_workload import workload_of as workload_of
+    from remat.planning.checking import Verdict as Verdict
+    from remat.planning.checking import check as check
     from remat.planning.comparison import compare as compare
     from remat.planning.estimate import estimate as estimate
     from remat.planning.fit import fit as fit
@@ -63,9 +65,11 @@ _HOMES = {
     "TrainingLoop": "remat.workload.training_loop",
     "UsageError": "remat.errors",
     "ValidationFailed": "remat.errors",
+    "Verdict": "remat.planning.checking",
     "Workload": "remat.workload.workload",
     "apply": "remat.execution.apply",
     "bring_weights_back": "remat.host.weights",
+    "check": "remat.planning.checking",
     "compare": "remat.planning.comparison",
     "estimate": "remat.planning.estimate",
     "fit": "remat.planning.fit",

@@ -38,6 +38,12 @@ class Infeasible(RematError):
         self.breakdown = breakdown or {}
 
 
+class DoesNotFit(RematError):
+    """A step that was checked does not fit."""
+
+    exit_code = 3
+
+
 class ValidationFailed(RematError):
     """The measurement contradicts the plan."""
 

@@ -32,6 +32,7 @@ from remat.cli.main import app
 from remat.evaluation.plan import Plan
 from remat.execution.apply import counts_of, planned_forward
 from remat.integrations.axolotl_settings import PLUGIN, RematArgs
+from remat.integrations.pytest_plugin import require_fits
 from remat.models import gpt2
 from remat.planning import planner
 from remat.units import MIB
@@ -470,6 +471,12 @@ def checked(snippet: str, here: Path) -> None:
         execute(snippet)
 
 
+def tested(snippet: str, here: Path) -> None:
+    with planned():
+        found = execute(snippet, make_trainer=execute(TRAIN)["make_trainer"])
+        found["test_it_fits"](require_fits)
+
+
 HANDLERS: dict[str, Callable[[str, Path], None]] = {  # by what stands in the snippet
     "for batch in loader:": plain_loop,
     'backend="remat"': compiled,
@@ -482,6 +489,7 @@ HANDLERS: dict[str, Callable[[str, Path], None]] = {  # by what stands in the sn
     "remat.offload_optimizer(": on_the_host,
     "remat.step_in_backward(": on_the_host,
     "remat.planned_step(": whole_step,
+    "def test_it_fits": tested,
     "remat.offload_weights(": weights_on_the_host,
     "remat.bring_weights_back(": weights_back,
 }

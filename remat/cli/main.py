@@ -27,6 +27,7 @@ import typer
 from remat import __version__
 from remat.cli.commands import (
     Answer,
+    check,
     compare,
     doctor,
     estimate,
@@ -154,7 +155,7 @@ def remat(
         raise typer.Exit
 
 
-for module in (plan, estimate, fit, timeline, compare, sweep, profile, validate, report, doctor, show, models):
+for module in (plan, estimate, check, fit, timeline, compare, sweep, profile, validate, report, doctor, show, models):
     name = module.__name__.rpartition(".")[2]
     app.command(name=name)(answering(spread(getattr(module, name))))
 

@@ -128,15 +128,15 @@ def estimate(
     if plan is not None:
         step.form = form_of(plan.about)
     profile = profile_step(step, place)
-    return estimate_of(profile, () if plan is None else require_regions_in(plan, profile.graph), allocator)
+    return estimate_of(profile, None if plan is None else require_regions_in(plan, profile.graph), allocator)
 
 
-def estimate_of(profile: Profile, regions: Sequence[Region] = (), allocator: str | None = None) -> Estimate:
-    """What the step of `profile` takes under `regions`; without regions also as Python runs it.
+def estimate_of(profile: Profile, planned: Sequence[Region] | None = None, allocator: str | None = None) -> Estimate:
+    """What the step of `profile` takes under the regions of a plan; without a plan also as Python runs it.
 
     allocator  settings of PYTORCH_CUDA_ALLOC_CONF; those of the environment by default. Raises UsageError
     """
-    settings = assumed_settings(profile.target, allocator)
+    settings, regions = assumed_settings(profile.target, allocator), planned or ()
     graph = profile.graph
     memory = Memory(graph, profile.costs.workspace_per_op(graph))
     return Estimate(
@@ -144,17 +144,17 @@ def estimate_of(profile: Profile, regions: Sequence[Region] = (), allocator: str
         target=profile.target.name,
         costs=profile.costs.source,
         memory_bytes=profile.target.memory_bytes,
-        peaks=_peaks(memory, regions),
+        peaks=_peaks(memory, regions, is_traced=planned is not None),
         speed=_speed(profile, memory, regions),
         allocator=footprints(memory, regions, settings) if settings is not None else (),
     )
 
 
-def _peaks(memory: Memory, regions: Sequence[Region]) -> Peaks:
+def _peaks(memory: Memory, regions: Sequence[Region], *, is_traced: bool) -> Peaks:
     curve, graph = memory.curve(regions), memory.graph
     return Peaks(
         peak_bytes=curve.peak_bytes,
-        eager_bytes=memory.peak_without_checkpointing if len(graph.untraced_bytes) and not regions else None,
+        eager_bytes=memory.peak_without_checkpointing if len(graph.untraced_bytes) and not is_traced else None,
         first_step_bytes=memory.first_step_peak(regions),
         at=where(graph, int(curve.op[curve.peak_at])),
         phases=_phases(graph, curve),

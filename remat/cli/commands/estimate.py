@@ -50,7 +50,7 @@ def estimate(
         from remat.execution.regions_in_graph import require_regions_in
         from remat.planning.estimate import estimate_of
 
-        regions = require_regions_in(loaded, profile.graph) if loaded is not None else ()
+        regions = require_regions_in(loaded, profile.graph) if loaded is not None else None
         allocator = allocator_of(loaded, allocator)
         estimates = [estimate_of(profile, regions, allocator)]
         if step is not None and found.loop is not None:

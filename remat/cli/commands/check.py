@@ -1,0 +1,48 @@
+"""`remat check`: whether a training step fits, by exit code, for CI and for schedulers."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from remat.cli.commands import Answer
+from remat.cli.commands.options import Allocator, Json, PlanInPlaceOfModel, SourceOptions
+from remat.cli.commands.source import allocator_of, opened_step, workload_of
+from remat.errors import DoesNotFit
+
+
+def check(
+    source: SourceOptions,
+    plan: PlanInPlaceOfModel = None,
+    budget: Annotated[
+        str,
+        typer.Option(
+            help="Memory that there is, as for `remat plan`; auto is the target's, less what a process needs."
+        ),
+    ] = "auto",
+    headroom: Annotated[str, typer.Option(help="Margin to leave free: bytes with a unit, or a percentage.")] = "5%",
+    allocator: Allocator = None,
+    as_json: Json = False,
+) -> Answer:
+    """Say whether a training step fits: exit code 0 if it does, else 3, with the least change that makes it fit."""
+    from remat.cli.screen import live_line
+
+    with live_line() as line:
+        found, loaded = opened_step(source, plan, line)
+        from remat.costing.planning_device import PlanningDevice
+        from remat.planning.checking import verdict_of, with_change
+        from remat.planning.request import PlanRequest
+
+        place = found.place or PlanningDevice(found.target, None)
+        settings = allocator_of(loaded, allocator)
+        request = PlanRequest.of(budget=budget, headroom=headroom, allocator=settings)
+        request.limit(place)
+        profile, step = found.record()
+        verdict = verdict_of(profile, request, place, loaded)
+        if not verdict.fits and found.spec is not None:
+            line.say("searching for the least change")
+            again = None if loaded is not None else step
+            verdict = with_change(verdict, profile, request, place, again, workload_of(found.spec))
+    failure = None if verdict.fits else DoesNotFit("the training step does not fit.")
+    return Answer(verdict.to_json(), str(verdict), failure)

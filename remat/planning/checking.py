@@ -1,0 +1,166 @@
+"""Check: whether a training step fits a card with a margin, and the least change that makes it fit.
+
+A check is for CI and for schedulers: it records the step once, and solves nothing where it fits.
+
+Rule 1  A step as people run it has no plan: where the forward is not traced, its local variables count too. The first
+        step counts, and every later one.
+Rule 2  Against a budget in bytes, requested bytes count. Against a card (`auto`), reserved ones, simulated.
+Rule 3  The least change is the first of these that does: a setting of the allocator; a plan, with the time that it
+        adds; whatever the refusal of a plan names (a smaller batch, states shared over ranks, ...).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+from remat.capture.model_state import generators_kept
+from remat.costing.planning_device import PlanningDevice, find_planning_device
+from remat.costing.profile import Profile
+from remat.errors import Infeasible, NoPlanInTime
+from remat.evaluation.form import form_of
+from remat.evaluation.plan import Plan
+from remat.execution.regions_in_graph import require_regions_in
+from remat.planning.budget import Budget
+from remat.planning.estimate import Estimate, estimate_of
+from remat.planning.planner import plan as make_plan
+from remat.planning.planner import plan_study, study_of
+from remat.planning.profiling import fake_step, profile_step
+from remat.planning.request import PlanRequest
+from remat.recording.fake_step import FakeStep
+from remat.units import gib
+from remat.workload.training_loop import TrainingLoop
+from remat.workload.workload import Workload
+
+MARGIN = "5%"
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """Whether a step fits.
+
+    needed_bytes  the most that it takes          limit_bytes  what there is, less the margin
+    is_reserved   whether these are what the allocator reserves, simulated; else what is requested
+    change        the least change that fits, in words; None where it fits, or where nothing that was tried does
+    added         share of the step's time that the change adds, where it is a plan
+    """
+
+    workload: str
+    target: str
+    needed_bytes: int
+    limit_bytes: int
+    is_reserved: bool
+    change: str | None = None
+    added: float | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step fits with the margin."""
+        return self.needed_bytes <= self.limit_bytes
+
+    def __str__(self) -> str:
+        what = "reserved by the allocator, simulated" if self.is_reserved else "requested"
+        step = f"{self.workload} on {self.target} {'fits' if self.fits else 'does not fit'}"
+        line = f"{step}: {gib(self.needed_bytes)} {what}, limit {gib(self.limit_bytes)}"
+        return line if self.fits else f"{line}. {self.change or 'Nothing that was tried fits.'}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"fits": self.fits, **dataclasses.asdict(self)}
+
+
+@generators_kept()
+def check(
+    workload: Workload,
+    *,
+    budget: str | int = "auto",
+    headroom: str | int = MARGIN,
+    plan: Plan | None = None,
+    target: str = "auto",
+    costs: str | os.PathLike[str] | None = None,
+    loop: TrainingLoop | None = None,
+    allocator: str | None = None,
+) -> Verdict:
+    """Say whether the step of `workload` fits, and the least change that makes it fit.
+
+    budget    what there is, as in `remat.plan`; "auto" is the target's memory
+    headroom  margin that stays free: bytes, text with a unit, or a percentage of the budget
+    plan      the plan that the step runs under, by default none
+    target, costs, loop, allocator  as in `remat.plan`
+
+    Raises CaptureError, UsageError, and PlanMismatch for a plan of another step.
+    """
+    request = PlanRequest.of(budget=budget, headroom=headroom, allocator=allocator)
+    place = find_planning_device(target, costs)
+    request.require(place, loop)
+    step = fake_step(workload, place, loop=loop)
+    if plan is not None:
+        step.form = form_of(plan.about)
+    profile = profile_step(step, place)
+    found = verdict_of(profile, request, place, plan)
+    if found.fits:
+        return found
+    return with_change(found, profile, request, place, step if plan is None else None, workload)
+
+
+def verdict_of(profile: Profile, request: PlanRequest, place: PlanningDevice, plan: Plan | None = None) -> Verdict:
+    """Whether the step of `profile` fits, under `plan` if there is one. (Rules 1 and 2)"""
+    regions = None if plan is None else require_regions_in(plan, profile.graph)
+    found = estimate_of(profile, regions, request.allocator)
+    limit = request.limit(place, profile.peak_without_checkpointing)
+    assert limit is not None
+    needed, is_reserved = _needed_bytes(found, limit)
+    return Verdict(found.about["workload"], found.target, needed, _limit_bytes(limit), is_reserved)
+
+
+def with_change(
+    found: Verdict,
+    profile: Profile,
+    request: PlanRequest,
+    place: PlanningDevice,
+    step: FakeStep | None,
+    workload: Workload,
+) -> Verdict:
+    """`found`, of a step that does not fit, with the least change that fits. (Rule 3)
+
+    step  as recorded, where it has no plan yet
+    """
+    limit = request.limit(place, profile.peak_without_checkpointing)
+    assert limit is not None
+    if step is not None and (setting := setting_that_fits(estimate_of(profile, None, request.allocator), limit)):
+        return dataclasses.replace(found, change=f"It fits with PYTORCH_CUDA_ALLOC_CONF={setting}.", added=0.0)
+    try:
+        if step is not None:
+            made = plan_study(study_of(profile, request, place, step))
+        else:
+            loop = TrainingLoop.of(profile.graph.about)
+            made = make_plan(workload, budget=limit.given_bytes, target=place.target.name, loop=loop)
+    except (Infeasible, NoPlanInTime) as refusal:
+        return dataclasses.replace(found, change=f"No plan fits: {refusal}")
+    added, peak = made.predicted["overhead"], made.predicted["peak_bytes"]
+    change = (
+        f"Activation checkpointing fits it: a plan takes {gib(peak)} and adds {100 * added:.1f} % of the step's time."
+    )
+    return dataclasses.replace(found, change=change, added=added)
+
+
+def _needed_bytes(found: Estimate, limit: Budget) -> tuple[int, bool]:
+    """The most that the step takes, and whether these are reserved bytes."""
+    peaks = found.peaks
+    requested = max(peaks.peak_bytes, peaks.eager_bytes or 0, peaks.first_step_bytes)
+    if limit.reserved_bytes is None or not found.allocator:
+        return requested, False
+    return found.allocator[0].reserved_bytes + requested - peaks.peak_bytes, True
+
+
+def _limit_bytes(limit: Budget) -> int:
+    return limit.limit_bytes if limit.reserved_bytes is None else limit.reserved_bytes
+
+
+def setting_that_fits(found: Estimate, limit: Budget) -> str | None:
+    """The allocator's other setting, where the step fits with it."""
+    for footprint in found.allocator[1:] if limit.reserved_bytes is not None else ():
+        other = dataclasses.replace(found, allocator=(footprint,))
+        if footprint.settings and _needed_bytes(other, limit)[0] <= _limit_bytes(limit):
+            return footprint.settings
+    return None

@@ -1,0 +1,104 @@
+"""`remat check` says by its exit code whether a step fits, and names the least change where it does not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import remat as library
+from remat.errors import UsageError
+from remat.integrations import pytest_plugin
+from remat.planning.budget import Budget
+from remat.planning.checking import Verdict, setting_that_fits
+from tests.cached import cached
+from tests.command_line import Remat
+from tests.test_chunking import LANGUAGE
+
+WORKLOAD = LANGUAGE.sized(64)
+TARGET, EXPANDABLE, MIB = "h100-80gb", "expandable_segments:True", 1 << 20
+
+
+def checked(budget: str | int, **options: Any) -> Verdict:
+    return library.check(WORKLOAD, budget=budget, target=TARGET, **options)
+
+
+@cached
+def needed() -> int:
+    """Of the step as it is."""
+    return checked("80GiB").needed_bytes
+
+
+def test_it_is_what_the_estimate_says() -> None:
+    peaks = library.estimate(WORKLOAD, target=TARGET).peaks
+    assert needed() == max(peaks.peak_bytes, peaks.eager_bytes or 0, peaks.first_step_bytes)
+
+
+def test_the_margin_decides_at_the_byte() -> None:
+    found = checked(needed(), headroom=1)
+    assert (found.limit_bytes, found.fits) == (needed() - 1, False)
+    assert checked(needed(), headroom=0).fits
+
+
+def test_where_it_does_not_fit_a_plan_is_named_that_fits() -> None:
+    found = checked(int(0.9 * needed()), headroom=0)
+    plan = library.plan(WORKLOAD, budget=int(0.9 * needed()), target=TARGET)
+    assert found.added == plan.predicted["overhead"]
+    assert f"adds {100 * plan.predicted['overhead']:.1f} %" in str(found)
+    assert checked(int(0.9 * needed()), headroom=0, plan=plan).fits
+
+
+def test_where_no_plan_fits_the_refusal_is_named() -> None:
+    found = checked(1 << 20, headroom=0)
+    assert not found.fits and found.added is None and "below the least possible peak" in str(found)
+
+
+def test_on_a_card_what_the_allocator_reserves_counts() -> None:
+    found = checked("auto")
+    assert found.fits and found.is_reserved and found.needed_bytes >= needed() and "simulated" in str(found)
+
+
+def test_a_setting_of_the_allocator_is_a_change_where_it_is_enough() -> None:
+    found = library.estimate(WORKLOAD, target=TARGET)
+    default, expandable = (
+        dataclasses.replace(each, reserved_bytes=size, settings=settings)
+        for each, size, settings in zip(found.allocator, (110 * MIB, 100 * MIB), ("", EXPANDABLE), strict=True)
+    )
+    found = dataclasses.replace(found, allocator=(default, expandable))
+    more = max(found.peaks.eager_bytes or 0, found.peaks.first_step_bytes) - found.peaks.peak_bytes
+    for limit, setting in ((99, None), (101, EXPANDABLE)):
+        room = limit * MIB + more
+        assert setting_that_fits(found, Budget(room, room, reserved_bytes=room)) == setting
+        assert setting_that_fits(found, Budget(room, room)) is None  # where requested bytes count
+
+
+def test_a_budget_without_a_unit_is_refused() -> None:
+    with pytest.raises(UsageError, match="20GiB"):
+        checked(20.0)  # type: ignore[arg-type]
+
+
+# The command
+
+
+def test_the_exit_code_is_the_verdict(remat: Remat) -> None:
+    model = ("--model", "model.py:short", "--target", TARGET)
+    assert remat("check", *model).exit_code == 0
+    ran = remat("check", *model, "--budget", "60MiB", "--json")
+    assert ran.exit_code == 3
+    found = json.loads(ran.stdout)
+    assert found["fits"] is False and found["needed_bytes"] > found["limit_bytes"] and found["change"]
+    assert remat("check", *model, "--budget", "60").exit_code == 2
+
+
+# The fixture
+
+fits = pytest_plugin.fits
+
+
+def test_a_test_of_a_user_fails_where_training_does_not_fit(fits: Callable[..., Verdict]) -> None:
+    assert fits(WORKLOAD, "80GiB", target=TARGET) == dataclasses.replace(checked("80GiB"))
+    with pytest.raises(pytest.fail.Exception, match="does not fit"):
+        fits(WORKLOAD, int(0.9 * needed()), target=TARGET)
