@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import importlib.util
@@ -238,6 +239,61 @@ def test_state_that_a_forward_keeps_goes_on_as_if_it_had_run_once() -> None:
     first_step_of(model).run(0, planned_forward, forward, ((x,), {}), lambda: False)
     assert all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(found[0], before, strict=True))
     assert (model.calls, len(model.seen), model.counts) == (1, 1, {"hooked": 1})
+
+
+class Following(nn.Module):
+    """A second layer that a forward moves towards the first; it also moves one that learns."""
+
+    def __init__(self, follow: Callable[[Following], None]) -> None:
+        super().__init__()
+        self.ours, self.theirs, self.mean = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8)
+        self.follow = follow
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.follow(self)
+        return (self.ours(x) * self.theirs(x) * self.mean(x)).mean()
+
+
+def in_place(model: Following) -> None:
+    model.theirs.weight.mul_(0.9).add_(model.ours.weight, alpha=0.1)
+    model.mean.weight.view(-1)[3] += 1.0
+
+
+def by_data(model: Following) -> None:
+    model.theirs.weight.data = model.theirs.weight.data * 0.9 + model.ours.weight.data * 0.1
+
+
+def exchanged(model: Following) -> None:
+    model.theirs.weight.data, model.mean.weight.data = model.mean.weight.data, model.theirs.weight.data
+
+
+def all_at_once(model: Following) -> None:
+    torch._foreach_lerp_([p.data for p in model.theirs.parameters()], [p.data for p in model.ours.parameters()], 0.1)
+
+
+def both(model: Following) -> None:
+    in_place(model)
+    by_data(model)
+    in_place(model)
+
+
+@pytest.mark.parametrize("follow", [in_place, by_data, exchanged, all_at_once, both])
+def test_parameters_that_a_forward_writes_into_are_written_once(follow: Callable[[Following], None]) -> None:
+    model = Following(follow).train()
+    before, tensors = copy.deepcopy(model), list(model.parameters())
+    kept = [p.data_ptr() for p in tensors]
+
+    def planned_forward() -> Tensor:
+        for parameter, was in zip(model.parameters(), before.parameters(), strict=True):
+            assert torch.equal(parameter, was)
+        assert [p.data_ptr() for p in model.parameters()] == kept
+        return model(x)
+
+    x = torch.randn(4, 8)
+    loss = first_step_of(model).run(0, planned_forward, model, ((x,), {}), lambda: False)
+    assert torch.equal(loss, before(x))
+    assert all(torch.equal(p, was) for p, was in zip(tensors, before.parameters(), strict=True))
 
 
 def first_step_of(model: nn.Module, **changes: Any) -> FirstStep:

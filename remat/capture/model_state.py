@@ -10,7 +10,7 @@ Rule 1  What is reached from the model counts: modules and their hooks, plain ob
 Rule 2  What holds references is noted with those that it holds, and gets them back in place: who refers to the holder
         goes on to.
 Rule 3  Data of tensors and arrays is copied to the host, and put back where it has changed. Parameters are too large
-        for that: what was written into them stays, and `changes` says so.
+        for that: what was written into them stays, and `changes` says so. `written_parameters.py` undoes it.
 Rule 4  Generators get their states back: the global ones of torch, Python and numpy, and those that are reached.
 
 `changes` says by name what is other than it was. A copy of the model in place of all this was rejected: it would take

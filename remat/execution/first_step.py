@@ -36,6 +36,7 @@ from remat._torch.training import fakes_are_on, is_wrapper, without_modes
 from remat.capture.dynamo import without_cache
 from remat.capture.model_state import ModelState
 from remat.capture.trl_head import selects_rows
+from remat.capture.written_parameters import WrittenParameters
 from remat.chunking.chunked_loss import Watch
 from remat.errors import FirstStepMismatch, is_out_of_memory
 from remat.evaluation.form import CAPTURED, form_of
@@ -202,10 +203,10 @@ def _untouched(
         if ends and len(rows) == len(heads):
             raise _HeadReached
 
-    arguments = _Given(given)
+    arguments, parameters = _Given(given), WrittenParameters(model)
     handles = [head.register_forward_pre_hook(note) for head in heads]
     try:
-        with without_cache(model), under():
+        with without_cache(model), under(), parameters:
             args, kwargs = arguments.copied()
             return _seen(model, forward(*args, **kwargs), rows, reached=torch.is_grad_enabled())
     except _HeadReached:
@@ -214,6 +215,7 @@ def _untouched(
         for handle in handles:
             handle.remove()
         before.put_back()
+        parameters.put_back()
         arguments.put_back()
         torch.clear_autocast_cache()  # what was cast without gradients has none
 

@@ -1,0 +1,50 @@
+"""Written parameters: what a forward writes into the parameters of its model, undone.
+
+A teacher that follows its student, a codebook, a spectral norm: some forwards write into parameters, in place or by
+giving them other data. Parameters are too large to be copied before every forward that is run beside training. So a
+parameter is copied to the host when it is about to be written into, and data that was taken from one is held meanwhile.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from remat._torch.training import UnseenMode, is_wrapper, without_modes
+from remat.capture.schemas import written
+
+
+class WrittenParameters(UnseenMode):
+    """While it is entered, notes what is written into parameters of `model`; `put_back` undoes it afterwards."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        with without_modes():
+            self._data = [(p, p.data) for p in model.parameters() if not is_wrapper(p)]
+        self._of_storage: dict[int, list[torch.Tensor]] = {}
+        for _, data in self._data:
+            if data.layout is torch.strided:
+                self._of_storage.setdefault(_storage(data), []).append(data)
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in written(func, args, kwargs):
+            if tensor.layout is torch.strided and not is_wrapper(tensor):
+                for data in self._of_storage.pop(_storage(tensor), ()):
+                    self._copies.append((data, data.to("cpu", copy=True)))
+        return func(*args, **(kwargs or {}))
+
+    def put_back(self) -> None:
+        """Give every parameter the data, and the data the numbers, that it had."""
+        with torch.no_grad(), without_modes():
+            for data, numbers in self._copies:
+                data.copy_(numbers)
+            for parameter, data in self._data:
+                if parameter.data_ptr() != data.data_ptr():
+                    parameter.data = data
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
