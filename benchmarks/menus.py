@@ -1,8 +1,8 @@
 """Menus: what a budget costs under each answer to "what may change in the numbers", in the ready-made models.
 
-For each model and each share of its step's peak, one plan is made as `remat plan` makes it by default, and the menu
+For each model and each budget (a share of its peak) one plan is made as `remat plan` makes it by default, and the menu
 beside it: every gradient bitwise, losses and MLPs in chunks, fused kernels. All on an H100 by name: times are
-estimated. How long groups compile in the first step is not measured.
+estimated. How long groups compile in the first step is not measured. `menus:gpt2,20GiB` takes that budget instead.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SHARES = (70, 50, 30)
 TARGET = "h100-80gb"
 COLUMNS = [
     "model",
-    "share",
+    "budget",
     "budget_gib",
     *(f"{numerics}_percent" for numerics in NUMERICS),
     "form",
@@ -39,23 +39,24 @@ COLUMNS = [
 ]
 
 
-def main(*models: str) -> None:
+def main(*names: str) -> None:
     cpu = torch.device("cpu")
-    path, about = report.stem("_".join(["menus", *models]), cpu), report.provenance(cpu)
+    path, about = report.stem("_".join(["menus", *names]), cpu), report.provenance(cpu)
+    budgets = [name for name in names if name.endswith("iB")] or [f"{share}%step" for share in SHARES]
     rows: list[dict[str, Any]] = []
-    for model in models or MODELS:
-        for share in SHARES:
-            rows.append({"model": model, "share": share, **row_of(model, share)})
+    for model in [name for name in names if not name.endswith("iB")] or MODELS:
+        for budget in budgets:
+            rows.append({"model": model, "budget": budget, **row_of(model, budget)})
             print(rows[-1], file=sys.stderr, flush=True)
             report.write(path, {**about, **summary(rows)}, rows, COLUMNS)
         torch._dynamo.reset()
 
 
-def row_of(model: str, share: int) -> dict[str, Any]:
+def row_of(model: str, budget: str) -> dict[str, Any]:
     started = time.process_time()
     row: dict[str, Any] = {}
     try:
-        study = studied(build(model), PlanRequest(budget=f"{share}%step"), find_planning_device(TARGET))
+        study = studied(build(model), PlanRequest(budget=budget), find_planning_device(TARGET))
         assert study.budget is not None
         row["budget_gib"] = round(study.budget.limit_bytes / GIB, 2)
         for each in with_alternatives(plan_study(study), study).alternatives:

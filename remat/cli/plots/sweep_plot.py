@@ -20,7 +20,19 @@ if TYPE_CHECKING:
     from remat.planning.sweep import CurvePoint, Sweep
 
 PACKAGES = {".png": "matplotlib", ".svg": "matplotlib", ".html": "plotly"}
-X, Y = "peak of the whole training step, GiB", "added time, % of the step"
+X, Y = "peak memory of the training step, GiB", "added time, % of the step"
+LABELS = {
+    "none": "no checkpointing",
+    "every-block": "every block (Hugging Face)",
+    "every-n": "every n-th block",
+    "first-k": "first k blocks",
+    "sqrt-n": "sqrt(N) segments",
+    "save-matmuls": "save matrix products",
+    "greedy": "greedy",
+    "chen-greedy": "Chen's greedy",
+    "liger-like": "every block + Liger-like loss",
+    "exact-whole-loss": "remat, bitwise gradients",
+}
 COLOUR = "#0b3d91"
 OTHERS = ("#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#8c6d31", "#777777", "#5e3c99", "#b2182b", "#35978f")
 MARKERS = (  # matplotlib's name, plotly's name
@@ -74,7 +86,7 @@ class _Series:
 
     @property
     def bounds(self) -> list[float]:
-        """For each point what is proved of the next: a bound for all that lies between them, in the same unit."""
+        """The bound proved at the next point, in the same unit: it holds for all budgets in between."""
         proved = [
             100 * (point.bound_us or 0) * (1 + point.overhead) / (point.step_time_us or 1) for point in self.points
         ]
@@ -83,7 +95,7 @@ class _Series:
 
 def _others(sweep: Sweep) -> Iterator[_Series]:
     for i, (name, points) in enumerate(sweep.by_strategy().items()):
-        yield _Series(name, points, OTHERS[i % len(OTHERS)], MARKERS[i % len(MARKERS)])
+        yield _Series(LABELS.get(name, name), points, OTHERS[i % len(OTHERS)], MARKERS[i % len(MARKERS)])
 
 
 def _curve(sweep: Sweep) -> _Series:
@@ -113,17 +125,19 @@ def _draw_picture(sweep: Sweep, path: Path) -> None:
     axes.set_ylim(bottom=min(-1.0, -0.03 * axes.get_ylim()[1]))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(*_curve_first(axes), loc="outside lower center", ncols=4, frameon=False, fontsize="small")
+    figure.legend(*_curve_first(axes), loc="outside lower center", ncols=3, frameon=False, fontsize="small")
     figure.savefig(path, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
 
 
 def _draw_curve(axes: Axes, curve: _Series) -> None:
-    """A line to guide the eye, and shaded what is known between points: no worse than the left, no better than the
-    bound of the right one."""
+    """Draw a line through the points, and shade where the optimum between two points lies.
+
+    It is no worse than the left point and no better than the bound of the right one.
+    """
     look: dict[str, Any] = {"color": curve.colour, "markersize": 5, "zorder": 5}
     axes.plot(curve.peaks, curve.overheads, marker="o", linewidth=1.4, label=curve.label, **look)
     shade: dict[str, Any] = {"step": "post", "color": curve.colour, "alpha": 0.1, "linewidth": 0}
-    axes.fill_between(curve.peaks, curve.overheads, curve.bounds, label="range of the optimum in between", **shade)
+    axes.fill_between(curve.peaks, curve.overheads, curve.bounds, label="optimum between points", **shade)
     for point, peak, overhead in zip(curve.points, curve.peaks, curve.overheads, strict=True):
         if point.status != "optimal":
             axes.plot(peak, overhead, "o", markerfacecolor="white", **look)
