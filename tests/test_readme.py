@@ -85,6 +85,7 @@ _BIG = "remat plan --model llama-8b --dtype bf16"
 _IN_BACKWARD = "--loop step-in-backward --budget 24GiB --target rtx4090"
 _A_MINUTE = "takes a minute; see `python -m benchmarks step_in_backward:plans`"
 NOT_RUN = {
+    'python -m pip install ".[models]"': "installs packages; test_packaging.py installs",
     "make demo": "makes a virtual environment; then the first `remat plan` of those below",
     "make test": "runs this test",
     "make docs": "test_docs.py builds them",
@@ -417,6 +418,28 @@ def own_model(snippet: str, here: Path) -> None:
         assert plan.about["workload"] == "mine" and plan.about["autocast"] == "bfloat16"
 
 
+def own_model_in_the_readme(snippet: str, here: Path) -> None:
+    names: dict[str, Any] = {}
+    exec("import torch" + MY_MODEL, names)
+
+    def make_batch(batch_size: int, seq_len: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(batch_size, 64), torch.zeros(batch_size, dtype=torch.long)
+
+    def step(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    found = execute(snippet, MyModel=names["MyModel"], make_batch=make_batch, step=step)
+    step(found["model"], make_batch(32, None)).backward()
+    assert all(p.grad is not None for p in found["model"].parameters())
+
+
+def coming_from_checkpoints(snippet: str, here: Path) -> None:
+    with planned() as plan, torch.autocast("cpu", torch.bfloat16):
+        model = execute(snippet, build_model=build_model)["model"]
+        model(**next(iter(loader()))).loss.backward()
+        entered(model, plan, steps=1)
+
+
 def recording(snippet: str, here: Path) -> None:
     """Both functions are torch's, under these names; here there may be no device to record."""
     called: list[str] = []
@@ -486,6 +509,8 @@ HANDLERS: dict[str, Callable[[str, Path], None]] = {  # by what stands in the sn
     "# mine.py": own_model,
     "_dump_snapshot": recording,
     "fastjsonschema": checked,
+    "gradient_checkpointing_enable": coming_from_checkpoints,
+    'Workload("mine", MyModel': own_model_in_the_readme,
     "remat.offload_optimizer(": on_the_host,
     "remat.step_in_backward(": on_the_host,
     "remat.planned_step(": whole_step,
