@@ -830,7 +830,7 @@ def compared(workload: Workload, plan: Plan, expected: dict[str, torch.Tensor]) 
 
 
 def validated(workload: Workload, plan: Plan) -> dict[str, Any]:
-    """What `remat.validate` says of `plan`."""
+    """Validate `plan`, and return the report's fields."""
     found = validate(workload, plan, device=CPU)
     measured, predicted = found.measured["peak_bytes"], found.predicted["peak_bytes"]
     failures = [f"validation: {text}" for text in found.kernel_differences[:2]]

@@ -121,7 +121,7 @@ def _rows(workload: Workload, compilers: tuple[str, ...]) -> Iterator[dict[str, 
 def _beside(
     plan: Plan, replayed: int, profile: Profile, untouched: dict[str, Any], compiler: str, workload: Workload
 ) -> dict[str, Any]:
-    """What is measured of `plan`, beside what it and its replay say; its recomputation as eager costs have it."""
+    """Measure `plan`, and put its own figures and those of its replay beside; recomputation by eager costs."""
     planned = _measured(
         workload, compiler, profile.graph.fixed_total - profile.graph.unseen_bytes, lambda model: apply(model, plan)
     )

@@ -1,4 +1,4 @@
-"""What a GPU shows, in parts of which the most telling come first: `python benchmarks/device.py [FOLDER]`.
+"""Learn about a GPU, in parts, the most telling first: `python benchmarks/device.py [FOLDER]`.
 
 It needs this checkout, torch, numpy and transformers; neither remat nor OR-tools has to be installed. Every part runs
 in a process of its own and writes FOLDER/PART.json as it goes; FOLDER/device.md is the summary. After `--seconds` it
@@ -78,7 +78,7 @@ def parts(plans: Path, target: str) -> list[Part]:
 
 
 def _target(device: str) -> str:
-    """What the device is called in the names of plans; asked of nvidia-smi, without a context."""
+    """Return the device's name in the names of plans; asks nvidia-smi, without a context."""
     if device == "cpu":
         return "cpu"
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader", "--id=0"]

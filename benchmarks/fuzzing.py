@@ -75,7 +75,7 @@ def _judged(form: Form, offloads: bool, number: int) -> list[dict[str, Any]]:
 
 
 def numbers_of(text: str) -> range:
-    """What `7` or `250-499` stands for."""
+    """Parse `7` or `250-499`."""
     first, _, last = text.partition("-")
     return range(int(first), int(last or first) + 1)
 

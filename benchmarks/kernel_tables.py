@@ -38,7 +38,7 @@ def main(folder: str = "") -> None:
 
 
 def rows_of(name: str, found: list[Measurement]) -> list[dict[str, Any]]:
-    """What the table of one half, and the roofline, say of the other."""
+    """Price one half of a table by the other half, and by the roofline."""
     drawn = np.random.default_rng(0).permutation(len(found)) < len(found) // 2
     known = [each for each, is_known in zip(found, drawn, strict=True) if is_known]
     table = KernelTable.of(name, [(each.kernels[0][0], each.measured_us) for each in known])

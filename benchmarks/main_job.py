@@ -87,7 +87,7 @@ def _rows(name: str, workload: Workload, dtype: DTypePolicy, target: str) -> Ite
 
 
 def measured(workload: Workload, plan: Any, target: str) -> tuple[dict[str, Any], dict[str, float]]:
-    """What validating a plan found, for a row; and what it held to float64, see `Report.gradients_near`."""
+    """Validate a plan for a row; returns also the gradients held to float64, see `Report.gradients_near`."""
     found = validate(workload, plan, device=target, repeats=1).to_json()
     peak, predicted = (found[which]["peak_bytes"] for which in ("measured", "predicted"))  # of the batch that ran
     row = {

@@ -96,7 +96,7 @@ def _pip(target: Path, *arguments: str) -> None:
 
 
 def cuda_libraries(installed: Path) -> list[str]:
-    """What a CUDA build of torch links to, in the versions that it names."""
+    """List the libraries that a CUDA build of torch links to, in the versions that it names."""
     (metadata,) = installed.glob("torch-*.dist-info/METADATA")
     wanted = re.findall(r"^Requires-Dist: ((?:nvidia-|cuda-toolkit)[^;\n]*)", metadata.read_text(), re.MULTILINE)
     return [requirement.strip() for requirement in wanted]

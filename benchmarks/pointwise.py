@@ -116,7 +116,7 @@ class _Looking(UnseenMode):
 
 
 def trained(plan: Plan, path: Path) -> tuple[list[Point], int]:
-    """What the allocator said in a step under a plan, and the peak of a step that nobody looked at."""
+    """Return the allocator's counts in a step under a plan, and the peak of a step without observation."""
     device = torch.device("cuda", torch.cuda.current_device())
     release_memory(device)
     others_bytes = _requested_bytes("current")

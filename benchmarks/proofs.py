@@ -56,7 +56,7 @@ def main(*names: str) -> None:
 
 
 def cells(profile: Profile, execution: Execution) -> list[dict[str, Any]]:
-    """What the solver says of one step, by budget."""
+    """Solve one step, by budget."""
     started = time.monotonic()
     problem = execution.pose(profile, execution.space(profile.graph), 1 << 62)
     runs = len(problem.runs)

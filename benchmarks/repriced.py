@@ -1,4 +1,4 @@
-"""What other prices make of plans: `python -m benchmarks repriced:COMMIT[,MODEL...]`.
+"""Plans under other prices: `python -m benchmarks repriced:COMMIT[,MODEL...]`.
 
 A plan that was best under the roofline of COMMIT, beside the best under today's, within the same budget: whether they
 are the same, and what the old one costs too much where today's prices are right (its regret, of the step without a

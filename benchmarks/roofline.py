@@ -72,7 +72,7 @@ def _measurements(folder: Path, wanted: Sequence[str], problems: str | None) -> 
 
 
 def roofline_of(commit: str) -> Price:
-    """What the roofline of an older commit takes a kernel to cost."""
+    """Return the roofline of an older commit."""
     text = subprocess.check_output(["git", "show", f"{commit}:remat/costing/roofline.py"], text=True)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "roofline_before.py"

@@ -48,7 +48,7 @@ def _meaning(field: Schema, schema: Schema) -> str:
 
 
 def _type(field: Schema) -> str:
-    """What a value may be, in words."""
+    """Describe the type of a value in words."""
     if "const" in field:
         return f"`{json.dumps(field['const'])}`"
     if "enum" in field:

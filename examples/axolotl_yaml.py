@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> tuple[TrainingResult, Traini
     given = options(__doc__, steps=50).parse_args(arguments)
 
     def trainer(steps: int, **ours: Any) -> Any:
-        """What `axolotl train` trains with."""
+        """Return the Trainer of `axolotl train`."""
         with tempfile.TemporaryDirectory() as folder:
             config = load_cfg(str(write(Path(folder), steps, **ours)))
             return setup_model_and_trainer(config, load_datasets(cfg=config))[0]

@@ -1,4 +1,4 @@
-"""What the examples share: small models, data made on the spot, and a table of what they found.
+"""Shared parts of the examples: small models, data made on the spot, and a table of results.
 
 The text is sums, character by character ("17+25=42;"); the images are bars in one of four directions, under noise.
 """
@@ -152,7 +152,7 @@ def images(samples: int, length: int | None = None) -> tuple[torch.Tensor, torch
 
 @dataclasses.dataclass(frozen=True)
 class TrainingResult:
-    """What a training did: its losses, and the peak of memory above what was there before it."""
+    """The losses of a training, and its peak memory above the memory in use before it."""
 
     losses: list[float]
     peak_bytes: int

@@ -28,7 +28,7 @@ import remat
 
 
 def adapted() -> nn.Module:
-    """What is trained, so what the plan is made for: the model with its adapters."""
+    """Return the model with its adapters, which is trained and planned for."""
     adapters = LoraConfig(r=8, lora_alpha=16, lora_dropout=0.1, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)
     model: nn.Module = get_peft_model(gpt2(), adapters)
     return model.train()

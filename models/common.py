@@ -1,4 +1,4 @@
-"""What the families share: the library, random batches, the step, and the two kinds of workload.
+"""Shared parts of the families: the library, random batches, the step, and the two kinds of workload.
 
 A family file turns a few numbers into a `transformers` configuration and hands `build` to one of the two
 functions below. The rules that hold for all of them:

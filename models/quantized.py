@@ -86,7 +86,7 @@ def _layer(library: Any, linear: nn.Linear) -> nn.Module:
 
 
 def _state(library: Any, weight: torch.Tensor) -> Any:
-    """What quantising `weight` would leave beside its bytes."""
+    """Return the state that quantising `weight` would leave beside its bytes."""
     scales = math.ceil(weight.numel() / BLOCK)
     of_scales = library.functional.QuantState(
         absmax=torch.empty(math.ceil(scales / BLOCK_OF_SCALES), dtype=torch.float32),

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """What anybody prints meanwhile goes to stderr: file descriptor 1 itself, because C and C++ print too."""
+    """Send everything printed within to stderr: file descriptor 1 itself, because C and C++ print too."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

@@ -198,7 +198,7 @@ class Chain:
         return max(self.most_at(cut, k) for cut, limits in enumerate(self.forward) for k in range(len(limits)))
 
     def state_storage_bytes(self, cut: int) -> int:
-        """What is counted of the state storage of `cut`."""
+        """Return the counted bytes of the state storage of `cut`."""
         shared = self.state_storages[cut]
         return self._counted(shared) if shared is not None else 0
 
@@ -245,15 +245,15 @@ class Chain:
         return found
 
     def item_bytes(self, item: Item, aside: int) -> int:
-        """What `item` adds, where of `Case.aside` those are kept already."""
+        """Return the bytes that `item` adds if the storages `aside` of `Case.aside` are kept already."""
         return item.bytes + self.counted_aside(item.aside & ~aside)
 
     def counted_aside(self, bits: int) -> int:
-        """What is counted of those of `Case.aside` where they are kept."""
+        """Return the counted bytes of these storages of `Case.aside` if they are kept."""
         return sum(self._counted(shared) for shared in self._set_aside(bits))
 
     def bytes_aside(self, bits: int) -> int:
-        """What those of `Case.aside` hold."""
+        """Return the bytes of these storages of `Case.aside`."""
         return sum(shared.size_bytes for shared in self._set_aside(bits))
 
     def _set_aside(self, bits: int) -> Iterator[SharedStorage]:
@@ -270,24 +270,24 @@ class Chain:
         return [item.bytes for item in items if item.passes_on]
 
     def most_at(self, cut: int, k: int) -> int:
-        """What may be kept at `cut` in state `k`, whatever comes next."""
+        """Return the most bytes that may be kept at `cut` in state `k` under any continuation."""
         return self._surrogate(self.backward[cut][k], self.forward[cut][k])
 
     def most_after_saves(self, cut: int, k: int) -> int:
-        """What may be kept at `cut` in state `k` where a region that saves ends there."""
+        """Return the most bytes that may be kept at `cut` in state `k` if a region that saves ends there."""
         return self._surrogate(self.most_after[cut], self.forward[cut][k])
 
     def _inside_limit(self, cut: int) -> int:
-        """What may be kept before `cut` in any state."""
+        """Return the most bytes that may be kept before `cut` in any state."""
         return max(self.most_at(cut, k) for k in range(len(self.forward[cut]))) + self._pinned_from(cut)
 
     def _pinned_from(self, segment: int) -> int:
-        """What is counted of what is pinned there or later: a region counts all of it at once."""
+        """Return the counted bytes of storages pinned there or later: a region counts all of them at once."""
         pinned = self.case.pinned.items()
         return sum(self._counted(self.problem.liveness.shared[u]) for u, site in pinned if site >= segment)
 
     def _least_inside(self, a: int, b: int) -> int:
-        """What may be kept where a region goes on at every cut between `a` and `b`."""
+        """Return the most bytes that may be kept if a region goes on at every cut between `a` and `b`."""
         if a not in self._insides:
             self._insides[a] = np.minimum.accumulate([1 << 62, *self.inside[a + 1 :]])
         return int(self._insides[a][b - a - 1])
@@ -298,7 +298,7 @@ class Chain:
         return min(backward, -(-mixed // 100))
 
     def items(self, segment: int, b: int, never_again: frozenset[int] = frozenset()) -> tuple[Item, ...]:
-        """What a region that holds `segment`, ends at cut `b` and recomputes no node of `never_again` may save there.
+        """Return the items that a region which holds `segment` and ends at cut `b` may save there.
 
         Regions that end at one cut stop early at one node, but for those that open a context: they run to their end.
         """
@@ -387,7 +387,7 @@ class Chain:
         return ample or (rival.most_bytes >= transition.most_bytes and rival.counts >= transition.counts)
 
     def _pinned_bytes(self, run: Run) -> int:
-        """What is counted in `run` of what the case settles as kept."""
+        """Return the counted bytes in `run` of storages that the case settles as kept."""
         pinned = self.case.pinned.items()
         return sum(self._counted(self.problem.liveness.shared[u]) for u, site in pinned if run.a <= site < run.b)
 
@@ -541,7 +541,7 @@ class Chain:
         return self._forward_held_before[-1] > 0
 
     def _uncounted(self, storages: Iterable[int]) -> int:
-        """What this chain does not count of `storages` where they are kept."""
+        """Return the bytes of `storages` that this chain does not count if they are kept."""
         return sum(int(self._uncounted_bytes[u]) for u in storages)
 
     @functools.cached_property
@@ -551,7 +551,7 @@ class Chain:
         return -(-self.problem.graph.storages.size_bytes * share // (100 * len(self.held_at)))
 
     def _counted(self, shared: SharedStorage) -> int:
-        """What this chain counts of `shared` where it is kept."""
+        """Return the bytes of `shared` that this chain counts if it is kept."""
         return shared.size_bytes - self._uncounted([shared.storage])
 
     @functools.cached_property

@@ -1,4 +1,4 @@
-"""What branch and bound along the chain works on: a case that may hold a better plan, and what its tables say of it.
+"""Branches of the branch and bound along the chain: a case that may hold a better plan, with its tables.
 
 A branch is split where its best table's plan oversteps the budget by what the chain leaves out (`Branch.parts`), and
 its tables get a finer grain where rounding may be why (`Branch.says_more_at`). `chain_dp.py` decides which, and when.
@@ -77,7 +77,7 @@ class Branch:
 
     @property
     def plan(self) -> Sequence[Leg]:
-        """What costs no more than the bound says."""
+        """A plan that costs no more than the bound."""
         legs = self.table.legs() if self.legs is None else self.legs
         assert legs is not None
         return legs
@@ -90,7 +90,7 @@ class Branch:
 
     @functools.cached_property
     def uncounted(self) -> list[tuple[int, int]]:
-        """What its plan keeps where it oversteps the budget and nothing counts, the largest first (`uncounted_in`)."""
+        """The uncounted storages that its plan keeps where it exceeds the budget, largest first (`uncounted_in`)."""
         return uncounted_in(self.table.chain, dataclasses.replace(self.case, aside=self.aside), self.plan)
 
     @property
@@ -183,7 +183,7 @@ def _runs(problem: Problem, regions: Proposal) -> list[Run]:
 def _disagreement(
     chain: Chain, useful: set[int], plan: list[Run], rivals: list[list[Run]]
 ) -> tuple[set[int], set[int]] | tuple[()]:
-    """What of `useful` to rule out in two halves, of which neither holds `plan` and one of its rivals: runs, by index.
+    """Split `useful` into two sets of runs to rule out, so that neither half holds `plan` and one of its rivals.
 
     Of the segments that are plain in one of them, it is the one with most forward-held bytes: surrogates err there.
     """
@@ -238,7 +238,7 @@ def uncounted_in(chain: Chain, case: Case, legs: Sequence[Leg]) -> list[tuple[in
 
 
 def cells_of(transition_count: int, levels: int) -> int:
-    """What the time of a table is proportional to."""
+    """Return the number of cells that the time of a table is proportional to."""
     return transition_count * (levels + NUMPY_LEVELS)
 
 

@@ -66,7 +66,7 @@ def solve(problem: Problem, limits: Limits) -> Solution:
 
 
 def explore(problem: Problem, limits: Limits) -> Found:
-    """What `solve` finds, with the runs that a better plan could consist of."""
+    """Solve the problem, and return the solution with the runs that a better plan could consist of."""
     found = Found(problem, time.monotonic())
     if limits.start is not None:
         found.offer(limits.start)
@@ -427,7 +427,7 @@ def _or_infinite(time_ns: float | None) -> float:
 
 
 def _excess(problem: Problem, legs: Sequence[Leg]) -> int:
-    """What the plan of `legs` needs beyond the budget."""
+    """Return the bytes by which the plan of `legs` exceeds the budget."""
     return problem.curve(regions_of(problem, legs)).peak_bytes - problem.budget_bytes
 
 
@@ -440,7 +440,7 @@ class _Overstepped(NamedTuple):
 
     @property
     def limit(self) -> Count:
-        """What counts as much as that limits."""
+        """The count that limits as much as this one."""
         return Count(0, (self.op,)) if self.in_forward else Count()
 
 

@@ -44,7 +44,7 @@ Items = tuple[Item, Item]  # one item, as the chain and as the table counts it
 
 
 class Step(NamedTuple):
-    """What a region goes through: `segment` begins, or of that `items` may be saved; `rest` is R after it."""
+    """A step of a region: `segment` begins, or some of its `items` may be saved; `rest` is R after it."""
 
     segment: int
     items: Items | None
@@ -96,7 +96,7 @@ class Labels(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """What `chain` limits, and what `table` says that the rest costs at least.
+    """The limits of `chain`, and the least cost of the rest by `table`.
 
     The chain is that of the table, or counts some storages aside: then labels say which are kept.
     """
@@ -191,7 +191,7 @@ class _History:
 
 
 class _Folds:
-    """What regions that end at one cut may save, from their last segment to the first, with R of what comes later."""
+    """The saves of regions that end at one cut, from their last segment to the first, with R of later parts."""
 
     def __init__(self, limit: Limit, b: int, never_again: frozenset[int]):
         self._table, self._chain, self._b, self._never_again = limit.table, limit.chain, b, never_again
@@ -215,7 +215,7 @@ class _Folds:
         return self._until[a]
 
     def steps(self) -> Iterator[Step]:
-        """What a region goes through that begins as early as any, each with R of what comes later."""
+        """Iterate over the steps of a region that begins as early as any, each with R of later parts."""
         return reversed(self._steps)
 
 
@@ -274,7 +274,7 @@ class _LabelSearch:
         return found
 
     def _arriving(self, b: int) -> dict[int, list[Labels]]:
-        """What transitions make of the labels where they begin, by k at `b`."""
+        """Apply transitions to the labels where they begin; returns labels by k at `b`."""
         found: dict[int, list[Labels]] = {}
         starts: dict[frozenset[int], _Starts] = {}
         for runs in self._runs_into(b):
@@ -313,7 +313,7 @@ class _LabelSearch:
         return added, most
 
     def _counted(self, runs: Sequence[Transition], k: int) -> list[int]:
-        """What each table counts of what a run adds to that which is kept."""
+        """Return the bytes that each table counts of the storages that a run adds to those kept."""
         if not self._aside:
             return []
         found = []
@@ -334,7 +334,7 @@ class _LabelSearch:
                 yield transition, *(other[index] for other in others)
 
     def _saving(self, b: int, starts: _Starts) -> dict[int, Labels]:
-        """What the choice of what they save makes of the labels in regions that end at `b`, by k there.
+        """Apply the choices of saves to labels in regions that end at `b`; returns labels by k there.
 
         Those of regions that begin later join those of regions that began before: all may save the same from there.
         """
@@ -357,7 +357,7 @@ class _LabelSearch:
         }
 
     def _after_step(self, labels: Labels, k: int, step: Sequence[Step]) -> Iterator[tuple[int, Labels]]:
-        """What a step of regions, as each table sees it, makes of `labels` in state `k`, and in which state."""
+        """Apply a step of regions to `labels` in state `k`, as each table sees it; yields states and labels."""
         rests, items = [each.rest for each in step], [each.items for each in step if each.items is not None]
         if not items:
             labels = labels.within(chain.inside[step[0].segment] for chain in self._chains)
@@ -452,7 +452,7 @@ class _LabelSearch:
         return found
 
     def _missing_bytes(self, aside: np.ndarray, others: np.ndarray) -> np.ndarray:
-        """What each of the first lacks of what each of `others` keeps aside, by pair (`Chain.lacking_aside`)."""
+        """Return the bytes that each of `aside` lacks of those each of `others` keeps (`Chain.lacking_aside`)."""
         each, every = ((bits[:, None] >> np.arange(len(self._aside)) & 1) for bits in (aside, others))
         return (1 - each) @ (every * self._lacking).T
 

@@ -69,7 +69,7 @@ def admits(chain: Chain, legs: Iterable[Leg], grain: int) -> bool:
 
 
 def lost_bytes(chain: Chain, legs: Iterable[Leg], grain: int) -> int:
-    """What rounding to `grain` leaves out of what `legs` keep."""
+    """Return the bytes of the storages that `legs` keep which rounding to `grain` leaves out."""
     return sum(
         chain.entry(leg.transition, leg.k)[1] % grain + sum(item.bytes % grain for item in leg.saved) for leg in legs
     )
@@ -99,7 +99,7 @@ def choose_grain(chain: Chain, levels: tuple[int, int], *, may_lose: float = 0.0
 
 
 def _sizes(chain: Chain) -> Iterator[int]:
-    """What is rounded: what each segment keeps if it is plain, saves, and hands on."""
+    """Iterate over the sizes that are rounded: plain segments, saves, and state storages."""
     for b in range(1, chain.count + 1):
         yield from (transition.keeps_bytes for transition in chain.into[b] if transition.b - transition.a == 1)
         yield from (item.bytes for item in chain.items(b - 1, b))
@@ -258,7 +258,7 @@ class Table:
         return found
 
     def _saved(self, transition: Transition, k: int, level: int, value: float) -> tuple[Item, ...]:
-        """What `transition` saves if, where its saves begin, `value` is R and `level` is kept."""
+        """Return the items that `transition` saves if `value` is R and `level` is kept where its saves begin."""
         folds: list[tuple[Item, Values]] = []
         after = self.after_saves(transition.b)
         for segment in range(transition.b - 1, transition.a - 1, -1):

@@ -90,7 +90,7 @@ def _by_chain(problem: Problem, limits: Limits) -> tuple[chain_dp.Found, Solutio
 
 
 def _by_chains(problem: Problem, limits: Limits, start: Proposal) -> tuple[Problem, chain_dp.Found, Solution]:
-    """What the chain finds, with the problem as it was tightened last."""
+    """Solve along chains, and return the result with the problem as it was tightened last."""
     started, fits = time.monotonic(), not excess_bytes(problem, start)
     most_us = problem.objective_ns(start) / NS if fits else math.inf
     for share in ROUNDS if problem.link is not None else (1.0,):

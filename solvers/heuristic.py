@@ -1,4 +1,4 @@
-"""What all heuristics share: they propose plans without a proof, and the evaluator picks the best that fits.
+"""Shared parts of heuristics: they propose plans without a proof, and the evaluator picks the best that fits.
 
 Every proposal is a plan of the problem's own space: its regions begin and end at borders of segments, hold no plain
 one, and save only what is worth saving. That is why no heuristic can beat an exact solver; where one does, one of

@@ -34,7 +34,7 @@ NOTHING = -(1 << 62)  # what may be kept where nothing goes on
 
 
 class TooManyStates(Exception):
-    """What crosses is so small that no set of it is better than another."""
+    """The storages that cross are so small that no set of them is better than another."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +157,7 @@ class _Extents:
             self.most[cut][k] = min(most, self.chain.most_at(cut, k))
 
     def _before(self, transition: Transition, k: int) -> int:
-        """What may be kept before `transition` if it is taken in state `k`."""
+        """Return the most bytes that may be kept before `transition` if it is taken in state `k`."""
         goes_on, adds, most = self.chain.entry(transition, k)
         after, _ = self._after(transition, goes_on)
         return min(most, after - adds)

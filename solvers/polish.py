@@ -74,7 +74,7 @@ def _fill(problem: Problem, regions: tuple[Region, ...], slack: int) -> tuple[Re
 
 
 def _bytes(problem: Problem, node: int) -> int:
-    """What saving `node` keeps at most."""
+    """Return the most bytes that saving `node` keeps."""
     sizes = problem.graph.storages.size_bytes
     return int(sum(sizes[u] for u in problem.liveness.saved_by[node]))
 

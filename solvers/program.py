@@ -83,7 +83,7 @@ class Constraint:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a backend says about a program as it stands: one value per variable, empty if it has none."""
+    """A backend's result for a program: one value per variable, empty if it has none."""
 
     status: Status
     values: Sequence[int] = ()
@@ -148,7 +148,7 @@ class _Found:
     interrupted: bool = False
 
     def on_progress(self, objective_ns: float, bound_ns: float) -> None:
-        """What a backend says meanwhile. Its plan is not judged yet: it counts where there is no other."""
+        """Report a backend's progress. Its plan is not judged yet: it counts if there is no other."""
         objective_us = self.best.objective_us if self.best.status == "feasible" else objective_ns / NS
         if self.limits.on_progress is not None and objective_us < math.inf:
             self.limits.on_progress(objective_us, min(max(self.bound_us, bound_ns / NS), objective_us))

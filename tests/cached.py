@@ -1,4 +1,4 @@
-"""What a file or a process needs once."""
+"""Fixtures and results that a file or a process needs once."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ class Bank:
 
 
 class Banked(Stack):
-    """What is carried lies on an object within an object."""
+    """The carried state is on an object within an object."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ class Hooked(Stack):
 
 
 class Shared(Stack):
-    """What is carried belongs to the class."""
+    """The carried state belongs to the class."""
 
     past: dict[str, torch.Tensor] = {}  # noqa: RUF012
 

@@ -1,4 +1,4 @@
-"""What tests of the command line share: a model in a file as a user would write it, and what a command leaves."""
+"""Shared parts of tests of the command line: a user's model in a file, and a command's results."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def once(remat: Remat, *arguments: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Ran:
-    """What a command left behind."""
+    """The results of a command."""
 
     exit_code: int
     stdout: str

@@ -107,7 +107,7 @@ def few_slices(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_costs() -> Iterator[None]:
-    """What is measured on this machine is measured in three samples: how long operators take is of no test's concern.
+    """Measure costs on this machine in three samples: no test is about how long operators take.
 
     Measured properly, the operators of a toy take ten seconds.
     """
@@ -123,7 +123,7 @@ def quick_costs() -> Iterator[None]:
 
 @pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
-    """What Dynamo captured goes with the test: it compares every new model of a class with all that it knows."""
+    """Drop Dynamo's captures after the test: it compares every new model of a class with all known ones."""
     yield
     import torch
 

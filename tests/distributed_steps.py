@@ -1,4 +1,4 @@
-"""What each of two processes runs in `test_distributed.py`: training steps of a toy, sharded or replicated.
+"""Steps that each of two processes runs in `test_distributed.py`: a toy, sharded or replicated.
 
 Processes are spawned, so what they run must be importable; they write what they found to files. Gloo on the CPU: the
 order of reductions over two ranks does not matter, so gradients can be compared bit by bit.
@@ -151,7 +151,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def refused(plan: Plan) -> str:
-    """What a plan of nodes is told by a sharded model."""
+    """Return the refusal of a plan of nodes by a sharded model."""
     model = sharded(apply(wide(), plan))
     try:
         step(model, WIDE.batch(SAMPLES, LENGTH))

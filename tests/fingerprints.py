@@ -65,7 +65,7 @@ def fingerprint(model: nn.Module) -> dict[str, Any]:
 
 
 def left_by(model: nn.Module, run: Callable[[], Any]) -> dict[str, Any]:
-    """What `run` changes in a model, and in generators."""
+    """Return the changes that `run` leaves in a model, and in generators."""
     before = fingerprint(model)
     run()
     after = fingerprint(model)

@@ -63,7 +63,7 @@ CPU = torch.device("cpu")
 
 
 def verdicts(number: int, plans: int, form: Form = CAPTURED, copies: Copies | None = None) -> list[dict[str, Any]]:
-    """What became of model `number` in `form` under each of its plans; with `copies`, plans have offloads."""
+    """Judge model `number` in `form` under each of its plans; with `copies`, plans have offloads."""
     draw = random.Random(number)
     made = dataclasses.replace(recipe(draw), has_mlps=bool(form.rows))
     about = {"model": number, "of": str(made)}
@@ -217,7 +217,7 @@ class Trained:
 
 
 def far(untouched: dict[str, torch.Tensor], fused: dict[str, torch.Tensor], autocast: torch.dtype | None) -> list[str]:
-    """What of the first step, before anything could add up, is not near."""
+    """List the results of the first step, before anything could add up, that are not near."""
     first = [n for n in untouched if n.startswith("loss 0.0") or (n.startswith("gradient") and n.endswith(" 0"))]
     largest = max(float(untouched[n].double().norm()) for n in first)
     return [

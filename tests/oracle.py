@@ -1,4 +1,4 @@
-"""What the solvers and rows have to agree with, written to be obviously right rather than fast.
+"""The oracle of solvers and rows, written to be obviously right rather than fast.
 
 `every_plan` enumerates a problem's plans; `Oracle` judges each with the evaluator alone. `value_of` evaluates a row at
 a plan by the definitions in the docstrings of `problem.py`. Neither knows a solver.

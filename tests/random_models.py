@@ -110,7 +110,7 @@ def recipe(draw: random.Random) -> Recipe:
 
 
 class Mlp(nn.Module):
-    """What a run in slices is made of: a norm, products that widen and narrow, a residual."""
+    """A run for chunking: a norm, products that widen and narrow, a residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def _layer(name: str, has_mlps: bool) -> nn.Module:
 
 
 class RandomModel(nn.Module):
-    """What a recipe says."""
+    """The model of a recipe."""
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()

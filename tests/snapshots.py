@@ -72,7 +72,7 @@ class Run(CachingAllocator):
         self.events.append({**event, **more, "frames": _frames(self.stack)})
 
     def data(self) -> dict[str, Any]:
-        """What `torch.cuda.memory._snapshot()` returns."""
+        """Return the structure of `torch.cuda.memory._snapshot()`."""
         return {"segments": self._segments(), "device_traces": [self.events], "allocator_settings": {}}
 
     def save(self, path: Path) -> Path:

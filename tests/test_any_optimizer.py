@@ -143,7 +143,7 @@ def test_all_that_is_kept_is_counted_and_the_peak_is_as_predicted(optimizer: Any
 
 
 def test_state_that_a_step_makes_anew_is_measured_once() -> None:
-    """What was there before a step is not seen to go on the CPU: it was measured twice, and the plan failed."""
+    """The profiler does not see older memory freed on the CPU: state was counted twice, and the plan failed."""
     workload = dataclasses.replace(WORKLOAD, optimizer=Climbing)
     _, graph = recorded(workload)
     assert graph.fixed_bytes[OPTIMIZER_STATE] == 2 * BYTES and WHILE_REPEATED not in graph.fixed_bytes

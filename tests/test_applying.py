@@ -336,7 +336,7 @@ def test_a_forward_of_the_users_own_is_kept_under_the_plan(plans: dict[str, Plan
 
 
 def patched_forward(self: Transformer, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """What a library that replaces forwards leaves behind."""
+    """A forward that a library has put in place of the model's own."""
     return Transformer.forward(self, ids, labels)
 
 

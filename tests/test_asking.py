@@ -1,4 +1,4 @@
-"""What `remat.plan` is asked for, and how it refuses what nobody can mean."""
+"""Arguments of `remat.plan`, and refusals of impossible ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a batch asks of attention: no mask, one of ones only, padding. A plan takes the kernels that eager mode takes.
+"""Attention masks of a batch: none, ones only, padding. A plan takes the kernels that eager mode takes.
 
 The models are transformers' own, with an untouched twin beside each: loss and gradients bitwise, kernels one by one.
 """

@@ -1,4 +1,4 @@
-"""What axolotl's YAML asks of remat, read or refused by name; and its plugin, where axolotl is installed."""
+"""Settings of remat in axolotl's YAML, read or refused by name; and its plugin, if axolotl is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What two forms of a step begin with alike: the shapes that one finds there are those of the other."""
+"""The common beginning of two forms of a step: shapes found there are those of the other."""
 
 from __future__ import annotations
 

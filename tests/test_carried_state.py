@@ -1,4 +1,4 @@
-"""What a forward keeps for the next: training under a plan is bitwise that without, and planning leaves no trace."""
+"""State carried from forward to forward: training under a plan is bitwise equal, and planning leaves no trace."""
 
 from __future__ import annotations
 

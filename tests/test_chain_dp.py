@@ -56,7 +56,7 @@ def table_of(chain: Chain, levels: tuple[int, int] = (3000, 10000)) -> Table:
 
 
 def with_labels(problem: Problem, grain: int, limit_ns: float) -> None:
-    """What labels say is what a table of single bytes says, and their plan is one of that time."""
+    """Labels agree with a table of single bytes, and their plan has that time."""
     of_bytes = Table(Chain(problem), 1).least_time_ns()
     if Table(Chain(problem), grain).least_time_ns() is None:
         assert of_bytes is None

@@ -291,7 +291,7 @@ class FlatBias(Half):
 
 
 class Aliased(Half):
-    """What is read twice is the residual under another name: a cast to its own dtype."""
+    """The value read twice is the residual under another name: a cast to its own dtype."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         same = x.float()
@@ -331,7 +331,7 @@ class Parted(Half):
 
 
 class InPlaceByPosition(Half):
-    """What the run takes is written over afterwards, and nothing else keeps it: its weights are frozen."""
+    """The run's input is overwritten afterwards, and nothing else keeps it: its weights are frozen."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -768,7 +768,7 @@ def test_wrong_gradients_of_a_chunked_plan_fail_its_validation(monkeypatch: pyte
 
 
 def test_wrong_sums_of_a_chunked_plan_fail_its_validation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What two slices add up is off by a ten-thousandth."""
+    """The sum of two slices is off by a ten-thousandth."""
     made, run = planned(LARGER), ChunkedLoss.run
 
     def wrong(self: ChunkedLoss, given: Given, wanted: tuple[bool, bool, bool]) -> Any:

@@ -70,7 +70,7 @@ def problem(profile: Profile) -> Problem:
 
 @pytest.fixture(scope="module")
 def budget(problem: Problem) -> Budget:
-    """What every block recomputed needs, and a little more."""
+    """The peak of every block recomputed, and a little more."""
     peak = problem.memory.curve(toys.every_block(problem.graph)).peak_bytes
     limit = peak + (problem.memory.peak_without_checkpointing - peak) // 4
     return Budget(limit, limit)

@@ -51,7 +51,7 @@ FAST = {"refused", "ddp nodes", "fsdp2 modules"}
 def found(
     plans: dict[str, Plan], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> list[dict[str, Any]]:
-    """What each rank found, by scenario; all of them where exhaustive tests are to be run."""
+    """The results of each rank, by scenario; all scenarios if exhaustive tests are to be run."""
     folder = tmp_path_factory.mktemp("two_ranks")
     here = [item for item in request.session.items if item.path == request.path]
     every = any(item.get_closest_marker("exhaustive") for item in here)

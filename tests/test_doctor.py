@@ -204,7 +204,7 @@ def files_below(step: Callable[[], object]) -> set[str]:
 
 
 def test_a_plan_that_is_applied_stands_in_the_stacks_of_what_the_forward_makes(planned: Planned) -> None:
-    """What the doctor looks for is there: the executor's files, under their names."""
+    """The frames that the doctor looks for exist: the executor's files, under their names."""
     names: dict[str, Any] = {}
     exec(MODEL, names)
     model, batch = names["build"](), names["batch"](4096, None)

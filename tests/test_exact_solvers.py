@@ -433,7 +433,7 @@ def test_ctrl_c_ends_the_search_and_a_limit_is_no_ctrl_c(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("raised_by", ["_by_heuristics", "_searched"])
 def test_an_interrupt_after_the_chain_keeps_its_plan(raised_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What follows the chain only improves on it."""
+    """Stages after the chain only improve on it."""
 
     def interrupted(*about: object) -> Solution:
         raise KeyboardInterrupt

@@ -65,7 +65,7 @@ def test_a_matrix_products_output_is_batch_by_rows_by_columns() -> None:
 
 @cached
 def boundary_bytes(width: int, tokens: int, heads: int = 8, seq: int = 1000) -> int:
-    """What the second of two checkpointed blocks keeps through the forward, on fakes in bf16."""
+    """Return the bytes that the second of two checkpointed blocks keeps through forward, on fakes in bf16."""
     workload = gpt2.workload(
         "fact", width=width, layers=2, heads=heads, positions=seq, batch_size=tokens // seq, vocab=128
     )
@@ -120,7 +120,7 @@ class MegatronBlock(nn.Module):
 
 @functools.cache
 def interior_bytes(b: int, s: int, h: int, a: int, fused: bool) -> int:
-    """What autograd keeps for the second of two blocks, in bf16 with a GPU's kernels."""
+    """Return the bytes that autograd keeps for the second of two blocks, in bf16 with a GPU's kernels."""
     workload = Workload(
         "block",
         lambda: nn.Sequential(MegatronBlock(h, a, fused), MegatronBlock(h, a, fused)),

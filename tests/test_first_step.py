@@ -209,7 +209,7 @@ def kept(model: Remembering) -> tuple[Any, ...]:
 
 
 class Aside(torch.autograd.Function):
-    """What a graph does not hold: it runs as it stands."""
+    """A function outside of the graph: it runs unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, model: Remembering) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a step makes the caching allocator take: worked out by hand, and laws over models and plans."""
+"""Bytes that a step reserves: worked out by hand, and laws over models and plans."""
 
 from __future__ import annotations
 

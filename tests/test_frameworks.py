@@ -150,7 +150,7 @@ def test_accumulation_that_a_plan_does_not_know_warns(plans: dict[str, Plan]) ->
 
 
 class Named(nn.Module):
-    """What the Trainer expects of a model: named tensors in, a loss by name out."""
+    """A model as the Trainer expects it: named tensors in, a loss by name out."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -422,7 +422,7 @@ def gradients(graph: fx.GraphModule, given: list[torch.Tensor]) -> list[torch.Te
 
 @pytest.fixture
 def lowerings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What has been lowered, "open" or "closed", from now on; nothing is known from before."""
+    """Lowerings from now on, "open" or "closed"; earlier ones are forgotten."""
     found: list[str] = []
 
     def noting(what: str, actual: Callable[..., Any]) -> Callable[..., Any]:
@@ -476,7 +476,7 @@ def test_a_group_is_lowered_once_for_all_sizes_that_are_open(name: str, lowering
 
 
 def _taken(node: fx.Node, inputs: list[torch.Tensor]) -> Any:
-    """What a graph of `inputs` takes at a placeholder."""
+    """Return the value of a placeholder of a graph of `inputs`."""
     value = node.meta["example_value"]
     if not isinstance(value, torch.Tensor):
         return inputs[0].shape[0]

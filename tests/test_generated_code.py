@@ -1,4 +1,4 @@
-"""What Inductor allocates is known without compiling a kernel."""
+"""Inductor's allocations are known without compiling a kernel."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def test_a_block_is_the_outermost_numbered_module(module: str, block: str | None
 
 @pytest.mark.parametrize("name", [*TOYS, BRACKETS.name, BATCH_NORM.name])
 def test_a_recorded_graph_is_in_order(name: str) -> None:
-    """What every reader of a Graph relies on."""
+    """Every reader of a Graph relies on this."""
     workload = {**TOYS, BRACKETS.name: BRACKETS, BATCH_NORM.name: BATCH_NORM}[name]
     graph = recorded(workload).graph
     storages, saved = graph.storages, graph.saved_tensors

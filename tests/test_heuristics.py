@@ -105,7 +105,7 @@ def assert_of_the_space(problem: Problem, regions: tuple[Region, ...]) -> None:
 
 
 def assert_kept(problem: Problem, solution: Solution) -> None:
-    """What a solution claims is so, and its plan is one of the space."""
+    """Assert that a solution's claims hold, and that its plan is one of the space."""
     assert_of_the_space(problem, solution.regions)
     assert problem.objective_ns(solution.regions) == pytest.approx(solution.objective_us * NS, abs=1)
     if solution.status == "feasible":

@@ -1,4 +1,4 @@
-"""What training writes in place is predicted so, though fakes make a new tensor for it; and nothing else is.
+"""Writes in place of training are predicted as such, though fakes make new tensors; and no others are.
 
 Each toy's peak is at the operator in question, whose tensor takes a mebibyte.
 """

@@ -1,4 +1,4 @@
-"""What isomorphic runs share is what each of them has: every shape against the run computed for itself."""
+"""Isomorphic runs share the shape that each of them has: every shape against the run computed for itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a graph dispatches and saves once its calls are CUDA's, counted by hand on fake tensors."""
+"""Dispatches and saves of a graph whose calls are CUDA's, counted by hand on fake tensors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Ops(TorchDispatchMode):
 
 
 class LastOutputs(TorchDispatchMode):
-    """What the last operator that returns several tensors returned."""
+    """Note the results of the last operator that returns several tensors."""
 
     outputs: tuple[Any, ...] = ()
 

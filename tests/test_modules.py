@@ -142,7 +142,7 @@ def test_a_region_that_is_a_normalisation_updates_its_state_once(graphs: Any) ->
 
 
 def test_hooks_of_a_module_stay_outside_its_region(graphs: Any) -> None:
-    """What `fully_shard` relies on: hooks run once in forward, and not in the recomputation."""
+    """`fully_shard` relies on it: hooks run once in forward, and not in the recomputation."""
     model = apply(built(TRANSFORMER), plan_of(graphs["transformer"][1]))
     events: list[str] = []
     for layer in model.layers:  # type: ignore[union-attr]

@@ -438,7 +438,7 @@ def test_a_random_model_keeps_its_promises_under_random_offloads(number: int) ->
 
 
 def test_a_save_that_is_an_input_here_and_a_copy_on_fakes_is_refused_and_never_let_go_of() -> None:
-    """What RReLU gives lies otherwise on fakes: the linear layer behind it copies it there, and saves it here."""
+    """RReLU's result has another layout on fakes: the linear layer behind it copies it there, and saves it here."""
     _, planned = offloading(Turned, LateCopies())
     with pytest.raises(PlanMismatch, match="brings to the host what autograd saves at node"):
         planned(*pairs(4, None))

@@ -1,4 +1,4 @@
-"""What operator timing and `device_allocator` say about memory is exact; about time nothing is claimed here."""
+"""Operator timing and `device_allocator` are exact about memory; no claim is about time."""
 
 from __future__ import annotations
 

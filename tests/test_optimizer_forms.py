@@ -48,7 +48,7 @@ class Names(TorchDispatchMode):
 
 
 def names_on_fakes(after_backward: Callable[[list[nn.Parameter]], Any], device: str, kernels_of: str) -> list[str]:
-    """What `after_backward` dispatches for fake parameters with gradients."""
+    """List the operators that `after_backward` dispatches for fake parameters with gradients."""
     with FakeTensorMode(), Tracker() as tracker, tracker.answering(), forms_of(kernels_of, device):
         parameters = with_gradients(device)
         with Names() as names:

@@ -1,4 +1,4 @@
-"""What is built is what stands in the tree: an sdist that tests itself, and a wheel of it that holds every module.
+"""Packages hold the tree: an sdist that tests itself, and a wheel of it that holds every module.
 
 Nothing is downloaded: the sdist is made by the build backend at hand, the wheel out of the unpacked sdist alone, and
 installed without what it needs into a folder of its own.
@@ -31,7 +31,7 @@ LEFT_BY_TOOLS = shutil.ignore_patterns("__pycache__", "*.egg-info")
 
 
 class Built(NamedTuple):
-    """What was built, unpacked or installed."""
+    """A built, unpacked or installed package."""
 
     sdist: Path
     wheel: Path

@@ -255,7 +255,7 @@ def make_trainer():
 
 
 def write_snapshot(here: Path) -> None:
-    """What torch would write of a run; no device is here to run on."""
+    """Write a snapshot as torch does after a run; there is no device here to run on."""
     run = Run()
     for _ in range(3):
         run.malloc(40 * MIB)

@@ -81,7 +81,7 @@ def nested(graph: Graph) -> tuple[Region, ...]:
 
 
 def planned(graph: Graph, target: str) -> Iterator[tuple[Region, ...]]:
-    """What the greedy strategy makes of each budget; where it finds nothing, what comes nearest."""
+    """Iterate over the greedy strategy's plans by budget; the nearest one if none fits."""
     costs = estimated_costs(graph, find_planning_device(target).target)
     peak = Memory(graph).peak_without_checkpointing
     for share in SHARES:

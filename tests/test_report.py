@@ -338,7 +338,7 @@ def test_an_area_steps_from_one_height_to_the_next() -> None:
 
 
 class Reader(HTMLParser):
-    """What a page refers to, its text, and whether its elements are closed."""
+    """Collect a page's references and its text, and check that its elements are closed."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

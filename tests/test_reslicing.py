@@ -98,7 +98,7 @@ def both(workload: Workload, target: str, loop: TrainingLoop | None = None, fuse
 
 @contextlib.contextmanager
 def every_operator_run() -> Iterator[None]:
-    """What a head does again and again is run every time."""
+    """Run repeated parts of a head every time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Recorder, "known", lambda self, what: contextlib.nullcontext(False))
         yield

@@ -1,4 +1,4 @@
-"""What the roofline knows of kernels, one claim each, and the published speeds that it is held to."""
+"""The roofline's knowledge of kernels, one claim each, and the published speeds that it is held to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person sees fits the terminal that is there, and what a log file gets is seldom and true."""
+"""Output fits the terminal, and a log file gets few and true lines."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_what_is_done_at_once_says_nothing_in_a_log_file(remat: Remat) -> None:
 
 
 def on_terminal(*arguments: str, cwd: Path) -> str:
-    """What `remat` writes to a terminal of 80 columns, as it stands there at the end of each line."""
+    """Return the output of `remat` on a terminal of 80 columns, as it stands at the end of each line."""
     primary, secondary = pty.openpty()
     environment = {**os.environ, "COLUMNS": str(WIDTH), "TERM": "xterm", "XDG_CACHE_HOME": str(cwd / "cache")}
     command = [sys.executable, "-m", "remat", *arguments]

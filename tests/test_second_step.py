@@ -51,7 +51,7 @@ def plan(**about: Any) -> Plan:
 
 
 def said_of(peaks: list[int], counted: Counted, made: Plan | None = None) -> list[str]:
-    """What is said as each step begins, and after the last; a peak of 0 is an evaluation."""
+    """Return the warnings as each step begins, and after the last; a peak of 0 is an evaluation."""
     model = TRANSFORMER.build()
     watched = SecondStep(model, made or plan(), is_on=True, counter_for=lambda model, plan: counted)
     said = []

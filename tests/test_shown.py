@@ -1,4 +1,4 @@
-"""What the library returns shows itself: as lines that line up, and as a small table that a notebook can keep."""
+"""Results of the library show themselves: as aligned lines, and as a small table in a notebook."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What remat relies on that torch keeps private does what it is relied on for; what is gone is named."""
+"""Private parts of torch behave as remat relies on; a missing part is named."""
 
 from __future__ import annotations
 

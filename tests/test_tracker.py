@@ -1,4 +1,4 @@
-"""What a Tracker sees on fake tensors is laid out as the real CPU kernels lay it out."""
+"""A Tracker sees the layouts of the real CPU kernels on fake tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens around a model in real training changes nothing under a plan: hooks, exceptions, adapters, odd steps.
+"""Events around a model in real training change nothing under a plan: hooks, exceptions, adapters, odd steps.
 
 Every claim is a function that trains a model and gives back what came of it; it is run on the untouched model and on
 one with a plan, under the same seeds, and the tensors must be equal bit for bit. Regions must have been entered.

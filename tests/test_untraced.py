@@ -1,4 +1,4 @@
-"""What stands beside "without checkpointing" is the step that runs without a plan, which nobody traces.
+"""The figure "without checkpointing" is that of the step without a plan, which is not traced.
 
 `Hoarding` keeps a value in a local variable until its forward ends. A trace lets go of it; Python does not.
 """

@@ -616,7 +616,7 @@ def test_the_predicted_wait_is_that_of_an_executor_that_knows_what_follows(uses:
 
 
 class Following(dict[tuple[int, ...], int]):
-    """What follows, known."""
+    """A table of known followers."""
 
     def __init__(self, order: list[int]):
         self._order, self._at = order, -1

@@ -41,7 +41,7 @@ class Findings:
         self._save()
 
     def step(self, name: str, work: Callable[[], Any]) -> Any:
-        """What `work` returns, noted under `name`; None where it raises: what comes after it is worth having."""
+        """Run `work` and note its result under `name`; None if it raises, because later steps are worth having."""
         began = time.monotonic()
         try:
             value = work()

@@ -61,7 +61,7 @@ def _driver() -> str:
 
 
 def _context(work: Work, before: int | None) -> dict[str, Any] | None:
-    """What a process holds before its first tensor."""
+    """Return the bytes of a process before its first tensor."""
     if not work.on_cuda:
         return None
     torch.cuda.init()

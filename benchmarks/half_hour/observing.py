@@ -1,4 +1,4 @@
-"""What a part of the half hour watches while a step runs: the allocator's counts and its history, times, kernels.
+"""Observe a step in the half hour: the allocator's counts and its history, times, kernels.
 
 The history of the allocator is kept without stack traces and trimmed to what a simulation needs: which event, where,
 how many bytes. Sizes of allocations are those asked for; segments are what the card gives. `marks` say at which event
@@ -84,7 +84,7 @@ class History:
             torch.cuda.memory._record_memory_history("all", context=None, stacks="python", max_entries=MOST_EVENTS)
 
     def mark(self, name: str) -> None:
-        """What comes now is called `name`."""
+        """Name the events that follow."""
         synchronize(self._device)
         self._marks.append((name, time.time() * 1e6))
         self.counts[name] = counts(self._device)
@@ -181,7 +181,7 @@ def by_operator(step: Callable[[], object], device: torch.device) -> dict[str, A
 
 
 def requests_of(events: Iterable[Mapping[str, Any]]) -> tuple[list[Event], list[int]]:
-    """What the allocator was asked for, event by event, and what it had reserved after each.
+    """Return the allocator's requests, event by event, and the bytes reserved after each.
 
     Segments given back in a row, without a request that needed room, are one emptying of the cache.
     """

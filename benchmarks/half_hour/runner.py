@@ -61,7 +61,7 @@ class Runner:
         self.summarize()
 
     def result(self, part: Part) -> dict[str, Any]:
-        """What is known of a part; nothing where it was not begun, or its file is no JSON."""
+        """Return the findings of a part; empty if it was not begun, or its file is no JSON."""
         with contextlib.suppress(OSError, ValueError):
             found = json.loads(self._path(part).read_text())
             return found if isinstance(found, dict) else {}
@@ -71,7 +71,7 @@ class Runner:
         return self.folder / f"{part.stem}.json"
 
     def _waiting(self) -> list[Part]:
-        """What is not done: first what was never begun, or was cut off. (Rule 2)"""
+        """List the parts that are not done: first those never begun or cut off. (Rule 2)"""
         status = {part.name: self.result(part).get("status") for part in self.parts}
         waiting = [part for part in self.parts if status[part.name] != DONE]
         return sorted(waiting, key=lambda part: status[part.name] in (TOO_LONG, DIED))

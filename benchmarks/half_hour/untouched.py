@@ -85,7 +85,7 @@ def _simulated(work: Work, events: Sequence[Mapping[str, Any]]) -> dict[str, Any
 
 
 def _predicted(work: Work, workload: Workload) -> dict[str, Any]:
-    """What is promised without running: recorded for the device at hand, and for its target from anywhere."""
+    """Predict without running: recorded for the device at hand, and for its target by name."""
     places = {"recorded here": work.place}
     if work.place.target.name in TARGETS:
         places["recorded for the target"] = find_planning_device(work.place.target.name)

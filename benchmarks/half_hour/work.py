@@ -1,4 +1,4 @@
-"""What every part of the half hour is given: the device, the plans carried along, and where its findings go."""
+"""The inputs of every part of the half hour: the device, the plans carried along, a place for findings."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ BF16 = torch.bfloat16
 
 @dataclasses.dataclass
 class Case:
-    """What one script times: its forward, its backward from what that gave, and the gradients that it drops."""
+    """One script: a forward, its backward, and the gradients that it drops."""
 
     forward: Callable[[], Any]
     backward: Callable[[Any], Any]

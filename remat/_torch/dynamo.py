@@ -30,7 +30,7 @@ Handler = Callable[..., Variable]
 
 
 def frame_callback() -> Callable[..., Any] | None:
-    """What traces frames right now: a callback of the compiler that was asked for."""
+    """Return the callback that traces frames at present: that of the active compiler."""
     found: Callable[..., Any] | None = internal(
         "_C._dynamo.eval_frame.get_eval_frame_callback", "find the compiler that torch.compile was given"
     )()
@@ -68,7 +68,7 @@ def graph_breaks() -> list[Any]:
 
 
 def trace_error() -> type[Exception]:
-    """What Dynamo raises where it cannot trace."""
+    """Return the exception that Dynamo raises for a model that it cannot trace."""
     found: type[Exception] = internal("_dynamo.exc.TorchDynamoException", "say why a model cannot be captured")
     return found
 

@@ -97,7 +97,7 @@ def _devices_in_graphs(find: Find) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _questions_to_torch(find: Find) -> Iterator[None]:
-    """What torch is asked while it is traced, is answered as on the other device."""
+    """Answer questions to torch, while it is traced, as on the other device."""
     variable = internal("_dynamo.variables.TorchInGraphFunctionVariable", _PURPOSE)
     tracked = internal("_dynamo.variables.base.VariableTracker", _PURPOSE)
     original = variable.call_function

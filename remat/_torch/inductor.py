@@ -52,12 +52,12 @@ def min_cut(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
 
 
 def partitioner_class() -> Any:
-    """What Inductor wants a partitioner to be an instance of."""
+    """Return the base class that Inductor requires of a partitioner."""
     return internal("_inductor.custom_graph_pass.CustomPartitionerFn", "keep a plan's regions under Inductor")
 
 
 def hash_of(*files: str) -> Any:
-    """What stands for a partitioner's source in the keys of Inductor's caches."""
+    """Hash the source of a partitioner for the keys of Inductor's caches."""
     return internal("_inductor.custom_graph_pass.get_hash_for_files", "keep a plan's regions under Inductor")(files)
 
 
@@ -92,13 +92,13 @@ def rng_state_operators() -> tuple[Any, Any, Any]:
 
 
 def decompositions() -> Mapping[Any, Any]:
-    """What Inductor decomposes, in forward or backward."""
+    """Return the operators that Inductor decomposes, in forward or backward."""
     found: Mapping[Any, Any] = internal("_inductor.decomposition.decompositions", "tell which operators fuse")
     return found
 
 
 def chosen_decompositions() -> dict[Any, Any]:
-    """What Inductor decomposes under the settings that hold."""
+    """Return the operators that Inductor decomposes under the current settings."""
     return dict(internal("_inductor.decomposition.select_decomp_table", "compile without wasteful decompositions")())
 
 
@@ -189,6 +189,6 @@ class Waiting:
 
 
 def moved_by_loops() -> int:
-    """What the loops of the module that Inductor is generating read and write, in bytes; called while it is loaded."""
+    """Return the bytes that loops of the module being generated read and write; call it while the module is loaded."""
     virtual = internal("_inductor.virtualized.V", "know what fused groups read and write")
     return sum(node.get_read_write_buffers_sizes() for node in virtual.graph.scheduler.nodes)

@@ -1,4 +1,4 @@
-"""What fake steps and their costs need: autograd's numbers, layouts, the lists by which optimizers choose kernels."""
+"""Private parts of torch for fake steps: autograd's numbers, layouts, the lists by which optimizers choose kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a planned step runs: dispatch modes, fake tensors, autograd's graph, libraries' workspaces."""
+"""Private parts of torch for planned steps: dispatch modes, fake tensors, autograd's graph, libraries' workspaces."""
 
 from __future__ import annotations
 

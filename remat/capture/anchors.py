@@ -38,7 +38,7 @@ def identity_of(graph_module: fx.GraphModule) -> Identity:
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """What a graph call is known by at one batch.
+    """Identify a graph call at one batch size.
 
     key  see `identity.key_of`        shapes  of what it is given, and of what its nodes give
     """
@@ -191,7 +191,7 @@ class _Storages:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """What two values of a captured graph have in common that share a storage."""
+    """Return a key that two values of a captured graph share if they share a storage."""
     return int(unwrapped(tensor).untyped_storage()._cdata)
 
 
@@ -200,7 +200,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """What regions must know of a graph, in ordinals of its captured nodes.
+    """The properties of a graph that regions depend on, in ordinals of its captured nodes.
 
     cuts    positions where a region may begin or end; None: any, it is the graph that the plan was made for
     random  nodes that may draw random numbers

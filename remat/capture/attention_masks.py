@@ -49,7 +49,7 @@ _SAME_DATA = {"to", "view", "bool", "contiguous"}  # methods after which a mask 
 
 @dataclasses.dataclass(frozen=True)
 class Masks:
-    """What the data of a batch means for attention.
+    """The properties of a batch that decide its attention masks.
 
     ones    attention masks were given, and all are known to be of ones only
     padded  one was given that is not             packed  position ids were, and are not known to count up by one
@@ -74,7 +74,7 @@ def given_masks(given: Iterable[tuple[str, torch.Tensor]]) -> list[torch.Tensor]
 
 
 def masks_of(given: Sequence[tuple[str, torch.Tensor]], is_ones: IsOnes) -> Masks:
-    """What the tensors that a forward is given, by their names, say; `is_ones` looks into a mask."""
+    """Derive `Masks` from the named tensors that a forward is given; `is_ones` looks into a mask."""
     masks = given_masks(given)
     ones = all(mask.ndim == 2 and is_ones(mask) for mask in masks)
     positions = [tensor for name, tensor in given if name == "position_ids"]
@@ -127,7 +127,7 @@ _MASKING, _EXPORTING = "transformers.masking_utils", "is_torchdynamo_exporting"
 
 
 def _answers_for(masks: Masks) -> dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]:
-    """What takes the place of functions that transformers' mask makers call, by name: each made of the original."""
+    """Return replacements for functions that transformers' mask makers call, by name; each wraps the original."""
     found: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {_EXPORTING: lambda original: _not_exporting}
     if not masks.packed:
         found["find_packed_sequence_indices"] = lambda original: _nothing_packed
@@ -151,7 +151,7 @@ class TracedMasks:
         self.missing: tuple[str, ...] = ()
 
     def instead(self, asker: str, function: Callable[..., Any]) -> Callable[..., Any] | None:
-        """What is followed in place of `function`, which code of the module `asker` calls; None for itself."""
+        """Return the function to trace in place of `function`, called by module `asker`; None to trace it itself."""
         if asker != _MASKING:
             return None
         masking = sys.modules[_MASKING]

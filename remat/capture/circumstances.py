@@ -36,7 +36,9 @@ def versions() -> dict[str, str]:
 
 
 def given_to(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, str]:
-    """What a forward is given, by the names of its arguments: tensors as dtype and shape, numbers and text as they are.
+    """Describe the arguments of a forward by name: tensors as dtype and shape, numbers and text as they are.
+
+    Arguments that are None are left out.
 
     What is None is left out.
     """
@@ -103,7 +105,7 @@ def hooked(model: nn.Module) -> list[str]:
 
 
 def differences(planned: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """What is known to differ between two `about`s, in words: of `found`, and of `planned` where it is not said."""
+    """List the known differences between two `about`s in words; a missing value of `found` counts as planned."""
     said = [
         *_of_batch(planned.get("batch"), found.get("batch")),
         *_of_values(planned.get("config"), found.get("config"), "config."),

@@ -151,7 +151,7 @@ class GraphCalls:
         return self._compiled[masks]
 
     def compile(self, graph_module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        """What runs a graph that Dynamo has traced."""
+        """Compile a graph that Dynamo has traced into a callable."""
         if foreign_mask(graph_module, example_inputs, self._given):
             raise ForeignMask("the model makes an attention mask of its own, beside that of ones that it is given.")
         self.own_checkpoints += open_nodes(graph_module)
@@ -213,7 +213,7 @@ class GraphCalls:
         try_again(error)
 
     def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Masks:
-        """What a batch is, before it is run: sets `elements`, `seen` and `masks`."""
+        """Inspect a batch before it runs: set `elements`, `seen` and `masks`."""
         given = named_tensors(self.function, args, kwargs)
         self._given, self.elements = given_masks(given), element_counts(given)
         self.seen = masks_of(given, self._is_ones)
@@ -381,7 +381,7 @@ def dynamo_settings(*, opens_numbers: bool = False) -> Iterator[None]:
 
 
 def _first_line(error: BaseException) -> str:
-    """What a tracer's long message says: its first line, the reason that it wraps, and the user's own line."""
+    """Shorten a tracer's long message to its first line, the reason that it wraps, and the user's own line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = lines[:1] or [type(error).__name__]
     reasons = [line for line in lines[1:] if line.startswith(("Explanation:", "Developer debug context:"))]

@@ -147,7 +147,7 @@ class Capture:
     opens_sizes = opens_numbers = False
 
     def instead(self, asker: str, function: Callable[..., Any]) -> Callable[..., Any] | None:
-        """What is followed in place of a Python function that code of the module `asker` calls; None for itself."""
+        """Return the function to trace in place of `function`, called by module `asker`; None to trace it itself."""
         return None
 
 

@@ -30,7 +30,7 @@ def has_4_bit_layers(model: nn.Module) -> bool:
 
 
 def instead(function: Callable[..., Any], asker: str, opaque: Collection[str]) -> Callable[..., Any] | None:
-    """What is traced in place of `function`, which code of the module `asker` calls; None for itself."""
+    """Return the function to trace in place of `function`, called by module `asker`; None to trace it itself."""
     if FUNCTION not in opaque or asker == __name__:
         return None
     return _taken_apart if function is getattr(sys.modules.get(_LIBRARY), "matmul_4bit", None) else None

@@ -95,7 +95,7 @@ def _inline(graph_module: fx.GraphModule, node: fx.Node) -> int:
 
 
 def autograd_function_apply(forward: Any, backward: Any, *args: Any, **options: Any) -> Any:
-    """What Dynamo's operator of this name does, for eager autograd."""
+    """Run Dynamo's operator of this name under eager autograd."""
     return _Function.apply(forward, backward, options, *args)
 
 

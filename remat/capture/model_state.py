@@ -133,7 +133,7 @@ class ModelState:
                 generator.put_back()
 
     def changes(self, *, statistics: bool = True) -> dict[str, str]:
-        """What is other than it was: kinds by name. Generators are left out.
+        """Return the parts of the model that have changed, kinds by name. Generators are left out.
 
         statistics  registered buffers that were written into count too
         """
@@ -285,8 +285,7 @@ class Appended:
 
 
 class SharedState:
-    """What a model on fake tensors, and the `step` that calls it, share with the rest of the program: there it stays
-    as it is.
+    """State that a model on fake tensors, and its `step`, share with the rest of the program, where it stays unchanged.
 
     fake  makes the fake of a tensor; the model's own state gets its fakes at once
     """

@@ -22,7 +22,7 @@ def _method(name: str) -> Callable[..., Any]:
 
 
 def as_function(node: fx.Node) -> Callable[..., Any]:
-    """What `node` calls, as a function of all its arguments."""
+    """Return the callee of `node` as a function of all its arguments."""
     return node.target if callable(node.target) else _method(str(node.target))
 
 
@@ -39,7 +39,7 @@ def captured_nodes(graph_module: fx.GraphModule) -> list[fx.Node]:
 
 
 def called(node: fx.Node) -> str:
-    """What a captured node calls, as text that is the same on every device and in every torch version.
+    """Return the callee of a captured node as text that is the same on every device and in every torch version.
 
     Remembered before a target's kernels are put in place of this machine's.
     """

@@ -1,4 +1,4 @@
-"""What an operator's schema says of its results: new memory, a view of an argument, or what the operator wrote.
+"""Read from an operator's schema whether its results are new memory, views of an argument, or written in place.
 
 Everyone who asks, asks here. "Is every return a tensor?" is the wrong question: flash and cuDNN attention return two
 integers beside their tensors. Where a schema can be wrong (`aten._unsafe_view` returns its argument's storage and does
@@ -66,7 +66,7 @@ def is_seeded(func: Any) -> bool:
 
 
 class Traits(NamedTuple):
-    """What a saved node asks about each of its operators, found once."""
+    """Properties of an operator that a saved node needs; computed once."""
 
     makes_nothing: bool
     writes: bool

@@ -48,7 +48,7 @@ _TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward
 
 @dataclasses.dataclass(frozen=True)
 class Early:
-    """What was seen of a model's forwards, step by step, until they repeated.
+    """Observations of a model's forwards, step by step, until they repeated.
 
     history  the graph calls of each step
     carried  what every step changes in the model, those that repeat too: kinds by name
@@ -186,7 +186,7 @@ def _captured(step: FakeStep, answers: Answers | None) -> _Capture:
 
 
 def _state_of(model: nn.Module) -> list[Any]:
-    """What a forward may change in a model that its graph depends on."""
+    """Return the parts of a model that a forward may change and that its graph depends on."""
     return [(path, type(m), [list(getattr(m, name)) for name in _TABLES]) for path, m in model.named_modules()]
 
 

@@ -32,7 +32,7 @@ def selects_rows(device: torch.device) -> bool:
 
 
 def instead(function: Callable[..., Any], asker: str) -> Callable[..., Any] | None:
-    """What is traced in place of `function`, which code of the module `asker` calls; None for itself."""
+    """Return the function to trace in place of `function`, called by module `asker`; None to trace it itself."""
     if asker != _ASKER or function is not getattr(sys.modules.get(_ASKER), _QUESTION, None):
         return None
     return _no

@@ -56,7 +56,7 @@ def _written_by(node: fx.Node, pure: frozenset[str]) -> Any:
 
 
 def asked(node: fx.Node, argument: str) -> Any:
-    """What `node` gives for an argument of the Python function that it calls; None where there is no such argument."""
+    """Return the value that `node` passes for an argument of its Python function; None if there is no such argument."""
     if argument in node.kwargs:
         return node.kwargs[argument] or None
     if not inspect.isfunction(node.target):

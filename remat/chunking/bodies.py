@@ -14,7 +14,7 @@ from remat.chunking.rows import SPLITS, RowRun, is_view, product_weights
 
 
 def chunked(run: RowRun, slices: int) -> ChunkedRows:
-    """What computes `run` in so many slices."""
+    """Build the module that computes `run` in so many slices."""
     weights = {each for node in run.products for each in product_weights(node)}
     of_products = frozenset(i for i, node in enumerate(run.beside) if node in weights)
     bodies = _body(run), _body(run, unmade=run.unmade), _body(run, precise=True)

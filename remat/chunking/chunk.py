@@ -37,12 +37,12 @@ def chunk(graph_module: fx.GraphModule, slices: Mapping[int, int], rows: int = 0
 
 
 def chunked_losses(graph_module: fx.GraphModule) -> list[ChunkedLoss]:
-    """What the chunked heads of a graph call."""
+    """List the chunked losses of a graph call."""
     return [node.meta[CHUNKED] for node in graph_module.graph.nodes if CHUNKED in node.meta]
 
 
 def chunked_rows(graph_module: fx.GraphModule) -> list[ChunkedRows]:
-    """What the chunked runs of a graph call."""
+    """List the chunked rows of a graph call."""
     return [node.meta[ROWS] for node in graph_module.graph.nodes if ROWS in node.meta]
 
 
@@ -98,7 +98,7 @@ class _Chunker:
         return call
 
     def _rows(self, head: Head, given: fx.Node) -> fx.Node:
-        """What the head takes, without rows that it drops: selected before the logits are made, not after."""
+        """Return the head's input without the rows that it drops: they are selected before logits are computed."""
         for node in head.between:
             if kind_of(node) == "getitem":
                 given = self._selected(given, node)

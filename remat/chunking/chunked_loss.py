@@ -50,7 +50,7 @@ def _anew(what: Hashable) -> contextlib.AbstractContextManager[bool]:
 
 @dataclasses.dataclass
 class Watch:
-    """What a validation, or a record, does around the heads of a model.
+    """Hooks that a validation or a recording puts around the heads of a model.
 
     unseen   what they run under, forward and backward: their kernels are others than the untouched step's
     known    what a part of a forward runs under, of which another one with an equal argument does the same, on tensors
@@ -93,7 +93,7 @@ class Sums:
 
 @dataclasses.dataclass(eq=False)
 class ChunkedLoss:
-    """What a chunked head calls.
+    """The module that a chunked head runs.
 
     opened       logits -> what `row_losses` takes: another dtype, or themselves
     row_losses   (opened logits, labels, *constants) of some rows -> the loss of each

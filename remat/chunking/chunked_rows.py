@@ -46,7 +46,7 @@ class RowsWatch:
 
 @dataclasses.dataclass(eq=False)
 class ChunkedRows:
-    """What a chunked run calls.
+    """The module that a chunked run of nodes runs.
 
     body     (rows (N, width), *beside) -> the result (N, other width), every row by itself
     again    the same for backward: products whose values no derivative asks for are not computed
@@ -149,7 +149,7 @@ class ChunkedRows:
         return _laid_out_like(gradient, of_rows) if self.residual else of_rows, sums
 
     def _prepared(self, beside: Sequence[Any]) -> list[Any]:
-        """What is beside the rows, as the body takes it. (Rule 3)"""
+        """Prepare the inputs beside the rows for the body. (Rule 3)"""
         detached = (each.detach() if isinstance(each, Tensor) else each for each in beside)
         return [self.cast(each) if i in self.weights else each for i, each in enumerate(detached)]
 
@@ -234,7 +234,7 @@ def _leaf(value: Any, asks: bool) -> Any:
 
 
 def _laid_out_like(gradient: Tensor, found: Tensor) -> Tensor:
-    """What autograd makes of a gradient to which it adds another: numbers lie as in the first, if without gaps."""
+    """Lay out `found` as autograd lays out a sum of two gradients: like the first, if that has no gaps."""
     if gradient.is_contiguous():
         return found
     made = torch.empty_like(gradient, dtype=found.dtype)

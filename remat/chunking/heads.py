@@ -76,13 +76,13 @@ class Head:
 
     @property
     def text(self) -> str:
-        """What happens to a logit, by which chunked losses are told apart: others take other bytes."""
+        """A text of the operations on a logit. Chunked losses with another text take other bytes."""
         steps = [node for node in self.steps if kind_of(node) not in COPIES]
         return ",".join(["chunked_loss", *(f"{kind_of(node)}{_arguments_of(node) or ''}" for node in steps)])
 
     @property
     def steps(self) -> list[fx.Node]:
-        """What happens to every logit before the loss."""
+        """The operations on every logit before the loss."""
         return [node for node in self.between if kind_of(node) not in (*FLATTENINGS, "getitem")]
 
     @property
@@ -94,7 +94,7 @@ class Head:
 
     @property
     def logits_bytes(self) -> int:
-        """What the logits take as the linear makes them."""
+        """The bytes of the logits as the linear layer makes them."""
         rows, classes, _ = self.shape
         return rows * classes * int(self.linear.meta["example_value"].element_size())
 
@@ -229,7 +229,7 @@ def _require_undisturbed(head: Head) -> None:
 
 
 def kind_of(node: fx.Node) -> str:
-    """What a node calls, function or method."""
+    """Return the name of a node's callee, function or method."""
     return called(node).removeprefix("call_method:")
 
 

@@ -85,13 +85,13 @@ class RowRun:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """What such runs have in common that compute the same of other numbers."""
+        """A key that runs share if they compute the same function of other numbers."""
         values = (node.meta["example_value"] for node in (self.given, *self.beside))
         return self.text, *((tuple(map(size_hint, value.shape)), value.dtype) for value in values)
 
     @property
     def text(self) -> str:
-        """What its nodes do, by which such runs are told apart."""
+        """A text of the run's nodes, which tells runs apart."""
         return f"{CHUNKED_ROWS}{','.join(kind_of(node) for node in self.nodes if not is_view(node))})"
 
     @property
@@ -315,7 +315,7 @@ def _is_contiguous(value: torch.Tensor) -> bool:
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:
-    """What a node takes; a view's sizes aside."""
+    """Return the inputs of a node, without the sizes of a view."""
     return [node.args[0]] if is_view(node) else node.all_input_nodes  # type: ignore[list-item]
 
 

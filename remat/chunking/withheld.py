@@ -1,4 +1,4 @@
-"""What a caller gets in the place of logits that never exist at once."""
+"""The placeholder for logits that never exist at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `--model` and its options mean: a Workload, from the first of four places that knows it.
+"""Turn `--model` and its options into a Workload, from the first of four places that knows it.
 
 1. a ready-made one, by its name (`remat.models`)
 2. `path/to/file.py:function`: a function without arguments that returns a `remat.Workload`, or a Trainer of
@@ -114,7 +114,7 @@ class ModelSpec:
         return with_lora(workload, Lora.parsed(self.lora), **({"frozen": None} if own else {}))
 
     def loop(self) -> TrainingLoop:
-        """What the Trainer does around its step, where the model is a Trainer's; else the plain loop."""
+        """Return the training loop of the Trainer if the model is one; else the plain loop."""
         match = None if self.model in models.REGISTRY else _FILE.fullmatch(self.model)
         if match is None or not match["function"]:
             return TrainingLoop()
@@ -169,7 +169,7 @@ def find(model: str, image_size: int | None = None) -> tuple[Workload, Path | No
 
 
 def from_file(path: Path, function: str | None) -> Workload:
-    """What `function` in the Python file at `path` returns, or the step of the Trainer that it returns."""
+    """Call `function` in the Python file at `path` for a Workload, or for a Trainer whose step is one."""
     made = call(path, function)
     if is_trainer(made):
         with blaming(f"the Trainer of {path}:{function}", path):
@@ -180,7 +180,7 @@ def from_file(path: Path, function: str | None) -> Workload:
 
 
 def call(path: Path, function: str | None) -> Any:
-    """What `function` in the Python file at `path` returns; a Trainer is made once, for its data takes long."""
+    """Call `function` in the Python file at `path`; a Trainer is made once, because its data takes long."""
     if not path.is_file():
         raise UsageError(f"there is no file {path}.")
     if not function:
@@ -334,7 +334,7 @@ def text_workload_of(name: str, config: Any) -> Workload:
 
 
 def _language_model(name: str, config: Any) -> tuple[Any, str]:
-    """What makes the language model of `config`, and the loss that the library has for it."""
+    """Return the class that builds the language model of `config`, and the name of the library's loss for it."""
     library = _library()
     masked = library.MODEL_FOR_MASKED_LM_MAPPING
     if type(config) in masked and masked[type(config)].__name__ in (config.architectures or ()):

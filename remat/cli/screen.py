@@ -1,4 +1,4 @@
-"""What a person sees: plans as aligned text, errors as one line, and a live line while something takes long.
+"""Output for a person: plans as aligned text, errors as one line, and a live line during long work.
 
 Text goes to stdout when the work is done, everything else to stderr as it happens; the live line is drawn only where
 stderr is a terminal. Times that come from estimated costs carry that word wherever they appear.
@@ -79,7 +79,7 @@ def plan_text(plan: Plan) -> str:
 
 
 def _caveats(plan: Plan) -> Iterator[str]:
-    """What a prediction leaves out, and what the plan does that nobody asked for."""
+    """Iterate over caveats: parts that a prediction leaves out, and side effects of the plan."""
     from remat.evaluation.plan import bound_by_host
 
     if plan.about.get("own_checkpoints"):
@@ -119,7 +119,7 @@ _RUN_AS = {"inductor": " compiled by inductor", "aot_eager": " compiled by aot_e
 
 
 def execution_notes(execution: str) -> Iterator[str]:
-    """What a reader of a table has to know of how the step runs."""
+    """Iterate over notes about how the step runs, for readers of a table."""
     if execution == "modules":
         yield "regions are whole modules: nothing is saved inside of them, and they hold what local variables hold"
     if execution in _RUN_AS:
@@ -160,7 +160,7 @@ def _priced_by(shares: dict[str, Any] | None) -> str:
 
 
 def _eagerly(plan: Plan) -> str:
-    """What stands where a plan for compiled execution is told of as if it ran eagerly."""
+    """Format the eager peak of a plan for compiled execution."""
     if plan.execution not in _RUN_AS or "evaluator_peak_bytes" not in plan.predicted:
         return ""
     return f" of its eager execution, {gib(plan.predicted['evaluator_peak_bytes'])}"
@@ -183,7 +183,7 @@ def _promise(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def _form(plan: Plan) -> list[tuple[str, ...]]:
-    """What of the step runs in another form, what that costs, and what a plan without it would cost."""
+    """Make rows for the changes of form: their cost, and the cost of a plan without them."""
     rows: list[tuple[str, ...]] = []
     form = form_of(plan.about)
     for each in form.chunks:
@@ -212,7 +212,7 @@ def _form(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def _offloads(plan: Plan) -> list[tuple[str, ...]]:
-    """What lies on the host meanwhile, and what that costs."""
+    """Make rows for offloads: their bytes and their cost."""
     rows: list[tuple[str, ...]] = []
     if state := plan.predicted.get("state_host_bytes"):
         waits = f"each optimizer step waits {ms(plan.predicted['state_wait_us'])} for it"
@@ -240,7 +240,7 @@ def _evaluator_row(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def reserved_rows(found: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """What the caching allocator makes of a peak; `found` as `Footprint.to_json` says it."""
+    """Make rows for the caching allocator's bytes; `found` as `Footprint.to_json` gives it."""
     rows: list[tuple[str, ...]] = []
     for each in found:
         settings, allocated = each["settings"] or "PyTorch's default allocator", gib(each["allocated_bytes"])
@@ -299,7 +299,7 @@ def _labelled(text: str, plan: Plan) -> str:
 
 
 def profile_text(found: dict[str, Any], about: dict[str, Any]) -> str:
-    """What a profile holds; `found` is what `remat profile --json` prints."""
+    """Format a profile; `found` is the output of `remat profile --json`."""
     plain = found["without_checkpointing"]
     estimated = " (estimated)" if found["costs"] == "estimated" else ""
     rows = [
@@ -413,13 +413,13 @@ def _broken(line: str, width: int) -> list[str]:
 
 
 def tell(label: str, message: str, style: str) -> None:
-    """What stderr says, such as `error: ...`: on a terminal with its label in colour, elsewhere one line."""
+    """Print a line such as `error: ...` to stderr: on a terminal with its label in colour."""
     console = Console(stderr=True, highlight=False)
     console.print(Text.assemble((f"{label}: ", style), message), soft_wrap=not console.is_terminal)
 
 
 class LiveLine:
-    """What goes on, on stderr; `say` and the two callbacks change it.
+    """Show progress on stderr; `say` and the two callbacks change it.
 
     On a terminal it is one line that is drawn again and again, and gone at the end. Elsewhere (a pipe, a log file) it
     is a line of its own now and then: nothing in the first half minute, and no more than one in each.

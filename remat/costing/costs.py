@@ -79,7 +79,7 @@ class Costs:
 
 
 def kind_key(kind: OpKind) -> str:
-    """What two kinds have in common if they cost the same: operator, shapes, strides, dtypes, arguments."""
+    """Return a key that kinds of equal cost share: operator, shapes, strides, dtypes, arguments."""
     return f"{kind.name} {kind.signature}"
 
 
@@ -122,7 +122,7 @@ def with_library_workspaces(graph: Graph, target: Target, costs: Costs | None = 
 
 
 def assumptions(graph: Graph, target: Target) -> dict[str, Any]:
-    """What a prediction for a target by name rests on: versions, attention kernels, workspaces that are not counted."""
+    """Return the assumptions of a prediction for a target by name: versions, attention, workspaces not counted."""
     names = {kind.name.removeprefix("aten._scaled_dot_product_") for kind in graph.kinds}
     attention = sorted(name.removesuffix("_attention.default") for name in names if name.endswith("_attention.default"))
     return {

@@ -1,4 +1,4 @@
-"""What the allocator of a device did while a function ran: the truth that predictions are held against.
+"""Observe a device's allocator while a function runs: the measurements that predictions are held against.
 
 On CUDA the caching allocator keeps the counts itself. On the CPU nobody counts, but every allocation is an
 event of PyTorch's profiler, with the bytes that were asked for, in the order in which they happened; the
@@ -113,7 +113,7 @@ def _observe_cuda(function: Callable[[], object], device: torch.device) -> tuple
 
 
 def context_bytes(device: torch.device) -> int:
-    """What is taken from a CUDA device beside what this process's allocator reserves: its context, and other processes.
+    """Return the bytes of a CUDA device outside of this process's allocator: its context, and other processes.
 
     Makes the context where there is none.
     """

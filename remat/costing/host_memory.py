@@ -16,7 +16,7 @@ def physical_memory() -> int:
 
 
 def available_bytes() -> int:
-    """What can be allocated without swapping: free pages and those that only cache files."""
+    """Return the bytes that can be allocated without swapping: free pages and those that only cache files."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

@@ -22,7 +22,7 @@ VERSION = 3  # 2: what the loop holds, 3: backwards within the forward, which an
 
 @dataclasses.dataclass(frozen=True)
 class Profile(Shown):
-    """What one step runs, allocates and keeps, and what it costs on `target`.
+    """A recorded step and its costs on `target`.
 
     whole  the graph as recorded, where `graph` is one rank's share of it; not part of the file
     """

@@ -43,7 +43,7 @@ class Reduction:
     result_bytes: int
 
     def workspace_bytes(self, target: Target) -> int:
-        """What its kernel allocates beside its result, on a CUDA target."""
+        """Return the bytes that its kernel allocates beside its result, on a CUDA target."""
         if not target.processors or not math.prod(self.shape):
             return 0
         rank = len(self.shape)

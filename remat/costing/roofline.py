@@ -289,7 +289,7 @@ def _is_channels_first(image: _Tensor) -> bool:
 
 
 def _bias_bytes(kind: OpKind, *, backward: bool) -> int:
-    """What the pass that adds a bias to the result moves, or the one that sums the gradient for it."""
+    """Return the bytes moved by the pass that adds a bias to the result, or that sums the gradient for it."""
     args = kind.signature[0]
     if backward:
         return _Tensor.of(args[0]).size_bytes if args[10][2] else 0

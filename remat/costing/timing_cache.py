@@ -112,7 +112,7 @@ class Cache:
         return cache
 
     def _collect_fatal(self) -> None:
-        """What processes were measuring when they died."""
+        """Collect the measurements during which processes died."""
         assert self.path is not None
         for marker in self.path.parent.glob(f"{self.path.stem}.*{_MARKER}"):
             pid = marker.name.removesuffix(_MARKER).rpartition(".")[2]
@@ -180,7 +180,7 @@ def _hash(kind: OpKind) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """What results measured on `device` are filed under."""
+    """Return the name under which results measured on `device` are filed."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()

@@ -64,7 +64,7 @@ def attention(
 
 
 def _fused_takes(call: _Attention, dtypes: tuple[torch.dtype, ...], *, gqa: bool, one_kv: bool = True) -> bool:
-    """What every fused kernel asks for."""
+    """Check the requirements that every fused attention kernel has."""
     query, key, _ = call.tensors
     if any(t.dim() != 4 or t.dtype != query.dtype or t.shape[0] != query.shape[0] for t in call.tensors):
         return False
@@ -105,7 +105,7 @@ def _efficient_takes(call: _Attention) -> bool:
 
 
 def cudnn_attention_of(target: Target) -> CudnnAttention | None:
-    """What cuDNN's attention takes on `target`; None where it is not tried first.
+    """Return the limits of cuDNN's attention on `target`; None if it is not tried first.
 
     sdp_utils.cpp: `check_cudnn_dropout` is there from torch 2.12 on, heads 256 wide from 2.14 on with a cuDNN after
     9.22.0.

@@ -18,7 +18,7 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 @dataclasses.dataclass(frozen=True)
 class CudnnAttention:
-    """What cuDNN's attention takes: any dropout, or multiples of 1/16; heads up to 128 wide, or 256 wide ones too."""
+    """Limits of cuDNN's attention: any dropout, or multiples of 1/16; heads up to 128 wide, or 256."""
 
     any_dropout: bool = False
     wide_heads: bool = False
@@ -26,7 +26,7 @@ class CudnnAttention:
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What a rule must know: the autocast dtype, and cuDNN's attention where it is tried first."""
+    """The device that rules depend on: the autocast dtype, and cuDNN's attention if it is tried first."""
 
     autocast: torch.dtype | None
     cudnn_attention: CudnnAttention | None = None

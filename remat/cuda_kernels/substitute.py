@@ -1,4 +1,4 @@
-"""What a CUDA device would dispatch to, executed on fake CPU tensors.
+"""Replace calls by those that a CUDA device would dispatch to, and run them on fake CPU tensors.
 
 Fake tensors on device "cuda" need a CUDA build of torch, and a step on fake CPU tensors dispatches the CPU's
 kernels: another attention, another dropout mask, another autocast list, other bytes. So the *calls* of a
@@ -97,14 +97,14 @@ def substitute(
 
 
 def _chunked_on_cuda(head: ChunkedLoss, device: Device) -> None:
-    """What a chunked head runs inside, likewise."""
+    """Substitute the kernels inside a chunked head."""
     for part in (head.opened, head.row_losses):
         substitute(part, device.autocast)
     head.cast = _cast_on(device)
 
 
 def _rows_on_cuda(rows: ChunkedRows, device: Device) -> None:
-    """What a chunked run of nodes runs inside, likewise."""
+    """Substitute the kernels inside a chunked run of nodes."""
     for part in (rows.body, rows.again):
         substitute(part, device.autocast)
     rows.cast = _cast_on(device)

@@ -55,7 +55,7 @@ MOST_GROUPS = 5
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What differs: how many bytes it explains (None: not known), in a sentence, and what to do."""
+    """A difference: the bytes that it explains (None: unknown), a sentence, and a remedy."""
 
     kind: Kind
     sentence: str
@@ -86,7 +86,7 @@ def diagnose(
     regions: Sequence[Region] = (),
     card_bytes: int | None = None,
 ) -> Diagnosis:
-    """What made the run of `snapshot` differ from `plan`.
+    """Find the causes by which the run of `snapshot` differs from `plan`.
 
     profile, regions  the step in the plan's form, and the plan's regions in it; without them sizes are not compared
     card_bytes        of the device that ran; None: of the plan's target, if `profile` is given

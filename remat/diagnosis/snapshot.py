@@ -123,7 +123,7 @@ class Snapshot:
         return frozenset(named | {frame.filename for each in self.alive for frame in each.frames})
 
     def alive_at(self, index: int) -> list[Allocation]:
-        """What was alive after an event: what is alive at the end, with the events after it undone."""
+        """Return the allocations alive after an event: those alive at the end, with later events undone."""
         alive = {each.address: each for each in self.alive}
         made: dict[int, dict[str, Any]] = {}  # address -> the last request for it, up to the event
         for event in self.events[: index + 1]:

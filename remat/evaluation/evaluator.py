@@ -164,7 +164,7 @@ def _placed(recomputations: Sequence[Recomputation], by: np.ndarray, ops: np.nda
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-    """What `Recomputation` says of a region that holds no regions, wherever it stands."""
+    """The parts of `Recomputation` that do not depend on where a region without inner regions stands."""
 
     first: int
     stop: int
@@ -260,7 +260,7 @@ class Memory:
         return Curve(alive, lives.op, lives.region, lives.executed)
 
     def held_outputs_bytes(self, op: np.ndarray, region: np.ndarray) -> np.ndarray:
-        """What the loop holds of the step before at positions of a timeline: it lets go of it within forward."""
+        """Return the bytes of the last step's outputs that the loop still holds, at positions of a timeline."""
         sizes = np.zeros(len(op), dtype=np.int64)
         for size, until in self.graph.held_outputs:
             sizes[(op < until) & (region < 0)] += size
@@ -687,7 +687,7 @@ class Memory:
         return first
 
     def _end_with_replay(self, deaths: np.ndarray, r: Recomputation) -> None:
-        """What the last replayed node saved beyond the early stop goes when the recomputation ends."""
+        """Free the tensors that the last replayed node saves beyond the early stop when the recomputation ends."""
         saved = self.saved_storages(r.region)
         unused = saved[(self.graph.storages.birth[saved] >= r.stop)]
         unused = unused[self.graph.storages.node[unused] <= self._last_called(r.region)]

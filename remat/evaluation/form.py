@@ -42,7 +42,7 @@ def chunks_of(about: Mapping[str, Any]) -> tuple[Chunk, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What of a step runs otherwise than captured.
+    """The changes to a captured step: chunked losses, chunked MLPs, fused groups.
 
     chunks  losses, in slices                 fused  whether groups run as kernels
     rows    into how many slices runs of nodes are cut that act by row (`chunking/rows.py`); 0: they are left whole
@@ -60,7 +60,7 @@ class Form:
 
     @property
     def in_one_slice(self) -> Form:
-        """What forms that differ in slices of losses alone have in common."""
+        """The common part of forms that differ only in the number of slices of losses."""
         return dataclasses.replace(self, chunks=tuple(dataclasses.replace(each, slices=1) for each in self.chunks))
 
     def to_json(self) -> dict[str, Any]:

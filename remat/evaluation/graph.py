@@ -195,7 +195,7 @@ class SavedTensors:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class InnerBackward:
-    """What the step differentiates inside its forward (`torch.autograd.grad`): forces, gradient penalties, residuals.
+    """Requests of a backward inside the forward (`torch.autograd.grad`): forces, gradient penalties, residuals.
 
     Columns over requests: a saved tensor was asked for in an inner backward.
 
@@ -308,7 +308,7 @@ class Graph:
 
     @functools.cached_property
     def identities(self) -> tuple[Identity, ...]:
-        """What every graph call is known by; empty where the record is from before there was such a thing."""
+        """The identity of every graph call; empty for a record of an older version."""
         if any(self.nodes[i].tensors == UNKNOWN for members in self.call_nodes for i in members):
             return ()
         return tuple(map(self._identity_of, self.call_nodes))

@@ -85,7 +85,7 @@ def canonical(called: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class NodeId:
-    """What a node of a graph call is known by.
+    """Identify a node of a graph call.
 
     op      canonical operator             module   path of the module that it is in
     takes   ordinals of the nodes whose values it takes

@@ -130,7 +130,7 @@ class OffloadRef:
 
 
 class AllocatorPeaks(TypedDict, total=False):
-    """What CUDA's caching allocator makes of a step, simulated under `settings`, after so many `steps`."""
+    """Bytes of CUDA's caching allocator for a step, simulated under `settings` for so many `steps`."""
 
     requested_bytes: int
     allocated_bytes: int
@@ -140,7 +140,7 @@ class AllocatorPeaks(TypedDict, total=False):
 
 
 class Prediction(TypedDict, total=False):
-    """What a plan promises of the whole step. A file of an older version may lack some of it.
+    """The predicted peak and time of the whole step. A file of an older version may lack some keys.
 
     peak_bytes            of the replay, or of the evaluator where nobody replayed it: `judged_by` says which
     evaluator_peak_bytes  where the evaluator expects another: of modules, of compiled steps
@@ -187,7 +187,7 @@ class Prediction(TypedDict, total=False):
 
 
 class Proof(TypedDict, total=False):
-    """What a solver says of its plan.
+    """The solver's verdict on its plan: status, objective, lower bound and gap.
 
     objective_us  recomputation that the plan takes    bound_us  what no plan of the space stays below
     gap           (objective - bound) / max(objective, 1 us); in other forms of the step than the captured one, both
@@ -205,7 +205,7 @@ class Proof(TypedDict, total=False):
 
 
 class SpaceSize(TypedDict, total=False):
-    """What "optimal" ranges over."""
+    """The size of the space of plans that "optimal" refers to."""
 
     modules: int
     segments: int
@@ -216,7 +216,7 @@ class SpaceSize(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a solver decided, for which graph and budget, and what it promises.
+    """The regions of a step for one graph and budget, with the predicted peak and time.
 
     regions       the decisions                     fingerprints  of the graph, one per call
     about         of the Graph: workload, batch size, sequence length, dtype policy, versions, and what captures and
@@ -250,7 +250,7 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """What its offloads take of the host's memory."""
+        """The bytes of the host's memory that offloads take."""
         return max((each.host_offset + each.size_bytes for each in self.offloads), default=0)
 
     @property
@@ -325,7 +325,7 @@ class Plan:
         )
 
     def _time_change(self) -> str:
-        """What the plan changes in the step's time, and what of that is recomputation."""
+        """Format the change of the step's time, and the share of it that is recomputation."""
         plain_us = self.without_checkpointing["step_time_us"]
         recomputed = self.predicted.get("recompute_time_us", 0.0) / plain_us if plain_us else 0.0
         return f"{100 * self.predicted['overhead']:+.1f} % for the plan, {100 * recomputed:.1f} % recomputation"

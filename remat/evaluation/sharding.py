@@ -70,7 +70,7 @@ def shard(graph: Graph, loop: TrainingLoop) -> Graph:
 
 
 def share(size_bytes: int, ranks: int) -> int:
-    """What the largest of equal shards takes."""
+    """Return the bytes of the largest of equal shards."""
     return -(-size_bytes // ranks)
 
 

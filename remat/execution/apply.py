@@ -77,7 +77,7 @@ def remove(model: Model) -> Model:
 
 
 def counts_of(model: nn.Module) -> Counts:
-    """What the regions of `model` did so far: regions entered, and, with `observe`, nodes recomputed."""
+    """Return the counts of regions entered and, with `observe`, of nodes recomputed in `model` so far."""
     return planned_forward(model).calls.counts
 
 

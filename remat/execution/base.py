@@ -149,7 +149,7 @@ class Execution(abc.ABC):
         return min(last.asked_bytes - excess, problem.budget_bytes - replaced)
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """What training calls in place of `model`, with or without a plan in it."""
+        """Return the module that training calls in place of `model`, with or without a plan in it."""
         return model
 
     def __str__(self) -> str:

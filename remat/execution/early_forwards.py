@@ -32,7 +32,7 @@ from remat.workload.held_outputs import output_tensors
 
 
 class EarlyForwards:
-    """What `plan` knows of them; a plan from before there was such a thing knows nothing.
+    """The early forwards that a plan knows; a plan of an older version knows none.
 
     carries_numbers  whether numbers of the model change with every forward: traces leave them open
     """
@@ -55,7 +55,7 @@ class EarlyForwards:
         return not self.carried
 
     def appended_in(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """What a planned forward of `model` runs under: lists to which it does nothing but append are empty."""
+        """Return the context of a planned forward: lists that the forward only appends to are empty."""
         if self._appended is None:
             names = self._plan.about.get("appended", ())
             self._appended = Appended(ModelState(model, data=False) if names else None, names)
@@ -67,7 +67,7 @@ class EarlyForwards:
 
     @property
     def warning(self) -> str:
-        """What is said of an early forward; empty where the untouched step keeps the budget."""
+        """The warning about an early forward; empty if the step without a plan keeps the budget."""
         untouched, budget = self._plan.without_checkpointing["peak_bytes"], self._plan.budget_bytes
         if untouched <= budget:
             return ""
@@ -80,7 +80,7 @@ class EarlyForwards:
         )
 
     def why_traced(self, traces: int) -> str:
-        """What is said of a forward that was traced so often for batches of one size; empty where it is not known."""
+        """Explain why a forward was traced so often for batches of one size; empty if the reason is unknown."""
         if not self.carried:
             return ""
         return (

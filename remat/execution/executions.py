@@ -37,7 +37,10 @@ def load(name: str) -> Execution:
 
 
 def executor(name: str) -> type[PlannedForward]:
-    """What runs a model's forward under a plan for `name`; raises UsageError where there is none."""
+    """Return the class that runs a model's forward under a plan for `name`.
+
+    Raises UsageError for an unknown name.
+    """
     module, _, attribute = _EXECUTORS[_known(name)].partition(":")
     found: type[PlannedForward] = getattr(importlib.import_module(module), attribute)
     return found

@@ -63,8 +63,9 @@ class _HeadReached(BaseException):
 
 @dataclasses.dataclass(frozen=True)
 class _Seen:
-    """What a forward did: digests of its outputs, of the buffers that it left and of what heads were given, and the
-    parameters that a backward would reach. Of one that ended in front of a head, the last alone.
+    """Digests of a forward's outputs, of the buffers that it left and of the heads' inputs, and the parameters reached.
+
+    A forward that ended in front of a head has the digests of the heads' inputs alone.
     """
 
     values: Mapping[str, Digest]
@@ -87,7 +88,7 @@ class FirstStep:
     def run(
         self, number: int, planned: Forward, untouched: Forward, given: Any, rounds: Callable[[], bool] | None = None
     ) -> Any:
-        """What `planned` returns, which is forward `number` of the step.
+        """Run `planned`, which is forward `number` of the step, and verify it if that is due; return its outputs.
 
         untouched  takes the arguments `given` too, or rather copies of their containers
         rounds     asked afterwards, whether the planned one may round otherwise; None: it is compiled
@@ -195,7 +196,7 @@ def _untouched(
     ends: bool,
     under: Callable[[], contextlib.AbstractContextManager[Any]],
 ) -> _Seen:
-    """What `forward` does; everything is put back to how it was `before`."""
+    """Run `forward`, digest its results, and restore the model to its state `before`."""
     rows: list[Digest] = []
 
     def note(head: nn.Module, args: Any) -> None:
@@ -301,7 +302,7 @@ def _of_rows(rows: Tensor) -> Digest:
 
 @dataclasses.dataclass(frozen=True)
 class _Comparison:
-    """What the untouched forward did, how it is run again, and how far others may be away that round otherwise."""
+    """The expected results of the forward without the plan, a way to run it again, and the tolerance."""
 
     expected: _Seen
     run_again: Callable[[], _Seen]
@@ -325,7 +326,7 @@ class _Comparison:
         )
 
     def _different(self, found: _Seen, allowed: Mapping[str, float], of_heads: float) -> list[str]:
-        """What is other than expected, in words."""
+        """List in words the results that differ from those expected."""
         said = [
             f"{name} is {found.values[name]}, and without the plan {value}"
             for name, value in self.expected.values.items()

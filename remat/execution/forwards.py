@@ -149,7 +149,7 @@ class StepForwards:
         self._pass.add(outputs)
 
     def too_many(self, plan: Plan) -> str:
-        """What is said of a forward that the plan does not have."""
+        """Describe a forward that the plan does not have."""
         planned, found = len(self.planned), self._pass.count + 1
         return (
             f"this is forward number {found} since the last backward, and the plan is for a step of {planned}: what "

@@ -12,7 +12,7 @@ from remat.workload.training_loop import TrainingLoop
 
 
 def unlike_planned(plan: Plan, parameters: list[nn.Parameter]) -> str | None:
-    """What is missing of what `plan` counts on, of the optimizer of `parameters`; None where all is as planned."""
+    """Describe a setting that `plan` expects of the optimizer of `parameters` and that is missing; None if none is."""
     loop, peak = TrainingLoop.of(plan.about), gib(plan.predicted["peak_bytes"])
     if loop.offload_optimizer and parameters and not is_offloaded(parameters[0]):
         return (

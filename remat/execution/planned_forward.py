@@ -205,7 +205,7 @@ class PlannedForward:
     def _verified(
         self, run: Callable[[], Any], args: Any, kwargs: Any, rounds: Callable[[], bool] | None = None
     ) -> Any:
-        """What `run` returns, see `FirstStep.run`; an early forward is not the plan's, and another is verified."""
+        """Run `run`, verified as in `FirstStep.run`; an early forward leaves the verification to a later one."""
         result = self.first_step.run(self._now.number, run, self._alone, (args, kwargs), rounds)
         if self._is_early:
             self.first_step.expect(self._now.number)
@@ -235,7 +235,7 @@ class PlannedForward:
         return self._alone(*args, **kwargs)
 
     def _graphs_of(self, inner: Backend | None, *, less_open: GraphCalls | None = None) -> GraphCalls:
-        """What the forward at hand is traced as, and compiled by `inner`, if there is one.
+        """Return the graphs that the current forward is traced to, compiled by `inner` if it is given.
 
         less_open  as what it cannot be traced: with sizes, or numbers, that are open
         """
@@ -270,7 +270,7 @@ class PlannedForward:
         return result
 
     def _weights_here(self) -> contextlib.AbstractContextManager[None]:
-        """What the graphs of a model run under some of whose weights are on the host."""
+        """Return the context in which graphs run while some weights of the model are on the host."""
         return contextlib.nullcontext() if self._weights is None else self._weights.planned()
 
     def _warn_of_eval(self, gradient: torch.Tensor) -> None:
@@ -302,7 +302,7 @@ class PlannedForward:
         return GraphCalls(self.original, answers=answers, planned=self._planned_masks, change=change, **given)
 
     def _formed(self, call: int, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """What was captured, in the plan's form; an early graph is as it was captured."""
+        """Rewrite a captured graph into the plan's form; an early graph stays as captured."""
         if self._early.has(graph_module):
             return graph_module
         seen_first = self.forwards.call_as_planned(self._now, call)
@@ -318,7 +318,7 @@ class PlannedForward:
 
     @property
     def _planned_masks(self) -> Masks:
-        """What batches were planned for."""
+        """The masks of the planned batches."""
         return Masks(**self._now.forward.masks)
 
     @property
@@ -354,7 +354,7 @@ class PlannedForward:
         return self._verified(run, args, kwargs)
 
     def _compiled_by(self, inner: Backend) -> CompileCall:
-        """What compiles the graphs of the forward at hand by `inner`, with the plan's regions."""
+        """Return a function that compiles the graphs of the current forward by `inner`, with the plan's regions."""
         require_kept(self.plan.regions, inner)
         require_whole(self.plan)
 
@@ -462,7 +462,7 @@ class PlannedForward:
         return self.calls(call, graph_module, args)
 
     def _run_early(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """What runs a call of an early graph: `function` is its graph."""
+        """Wrap `function`, the graph of an early call, so that it notes that the forward is an early one."""
 
         def run(call: int, *args: Any) -> Any:
             self._is_early = True
@@ -524,7 +524,7 @@ class PlannedForward:
         return None
 
     def _remedy(self, graph_module: fx.GraphModule) -> str:
-        """What to do about another graph, by what may have made it another."""
+        """Suggest a remedy for a graph that differs from the planned one, by its probable cause."""
         if (grown := self._grown()) is not None:
             return grown
         if (masked := self._masked(graph_module)) is not None:
@@ -536,7 +536,7 @@ class PlannedForward:
         return "use the model as planned, or make a plan for it as it is"
 
     def _grown(self) -> str | None:
-        """What to do where the model has other parameters than when it was planned; None where it has the same."""
+        """Suggest a remedy if the model has another number of parameters than planned; None if it has the same."""
         planned, found = self.plan.about.get("parameter_count"), sum(p.numel() for p in self.model.parameters())
         if planned in (None, found):
             return None
@@ -546,7 +546,7 @@ class PlannedForward:
         )
 
     def _masked(self, graph_module: fx.GraphModule) -> str | None:
-        """What to do where batches ask for another attention mask than planned; None where they do not."""
+        """Suggest a remedy if the batch needs another attention mask than planned; None if it does not."""
         assert self._running is not None
         seen, planned = self._running.seen, self._planned_masks
         if seen.packed and not planned.packed:

@@ -45,7 +45,7 @@ def planned_step(
 
 
 class PlannedStep:
-    """What `planned_step` returns. It keeps the models that it was called with, and what was traced of them."""
+    """A step function that runs its models under a plan; keeps the models and their traces."""
 
     def __init__(self, step: Step, plan: Plan, on_larger: OnLarger, verify_first_step: bool):
         self.step, self.plan = step, plan

@@ -35,7 +35,7 @@ REMEDY = (
 
 
 class Recomputed:
-    """What the regions of `model` save, compared in one forward and its backward."""
+    """Compare the tensors that regions of `model` save in forward with those that they recompute in backward."""
 
     def __init__(self, model: nn.Module):
         self._buffers = list(model.named_buffers())
@@ -45,7 +45,7 @@ class Recomputed:
         self._known = {storage_of(tensor) for tensor in known if not is_wrapper(tensor)}
 
     def watching(self, region: str) -> contextlib.AbstractContextManager[str]:
-        """What `torch.utils.checkpoint` is to call its comparison by, in forward."""
+        """Return the context under which `torch.utils.checkpoint` compares the recomputed tensors of `region`."""
         return compared_when_recomputed(lambda tensor: self._saved(region, tensor))
 
     def _saved(self, region: str, tensor: Tensor) -> _Saved:
@@ -76,7 +76,7 @@ def _is_of_kernel(tensor: Tensor) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Saved:
-    """What is known of a tensor that a region saved. `torch.utils.checkpoint` compares the recomputed one by `!=`."""
+    """The digest of a tensor that a region saved. `torch.utils.checkpoint` compares the recomputed one by `!=`."""
 
     region: str
     digest: Digest

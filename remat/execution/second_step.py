@@ -29,7 +29,7 @@ _MADE_IN_STEP = (*NAMES, WORKSPACES, HELD_OUTPUTS)
 
 
 class Counter(Protocol):
-    """What a device's allocator counts, in requested bytes."""
+    """Counters of a device's allocator, in requested bytes."""
 
     def current_bytes(self) -> int: ...
 

@@ -24,7 +24,7 @@ from remat.formulation.search_space import Segment
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Beginnings:
-    """What a step begins with: so many segments, at will.
+    """The first segments of a step, as many as asked for.
 
     backward_of  for every segment its backward operators [first, end)
     local_bytes  alive during every operator if nothing were kept for backward

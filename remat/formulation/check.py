@@ -16,7 +16,7 @@ from remat.formulation.solution import Solution
 
 
 def check(problem: Problem, solution: Solution) -> list[str]:
-    """What is wrong with `solution`, one sentence each; empty if nothing is."""
+    """List the faults of `solution`, one sentence each; empty if there are none."""
     faults = list(_disjoint(solution.regions))
     faults += [fault for region in solution.regions for fault in _region(problem, region)]
     if faults:

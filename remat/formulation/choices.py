@@ -1,4 +1,4 @@
-"""What a plan is made of and what limits it: runs, their shapes and rows, and shared storages.
+"""The parts of a plan and their limits: runs, their shapes and rows, and shared storages.
 
 `problem.py` finds them; solvers read them.
 """
@@ -30,7 +30,7 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What isomorphic runs share: time to recompute one once, in ns, and where its memory is tested first.
+    """Properties that isomorphic runs share: time to recompute one once, in ns, and where memory is tested first.
 
     highest      where the run has most alive           start  where its recomputation begins, if it may save
     firm         where it has most alive even if the node that runs is saved

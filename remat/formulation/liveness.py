@@ -1,4 +1,4 @@
-"""What outlives its forward in a graph cut into segments, why, and how large it is.
+"""Storages that outlive their forward in a graph cut into segments, with reasons and sizes.
 
 Autograd keeps what it saves in a plain segment; a region keeps what it takes, and what it saves. Most storages have one
 such reason, in the segment that makes them: they are its *own*. Those that several segments may want to keep (a
@@ -22,7 +22,7 @@ NS = 1000  # nanoseconds in a microsecond: objectives are integers
 
 
 class Liveness:
-    """What may outlive the forward of one graph, cut into the segments and saves of a space."""
+    """The storages that may outlive the forward of one graph, cut into the segments and saves of a space."""
 
     def __init__(self, graph: Graph, costs: Costs, space: Space):
         self.graph = graph

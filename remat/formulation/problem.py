@@ -121,7 +121,7 @@ class Problem:
         return self.memory.offloading(offloads).curve(regions)
 
     def offloads_of(self, regions: Sequence[Region]) -> tuple[Offload, ...]:
-        """What a plan of these regions has on the host to keep the budget."""
+        """Choose the offloads with which a plan of these regions keeps the budget."""
         if self.link is None or self.memory.curve(regions).peak_bytes <= self.budget_bytes:
             return ()
         return fewest_offloads(self.memory, regions, self.liveness.op_time_ns / NS, self.link, self.budget_bytes)
@@ -149,7 +149,7 @@ class Problem:
         return self._relief.in_forward
 
     def carried_between(self, op: int, cut: int) -> int:
-        """What may leave the device from operator `op` of forward to `cut`; 0 where the cut is first."""
+        """Return the bytes that may leave the device from operator `op` of forward to `cut`; 0 if the cut is first."""
         return max(int(self._carried_bytes[self._op_of_cut[cut]] - self._carried_bytes[op]), 0)
 
     @functools.cached_property
@@ -484,7 +484,7 @@ class Problem:
         return shared.saver is None or run.region is None or shared.saver not in run.region
 
     def _save_terms(self, run: Run, op: int, recomputing: bool) -> tuple[tuple[int, int], ...]:
-        """What saving each node of `run` adds at this operator: all that is not made again yet."""
+        """Return the bytes that saving each node of `run` adds at this operator: all that is not recomputed yet."""
         if run.region is None or run.region.inner:
             return ()
         recomputation = self.memory.recomputation(run.region)

@@ -1,4 +1,4 @@
-"""What a solver is given besides the problem, and what it gives back."""
+"""Limits that a solver is given besides the problem, and the solution that it returns."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class _Signatures:
         )
 
     def _operators(self, s: int) -> tuple[Hashable, ...]:
-        """What forward operators need, and how the step's own bytes rise and fall over the backward ones."""
+        """Return keys of the forward operators' needs, and of the rise and fall of the step's own bytes in backward."""
         forward, (first, end) = slice(self.forward[s], self.forward[s + 1]), self.windows[s]
         return (
             self.op_time_ns[forward].tobytes(),

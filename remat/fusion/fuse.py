@@ -23,7 +23,7 @@ def fuse(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def fused_groups(graph_module: fx.GraphModule) -> list[FusedGroup]:
-    """What the groups of a fused graph call."""
+    """List the groups of a fused graph call."""
     return [node.meta[FUSED] for node in graph_module.graph.nodes if FUSED in node.meta]
 
 
@@ -99,7 +99,7 @@ def _read_outside(group: Group, views: list[fx.Node]) -> list[fx.Node]:
 
 
 def _module_of(group: Group, given: list[fx.Node], results: list[fx.Node]) -> fx.GraphModule:
-    """What a group computes, as a module: its inputs in, its results out."""
+    """Build the module of a group from its inputs to its results."""
     graph = fx.Graph()
     copies = {node: graph.placeholder(f"input_{i}") for i, node in enumerate(given)}
     for node in group.members:

@@ -60,7 +60,7 @@ class Group:
 
     @property
     def text(self) -> str:
-        """What its members do, by which groups are told apart: others keep other bytes."""
+        """A text of the group's operators. Groups with another text keep other bytes."""
         return f"fused({','.join(canonical(called(node)) for node in self.makers)})"
 
     @property

@@ -159,12 +159,12 @@ class Kernel:
 
     @property
     def moved_bytes(self) -> int:
-        """What its loops read and write."""
+        """The bytes that its loops read and write."""
         return self._seen[0]
 
     @property
     def workspace_bytes(self) -> int:
-        """What it allocates beyond its results while it runs, at most."""
+        """The most bytes that it allocates beyond its results while it runs."""
         return self._seen[1]
 
 

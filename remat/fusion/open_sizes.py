@@ -40,7 +40,7 @@ Described: TypeAlias = Sizes | sympy.Expr | tuple[sympy.Expr, ...] | None  # a t
 
 
 def described(value: Any) -> Described:
-    """What a captured graph says of an input."""
+    """Describe an input of a captured graph."""
     if isinstance(value, Tensor):
         return Sizes(tuple(map(expression_of, value.shape)), tuple(map(expression_of, value.stride())))
     if isinstance(value, (tuple, list)) and all(isinstance(each, (int, torch.SymInt)) for each in value):
@@ -66,7 +66,7 @@ def are_open(inputs: Sequence[Described]) -> bool:
 
 
 class Kind(NamedTuple):
-    """What is known of a tensor."""
+    """The properties of a tensor that a kernel depends on."""
 
     sizes: Sizes
     dtype: torch.dtype
@@ -109,7 +109,7 @@ class OpenInputs:
 
 
 def opened(inputs: Sequence[Described], given: Sequence[Any]) -> OpenInputs | None:
-    """What a group is given, with the sizes open that `inputs` say are; None where it lies otherwise."""
+    """Return a group's inputs with the sizes open that `inputs` mark; None if their layout differs."""
     sizes: dict[sympy.Expr, int] = {}
     for each, value in zip(inputs, given, strict=True):
         if isinstance(each, Sizes) != isinstance(value, Tensor) or (

@@ -139,7 +139,7 @@ class StreamCopies:
 
 @contextlib.contextmanager
 def unseen() -> Any:
-    """What happens within is no part of the step: no mode sees it, autograd notes nothing."""
+    """Hide the code within from all modes and from autograd: it is no part of the step."""
     with without_modes(), torch.no_grad():
         yield
 

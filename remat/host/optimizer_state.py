@@ -140,7 +140,7 @@ class OffloadedState:
 
     @property
     def host_bytes(self) -> int:
-        """What lies on the host."""
+        """The bytes on the host."""
         return sum(each.shown.nbytes for found in self._on_host.values() for each in found.values())
 
     @property

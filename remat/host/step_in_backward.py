@@ -182,7 +182,7 @@ class StepInBackward:
 
 
 def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
-    """What a step reads in `group`, to be compared: a tensor by what was last written to it."""
+    """Return the settings in `group` that a step reads, in a comparable form: a tensor by its version."""
     return {
         name: (id(value), value._version) if isinstance(value, Tensor) else value
         for name, value in group.items()

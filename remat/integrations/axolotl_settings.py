@@ -1,4 +1,4 @@
-"""What axolotl's YAML says to remat, and what of it cannot go with a plan; free of axolotl, which `axolotl.py` needs.
+"""Read the settings of remat in axolotl's YAML and refuse those that cannot go with a plan; needs no axolotl.
 
 What moves or shards what a plan counts is refused when the plugin is registered, before a model is loaded. All else is
 left to `RematCallback`, which sees the Trainer that axolotl built.

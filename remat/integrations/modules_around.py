@@ -39,7 +39,7 @@ def around(trainer: Any, model: nn.Module, tensors: Mapping[str, torch.Tensor]) 
 
 
 def described(trainer: Any) -> list[Any]:
-    """What tells the modules around the model of one Trainer from those of another."""
+    """Describe the modules around a Trainer's model, to tell them from those of another Trainer."""
     own = {id(module) for module in trainer.model.modules()}
     return [
         [attribute, name, path, f"{type(each).__module__}.{type(each).__qualname__}", _settings(each)]

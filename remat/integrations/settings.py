@@ -1,4 +1,4 @@
-"""What a framework's settings say about a step, held against what a plan was made for.
+"""Compare a framework's settings of a step with those that a plan was made for.
 
 `apply` notices most of it at the first forward. A framework says it earlier and in its own words, and knows one thing
 that a forward cannot: over how many micro-batches gradients are accumulated.

@@ -81,7 +81,7 @@ def workload_of(trainer: Any) -> Workload:
 
 
 def loop_of(trainer: Any) -> TrainingLoop:
-    """What a built `Trainer` does around the step."""
+    """Return the training loop of a built `Trainer`."""
     args = trainer.args
     return TrainingLoop(
         accumulation=args.gradient_accumulation_steps,
@@ -275,7 +275,7 @@ class _Rows:
         return frozenset(name for name, value in inputs.items() if _is_mask(name, value) and not _is_ones(value))
 
     def batch(self, batch_size: int, length: int | None) -> Batch:
-        """What `compute_loss` gets, the number of items in it, and what waits meanwhile; for Workload.batch."""
+        """Make the inputs of `compute_loss`, their number of items, and the state beside them; a Workload.batch."""
         key = (batch_size, length)
         if key not in self._made:
             with _real():
@@ -576,7 +576,7 @@ class _Silent:
 
 
 def _optimizer_of(trainer: Any) -> MakeOptimizer:
-    """What makes an optimizer of the Trainer's class, with its settings."""
+    """Return a function that makes an optimizer of the Trainer's class, with its settings."""
     made = trainer.optimizer
     made = getattr(made, "optimizer", made)  # accelerate's wrapper
     if made is not None:

@@ -1,4 +1,4 @@
-"""What a link takes off the device at most, whatever the plan: how far rows may be relaxed, for a bound to stay one.
+"""The most bytes that a link takes off the device under any plan: how far rows may be relaxed and bounds stay valid.
 
 Bytes leave in forward only, no faster than the link carries them, not before they are made, and behind nodes or slices.
 So while one of those runs, no more are off the device than the link has carried when it begins, and never more than C,
@@ -58,6 +58,6 @@ class Relief:
         self.floors = np.maximum(taken - (taken[-1] - (0 if is_host_full else self.most_bytes)), 0)
 
     def in_backward(self, op: int, again_us: float) -> int:
-        """What is off at most from operator `op` of backward on, where recomputations there take up to `again_us`."""
+        """Return the most bytes off the device from `op` of backward on; recomputing takes up to `again_us`."""
         left_us = self._left_us[min(op - self._forward_end, len(self._left_us) - 1)]
         return self._link.moved_within(float(left_us) + min(again_us, self.again_us))

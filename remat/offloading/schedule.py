@@ -135,7 +135,7 @@ class Copies:
 
 
 def stall_us(timeline: Timeline, offloads: Sequence[Offload], link: Link) -> float:
-    """What compute waits for copies, by the estimated times."""
+    """Return the time that computation waits for copies, by the estimated times."""
     return _carried(timeline, offloads, link)[1]
 
 

@@ -41,7 +41,7 @@ class Border(NamedTuple):
 
 
 class _Index:
-    """What is asked of a graph, whatever the regions."""
+    """Indices of a graph that do not depend on the regions."""
 
     def __init__(self, graph: Graph):
         self.rows_of: dict[int, list[int]] = {}  # for every storage the saves of it

@@ -54,7 +54,7 @@ BESIDE_SOFTMAX = 6  # operators between the scores of an attention and its outpu
 
 @dataclasses.dataclass(frozen=True)
 class Lever:
-    """What to change, the peak that is left, and what that frees (less than zero: it costs)."""
+    """A change to the step, the peak after it, and the bytes that it frees (negative: it costs bytes)."""
 
     what: str
     peak_bytes: int

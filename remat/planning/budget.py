@@ -79,7 +79,7 @@ def parse_budget(
 
 
 def usable_bytes(place: PlanningDevice) -> int | None:
-    """What the caching allocator of a CUDA card can reserve: its memory less the context; None without CUDA."""
+    """Return the bytes that a CUDA card's caching allocator can reserve: memory less context; None without CUDA."""
     if place.target.device != "cuda":
         return None
     return place.target.memory_bytes - (CONTEXT_BYTES if place.device is None else context_bytes(place.device))

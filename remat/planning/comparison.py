@@ -58,7 +58,7 @@ LIGER_LIKE = "liger-like"  # every block, and losses in as many slices as Liger-
 
 @dataclasses.dataclass(frozen=True)
 class StrategyRow:
-    """What one strategy makes of the step. None where it found no plan at all, or cannot know.
+    """The result of one strategy. A field is None if it found no plan at all, or cannot know the value.
 
     fits         the peak keeps the budget; where not, the plan is the nearest that a heuristic comes to it
     samples_per_s, tokens_per_s  of one rank, over all micro-batches of an optimizer step
@@ -87,7 +87,7 @@ class StrategyRow:
 
     @property
     def rank(self) -> tuple[bool, bool, float, bool]:
-        """What fits by time, then what does not by peak, then what has no plan; among equals first what is proved."""
+        """The sort key: fitting plans by time, then others by peak, then those without a plan; proved ones first."""
         by = self.step_time_us if self.fits else self.peak_bytes
         return not self.fits, by is None, by or 0.0, self.bound_us is None
 
@@ -107,7 +107,7 @@ class StrategyRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Heading(Shown):
-    """What stands above a table of plans: the step, the target, where its costs are from, and the step as it is."""
+    """The heading of a table of plans: the step, the target, the source of its costs, and the step without a plan."""
 
     about: dict[str, Any]
     target: str
@@ -375,7 +375,7 @@ class _Comparing:
 
 
 def offloaded_by_hand(problem: Problem, link: Link, name: str) -> Solution:
-    """What people offload without a plan (`OFFLOAD_ALL` or `OFFLOAD_INPUTS`), and what their steps wait for."""
+    """Offload as people do without a plan (`OFFLOAD_ALL` or `OFFLOAD_INPUTS`), and compute the stalls."""
     regions = every_block.regions(problem) if name == OFFLOAD_INPUTS else ()
     timeline = Timeline(problem.memory, regions, problem.liveness.op_time_ns / NS)
     inputs = {u for region in regions for u in problem.memory.inputs(region.first, region.end)}

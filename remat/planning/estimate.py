@@ -77,7 +77,7 @@ class Speed:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What one loop takes around one step.
+    """The memory and time of one step in one training loop.
 
     allocator  what the caching allocator makes of it, under the settings assumed and with expandable segments turned
                on or off; empty where there is none, and of what is not traced
@@ -132,7 +132,7 @@ def estimate(
 
 
 def estimate_of(profile: Profile, planned: Sequence[Region] | None = None, allocator: str | None = None) -> Estimate:
-    """What the step of `profile` takes under the regions of a plan; without a plan also as Python runs it.
+    """Estimate the step of `profile` under the regions of a plan; without a plan also as Python runs it.
 
     allocator  settings of PYTORCH_CUDA_ALLOC_CONF; those of the environment by default. Raises UsageError
     """

@@ -64,7 +64,7 @@ class BatchFit:
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """What the mean loss of each micro-batch of a rank is multiplied by."""
+        """The factors of the mean loss of each micro-batch of a rank."""
         return Window(self.samples // self.ranks, self.best.micro_batch).weights
 
     def samples_per_s(self, candidate: BatchCandidate) -> float | None:
@@ -97,7 +97,10 @@ class Sizing:
         loop: TrainingLoop | None = None,
         on_try: Callable[[str], None] | None = None,
     ) -> Sizing:
-        """What `request` asks for. Raises UsageError for what cannot be had, and for a budget in shares of a step."""
+        """Read the sizing that `request` asks for.
+
+        Raises UsageError for options that cannot be combined, and for a budget given as a share of a step.
+        """
         own = request.loop(loop) or TrainingLoop()
         if is_share_of_step(request.budget):
             raise UsageError(f"budget {request.budget!r} is a share of one step, and here is none; give it in GiB.")

@@ -114,7 +114,7 @@ class StepForms:
 
     @functools.cached_property
     def rows_us(self) -> float:
-        """What cutting all that acts by row takes longer at least: its forward once more, but for the last products."""
+        """The least time that chunking all runs by row adds: their forward once more, except for the last products."""
         graph, times = self._whole.graph, self._whole.costs.per_op_us(self._whole.graph)
         first = {(node.call, node.name): node for node in graph.nodes}
         again = [(call, node) for call, run in self._row_runs for node in run.nodes if node not in run.unmade]

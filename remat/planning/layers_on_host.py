@@ -48,7 +48,7 @@ def with_layers_on_host(
     best = np.inf, counts[-1]
 
     def try_with(count: int) -> float:
-        """What the step waits then, whatever is recomputed, as far as a plan tells."""
+        """Return the time that the step waits with so many layers on the host, as far as a plan tells."""
         nonlocal best
         on_host = spread(layers, count) if count else []
         freed_bytes = sum(layer.size_bytes for layer in on_host[AT_ONCE:])
@@ -79,7 +79,7 @@ def _between(counts: Sequence[int], best: int) -> list[int]:
 
 
 def pinned_bytes(sizes: Iterable[int]) -> int:
-    """What layers of these sizes take of the host's memory, in pinned pieces of a power of two each."""
+    """Return the host bytes of layers of these sizes, in pinned pieces of a power of two each."""
     return sum(1 << (size - 1).bit_length() for size in sizes)
 
 
@@ -124,7 +124,7 @@ def _wait_us(problem: Problem, found: Solution, layers: Sequence[Layer], bytes_p
 def wait_us(
     memory: Memory, regions: Sequence[Region], op_time_us: np.ndarray, layers: dict[str, int], bytes_per_us: float
 ) -> float:
-    """What a step under `regions` waits for weights, by the estimated times.
+    """Return the time that a step under `regions` waits for weights, by the estimated times.
 
     layers  path -> bytes of each that is on the host
     """
@@ -153,7 +153,7 @@ def _layer_of_node(graph: Graph, paths: Sequence[str]) -> np.ndarray:
 
 
 def _waited_us(uses: Sequence[tuple[float, int]], step_us: float, copy_us: Sequence[float]) -> float:
-    """What compute waits in a step that uses layers in this order, the next one's weights always under way.
+    """Return the time that computation waits in a step that uses layers in this order, each next layer prefetched.
 
     uses  (when compute gets there if it never waits, layer) of every change from one to another
     """

@@ -1,4 +1,4 @@
-"""What a plan may have on the host: over which link it goes, and how much room there is."""
+"""The link over which a plan offloads, and the room in the host's memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ HOST_SHARE = 0.5  # of the host's memory that is free
 
 
 def offloads_named(offload: str | None) -> frozenset[str]:
-    """What `offload` names, with commas between. Raises UsageError for what is none of `OFFLOADS`."""
+    """Parse `offload`, names with commas between them.
+
+    Raises UsageError for a name that is none of `OFFLOADS`.
+    """
     names = frozenset(name.strip() for name in (offload or NONE).split(","))
     if not names <= set(OFFLOADS) or (NONE in names and len(names) > 1):
         raise UsageError(f"offload is {', '.join(OFFLOADS[:-1])}, some with commas, or {NONE}; not {offload!r}.")
@@ -70,7 +73,7 @@ def link_of(
 
 
 def host_bytes_of(found: PlanningDevice, host_budget: str | int | None) -> int:
-    """What may lie on the host.
+    """Return the bytes that may be on the host.
 
     Without a budget that is half of what the host has free; for a target elsewhere, whose host nobody knows, as much as
     the device has; of either the next lower power of two, which is what PyTorch pins. Raises UsageError for what is no
@@ -99,7 +102,7 @@ def beside_state(link: Link | None, graph: Graph, host_bytes: int) -> Link | Non
 
 
 def state_on_host(graph: Graph) -> int:
-    """What the optimizer's state takes of the host's memory, in pinned pieces of a power of two each."""
+    """Return the host bytes of the optimizer's state, in pinned pieces of a power of two each."""
     if not TrainingLoop.of(graph.about).offload_optimizer:
         return 0
     sizes = (size for parameter in graph.parameters for size in parameter.state_tensors if size >= SMALL_BYTES)
@@ -107,7 +110,7 @@ def state_on_host(graph: Graph) -> int:
 
 
 def state_wait_us(graph: Graph, costs: Costs) -> float:
-    """What an optimizer step waits for its state."""
+    """Return the time that an optimizer step waits for its state."""
     comes = np.array([kind.name == FROM_HOST for kind in graph.kinds], dtype=bool)[graph.op_kind]
     return float(costs.per_op_us(graph)[comes].sum())
 

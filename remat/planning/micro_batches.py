@@ -80,7 +80,7 @@ class Window:
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """What each micro-batch's mean loss is multiplied by. (Rule 3)"""
+        """The factors of each micro-batch's mean loss. (Rule 3)"""
         sizes = [self.micro_batch] * (self.accumulation - 1) + [self.last]
         return tuple(size / self.samples for size in sizes)
 
@@ -345,7 +345,7 @@ class MicroBatches:
     # Candidates
 
     def windows(self, samples: int) -> list[Window]:
-        """What may be tried, the largest micro-batch first. (Rule 1)"""
+        """List the windows to try, the largest micro-batch first. (Rule 1)"""
         if self.loop.step_in_backward:  # which accumulates nothing
             return [Window(samples, samples)]
         sizes = set(divisors(samples))
@@ -423,7 +423,7 @@ class MicroBatches:
         return self._candidate(window, strategy, FoundPlan(study.captured, self._whole(window, strategy), self.limits))
 
     def _whole(self, window: Window, strategy: str) -> Solution:
-        """What a strategy does with the step as captured."""
+        """Solve the step without changes of form with a strategy."""
         key = (*_key(window), strategy)
         if key not in self._solutions:
             self._solutions[key] = self._found_by(strategy, self.study(*_key(window)))
@@ -461,7 +461,7 @@ class MicroBatches:
         )
 
     def _stall_us(self, window: Window, strategy: str, solution: Solution) -> float:
-        """What all micro-batches wait for copies."""
+        """Return the time that all micro-batches wait for copies."""
         if not solution.stall_us or window.last == window.micro_batch:
             return window.accumulation * solution.stall_us
         last = self._whole(_even_window(window.last, accumulates=True), strategy)

@@ -37,7 +37,7 @@ def infeasible(problem: Problem, least: LeastPeak) -> Infeasible:
 def not_found(
     problem: Problem, found: Solution, limits: Limits, enough_bytes: Callable[[], int], option: str
 ) -> NoPlanInTime:
-    """What a search says that has neither a plan nor a proof that there is none.
+    """Make the error of a search that has neither a plan nor a proof that there is none.
 
     enough_bytes  what a plan is known to keep        option  by which more time is given
     """
@@ -53,7 +53,7 @@ def not_found(
 
 
 def _differentiated(graph: Graph) -> str:
-    """What holds most of the memory of a step that differentiates inside, where it does."""
+    """Describe the memory that a step holds for derivatives inside it; empty if there are none."""
     inner = graph.inner
     if not inner:
         return ""
@@ -79,7 +79,7 @@ def _least(least: LeastPeak, budget_bytes: int) -> str:
 
 
 def _of_forwards(graph: Graph) -> str:
-    """What else there is to try where a step makes several forwards."""
+    """Suggest planning the whole step if it makes several forwards."""
     forwards = forwards_of(graph.about, len(graph.call_nodes))
     if is_plain(forwards):
         return ""

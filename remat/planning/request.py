@@ -91,7 +91,7 @@ class Wanted(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True)
 class PlanRequest:
-    """What is wanted of a plan, whatever the step.
+    """The options of a plan that do not depend on the step.
 
     budget, headroom  see `parse_budget`; None where the caller tries budgets itself
     execution    how the step will run: "eager"; "modules" for regions that are whole modules, as FSDP2 needs them;
@@ -210,7 +210,7 @@ class PlanRequest:
 
 
 def numerics_of(numerics: str | None, *, exact: bool = False, fuse: bool = False) -> Numerics:
-    """What a plan may change in the numbers, from the name and from the older flags for two of the names.
+    """Return the numerics asked for, by name or by the older flags `exact` and `fuse`.
 
     Raises UsageError where they contradict each other, and for an unknown name.
     """

@@ -78,7 +78,7 @@ def search(
     *,
     may_need_none: bool,
 ) -> Solution:
-    """What `solve` finds for `problem` that keeps its budget as it runs; without `judge` as the evaluator sees it.
+    """Search with `solve` for a plan of `problem` that keeps its budget as it runs; without `judge` as evaluated.
 
     may_need_none  take the plan of no regions where it keeps the budget: nothing is better
     limits         of the whole search; where more than one plan may have to be tried, each gets half of what is left

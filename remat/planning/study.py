@@ -306,7 +306,7 @@ class Study:
         return max(bounds, default=0.0)
 
     def _refusal(self, at: StepForm, problem: Problem, found: Solution, limits: Limits) -> Refusal:
-        """What a search without a plan means."""
+        """Make the error of a search without a plan."""
         least = self.least(at, limits)
         if found.status == "infeasible" or least.bound_bytes > problem.budget_bytes:
             return infeasible(problem, least)

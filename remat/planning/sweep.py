@@ -235,7 +235,7 @@ class _Solved:
 
     @property
     def price_us(self) -> float:
-        """What the plan adds to the step as captured."""
+        """The time that the plan adds to the step without a plan."""
         return self.found.price_us
 
     def at(self, budget_bytes: int, wall_s: float) -> _Solved:
@@ -307,7 +307,7 @@ class _Trace:
         return any(solved.found.at is not self._study.captured for solved in self.curve)
 
     def show_captured(self, name: str) -> None:
-        """What the step as captured does under the budgets of the curve, from its own least one on."""
+        """Add the plans of the unchanged form under the budgets of the curve, from its own least budget on."""
         study, at = self._study, self._study.captured
         budgets = {study.least_known_bytes(at), *(solved.budget_bytes for solved in self.curve)}
         known = [(budget, best) for budget in sorted(budgets) if (best := study.best_known(at, budget)) is not None]
@@ -318,7 +318,7 @@ class _Trace:
         return _Solved(name, budget, found, self._study.peak_bytes(found), found.bound_us)
 
     def show_by_hand(self) -> None:
-        """What people run in another form without a plan: every block beside Liger-Kernel's head, or groups fused."""
+        """Add plans in forms that people run without a planner: every block with a Liger-like head, or fused groups."""
         forms = self._study.forms
         assert forms is not None
         made: list[tuple[str, Callable[[], StepForm], Callable[[Problem], tuple[Region, ...]]]] = []
@@ -362,7 +362,7 @@ class _Trace:
                 raise KeyboardInterrupt
 
     def _by(self, name: str, budget: int) -> _Solved | None:
-        """What a strategy does under a budget; None where there is no plan without offloads."""
+        """Solve with a strategy under a budget; None if there is no plan without offloads."""
         if name == KEPT:
             try:
                 return self._least_priced(self._study.without_link, KEPT, budget)
@@ -395,7 +395,7 @@ class _Trace:
         ]
 
     def _bound_us(self, budget: int, solved: _Solved, found: Sequence[_Solved]) -> float:
-        """What is proved for plans that keep `budget` as they run. (Rule 2)"""
+        """Return the bound that is proved for plans that keep `budget` as they run. (Rule 2)"""
         if not self._study.how.bound_carries or solved.strategy not in EXACT:
             return 0.0
         bounds = (other.bound_us for other in found if other.budget_bytes >= budget)

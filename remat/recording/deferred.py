@@ -79,7 +79,7 @@ class Deferred:
         self._reached = self._go_on = None
 
     def forward(self, given: Any, elements: int, run: Run) -> Any:
-        """What a forward that is `given` so many elements returns; `run` runs it."""
+        """Return the output of a forward that is `given` so many elements; `run` runs it."""
         if not torch.is_grad_enabled():
             return self._once((given, False), run)
         self._waiting += elements
@@ -167,7 +167,7 @@ class _Shapes:
 
 
 class _Ending(torch.autograd.Function):
-    """What is made in place of a forward's output: its backward ends here, and keeps no gradient."""
+    """A stand-in for a forward's output: backward ends here, and no gradient is kept."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, end: torch.Tensor) -> torch.Tensor:

@@ -73,7 +73,7 @@ LAYERS_ON_HOST = "layers_on_host"  # key of `Graph.about`
 
 
 class Finish:
-    """What a training step does after backward: clipping, the optimizer, the running average, letting gradients go.
+    """The part of a training step after backward: clipping, the optimizer, the running average, freeing gradients.
 
     again      runs forward and backward once more, and returns the loss: for optimizers that ask for it
     copies     who brings the optimizer's state to the host and back, where not the device itself
@@ -103,7 +103,7 @@ class Finish:
 
     @property
     def state(self) -> list[Any]:
-        """What the optimizer has on the device."""
+        """The optimizer's state on the device."""
         if self.offloaded is not None:
             return self.offloaded.on_device()
         return self.optimizer.state
@@ -234,7 +234,7 @@ class FakeStep:
 
     @contextlib.contextmanager
     def _on_fakes(self) -> Iterator[None]:
-        """What all of a step runs under."""
+        """Enter all modes that a step on fake tensors runs under."""
         here = contextlib.nullcontext() if self._elsewhere is None else KeptHere(self._elsewhere)
         with (
             self.shared.borrowed(),
@@ -291,7 +291,7 @@ class FakeStep:
         state.put_back()
 
     def _operators(self) -> list[str]:
-        """What a forward computes, numbers included."""
+        """List the operators of a forward, those that compute numbers included."""
         self._begun = None
         with Tracker() as tracker:
             self.forward()
@@ -299,7 +299,7 @@ class FakeStep:
         return [kinds[kind] for kind in tracker.op_kinds]
 
     def state(self) -> ModelState:
-        """What the model holds now, and what the step itself keeps; asked for on fakes."""
+        """Return the current state of the model and of the step function; called on fakes."""
         return ModelState(self.model, data=False, step=self.workload.step)
 
     def numbers(self) -> Numbers:
@@ -342,7 +342,7 @@ class FakeStep:
 
     @contextlib.contextmanager
     def _after_backward(self, tracker: Tracker) -> Iterator[None]:
-        """What optimizers are made and stepped under: their questions are answered, their form is the device's."""
+        """Enter the modes in which optimizers are made and stepped: in the form that the device would choose."""
         if self.finish.offloaded is not None:
             self.finish.offloaded.copies = TrackedStateCopies(tracker)
         self._repeated.begin(tracker)
@@ -368,7 +368,7 @@ class FakeStep:
 
     @property
     def heads(self) -> Iterator[tuple[Chunk, int]]:
-        """What may run in slices, each as a chunk of one, and what its logits take; known once the step has run."""
+        """The heads that may run in slices, each in one slice, with the bytes of its logits; known after a step."""
         for call, graph_module in self._captured.values():
             for number, head in enumerate(find_heads(graph_module)):
                 if head.takes_contiguous_rows:
@@ -382,7 +382,7 @@ class FakeStep:
 
     @property
     def row_runs(self) -> Iterator[tuple[int, RowRun]]:
-        """What acts by row and may run in slices, each with its graph call; known once the step has run."""
+        """The runs of nodes that act by row and may run in slices, each with its graph call; known after a step."""
         for call, graph_module in self._captured.values():
             for run in find_row_runs(graph_module):
                 yield call, run
@@ -412,14 +412,14 @@ class FakeStep:
 
     @contextlib.contextmanager
     def _call_context(self) -> Iterator[None]:
-        """What captured graphs run under: kernels that are put in cast by themselves."""
+        """Enter the context of captured graphs: substituted kernels do their own casts."""
         substituted = self._recompute_context is not None
         autocast = torch.autocast(self.device.type, enabled=False) if substituted else contextlib.nullcontext()
         with autocast, self._views:
             yield
 
     def chunked_loss(self, call: int, name: str) -> ChunkedLoss:
-        """What a node of a graph call is in the form that the step has now, with the kernels of the device.
+        """Return the chunked loss of a node in the current form of the step, with the kernels of the device.
 
         It is found where a form with other slices is prepared already: a graph of thousands of nodes takes a second.
         """
@@ -442,7 +442,7 @@ class FakeStep:
 
     @contextlib.contextmanager
     def recompute_context(self) -> Iterator[None]:
-        """What recomputations run under."""
+        """Enter the context of recomputations."""
         with (self._recompute_context or contextlib.nullcontext)(), self._views:
             yield
 
@@ -510,12 +510,12 @@ class FakeStep:
             self._in_backward = False
 
     def _stepping(self, tracker: Tracker, parameter: nn.Parameter) -> contextlib.AbstractContextManager[None]:
-        """What a parameter is stepped under in backward."""
+        """Return the context in which a parameter is stepped in backward."""
         tracker.note_gradient(parameter)
         return self._after_backward(tracker)
 
     def _loss(self) -> torch.Tensor:
-        """What the step returns; of a step that runs its forwards in backward, what its largest pass ends in."""
+        """Run the step's forward and return its loss, or the end of its largest pass if forwards run in backward."""
         loss = self.workload.step(self.model, self.batch)
         if self.deferred is None:
             if self._is_untraced or self.calls.made or not isinstance(loss, torch.Tensor):
@@ -623,7 +623,7 @@ class FakeStep:
 
     @contextlib.contextmanager
     def _untraced(self, masks: Masks) -> Iterator[None]:
-        """What an untraced forward on a batch of `masks` runs under."""
+        """Enter the context of an untraced forward on a batch of `masks`."""
         with self.eager_context(), self._views, eager_attention_masks(masks):
             yield
 
@@ -684,7 +684,7 @@ class FakeStep:
         return {name: size for name, size in fixed.items() if size}
 
     def _here_of(self, parameters: list[nn.Parameter], tracker: Tracker) -> int:
-        """What is on the device of `parameters`: of layers whose weights are on the host, as many as are at once."""
+        """Return the bytes of `parameters` on the device, those of streamed layers that are there at once included."""
         size_bytes = tracker.fix(parameters)
         elsewhere = self._on_host[AT_ONCE:]
         return size_bytes - sum(tracker.bytes_of(weight) for layer in elsewhere for weight in layer.weights)

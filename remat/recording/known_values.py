@@ -60,7 +60,7 @@ class KnownValues(UnseenMode):
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
-        """What is known is followed through what runs within."""
+        """Follow known values through all that runs within."""
         _following.append(self)
         try:
             with self, _lists_of_tensors(), _lists_of_values():
@@ -70,7 +70,7 @@ class KnownValues(UnseenMode):
 
     @contextlib.contextmanager
     def of_batch(self) -> Iterator[None]:
-        """What a batch is made under. (Rule 1)"""
+        """Enter the context in which a batch is made. (Rule 1)"""
         self._generator = torch.Generator().manual_seed(0)
         try:
             with self.followed():
@@ -134,7 +134,7 @@ class KnownValues(UnseenMode):
             return True, self._draw(func, args, kwargs) if drawn else func(*args, **kwargs)
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What `func` draws, from our generator in place of torch's, or of one that it is given."""
+        """Run the random `func` with our generator in place of torch's or a given one."""
         assert self._generator is not None
         kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
         before = torch.get_rng_state()

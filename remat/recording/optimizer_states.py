@@ -38,7 +38,7 @@ class States:
         return self.parameters + self.gradients + sum(self.optimizer.values())
 
     def per_rank(self, ranks: int, shard: Shard | None) -> States:
-        """What one of `ranks` keeps; what it gathers for a while is not counted."""
+        """Return the states that one of `ranks` keeps; temporarily gathered ones are not counted."""
         of_all = {"zero1": 1, "zero2": 2, "zero3": 3}.get(shard or "", 0)
         return States(
             share(self.parameters, ranks) if of_all >= 3 else self.parameters,

@@ -459,7 +459,7 @@ class Recorder(Tracker):
         return self._copy(copy, row, "used")
 
     def _asked_within_forward(self, row: dict[str, int], copy: torch.Tensor) -> torch.Tensor:
-        """What a backward within the forward is given. If its own graph saves that, the storage is kept for longer."""
+        """Note a request of a backward within forward. If its own graph saves the value, the storage is kept longer."""
         request = {"row": row["number"], "task": backward_number(), "unpack": self.op_count, "used": -1, "kept": -1}
         request = self._asked_inside.setdefault((request["row"], request["task"]), request)
         given = self._copy(copy, request, "used")
@@ -516,15 +516,17 @@ class Recorder(Tracker):
             yield dataclasses.replace(known, gradient=gradient)
 
     def state_of_the_step_before(self) -> tuple[int, list[tuple[int, int]]]:
-        """What the model keeps beside parameters and buffers: bytes of what lasts, and of what this step replaces, with
-        the operators of forward before which it is there. (That autograd or a region keeps it longer, a replay sees.)
+        """Return the bytes that the model keeps beside parameters and buffers: lasting, and replaced in the step.
+
+        The replaced ones come with the operator of forward before which they exist. A replay sees those that autograd
+        or a region keeps longer.
         """
         lasting = sum(each.size_bytes for each in self.older.values() if each.death is None)
         replaced = [each for each in self.older.values() if each.death is not None]
         return lasting, [(each.size_bytes, min((each.death or 0) + 1, self._forward_end)) for each in replaced]
 
     def settle_saves(self) -> None:
-        """What a node saves for a backward of its own, which it runs at once, is alive within it and no save.
+        """Drop saves for backwards that a node runs itself: their storages are alive within the node only.
 
         (The loss in slices, `chunking/`, makes its gradients so.)
         """

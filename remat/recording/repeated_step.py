@@ -29,7 +29,7 @@ class RepeatedStep:
         self._tracker, self._first, self._beside = tracker, len(tracker.storages), []
 
     def __call__(self) -> torch.Tensor:
-        """What a closure leaves: gradients, and a loss."""
+        """Stand in for an optimizer's closure: make gradients, and return a loss."""
         assert self._tracker is not None
         for parameter in self._parameters:
             parameter.grad = None

@@ -36,7 +36,7 @@ Trail = tuple[Any, ...]  # the operators of a forward but for views, with the sh
 
 
 def trail_of(tracker: Tracker, end: int | None = None) -> Trail:
-    """What `tracker` saw until operator `end`."""
+    """Return the trail of operators that `tracker` saw until operator `end`."""
     kinds = [None if _is_view(kind.name) else (kind.name, _shapes(kind.signature)) for kind in tracker.kinds.values()]
     return tuple(kind for index in tracker.op_kinds[:end] if (kind := kinds[index]) is not None)
 
@@ -124,7 +124,7 @@ class Repeats:
         )
 
     def _reason(self) -> str:
-        """What makes forwards differ, as far as it can be seen."""
+        """Explain why forwards differ, as far as can be seen."""
         if reads := said_of(reads_of(self._step, self._sources)):
             return f"what is read by {reads} is another number each time"
         counted = [f"`{name}`" for name, value in self._numbers().items() if self._before.get(name) != value]

@@ -34,7 +34,7 @@ class HeadCall:
     given: tuple[Any, ...]
 
     def run(self, step: FakeStep, form: Form, alignment_bytes: int) -> Run:
-        """What it does in `form`."""
+        """Record the chunked loss in `form`."""
         recorder = Recorder(alignment_bytes, (), step.known)
         with step.in_form(form), step.mode:
             given = [_fake_of(value, step.device) for value in self.given]
@@ -134,7 +134,7 @@ def _fake_of(value: Any, device: torch.device) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a chunked loss does in forward.
+    """The record of a chunked loss in forward.
 
     storages  each with its operators counted from the node's first; without a death where it is kept
     kept      the loss, and the gradients of rows, weight and bias: indices of storages, FIXED for what is none of them

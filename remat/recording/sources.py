@@ -66,7 +66,7 @@ class Read:
 
 
 class Sources:
-    """What the code of a model, and of its step, may read.
+    """The values outside of the batch that the code of a model and its step may read.
 
     generators  those that it names or keeps            has_clock  whether it names a clock, or the system's noise
     names       global names that it uses, each with its namespace
@@ -135,11 +135,11 @@ class Sources:
                 self._note_kept(cell.cell_contents, kind)
 
     def numbers(self) -> dict[str, Any]:
-        """What it counts in: numbers and text under global names, in containers too."""
+        """Return the numbers and text under global names, those in containers included."""
         return {name: n for name, space in self.names.items() if (n := _number(space.get(name), DEEPEST)) is not None}
 
     def states(self) -> list[Any]:
-        """What tells whether somebody draws in between."""
+        """Return the states of the generators; they change if a random number is drawn in between."""
         return [_state_of(each) for each in self.generators.values()]
 
     def drive(self, *, high: bool, seed: int) -> None:
@@ -159,7 +159,7 @@ class Sources:
 
 
 def numbers_of(model: nn.Module) -> dict[str, Any]:
-    """What the modules of `model`, and their classes, count in: numbers and text, in containers too, by path."""
+    """Return the numbers and text that modules of `model` and their classes keep, in containers too, by path."""
     found: dict[str, Any] = {}
     kinds: dict[type, None] = {}
     for path, module in model.named_modules():
@@ -179,7 +179,7 @@ def _counted(prefix: str, attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(value: Any, deepest: int) -> Any:
-    """What can be compared of `value`, without its tensors; None where there is nothing."""
+    """Return the comparable part of `value`, without its tensors; None if there is none."""
     if isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, itertools.count):

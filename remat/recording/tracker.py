@@ -84,7 +84,7 @@ class Moment(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What happened between two moments."""
+    """The span between two moments of a record."""
 
     begin: Moment
     end: Moment
@@ -243,7 +243,7 @@ class Tracker(UnseenMode):
 
     @contextlib.contextmanager
     def known(self, what: Hashable) -> Iterator[bool]:
-        """What runs within does the same whenever `what` is equal; gives whether that was noted, and is noted again.
+        """Record the code within once for each value of `what`, and repeat the record afterwards; yield whether it is.
 
         It keeps nothing that it makes, and lets go of nothing that was there before: else it is noted by itself.
         """
@@ -293,7 +293,7 @@ class Tracker(UnseenMode):
         del self._ids[key], self._ends[key]
 
     def bytes_of(self, tensor: torch.Tensor) -> int:
-        """What the storage of `tensor` takes."""
+        """Return the bytes of the storage of `tensor`."""
         return self._rounded(tensor.untyped_storage().nbytes())
 
     def _rounded(self, size_bytes: int) -> int:

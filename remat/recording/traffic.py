@@ -84,7 +84,7 @@ def moved_bytes(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 
 def workspace_bytes(func: Any, args: Any) -> int:
-    """What the compiler says that a fused kernel allocates beyond its results; of others fakes do not tell."""
+    """Return the bytes that a fused kernel allocates beyond its results, by its compiler; 0 for other operators."""
     return kernel(args[0]).workspace_bytes if func is FUSED_KERNEL else 0
 
 

@@ -26,7 +26,7 @@ _PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device
 
 
 class ViewHistories(TorchFunctionMode):
-    """What fake tensors are computed under, in forward and in recomputations. May be entered again and again."""
+    """Renew the views that fake tensors are computed from, in forward and recomputation. May be entered again."""
 
     def __init__(self) -> None:
         self._known = WeakTensorKeyDictionary()  # view -> its version when last seen, what stands for it since

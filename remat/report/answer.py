@@ -13,7 +13,7 @@ from remat.units import gib, ms
 
 @dataclasses.dataclass(frozen=True)
 class PlanAnswer:
-    """What the page says first: `sentence`, what it rests on, and verdicts in a word each (style, text)."""
+    """The first lines of the page: a sentence, its basis, and verdicts in a word each (style, text)."""
 
     title: str
     step: str
@@ -64,7 +64,7 @@ def _price(added: float) -> str:
 
 
 def _measured(material: Material) -> str:
-    """What a measurement says to that, where one was made of the same step."""
+    """Compare the answer with a measurement of the same step, if there is one."""
     found, about = material.validation, material.about
     if found is None or (found["batch_size"], found.get("seq_len")) != (about["batch_size"], about.get("seq_len")):
         return ""
@@ -72,7 +72,7 @@ def _measured(material: Material) -> str:
 
 
 def _rests_on(material: Material) -> str:
-    """What is predicted, what is estimated, what was measured."""
+    """Say which figures are predicted, estimated and measured."""
     said = []
     if (plan := material.plan) is not None:
         judge = "replayed on fake tensors" if plan.predicted.get("judged_by") == "replay" else "computed"
@@ -93,7 +93,7 @@ def _rests_on(material: Material) -> str:
 
 
 def _on_the_host(plan: Plan) -> list[str]:
-    """What lies there instead of on the device, and what that takes."""
+    """Say which bytes are on the host, and their cost."""
     said, predicted = [], plan.predicted
     if plan.offloads:
         size = gib(sum(each.size_bytes for each in plan.offloads))

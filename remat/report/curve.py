@@ -119,7 +119,7 @@ def _mark(label: str, kind: Kind, glyph: str, number: int, point: Mapping[str, A
 
 
 def _others(material: Material) -> Iterator[Mark]:
-    """What a comparison found, and plans beside the first."""
+    """Iterate over marks of a comparison's strategies, and of further plans."""
     known = {point["strategy"] for point in (material.sweep or {}).get("others", ())}
     count = len(known)
     own = material.plan.predicted["peak_bytes"] if material.plan is not None else None
@@ -168,7 +168,7 @@ def _scales(marks: Sequence[Mark], plan: Plan | None) -> tuple[Scale, Scale]:
 
 
 def _series(marks: Sequence[Mark]) -> Iterator[Series]:
-    """What the glyphs mean, each once."""
+    """Iterate over the legend's entries, each once."""
     names = {"curve": "proved optimal", "open": "best found, not proved", "plan": "this plan", "without": "no plan"}
     seen = set()
     for mark in sorted(marks, key=lambda mark: (mark.kind == "other", mark.series)):
@@ -204,7 +204,7 @@ def _bound(plan: Plan | None, scale_x: Scale, scale_y: Scale) -> tuple[float, fl
 
 
 def least_added(plan: Plan) -> float | None:
-    """What is proved: no plan of the space adds a smaller share of the step. None where nothing is."""
+    """Return the proved lower bound on the share of the step that a plan adds; None if there is none."""
     step_us, bound_us = plan.without_checkpointing["step_time_us"], plan.solver.get("bound_us")
     if not step_us or not bound_us or plan.execution in ("inductor", "aot_eager"):
         return None

@@ -31,7 +31,7 @@ MADE_BY: dict[Kind, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Material:
-    """What is known of one step.
+    """The documents of one step that a report shows.
 
     plan        None for a report of the step as it is
     others      more plans for the same step, by the name of their file
@@ -61,7 +61,7 @@ class Material:
 
     @property
     def host_bytes(self) -> int:
-        """What the plan's offloads take of the host's memory."""
+        """The bytes of the host's memory that the plan's offloads take."""
         return self.plan.host_bytes if self.plan is not None else 0
 
     @property
@@ -89,7 +89,10 @@ class Material:
 
 
 def kind_of(document: object, where: str) -> Kind:
-    """What wrote `document`. Raises UsageError where nothing did that a report can show."""
+    """Return the kind of `document`, by the command that wrote it.
+
+    Raises UsageError for a document that a report cannot show.
+    """
     if isinstance(document, dict):
         if (form := document.get("format")) in FORMATS:
             return FORMATS[form]

@@ -48,7 +48,7 @@ class BorderRow:
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-    """What the template shows; a part that is None or empty is left out.
+    """The content of the template; a part that is None or empty is left out.
 
     strip    (decision, begin, length) of neighbouring nodes, in parts of 10,000 of the forward's time
     decided  (decision, bytes held, nodes)      opened  paths of the modules that are open at first
@@ -80,7 +80,7 @@ class Page:
 
     @property
     def sections(self) -> tuple[str, ...]:
-        """What the page has to show, in its order."""
+        """The sections of the page, in order."""
         there = {
             "curve": self.curve,
             "step": self.step,
@@ -318,7 +318,7 @@ def _template() -> jinja2.Template:
 
 
 def _coded(text: str) -> Markup:
-    """What stands in backticks as code."""
+    """Turn text in backticks into code."""
     return Markup(CODE.sub(r"<code>\1</code>", str(escape(text))))
 
 

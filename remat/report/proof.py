@@ -37,7 +37,7 @@ class NextStep:
 
 
 def proof_of(material: Material) -> tuple[Fact, ...]:
-    """What is known of the quality of the plan; nothing without one."""
+    """List facts about the quality of the plan; empty without a plan."""
     return tuple(_proof(material, material.plan)) if material.plan is not None else ()
 
 
@@ -82,7 +82,7 @@ def _judge(plan: Plan) -> tuple[str, str]:
 
 
 def _limits(material: Material, plan: Plan) -> Iterator[Fact]:
-    """What stands in the way of less time: the moment at the budget, and the price of more room."""
+    """Iterate over the limits on time: the moment at the budget, and the price of more memory."""
     unused = plan.budget_bytes - plan.predicted["peak_bytes"]
     yield Fact("binding moment", str(plan.predicted["peak_at"]), f"{gib(unused)} of the budget are left there")
     if material.profile is not None:
@@ -104,7 +104,7 @@ def added_at(sweep: Mapping[str, Any], budget_bytes: float) -> float | None:
 
 
 def _price_of_a_gib(material: Material) -> float | None:
-    """What one more GiB saves, as a share of the step. A sweep knows it of the step as it was captured alone."""
+    """Return the share of the step that one more GiB saves. A sweep knows it for the step without changes of form."""
     plan, sweep = material.plan, material.sweep
     if plan is None or sweep is None or form_of(plan.about) != CAPTURED:
         return None
@@ -116,7 +116,7 @@ def _price_of_a_gib(material: Material) -> float | None:
 
 
 def next_steps(material: Material) -> tuple[NextStep, ...]:
-    """What is known to give something, the plan's own first, then the levers that were tried."""
+    """List changes that are known to help: the plan's own first, then levers that were tried."""
     own = _of_plan(material, material.plan) if material.plan is not None else ()
     return (*own, *_levers(material))
 
@@ -147,7 +147,7 @@ def _percent(plan: Plan) -> str:
 
 
 def _reserved(plan: Plan) -> Iterator[NextStep]:
-    """What the caching allocator's other setting would reserve, where that is less."""
+    """Suggest the caching allocator's other setting if it would reserve less."""
     found = plan.predicted.get("allocator") or ()
     if len(found) == 2 and found[1]["reserved_bytes"] < found[0]["reserved_bytes"]:
         less = found[0]["reserved_bytes"] - found[1]["reserved_bytes"]
@@ -169,7 +169,7 @@ def advice_is_missing(material: Material) -> bool:
 
 
 def validation_facts(validation: Mapping[str, Any] | None) -> tuple[Fact, ...]:
-    """What a validation held the plan against."""
+    """List the results of a validation."""
     return tuple(_validated(validation)) if validation is not None else ()
 
 

@@ -210,7 +210,7 @@ def _measured(material: Material, y: Scale) -> str:
 
 
 def _copies(material: Material, profile: Profile, memory: Memory) -> tuple[Copies, ...]:
-    """What the plan's offloads do over the target's link, by the times of this step; nothing without a link."""
+    """Return the copies of the plan's offloads over the target's link, by this step's times; empty without a link."""
     bandwidth = profile.target.host_bytes_per_us
     if not material.offloads or bandwidth <= 0:
         return ()

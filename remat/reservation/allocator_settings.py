@@ -1,4 +1,4 @@
-"""What PyTorch's caching allocator is told: the settings of PYTORCH_CUDA_ALLOC_CONF that decide what it reserves.
+"""The settings of PyTorch's caching allocator: the options of PYTORCH_CUDA_ALLOC_CONF that decide reserved bytes.
 
 torch 2.13 reads PYTORCH_ALLOC_CONF first and then PYTORCH_CUDA_ALLOC_CONF; older versions read the second alone.
 Options that cannot change what is reserved on one stream (about pinned memory, locks, CUDA graphs) are accepted and

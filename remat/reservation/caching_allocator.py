@@ -85,7 +85,7 @@ class Block:
 
     @property
     def room(self) -> int:
-        """What it could grow to. (Rule 6)"""
+        """The size that the block could grow to. (Rule 6)"""
         after = self.next
         return self.size + (after.size if after is not None and not after.mapped else 0)
 

@@ -1,4 +1,4 @@
-"""What a step under a plan makes CUDA's caching allocator take from the card: requested, allocated, reserved.
+"""Bytes that CUDA's caching allocator takes for a step under a plan: requested, allocated, reserved.
 
 The lives of the evaluator (`Memory.lives`) say what is requested and when; `CachingAllocator` says what that takes.
 Training is fed in the order in which it happens:
@@ -72,7 +72,7 @@ def footprint(
     settings: AllocatorSettings | None = None,
     allocator: CachingAllocator | None = None,
 ) -> Footprint:
-    """What the step of `memory` under `regions` takes, once training runs; `allocator` is an empty one to feed."""
+    """Simulate the step of `memory` under `regions` until it is steady; `allocator` is an empty one to feed."""
     allocator = allocator or CachingAllocator(settings)
     step = _Step(memory, regions)
     graph = memory.graph

@@ -61,7 +61,7 @@ class _Distances:
 
 
 class GroupsSeen:
-    """What the fused groups of one planned step gave; called with each run of one."""
+    """Collect the results of the fused groups of one planned step; called with each run of one."""
 
     def __init__(self, unseen: Callable[[], contextlib.AbstractContextManager[Any]]):
         self._found: dict[str, dict[torch.Size, _Distances]] = {}

@@ -45,7 +45,7 @@ class KernelLog(UnseenMode):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """What a recomputation runs under."""
+        """Pause the log during a recomputation."""
         self._paused += 1
         try:
             yield

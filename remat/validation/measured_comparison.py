@@ -49,7 +49,7 @@ def _measured_by(name: str, report: Report) -> dict[str, int]:
 
 
 def _runs_as(plan: Plan) -> tuple[Any, ...]:
-    """What decides how the step runs under `plan`."""
+    """Return the parts of `plan` that decide how the step runs."""
     return plan.regions, form_of(plan.about)
 
 

@@ -15,7 +15,7 @@ MOST_NEAR = 6  # parameters shown
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What was found. Bytes and microseconds; `None` where nothing was run to measure it.
+    """The result of a validation, in bytes and microseconds; `None` for values that were not measured.
 
     measured    peak_bytes (requested), step_time_us, and on CUDA allocated_bytes and reserved_bytes
     predicted   the same; what CUDA's allocator makes of the request is simulated
@@ -142,7 +142,7 @@ def _row(values: dict[str, Any]) -> str:
 
 
 def _allocator_rows(measured: dict[str, int], predicted: dict[str, int]) -> list[str]:
-    """What CUDA's caching allocator made of the request, measured and simulated."""
+    """Format the caching allocator's bytes, measured and simulated."""
     return [
         f"  {name:<10}{gib(measured[key]):>12} measured, {gib(predicted[key])} simulated"
         for name in ("allocated", "reserved")

@@ -53,7 +53,7 @@ class _Distances:
 
 
 class SumsSeen:
-    """What the heads and the chunked runs of one planned step sum; `watch` and `watch_rows` make a model's tell.
+    """Collect the sums of heads and chunked runs of one planned step; `watch` and `watch_rows` connect it to a model.
 
     unseen  what runs are computed again under: no kernel of that is the step's
     """
@@ -141,7 +141,7 @@ class SumsSeen:
 
 
 def _in_float64(head: ChunkedLoss, given: Given) -> Given:
-    """What a head computes from, in float64: weights after their cast."""
+    """Convert the inputs of a head to float64: weights after their cast."""
     bias = None if given.bias is None else head.cast(given.bias).double()
     return dataclasses.replace(given, rows=given.rows.double(), weight=head.cast(given.weight).double(), bias=bias)
 
@@ -151,7 +151,7 @@ def _distances(found: Tensor, whole: Tensor, truth: Tensor) -> _Distances:
 
 
 def _as_product_takes(run: ChunkedRows, i: int, value: Tensor) -> Tensor:
-    """What is beside the rows of a run, in float64: weights after their cast."""
+    """Convert an input beside the rows of a run to float64: weights after their cast."""
     return (run.cast(value) if i in run.weights else value).double()
 
 

@@ -232,7 +232,7 @@ class Training:
         return MOST_STEPS_OF_STATE
 
     def bytes_before(self, alignment_bytes: int) -> int:
-        """What exists before a step: parameters, buffers, the batch, and what lasts from one step to the next."""
+        """Return the bytes that exist before a step: parameters, buffers, batch, and state that lasts between steps."""
         return self._bytes_in(self._before(alignment_bytes))
 
     def _before(self, alignment_bytes: int) -> tuple[int, Tracker]:

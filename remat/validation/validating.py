@@ -291,7 +291,7 @@ def _predict(recorded: _Recorded, place: PlanningDevice, on_progress: Progress |
 
 
 def _simulated(memory: Memory, regions: Sequence[Region], peak_bytes: int, place: PlanningDevice) -> dict[str, int]:
-    """What the caching allocator is predicted to make of the step, in this process; empty where there is none."""
+    """Predict the caching allocator's bytes of the step in this process; empty if there is none."""
     if place.target.device != "cuda":
         return {}
     found = footprint(memory, regions, AllocatorSettings.from_environment())
@@ -457,7 +457,7 @@ class _Validation:
         )
 
     def _promise(self, prediction: _Prediction) -> tuple[dict[str, int], tuple[str, int]]:
-        """What is predicted, and what the measured peak is held against. (Rule 3)"""
+        """Return the prediction, and the limit that the measured peak is held against. (Rule 3)"""
         plan, workload = self.plan, self.planned_step.workload
         about, here = plan.about, self.place.target.name
         if prediction.unmeasured:
@@ -660,7 +660,7 @@ class _Validation:
         return self._is_own_checkpointing or self._is_of_padded_passes
 
     def _log(self) -> KernelLog | None:
-        """What sees the kernels of a step; nothing sees those of a compiled one."""
+        """Return a log of the step's kernels; None for a compiled step, whose kernels cannot be seen."""
         return KernelLog() if self.how.compiler is None else None
 
     def _against_noise(

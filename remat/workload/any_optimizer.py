@@ -28,7 +28,7 @@ _REMEDY = "Give back a torch.optim.Optimizer, an object with a `step()` that ste
 
 
 class AnyOptimizer:
-    """What `optimizer` of a workload gave for `parameters`, as one thing that steps.
+    """Step the result of a workload's `optimizer` function as one object.
 
     made     itself        steppers  the objects whose `step` is called, in order; none for None
 
@@ -105,7 +105,7 @@ def _requires_argument(function: Callable[..., Any]) -> bool:
 
 
 def _steppers(made: Any) -> Iterator[Any]:
-    """What is to be stepped: in lists and dictionaries each, schedulers and scalers left out."""
+    """Iterate over the objects to step, in lists and dictionaries too; schedulers and scalers are left out."""
     if isinstance(made, (list, tuple)):
         for each in made:
             yield from _steppers(each)

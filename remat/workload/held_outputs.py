@@ -135,7 +135,7 @@ def _storage_of(value: Any) -> torch.UntypedStorage | None:
 
 
 def _addresses(values: Iterable[Any]) -> Iterator[int]:
-    """What tells the storages of tensors apart."""
+    """Iterate over the addresses of tensors' storages."""
     return (storage._cdata for value in values if (storage := _storage_of(value)) is not None)
 
 

@@ -43,7 +43,10 @@ def optimizers() -> dict[str, type[torch.optim.Optimizer]]:
 
 
 def optimizer_named(name: str) -> MakeOptimizer | None:
-    """What makes the optimizer called `name`; None for `none`. Raises UsageError for what cannot be had."""
+    """Return the function that makes the optimizer called `name`; None for `none`.
+
+    Raises UsageError for an optimizer that is not available.
+    """
     if name.lower() == "none":
         return None
     base, _, form = name.partition(":")

@@ -61,7 +61,7 @@ class Pass:
             self._graphs.append(weakref.ref(hook))
 
     def goes_on(self) -> None:
-        """What has ended was within a step, whose forwards go on."""
+        """Note that the pass that has ended was within a step, whose forwards go on."""
         self._seen = _Seen()
         self._graphs = []
 

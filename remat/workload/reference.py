@@ -18,7 +18,7 @@ _RUN: ContextVar[Run | None] = ContextVar("run", default=None)
 
 
 def call_reference(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    """What `forward` of a reference returns, run as the step around it is."""
+    """Run `forward` of a reference model as the step around it is run."""
     run = _RUN.get()
     return forward(*args, **kwargs) if run is None else run(forward, args, kwargs)
 

@@ -97,7 +97,7 @@ class Target:
         return size_bytes / self.host_bytes_per_us
 
     def exposed_swap_us(self, size_bytes: int, behind_us: float) -> float:
-        """What of that remains to wait for, if computation of `behind_us` runs meanwhile."""
+        """Return the part of that time that remains after computation of `behind_us`."""
         return max(self.swap_us(size_bytes) - behind_us, 0.0)
 
 

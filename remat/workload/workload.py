@@ -26,7 +26,7 @@ DTypePolicy = Literal["amp", "fp32", "bf16", "bf16-master", "bf16-master-grads"]
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What one training step is made of.
+    """The description of one training step.
 
     name        what reports call it
     build       () -> nn.Module, in training mode, any initialisation

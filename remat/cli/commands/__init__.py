@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a command found: for a script, for a person, and how it went."""
+    """The result of a command: data for a script, text for a person, and the failure if there was one."""
 
     data: dict[str, Any]
     text: RenderableType

@@ -41,7 +41,7 @@ def about_with(spec: ModelSpec | None, about: dict[str, Any], path: Path) -> dic
 
 
 def spec_in(about: dict[str, Any], path: Path) -> ModelSpec | None:
-    """What the file at `path` says in `about`; None where it says nothing that makes sense."""
+    """Read the model spec in `about` of the file at `path`; None if there is no valid one."""
     from remat.cli.model_spec import ModelSpec
 
     return ModelSpec.from_json(about.get(SPEC), path.absolute().parent)

@@ -125,7 +125,10 @@ class ModelOptions:
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def spec(self) -> ModelSpec:
-        """What is asked for; UsageError without a model, and with two."""
+        """Return the model asked for.
+
+        Raises UsageError without a model, and with two.
+        """
         if self.model is None and self.trainer is None:
             raise UsageError(
                 "--model is missing: a ready-made model (see `remat models`), file.py:function, a folder or a hub id."
@@ -207,7 +210,10 @@ class StepOptions(ModelOptions):
     ] = None
 
     def loop(self, own: TrainingLoop) -> TrainingLoop:
-        """What training does around the step, `own` where no option says; UsageError where it contradicts itself."""
+        """Return the training loop asked for; options that are not given are those of `own`.
+
+        Raises UsageError for contradictions.
+        """
         from remat.planning.links import loop_with
 
         names = (field.name for field in dataclasses.fields(own))
@@ -264,7 +270,7 @@ class BudgetOptions:
 
 @dataclasses.dataclass(frozen=True)
 class RequestOptions:
-    """What is wanted of a plan beside its budget: the fields of a `PlanRequest`."""
+    """The options of a plan beside its budget: the fields of a `PlanRequest`."""
 
     time_limit: Annotated[
         float | None,

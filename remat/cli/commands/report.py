@@ -70,7 +70,7 @@ def report(
 
 
 def _read(files: Iterable[Path]) -> Documents:
-    """What each file is; plans and profiles are loaded, the rest stays the document that it is."""
+    """Sort files by kind; plans and profiles are loaded, other documents stay as they are."""
     from remat.costing.profile import Profile
     from remat.evaluation.plan import Plan
     from remat.report.material import kind_of
@@ -146,7 +146,7 @@ def _with_documents(material: Material, documents: Documents) -> Material:
 
 
 def _levers(documents: Documents, line: LiveLine) -> list[Lever]:
-    """What frees how much of the step as it was captured, each found by recording with it."""
+    """Find the levers that free memory of the step without a plan, by recording with each."""
     from remat.cli.commands.source import levers_of, opened_plan
 
     path = documents["plan"][0][0] if documents.get("plan") else None

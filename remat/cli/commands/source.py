@@ -34,7 +34,7 @@ MOST_LEVERS = 4  # that a refusal names
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """What is known before anything slow begins, and how to go on.
+    """The inputs that are known before slow work begins, and a function to record the step.
 
     spec    how to make the workload again; None where a profile does not say
     record  the profile, and the step to replay plans on; a profile out of a file has none

@@ -125,7 +125,7 @@ def tag(graph_module: fx.GraphModule, regions: Sequence[CallRegion]) -> None:
 
 
 def name_of(inner: str | Backend) -> str:
-    """What `torch.compile` calls a compiler."""
+    """Return the name by which `torch.compile` knows a compiler."""
     if isinstance(inner, str):
         return inner
     return str(getattr(inner, "compiler_name", None) or getattr(inner, "__name__", inner))

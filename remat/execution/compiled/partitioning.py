@@ -80,7 +80,10 @@ def complete_tags(joint: fx.GraphModule) -> None:
 
 
 def _backward_nodes(joint: fx.GraphModule) -> set[fx.Node]:
-    """What tracing has marked, and what depends on it or on a tangent: passes replace nodes and lose marks."""
+    """Return the nodes of backward: those that tracing has marked, and all that depend on them or on a tangent.
+
+    Passes replace nodes and lose marks.
+    """
     found: set[fx.Node] = set()
     for node in joint.graph.nodes:
         marked = node.meta.get("partitioner_tag") == "is_backward"

@@ -37,7 +37,7 @@ from remat.host.copies import Copies, Copy, Host, copies_on
 
 @dataclasses.dataclass
 class CallOffloads:
-    """What a plan's offloads have to do with the nodes of one graph call, by their ordinals in the graph at hand.
+    """A plan's offloads by the nodes of one graph call, as ordinals in the graph at hand.
 
     values    whose values are sent                    saves   of whose saves some are sent, by number
     releases  behind which something is let go of      between  of losses in slices what is let go of after how many
@@ -72,7 +72,7 @@ def offloads_in(call: int, offloads: Iterable[OffloadRef], places: Places | None
 
 @dataclasses.dataclass
 class OffloadCounts:
-    """What really happened: storages that went to the host and came back, and their bytes."""
+    """Count the storages, and their bytes, that went to the host and came back."""
 
     out: int = 0
     out_bytes: int = 0
@@ -151,7 +151,7 @@ class _Parcel:
 
 
 class _Packed:
-    """What autograd keeps in place of a tensor."""
+    """The object that autograd keeps in place of a tensor."""
 
     __slots__ = ("__weakref__", "_is_conj", "_layout", "_parcel", "_version", "event", "forward", "tensor")
 
@@ -235,7 +235,7 @@ class Forward:
         return packed.value()
 
     def keep(self, tensor: Tensor, event: NodeRef | None = None) -> _Packed:
-        """What autograd, or a region that has saved `tensor`, has in place of it; asking for it is `event`."""
+        """Return the object that autograd or a region keeps in place of `tensor`; unpacking it is `event`."""
         parcel = self._parcel_of(tensor)
         packed = _Packed(tensor, parcel, self, event)
         parcel.packed.append(weakref.ref(packed))

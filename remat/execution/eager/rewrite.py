@@ -68,7 +68,7 @@ class CallRegion:
 
 @dataclasses.dataclass
 class Counts:
-    """What really happened in one step: regions entered, and nodes run again. A saved node counts if it ran again."""
+    """Count regions entered and nodes run again in one step. A saved node counts if it ran again."""
 
     regions: int = 0
     recomputed_nodes: int = 0
@@ -108,7 +108,7 @@ class RewriteOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Moves:
-    """What a region has to do with the host in one forward and its backward.
+    """Copies to and from the host that one region makes in a forward and its backward.
 
     event  what is fetched when it is recomputed      sends  of its saved nodes those whose values are sent
     """
@@ -119,7 +119,7 @@ class Moves:
 
 
 class RegionTape:
-    """What one region records in forward and replays when it is recomputed.
+    """Record a region in forward, and replay the record when the region is recomputed.
 
     replaying  it is being recomputed for its own backward
     again      its nodes run another time: in that recomputation, or in that of the region around it
@@ -276,7 +276,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 class _Recomputation:
-    """What the region of `tape` is recomputed under; entered once for every backward through the region."""
+    """The context of a region's recomputation; entered once for every backward through the region."""
 
     __slots__ = ("_context", "_tape")
 

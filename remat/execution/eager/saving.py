@@ -88,7 +88,7 @@ class _Kept:
 
 
 class Tape:
-    """What a saved node's operators returned, in order.
+    """The results of a saved node's operators, in order.
 
     results  (operator, what it returned with a `_Kept` or an `_Argument` in the place of every tensor)
     kept     every `_Kept` in them
@@ -137,7 +137,7 @@ def _apart(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """What tells the storage of `tensor` from all others alive; sparse tensors have none, and share with nobody."""
+    """Return a number that identifies the storage of `tensor` among those alive; a sparse tensor has its own."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
@@ -238,7 +238,7 @@ class Recipe:
         self._layout = layout
 
     def tape(self, value: torch.Tensor) -> Tape:
-        """What `Save` would have kept of a call that returned `value`."""
+        """Return the tape that `Save` would have recorded for a call that returned `value`."""
         tape, apart = Tape(), value.detach()
         kept = _Kept(apart if self._layout is None else apart.as_strided(*self._layout))
         tape.results = [(func, result or kept) for func, result in self._results]
@@ -247,7 +247,9 @@ class Recipe:
 
 
 def signature_of(args: Any, kwargs: Any) -> tuple[Any, ...] | None:
-    """What decides, with the function, which operators a call runs; None where that is hard to say.
+    """Return the properties of arguments that decide which operators a call runs; None where they cannot be told.
+
+    Under autocast they cannot: it may or may not have cached a cast.
 
     Autocast is: it remembers casts, or does not.
     """
@@ -343,7 +345,7 @@ class Replay(LeanMode):
         return self._decoded(value, list(tensors_of(args, kwargs)))
 
     def _next(self, func: Any) -> Any:
-        """What `func` returned in forward."""
+        """Return the recorded result of the next operator, which has to be `func`."""
         found, value = self._results.pop() if self._results else (None, None)
         if found is not func:
             raise RematError(
@@ -356,7 +358,7 @@ class Replay(LeanMode):
         return _apart(kept.tensor) if self._again else kept.tensor
 
     def _decoded(self, value: Any, given: list[torch.Tensor]) -> Any:
-        """What `_encoded` has encoded, with the tensors of this recomputation."""
+        """Decode a value of `_encoded` with the tensors of this recomputation."""
         seen: dict[int, torch.Tensor] = {}
 
         def decoded(leaf: Any) -> Any:

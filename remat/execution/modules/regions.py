@@ -42,7 +42,7 @@ Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 @dataclasses.dataclass
 class ModuleCounts(Counts):
-    """What happened: regions entered, and how often each was recomputed, by path."""
+    """Count regions entered, and recomputations of each by path."""
 
     recomputed: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
@@ -147,7 +147,7 @@ class ModuleRegion:
 
     @property
     def text(self) -> str:
-        """What messages call it."""
+        """The region's name in messages."""
         return f"the region {self.path!r}"
 
     def _checkpointed(self, args: Any, kwargs: Any, **options: Any) -> Any:
@@ -180,7 +180,7 @@ def _refuse_trace() -> None:
 
 
 class _Recomputation:
-    """What one call of a region is recomputed under; entered once for every backward through it."""
+    """The context in which one call of a region is recomputed; entered once for every backward through it."""
 
     def __init__(self, region: ModuleRegion, states: dict[Source, Any]):
         self._region = region
