@@ -32,10 +32,10 @@ test: $(DEV_STAMP) ## run the tests, without the exhaustive ones; those that nee
 
 .PHONY: test-exhaustive
 test-exhaustive: $(DEV_STAMP) ## run what `make test` leaves out: one claim over many models, targets and budgets
-	$(PYTEST) -m exhaustive $(PYTEST_ARGS)
+	$(PYTEST) -m "exhaustive and not nightly" $(PYTEST_ARGS)
 
 .PHONY: test-all
-test-all: test test-exhaustive ## run every test
+test-all: test test-exhaustive ## run every test but the nightly ones
 
 # Downloads 530 MB of torch and 200 MB of Triton once, and compiles for a minute; says so where it cannot.
 .PHONY: card
@@ -49,7 +49,8 @@ test-cuda: card ## run what is marked `cuda` and `any_device` on that build, wit
 	else echo "NO CARD: tests that need CUDA are skipped"; fi
 
 .PHONY: test-nightly
-test-nightly: $(DEV_STAMP) ## property tests with examples that are drawn anew
+test-nightly: $(DEV_STAMP) ## property tests with examples that are drawn anew, and lists of dozens of architectures
+	$(PYTEST) -m nightly $(PYTEST_ARGS)
 	$(PYTEST) --hypothesis-profile nightly $(shell grep -lE '^from hypothesis' tests/test_*.py) $(PYTEST_ARGS)
 
 # Chromium is Debian's package, since playwright's own is a download from elsewhere; not root: say so and go on.

@@ -6,6 +6,7 @@ import gc
 import os
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--device") != "cpu":
         _keep_those_for_any_device(config, items)
-    _keep_representatives(items, all_there=not any("::" in argument for argument in config.args))
+    all_there = not any("::" in argument for argument in config.args)
+    _keep_representatives(items, "fast", pytest.mark.exhaustive, all_there=all_there)
+    _keep_representatives(items, "often", pytest.mark.nightly, all_there=all_there)
+    _keep_every_third(items)
     if shutil.which("chromium") is None:
         for item in items:
             if item.get_closest_marker("browser"):
@@ -61,19 +65,32 @@ def _keep_those_for_any_device(config: pytest.Config, items: list[pytest.Item]) 
     items[:] = wanted
 
 
-def _keep_representatives(items: list[pytest.Item], *, all_there: bool) -> None:
-    """Mark as exhaustive, of tests marked `fast`, the cases that the marker does not name."""
+def _keep_representatives(
+    items: list[pytest.Item], name: str, others: pytest.MarkDecorator, *, all_there: bool
+) -> None:
+    """Of tests with the marker `name`, mark the cases that it does not name as `others`."""
     missing: dict[str, set[str]] = {}
     for item in items:
-        if (marker := item.get_closest_marker("fast")) is None:
+        if (marker := item.get_closest_marker(name)) is None:
             continue
         case, test = item.callspec.id, item.nodeid.partition("[")[0]  # type: ignore[attr-defined]
         missing.setdefault(test, set(marker.args)).discard(case)
         if case not in marker.args:
-            item.add_marker(pytest.mark.exhaustive)
+            item.add_marker(others)
     for test, cases in missing.items():
         if cases and all_there:
             raise pytest.UsageError(f"{test} has no case {', '.join(sorted(cases))}")
+
+
+def _keep_every_third(items: list[pytest.Item]) -> None:
+    """Of tests marked `third`, mark two cases of three that are exhaustive as nightly."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        if item.get_closest_marker("third") and item.get_closest_marker("exhaustive"):
+            test = item.nodeid.partition("[")[0]
+            if seen[test] % 3:
+                item.add_marker(pytest.mark.nightly)
+            seen[test] += 1
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -98,6 +98,7 @@ def planned(plans: dict[str, Plan]) -> nn.Module:
 # Training
 
 
+@pytest.mark.third
 @pytest.mark.fast(
     "transformer-nothing",
     "transformer-nested-with-rest",
@@ -412,6 +413,7 @@ def test_evaluator_and_executor_count_the_same_recomputed_nodes(name: str) -> No
         assert calls.counts.recomputed_nodes == memory.recomputed_nodes(regions), choice
 
 
+@pytest.mark.third
 @pytest.mark.fast("transformer-nested-with-rest", "transformer-half-saved")
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("name", ["transformer", pytest.param("transformer-amp", marks=pytest.mark.exhaustive)])

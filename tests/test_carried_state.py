@@ -101,6 +101,7 @@ def is_bitwise(work: Workload, plan: Plan, steps: int, **options: Any) -> nn.Mod
 FEW = {"segments", "queue", "averages", "hooked", "banked"}
 
 
+@pytest.mark.third
 @pytest.mark.parametrize("name", names_of(CARRYING, FEW))
 def test_a_model_that_carries_state_trains_bit_by_bit_as_without_a_plan(name: str) -> None:
     work = workload(CARRYING[name])
@@ -110,6 +111,7 @@ def test_a_model_that_carries_state_trains_bit_by_bit_as_without_a_plan(name: st
     assert counts_of(model).regions >= 7 * len(plan.regions)
 
 
+@pytest.mark.third
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CARRYING)
 def test_fifty_steps_within_three_quarters_of_the_step_are_bitwise_and_validate(name: str) -> None:
@@ -310,6 +312,7 @@ def test_numbers_that_a_forward_changes_are_left_open(name: str) -> None:
     assert counts_of(model).regions >= 11 * len(plan.regions)
 
 
+@pytest.mark.third
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", COUNTING)
 def test_a_model_that_counts_validates(name: str) -> None:
@@ -337,6 +340,7 @@ def test_a_counter_that_a_trace_cannot_leave_open_is_told_of_by_name(monkeypatch
 # No trace
 
 
+@pytest.mark.third
 @pytest.mark.parametrize(
     "name", names_of({**CARRYING, **COUNTING}, {"queue", "hooked", "shared", "noisy", "attribute"})
 )

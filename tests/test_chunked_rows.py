@@ -494,6 +494,7 @@ def test_loss_and_gradients_are_the_untouched_ones_but_for_sums(half: type[Half]
             assert apart <= 1.5 * own + 1e-6 * truth.norm(), name  # `sums.py` holds sums alone to float64
 
 
+@pytest.mark.third
 @pytest.mark.fast("TwoShifts-float32-16", "SharedBias-autocast-16", "Flat-float32-16", "SmallBatch-float32-1")
 @pytest.mark.parametrize("samples", [16, 1])
 @pytest.mark.parametrize("policy", ["float32", "autocast"])
@@ -634,6 +635,7 @@ def test_rows_that_are_written_to_before_backward_are_an_error() -> None:
 # What they need
 
 
+@pytest.mark.third
 @pytest.mark.fast("Gated-amp-h100-80gb", "Adapted--cpu")
 @pytest.mark.parametrize("target", ["cpu", "h100-80gb"])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["", "amp"])

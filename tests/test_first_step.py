@@ -166,6 +166,7 @@ def trained(model: nn.Module, run: Step, workload: Workload) -> list[Tensor]:
     return found
 
 
+@pytest.mark.third
 @pytest.mark.fast("transformer-amp-nested", "convnet-modules", "transformer-half-saved", "outside-slices")
 @pytest.mark.parametrize(
     ("workload", "choose"),
@@ -524,7 +525,20 @@ def every_architecture() -> list[Any]:
 SAVES_UNDER_VMAP = ("Gemma3ForConditionalGeneration",)  # which no region can
 
 
+OFTEN = (
+    *(
+        "MistralForCausalLM",
+        "GptOssForCausalLM",
+        "BambaForCausalLM",
+        "DebertaV2ForMaskedLM",
+        "BartForConditionalGeneration",
+    ),
+    *("HubertForSequenceClassification", "Qwen3VLForConditionalGeneration", "SegformerForSemanticSegmentation"),
+)
+
+
 @pytest.mark.exhaustive
+@pytest.mark.often(*OFTEN)
 @pytest.mark.filterwarnings("ignore")  # the libraries' own
 @pytest.mark.parametrize("architecture", every_architecture())
 def test_no_architecture_gives_a_false_alarm(architecture: Any) -> None:

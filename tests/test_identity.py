@@ -418,12 +418,14 @@ def test_identity_does_not_depend_on_the_batch(name: str) -> None:
         assert isinstance(fit, Fit) and fit.is_exact and fit.more_bytes == 0
 
 
+@pytest.mark.third
 @pytest.mark.fast("broken", "batch-norm", "in-place", "transformer")
 @pytest.mark.parametrize("name", [*TOYS, BATCH_NORM.name])
 def test_what_a_captured_graph_says_of_its_nodes_is_what_the_record_saw(name: str) -> None:
     assert_as_recorded(recorded_toy(TOYS.get(name, BATCH_NORM)).graph)
 
 
+@pytest.mark.third
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", models.TEST_SIZES)
 def test_what_a_model_says_of_its_nodes_is_what_the_record_saw(name: str) -> None:

@@ -97,6 +97,7 @@ def link_that_carries(graph: Graph, share: float) -> Link:
 # Memory
 
 
+@pytest.mark.third
 @pytest.mark.fast("transformer-nested-with-rest", "convnet-nothing")
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("workload", WORKLOADS)
@@ -115,6 +116,7 @@ def test_the_replay_of_any_offloads_is_what_the_evaluator_says_at_every_operator
             np.testing.assert_array_equal(replayed, curve.alive_bytes[curve.executed])
 
 
+@pytest.mark.third
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("target", ["cpu", "a100-80gb", "h100-80gb"])
 @pytest.mark.parametrize("model", TEST_SIZES)

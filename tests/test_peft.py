@@ -163,6 +163,7 @@ def alike(left: Any, right: Any, steps: int = 1) -> bool:
 # Training
 
 
+@pytest.mark.third
 @pytest.mark.fast("llama-half-saved", "llama-layers")
 @pytest.mark.parametrize(
     ("name", "choice"),

@@ -103,6 +103,7 @@ def assert_equal(model: str, target: str, accumulation: int = 1) -> Graph:
     return graph
 
 
+@pytest.mark.third
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("model", TEST_SIZES)
@@ -185,6 +186,7 @@ def assert_kept(model: str, target: str) -> None:
     assert len(walk.kept) > 5
 
 
+@pytest.mark.third
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("model", TEST_SIZES)

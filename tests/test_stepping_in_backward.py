@@ -283,6 +283,7 @@ def test_gradients_never_pile_up(target: str) -> None:
     assert peaks[TrainingLoop()] - peaks[STEPPING] >= least * LAYER_BYTES - kept
 
 
+@pytest.mark.third
 @pytest.mark.fast("deep-none-True", "toy-transformer-amp-nested-False")
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("choose", [lambda graph: (), every_block, nested], ids=["none", "blocks", "nested"])
