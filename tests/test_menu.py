@@ -7,10 +7,12 @@ import dataclasses
 import pytest
 
 import remat
-from remat.evaluation.alternative import Alternative
+from remat.evaluation.alternative import Alternative, in_two_lines
 from remat.evaluation.plan import Plan
 from remat.formulation.solution import Limits
 from remat.planning.request import FormChoice
+from remat.report.material import Material
+from remat.report.page import page_of, rendered
 from tests import toys
 from tests.cached import cached
 from tests.command_line import Remat
@@ -79,3 +81,18 @@ def test_the_command_shows_it_with_the_options_that_take_each_row(remat: Remat) 
     assert Plan.load("short.plan.json").about["alternatives"] == [
         dataclasses.asdict(row) for row in Plan.load("short.plan.json").alternatives
     ]
+
+
+def test_a_report_has_it() -> None:
+    page = rendered(page_of(Material(planned())))
+    assert all(f">{row.options}" in page for row in planned().alternatives)
+    assert page.count("(this plan)") == 1 and "Other answers to this budget" in page
+
+
+def test_a_log_has_it_in_two_lines() -> None:
+    rows = planned().alternatives
+    others = [row for row in rows if not row.taken and row.overhead is not None]
+    first, second = in_two_lines(rows)
+    assert all(f"{100 * (row.overhead or 0):+.1f} %" in first for row in others)
+    assert first.count("%") == len(others) == 5 and "numerics=" in second
+    assert in_two_lines([row for row in rows if row.taken]) == []

@@ -21,6 +21,7 @@ import remat
 from remat.capture.circumstances import hooked
 from remat.costing.device_allocator import measure_peak
 from remat.errors import UsageError
+from remat.evaluation.alternative import in_two_lines
 from remat.evaluation.plan import Plan
 from remat.execution.apply import counts_of
 from remat.execution.planned_forward import checkpoints_itself
@@ -347,6 +348,16 @@ def test_a_budget_is_planned_for_once_and_trains_alike(
     assert losses == expected and len(losses) == 2
     assert peak <= first.plan.budget_bytes
     assert peak == pytest.approx(first.plan.predicted["peak_bytes"], rel=0.005)
+
+
+@pytest.mark.exhaustive
+def test_other_answers_are_in_the_log_where_they_are_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses_of(trainer(tmp_path, callback := RematCallback(budget="1100KiB", cache=tmp_path, menu=True)))
+    assert isinstance(callback.plan, Plan)
+    first, _ = in_two_lines(callback.plan.alternatives)
+    assert f"remat: {first}" in capsys.readouterr().err
 
 
 def test_frozen_weights_go_to_the_host_where_the_plan_counts_on_it(tmp_path: Path) -> None:

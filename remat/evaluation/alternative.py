@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 ALTERNATIVES = "alternatives"  # key of `Plan.about`
@@ -35,6 +35,17 @@ class Alternative:
         """Options of the command line that take it."""
         offload = f" --offload {self.offload}" if self.offload else ""
         return f"--numerics {self.numerics}{offload}"
+
+
+def in_two_lines(rows: Sequence[Alternative]) -> list[str]:
+    """The menu for a log: what each of the other answers adds to the step, and the options that take them."""
+    others = [row for row in rows if row.overhead is not None and not row.taken]
+    if not others:
+        return []
+    added = ", ".join(
+        f"{row.numerics}{' offloading' if row.offload else ''} {100 * (row.overhead or 0):+.1f} %" for row in others
+    )
+    return [f"other answers to this budget: {added}", 'taken by numerics="...", offload="activations"']
 
 
 def alternatives_of(about: Mapping[str, Any]) -> tuple[Alternative, ...]:

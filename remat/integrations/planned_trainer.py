@@ -24,6 +24,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from remat.errors import UsageError
+from remat.evaluation.alternative import in_two_lines
 from remat.evaluation.plan import Plan
 from remat.integrations.modules_around import described
 from remat.integrations.trainer_workload import loop_of, workload_of
@@ -80,6 +81,8 @@ def _made(
     peak, overhead = gib(made.predicted["peak_bytes"]), made.predicted["overhead"]
     time_change = f"{100 * abs(overhead):.1f} % {'less' if overhead < 0 else 'more'} time"
     tell(trainer, f"predicted peak {peak} at {time_change}, planned in {time.monotonic() - started:.0f} s ({where})")
+    for line in in_two_lines(made.alternatives):
+        tell(trainer, line)
     return made
 
 

@@ -18,6 +18,7 @@ import jinja2
 from markupsafe import Markup, escape
 
 import remat
+from remat.evaluation.alternative import Alternative
 from remat.evaluation.plan import Plan
 from remat.report import proof
 from remat.report.answer import PlanAnswer, answer_of
@@ -71,6 +72,7 @@ class Page:
     validated: tuple[Fact, ...]
     measuring_notes: tuple[str, ...]
     rows: Sequence[Mapping[str, Any]]
+    alternatives: tuple[Alternative, ...]
     next_steps: tuple[NextStep, ...]
     advice_is_missing: bool
     footer: str
@@ -87,6 +89,7 @@ class Page:
             "decisions": self.tree,
             "measured": self.validated,
             "strategies": self.rows,
+            "other answers": self.alternatives,
             "proof": self.proof,
             "next steps": self.next_steps,
         }
@@ -124,6 +127,7 @@ def page_of(material: Material) -> Page:
         validated=proof.validation_facts(material.validation),
         measuring_notes=tuple((material.validation or {}).get("notes", ())),
         rows=proof.compared(material.comparison),
+        alternatives=material.plan.alternatives if material.plan is not None else (),
         next_steps=proof.next_steps(material),
         advice_is_missing=proof.advice_is_missing(material),
         footer=_footer(material),
