@@ -37,7 +37,7 @@ from remat.planning.budget import Budget
 from remat.planning.planner import plan_profile
 from remat.planning.profiling import fake_step, profile_step
 from remat.reservation.allocator_settings import AllocatorSettings
-from remat.reservation.caching_allocator import Block, CachingAllocator, Counts, Event, replayed
+from remat.reservation.caching_allocator import Block, CachingAllocator, Event, Levels, replayed
 from remat.reservation.fragmentation import footprint
 from remat.solvers import load
 from remat.units import GIB, MIB
@@ -70,7 +70,7 @@ class Recording(CachingAllocator):
     def __init__(self, settings: AllocatorSettings):
         super().__init__(settings)
         self.trace: list[Event] = []
-        self.answers: list[Counts | None] = []
+        self.answers: list[Levels | None] = []
         self._number: dict[Block, int] = {}
 
     def malloc(self, size_bytes: int) -> Block:
@@ -105,7 +105,7 @@ class RealAllocator:
         program = ["g++", "-std=c++20", "-O1", *headers, str(HERE / "card" / "drive.cpp"), *link]
         subprocess.run([*program, "-o", folder / "drive"], check=True)
 
-    def __call__(self, trace: list[Event], settings: str, card_bytes: int) -> list[Counts | None]:
+    def __call__(self, trace: list[Event], settings: str, card_bytes: int) -> list[Levels | None]:
         """The counts after every event of `trace`, None where a request was refused."""
         text = "".join(" ".join(map(str, event)) + "\n" for event in trace)
         environment = {"LD_LIBRARY_PATH": str(self.folder), "CARD_BYTES": str(card_bytes)}
@@ -113,7 +113,7 @@ class RealAllocator:
         out = subprocess.run([self.folder / "drive"], input=text, env=environment, capture_output=True, text=True)
         out.check_returncode()
         lines = [line.split() for line in out.stdout.splitlines()]
-        return [None if line == ["full"] else Counts(*map(int, line)) for line in lines]
+        return [None if line == ["full"] else Levels(*map(int, line)) for line in lines]
 
 
 def random_trace(rng: random.Random, count: int) -> list[Event]:

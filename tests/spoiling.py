@@ -263,13 +263,13 @@ def _modules_with_other_inputs(patch: Patch) -> None:
 
 
 def _modules_at_another_rate(patch: Patch) -> None:
-    enter = regions._Recomputation.__enter__
+    enter = regions._ModuleRecomputation.__enter__
 
     def spoilt(self: Any) -> None:
         enter(self)
         self._region.module.dropout = 0.1
 
-    patch.setattr(regions._Recomputation, "__enter__", spoilt)
+    patch.setattr(regions._ModuleRecomputation, "__enter__", spoilt)
 
 
 # Losses in slices

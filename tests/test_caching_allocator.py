@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from remat.errors import UsageError
 from remat.reservation.allocator_settings import AllocatorSettings
-from remat.reservation.caching_allocator import Block, CachingAllocator, CardFull, Counts, Event, replayed
+from remat.reservation.caching_allocator import Block, CachingAllocator, CardFull, Event, Levels, replayed
 from remat.units import GIB, KIB, MIB
 
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
@@ -94,21 +94,21 @@ def test_the_environment_is_read_as_pytorch_reads_it() -> None:
 @pytest.mark.parametrize(
     ("settings", "sizes", "expected"),
     [
-        pytest.param(AllocatorSettings(), [1], Counts(1, 512, 2 * MIB), id="small: 512 of a segment of 2 MiB"),
-        pytest.param(AllocatorSettings(), [MIB, MIB], Counts(2 * MIB, 2 * MIB, 2 * MIB), id="two fill a small segment"),
-        pytest.param(AllocatorSettings(), [MIB + 1], Counts(MIB + 1, MIB + 512, 20 * MIB), id="large, below 10 MiB"),
-        pytest.param(AllocatorSettings(), [10 * MIB], Counts(10 * MIB, 10 * MIB, 10 * MIB), id="10 MiB: its own"),
+        pytest.param(AllocatorSettings(), [1], Levels(1, 512, 2 * MIB), id="small: 512 of a segment of 2 MiB"),
+        pytest.param(AllocatorSettings(), [MIB, MIB], Levels(2 * MIB, 2 * MIB, 2 * MIB), id="two fill a small segment"),
+        pytest.param(AllocatorSettings(), [MIB + 1], Levels(MIB + 1, MIB + 512, 20 * MIB), id="large, below 10 MiB"),
+        pytest.param(AllocatorSettings(), [10 * MIB], Levels(10 * MIB, 10 * MIB, 10 * MIB), id="10 MiB: its own"),
         # 21 MiB get a segment of 22; the 1 MiB left over is not more than 1 MiB: the block keeps it
-        pytest.param(AllocatorSettings(), [21 * MIB], Counts(21 * MIB, 22 * MIB, 22 * MIB), id="slack of 1 MiB"),
+        pytest.param(AllocatorSettings(), [21 * MIB], Levels(21 * MIB, 22 * MIB, 22 * MIB), id="slack of 1 MiB"),
         pytest.param(
-            AllocatorSettings(), [21 * MIB - 512], Counts(21 * MIB - 512, 21 * MIB - 512, 22 * MIB), id="split"
+            AllocatorSettings(), [21 * MIB - 512], Levels(21 * MIB - 512, 21 * MIB - 512, 22 * MIB), id="split"
         ),
         # pages of 20 MiB: 21 + 21 = 42 need three
-        pytest.param(EXPANDABLE, [21 * MIB, 21 * MIB], Counts(42 * MIB, 42 * MIB, 60 * MIB), id="expandable"),
-        pytest.param(EXPANDABLE, [1, 21 * MIB], Counts(21 * MIB + 1, 21 * MIB + 512, 42 * MIB), id="one for each pool"),
+        pytest.param(EXPANDABLE, [21 * MIB, 21 * MIB], Levels(42 * MIB, 42 * MIB, 60 * MIB), id="expandable"),
+        pytest.param(EXPANDABLE, [1, 21 * MIB], Levels(21 * MIB + 1, 21 * MIB + 512, 42 * MIB), id="one for each pool"),
     ],
 )
-def test_segments_and_blocks(settings: AllocatorSettings, sizes: list[int], expected: Counts) -> None:
+def test_segments_and_blocks(settings: AllocatorSettings, sizes: list[int], expected: Levels) -> None:
     assert replayed([("m", i, size) for i, size in enumerate(sizes)], settings)[-1] == expected
 
 
@@ -183,7 +183,7 @@ class Slow:
         self.segments: list[tuple[bool, list[list[int | None]]]] = []
         self.requested: dict[int, int] = {}
 
-    def event(self, event: Event) -> Counts:
+    def event(self, event: Event) -> Levels:
         if event[0] == "m":
             self._request(event[1], event[2])
         elif event[0] == "f":
@@ -192,7 +192,7 @@ class Slow:
             self.segments = [s for s in self.segments if len(s[1]) > 1 or s[1][0][1] is not None]
         held = [size or 0 for _, blocks in self.segments for size, who in blocks if who is not None]
         everything = sum(size or 0 for _, blocks in self.segments for size, _ in blocks)
-        return Counts(sum(self.requested.values()), sum(held), everything)
+        return Levels(sum(self.requested.values()), sum(held), everything)
 
     def _request(self, who: int, size: int) -> None:
         self.requested[who] = size

@@ -22,7 +22,7 @@ from remat._torch.dynamo import Translator, Variable, constant
 _PURPOSE = "capture a forward as another device would run it"
 
 
-class Elsewhere(Protocol):
+class OtherDevice(Protocol):
     """Another device, for a trace.
 
     device      it             here  the type of the device that tensors are on
@@ -42,7 +42,7 @@ class Elsewhere(Protocol):
     def here_for(self, named: Any) -> Any: ...
 
 
-Find = Callable[[Any], Elsewhere | None]  # from Dynamo's `OutputGraph`, of which a translator has one
+Find = Callable[[Any], OtherDevice | None]  # from Dynamo's `OutputGraph`, of which a translator has one
 
 
 @contextlib.contextmanager
@@ -123,7 +123,7 @@ def _questions_to_torch(find: Find) -> Iterator[None]:
 _AUTOCAST = (torch.is_autocast_enabled, torch.get_autocast_dtype, torch.get_autocast_gpu_dtype)
 
 
-def _answers(elsewhere: Elsewhere) -> dict[Any, Any]:
+def _answers(elsewhere: OtherDevice) -> dict[Any, Any]:
     return {
         torch.cuda.is_available: True,
         torch.cuda.device_count: 1,
@@ -132,7 +132,7 @@ def _answers(elsewhere: Elsewhere) -> dict[Any, Any]:
     }
 
 
-def _dtype(elsewhere: Elsewhere) -> torch.dtype:
+def _dtype(elsewhere: OtherDevice) -> torch.dtype:
     """To which autocast casts; where it is off, by default."""
     on = torch.is_autocast_enabled(elsewhere.here)
     return torch.get_autocast_dtype(elsewhere.here if on else elsewhere.device.type)

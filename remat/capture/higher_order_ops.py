@@ -40,7 +40,7 @@ def open_nodes(graph_module: fx.GraphModule) -> int:
     return checkpoints
 
 
-class _Body(nn.Module):
+class _SharedBody(nn.Module):
     """A graph that is called and never changed. A GraphModule compiles those that it has again whenever it is copied:
     of QLoRA they are hundreds."""
 
@@ -53,8 +53,8 @@ class _Body(nn.Module):
 
 
 def _close(graph_module: fx.GraphModule, name: str) -> None:
-    if not isinstance(body := getattr(graph_module, name), _Body):  # equal ones may share a name
-        setattr(graph_module, name, _Body(body))
+    if not isinstance(body := getattr(graph_module, name), _SharedBody):  # equal ones may share a name
+        setattr(graph_module, name, _SharedBody(body))
 
 
 def _name_function(graph_module: fx.GraphModule, node: fx.Node, function: Any) -> None:

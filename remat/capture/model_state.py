@@ -91,7 +91,7 @@ class ModelState:
         self._without_models = self._is_shared = False
         self._holders: list[_Holder] = []
         self._generators: list[_Generator] = []
-        self._tensors: list[_Tensor] = []
+        self._tensors: list[_KeptTensor] = []
         self.torch_generators: list[torch.Generator] = []
         self._code: list[tuple[str, Any]] = []  # functions and classes that are not looked into yet
         self._named: dict[int, set[str]] = {}  # globals that were noted, by the id of their table
@@ -194,7 +194,7 @@ class ModelState:
             return ()
         self._seen[id(value)] = value
         if isinstance(value, torch.Tensor):
-            self._tensors.append(_Tensor(name, value, self._data))
+            self._tensors.append(_KeptTensor(name, value, self._data))
         elif (generator := _generator_of(value)) is not None:
             self._generators.append(generator)
             self.torch_generators += [value] if isinstance(value, torch.Generator) else []
@@ -641,7 +641,7 @@ def _container(name: str, value: Any) -> _Holder | None:
 # Tensors (Rule 3)
 
 
-class _Tensor:
+class _KeptTensor:
     """A tensor, and what it held; of a parameter, which storage it had."""
 
     def __init__(self, name: str, value: torch.Tensor, data: bool):

@@ -19,7 +19,7 @@ import dataclasses
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -27,12 +27,9 @@ from remat._torch.dynamo import graph_breaks
 from remat.capture import four_bit
 from remat.capture.anchors import Signature
 from remat.capture.eager_answers import Answers
-from remat.capture.model_state import NUMBER
+from remat.capture.model_state import NUMBER, ModelState
 from remat.capture.opaque_functions import functions_behind
 from remat.errors import CaptureError, RematError
-
-if TYPE_CHECKING:
-    from remat.recording.fake_step import FakeStep
 
 
 class Unsettled(RematError):
@@ -77,6 +74,24 @@ class Early:
         return {name: value for name, value in found.items() if value}
 
 
+class SteadyStep(Protocol):
+    """A step whose model is to be settled.
+
+    calls   its captured forwards, under `calls.answers`      graphs  those that ran last
+    """
+
+    calls: Any
+    early: Early
+
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def graphs(self) -> tuple[Signature, ...]: ...
+    def capture_anew(self, answers: Answers | None) -> None: ...
+    def forward(self) -> Any: ...
+    def state(self) -> ModelState: ...
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Capture:
     """One attempt: its answers, where tracing broke, Functions that ran as they stand, and why it failed, if it did."""
@@ -93,7 +108,7 @@ class _Capture:
         return other.failure is not None and (self.failure is None or str(self.failure) != str(other.failure))
 
 
-def settle(step: FakeStep, run_again: Callable[[], None]) -> None:
+def settle(step: SteadyStep, run_again: Callable[[], None]) -> None:
     """Bring the model of `step` to its steady state, and let its answers be such that eager branches are captured
     where they can be. Raises CaptureError where the forward cannot be captured at all, or never stays as it is.
 
@@ -105,7 +120,7 @@ def settle(step: FakeStep, run_again: Callable[[], None]) -> None:
     step.early = found.early
 
 
-def _answered(step: FakeStep, run_again: Callable[[], None]) -> _Capture:
+def _answered(step: SteadyStep, run_again: Callable[[], None]) -> _Capture:
     """The capture under the answers that let most eager branches be captured."""
     untouched = step.state()
     whole = [four_bit.FUNCTION] if four_bit.has_4_bit_layers(step.model) else []
@@ -130,7 +145,7 @@ def _answered(step: FakeStep, run_again: Callable[[], None]) -> _Capture:
     return found
 
 
-def _steady(step: FakeStep, run_again: Callable[[], None], answers: Answers | None) -> _Capture:
+def _steady(step: SteadyStep, run_again: Callable[[], None], answers: Answers | None) -> _Capture:
     """A capture of the model as it is when it stays as it is: two forwards after one another have the same graphs."""
     history: list[tuple[Signature, ...]] = []
     forwards, settled = 0, False
@@ -171,7 +186,7 @@ def listed(names: Iterable[str], most: int = 3) -> str:
     return ", ".join(f"`{name}`" for name in names[:most]) + (f" and {len(names) - most} more" if names[most:] else "")
 
 
-def _captured(step: FakeStep, answers: Answers | None) -> _Capture:
+def _captured(step: SteadyStep, answers: Answers | None) -> _Capture:
     step.capture_anew(answers := answers and Answers(answers.traced, answers.opaque))
     reasons = graph_breaks()
     known, failure, functions = len(reasons), None, frozenset[str]()

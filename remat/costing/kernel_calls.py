@@ -36,7 +36,7 @@ import torch
 COLUMNS = ("operator", "signature", "flops", "moved_bytes", "dtype", "time_us")
 
 
-class Kind(Protocol):
+class KernelKind(Protocol):
     """An operator by name ("aten.mm.default"), its arguments as JSON can say them, and its operations."""
 
     @property
@@ -87,7 +87,7 @@ _ON_HOST = {
 class Call:
     """An operator with arguments made from a kind's signature; calling it drops the result."""
 
-    def __init__(self, function: Any, kind: Kind, device: torch.device):
+    def __init__(self, function: Any, kind: KernelKind, device: torch.device):
         self.function = function
         self.in_place = bool(function._schema.is_mutable)
         self._kind = kind
@@ -117,7 +117,7 @@ def overload(name: str) -> Any:
         raise NotMeasurable(f"there is no operator {name} in torch {torch.__version__}") from error
 
 
-def arguments(kind: Kind, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
+def arguments(kind: KernelKind, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
     """Arguments like those that `kind` was recorded with, on `device`; raises `NotMeasurable`."""
     args, kwargs = kind.signature
     below = _index_limit(kind.name, args)
@@ -145,7 +145,7 @@ def arguments(kind: Kind, device: torch.device) -> tuple[list[Any], dict[str, An
     return made
 
 
-def _names(kind: Kind, args: list[Any]) -> list[str]:
+def _names(kind: KernelKind, args: list[Any]) -> list[str]:
     """Of the positional arguments; none for an operator whose arguments all belong on the device."""
     if kind.name not in _ON_HOST:
         return [""] * len(args)
@@ -250,7 +250,7 @@ def _sample_cuda_us(call: Timed, batch: int) -> float:
 # Tables
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """One kernel of a table; `time_us` is None where it was not measured.
 
     flops  floating-point operations      moved_bytes  bytes read and written at least once
@@ -264,7 +264,7 @@ class Row(NamedTuple):
     time_us: float | None = None
 
 
-def read_table(path: Path) -> tuple[dict[str, str], list[Row]]:
+def read_table(path: Path) -> tuple[dict[str, str], list[TableRow]]:
     """Where a table was measured ("device", "torch"), and its rows. Raises ValueError where it is none."""
     text = path.read_text(encoding="utf-8").splitlines()
     about = dict(line[1:].strip().split(": ", 1) for line in text if line.startswith("#") and ": " in line)
@@ -272,7 +272,7 @@ def read_table(path: Path) -> tuple[dict[str, str], list[Row]]:
     if tuple(rows.fieldnames or ()) != COLUMNS:
         raise ValueError(f"its columns are {', '.join(rows.fieldnames or ['none'])}, not {', '.join(COLUMNS)}")
     return about, [
-        Row(
+        TableRow(
             row["operator"],
             json.loads(row["signature"]),
             int(row["flops"]),
@@ -284,7 +284,7 @@ def read_table(path: Path) -> tuple[dict[str, str], list[Row]]:
     ]
 
 
-def table_text(about: dict[str, str], rows: Iterable[Row]) -> str:
+def table_text(about: dict[str, str], rows: Iterable[TableRow]) -> str:
     """A table as `read_table` reads it."""
     found = io.StringIO()
     found.writelines(f"# {name}: {value}\n" for name, value in about.items())
@@ -296,7 +296,7 @@ def table_text(about: dict[str, str], rows: Iterable[Row]) -> str:
     return found.getvalue()
 
 
-def measured(rows: Iterable[Row], device: torch.device) -> Iterator[Row]:
+def measured(rows: Iterable[TableRow], device: torch.device) -> Iterator[TableRow]:
     """`rows` with times on `device`; those that have one, and those that cannot be called, as they are."""
     for row in rows:
         if row.time_us is None:

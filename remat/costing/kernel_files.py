@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from remat.costing.kernel_calls import Row, read_table, table_text
+from remat.costing.kernel_calls import TableRow, read_table, table_text
 from remat.costing.kernel_table import KernelTable, as_aten, key_of
 from remat.errors import UsageError
 from remat.evaluation.graph import OpKind
@@ -39,6 +39,8 @@ def save_table(path: Path, kinds: Iterable[OpKind], times_us: Iterable[float | N
     for kind, time_us in zip(kinds, times_us, strict=True):
         known = as_aten(kind)
         if known.name.startswith("aten.") and (kind.moved_bytes or kind.flops):
-            rows[key_of(known)] = Row(known.name, known.signature, kind.flops, kind.moved_bytes, kind.dtype, time_us)
+            rows[key_of(known)] = TableRow(
+                known.name, known.signature, kind.flops, kind.moved_bytes, kind.dtype, time_us
+            )
     write_atomically(path, table_text(about, rows.values()))
     return len(rows)

@@ -38,7 +38,7 @@ _SUM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 4, "float16": 4}  # of wha
 
 
 @dataclasses.dataclass(frozen=True)
-class _Tensor:
+class _Described:
     """A tensor of a signature."""
 
     shape: tuple[int, ...]
@@ -62,9 +62,9 @@ class _Tensor:
 _ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
 
 
-def _tensor(kind: OpKind, position: int) -> _Tensor:
+def _tensor(kind: OpKind, position: int) -> _Described:
     shape, stride, dtype = kind.signature[0][position]["tensor"]
-    return _Tensor(tuple(shape), tuple(stride), _ITEM_BYTES.get(dtype, 1))
+    return _Described(tuple(shape), tuple(stride), _ITEM_BYTES.get(dtype, 1))
 
 
 def _up(size: int, multiple: int) -> int:
@@ -87,7 +87,7 @@ def flash_attention_backward(kind: OpKind, target: Target) -> int:
     return total + sum(t.numel * t.item_bytes for t in (gradient, output) if not _by_token(t))
 
 
-def _by_token(tensor: _Tensor) -> bool:
+def _by_token(tensor: _Described) -> bool:
     """Whether (batch, heads, length, size) is laid out as a contiguous (batch, length, heads, size)."""
     _, heads, length, size = tensor.shape
     expected = (length * heads * size, size, heads * size, 1)

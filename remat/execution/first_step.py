@@ -149,7 +149,7 @@ class FirstStep:
 
     # The untouched forward (Rule 1)
 
-    def _prepared(self, forward: Forward, given: Any) -> _Comparison | str | None:
+    def _prepared(self, forward: Forward, given: Any) -> _ForwardComparison | str | None:
         """The untouched forward, run; or why it cannot be. None where weights are only there while graphs run."""
         if weights_on_host(self._model) is not None:
             return None
@@ -164,7 +164,7 @@ class FirstStep:
             try:
                 narrow = self._plan.about.get("autocast") or _are_narrow(self._model)
                 again = functools.partial(_again, self._model, before, functools.partial(run, under))
-                return _Comparison(run(under), again, NEAR[bool(narrow)])
+                return _ForwardComparison(run(under), again, NEAR[bool(narrow)])
             except Exception as error:
                 failure = error
         return f"the forward without the plan {_said_of(failure)}"
@@ -301,7 +301,7 @@ def _of_rows(rows: Tensor) -> Digest:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Comparison:
+class _ForwardComparison:
     """The expected results of the forward without the plan, a way to run it again, and the tolerance."""
 
     expected: _Seen

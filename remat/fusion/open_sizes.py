@@ -65,7 +65,7 @@ def are_open(inputs: Sequence[Described]) -> bool:
     return any(isinstance(each, Sizes) and any(size.free_symbols for size in each.shape) for each in inputs)
 
 
-class Kind(NamedTuple):
+class TensorKind(NamedTuple):
     """The properties of a tensor that a kernel depends on."""
 
     sizes: Sizes
@@ -98,7 +98,7 @@ class OpenInputs:
         found: list[Any] = []
         with mode:
             for kind in self.kinds:
-                if not isinstance(kind, Kind):
+                if not isinstance(kind, TensorKind):
                     found.append(tuple(map(size, kind)) if isinstance(kind, tuple) else size(kind))
                     continue
                 sizes, dtype, device, has_gradient = kind
@@ -149,7 +149,7 @@ def opened(inputs: Sequence[Described], given: Sequence[Any]) -> OpenInputs | No
         stride = rewritten(each.stride, value.stride()) or rewritten(_dense(shape, value), value.stride())  # Rule 2
         if stride is None:
             return None
-        kinds.append(Kind(Sizes(shape, stride), value.dtype, value.device.type, value.requires_grad))
+        kinds.append(TensorKind(Sizes(shape, stride), value.dtype, value.device.type, value.requires_grad))
     return OpenInputs(tuple(kinds), values)
 
 

@@ -125,7 +125,7 @@ def stashed_offloads(timeline: Timeline, link: Link, storages: Collection[int] |
 
 
 @dataclasses.dataclass(frozen=True)
-class Copies:
+class CopyTimes:
     """An offloaded storage's way to the host and back: begin and end of both copies, in microseconds of the step."""
 
     storage: int
@@ -139,12 +139,12 @@ def stall_us(timeline: Timeline, offloads: Sequence[Offload], link: Link) -> flo
     return _carried(timeline, offloads, link)[1]
 
 
-def copies(timeline: Timeline, offloads: Sequence[Offload], link: Link) -> tuple[Copies, ...]:
+def copies(timeline: Timeline, offloads: Sequence[Offload], link: Link) -> tuple[CopyTimes, ...]:
     """When each storage is copied, by the estimated times; in the order in which they leave."""
     return _carried(timeline, offloads, link)[0]
 
 
-def _carried(timeline: Timeline, offloads: Sequence[Offload], link: Link) -> tuple[tuple[Copies, ...], float]:
+def _carried(timeline: Timeline, offloads: Sequence[Offload], link: Link) -> tuple[tuple[CopyTimes, ...], float]:
     by_storage = {each.storage: each for each in timeline.candidates}
     border_of = {(border.node, border.after_slices): border.op for border in timeline.borders}
     event_of = {node: position for position, node in timeline.events}
@@ -168,4 +168,4 @@ def _carried(timeline: Timeline, offloads: Sequence[Offload], link: Link) -> tup
             _, end = spans[storage, SENT if what == RELEASED else FETCHED]
             waited_us += max(end - now, 0.0)
     found = sorted((spans[each.storage, SENT], each.storage) for each in offloads)
-    return tuple(Copies(u, by_storage[u].size_bytes, out, spans[u, FETCHED]) for out, u in found), waited_us
+    return tuple(CopyTimes(u, by_storage[u].size_bytes, out, spans[u, FETCHED]) for out, u in found), waited_us

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 Run = Callable[[], Any]
 
 
-class _Reached(Exception):
+class _BackwardReached(Exception):
     """The pass that is recorded has run its forwards, and asks for its backward."""
 
 
@@ -45,7 +45,7 @@ class Deferred:
         self._shapes: dict[Any, _Shapes | None] = {}  # of outputs, by what a forward is given
         self._elements: list[int] = []  # of each pass
         self._here = self._waiting = 0  # the pass at hand, and what its forwards were given so far
-        self._reached: _Reached | None = None  # it holds on to all that the interrupted backward holds on to
+        self._reached: _BackwardReached | None = None  # it holds on to all that the interrupted backward holds on to
         self._go_on: Callable[[], None] | None = None
 
     def find(self, loss: torch.Tensor) -> None:
@@ -63,7 +63,7 @@ class Deferred:
         try:
             with self._watching():
                 loss.backward()
-        except _Reached as reached:
+        except _BackwardReached as reached:
             self._reached = reached
             root: torch.Tensor = reached.args[0]
             return root
@@ -120,7 +120,7 @@ class Deferred:
                 here, self._here = self._here, self._here + 1
                 if here == self.largest:
                     self._go_on = functools.partial(original, tensors, *args, **kwargs)
-                    raise _Reached(tensors if isinstance(tensors, torch.Tensor) else tensors[0])
+                    raise _BackwardReached(tensors if isinstance(tensors, torch.Tensor) else tensors[0])
                 if self.largest is None:
                     self._elements.append(elements)
             original(tensors, *args, **kwargs)
@@ -157,12 +157,12 @@ class _Shapes:
         leaves, spec = tree_flatten(outputs)
         if not all(isinstance(leaf, (torch.Tensor, bool, int, float, str, type(None))) for leaf in leaves):
             return None
-        return _Shapes([_Tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
+        return _Shapes([_WholeTensor(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
 
     def made(self, *, requires_grad: bool) -> Any:
         """Tensors like those, of storages that are new."""
         storages: dict[int, torch.Tensor] = {}
-        leaves = [leaf.made(storages, requires_grad) if isinstance(leaf, _Tensor) else leaf for leaf in self._flat]
+        leaves = [leaf.made(storages, requires_grad) if isinstance(leaf, _WholeTensor) else leaf for leaf in self._flat]
         return tree_unflatten(leaves, self._spec)
 
 
@@ -178,7 +178,7 @@ class _Ending(torch.autograd.Function):
         return None, None
 
 
-class _Tensor:
+class _WholeTensor:
     def __init__(self, tensor: torch.Tensor):
         storage = tensor.untyped_storage()
         self._storage, self._elements = id(storage), storage.nbytes() // tensor.element_size()

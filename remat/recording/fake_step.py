@@ -51,12 +51,12 @@ from remat.recording.known_values import KnownValues
 from remat.recording.optimizer_forms import forms_of
 from remat.recording.remedies import describe
 from remat.recording.repeated_step import RepeatedStep
-from remat.recording.repeats import Trail, reads_of, said_of, trail_of
 from remat.recording.sequences import sequences_of_known_lengths
 from remat.recording.sources import Sources
 from remat.recording.traced_forwards import ParametersSeen, TracedForwards, outermost_calls
 from remat.recording.tracked_copies import TrackedStateCopies
 from remat.recording.tracker import Tracker
+from remat.recording.trails import Trail, reads_of, said_of, trail_of
 from remat.recording.view_histories import ViewHistories
 from remat.workload.any_optimizer import AnyOptimizer, Closure
 from remat.workload.held_outputs import HeldOutputs
@@ -545,7 +545,7 @@ class FakeStep:
         if len(self._seen_calls) == 1:
             return
         counts = " and ".join(str(len(calls)) for calls in sorted(self._seen_calls, key=len))
-        reads = said_of(reads_of(self, Sources.of(self.model, self.workload.step)))
+        reads = said_of(reads_of(self.run_untraced, Sources.of(self.model, self.workload.step)))
         raise CaptureError(
             f"the step of {self.workload.name!r} does not call its model alike each time ({counts} calls in two "
             f"recordings{f'; a number that torch does not draw is read by {reads}' if reads else ''}): plan with a "

@@ -64,8 +64,9 @@ from remat.recording.fake_step import (
 )
 from remat.recording.known_values import KnownValues
 from remat.recording.remedies import describe
-from remat.recording.repeats import Repeats, trail_of
-from remat.recording.tracker import FIXED, Block, Moment, Tracker
+from remat.recording.repeats import Repeats
+from remat.recording.tracker import FIXED, Moment, RecordedSpan, Tracker
+from remat.recording.trails import trail_of
 from remat.workload.workload import WITH_STEP, Stepped, trainable
 
 
@@ -265,11 +266,11 @@ class Recorder(Tracker):
     def _now(self) -> Moment:
         return Moment(self.op_count, len(self.storages), len(self._saved_tensors), self.wrapped_numbers)
 
-    def is_closed(self, block: Block) -> bool:
+    def is_closed(self, block: RecordedSpan) -> bool:
         saved = self._saved_tensors[block.begin.saved :]
         return super().is_closed(block) and all(row["unpack"] >= 0 and row["release"] >= 0 for row in saved)
 
-    def repeat(self, block: Block) -> None:
+    def repeat(self, block: RecordedSpan) -> None:
         now, begin, end = self._now(), block.begin, block.end
         super().repeat(block)
         later = now.ops - begin.ops

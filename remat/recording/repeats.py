@@ -11,10 +11,8 @@ A model that completes itself in its first forwards (`settling.py`) is no such s
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,41 +21,14 @@ from torch.utils._pytree import tree_leaves
 from remat._torch.training import UnseenMode
 from remat.capture.schemas import makes_nothing
 from remat.errors import CaptureError, RematError
-from remat.recording.sources import Read, Sources, numbers_of, same, watched
-from remat.recording.tracker import Tracker
-
-if TYPE_CHECKING:
-    from remat.recording.fake_step import FakeStep
+from remat.recording.fake_step import FakeStep
+from remat.recording.sources import Sources, numbers_of, same
+from remat.recording.trails import MOST_SAID, reads_of, said_of
 
 FORWARDS = 6
-MOST_SAID = 4
-
-Trail = tuple[Any, ...]  # the operators of a forward but for views, with the shapes that they are given
 
 
-def trail_of(tracker: Tracker, end: int | None = None) -> Trail:
-    """Return the trail of operators that `tracker` saw until operator `end`."""
-    kinds = [None if _is_view(kind.name) else (kind.name, _shapes(kind.signature)) for kind in tracker.kinds.values()]
-    return tuple(kind for index in tracker.op_kinds[:end] if (kind := kinds[index]) is not None)
-
-
-@functools.cache
-def _is_view(name: str) -> bool:
-    """A view of what was there before a tracker looks as if it made something."""
-    operator: Any = torch.ops
-    for part in name.split("."):
-        operator = getattr(operator, part, None)
-    return isinstance(operator, torch._ops.OpOverload) and makes_nothing(operator)
-
-
-def _shapes(value: Any) -> Any:
-    """Shapes of the tensors in an operator's signature: its numbers may change."""
-    if isinstance(value, dict):
-        return tuple(value["tensor"][0]) if "tensor" in value else tuple(map(_shapes, value.values()))
-    return tuple(map(_shapes, value)) if isinstance(value, (list, tuple)) else None
-
-
-class _Seen(UnseenMode):
+class _TrailSeen(UnseenMode):
     """Notes the trail of a forward, and which parameters its operators are given."""
 
     def __init__(self, model: nn.Module):
@@ -107,7 +78,7 @@ class Repeats:
         for number in range(FORWARDS):
             self._sources.drive(high=number % 2 == 1, seed=number)
             try:
-                with _Seen(self._step.model) as seen:
+                with _TrailSeen(self._step.model) as seen:
                     self._step.run_untraced()
             except RematError as error:  # as where no layer is left
                 raise self._refusal(f"one fails: {str(error).rstrip('.')}") from error
@@ -125,25 +96,12 @@ class Repeats:
 
     def _reason(self) -> str:
         """Explain why forwards differ, as far as can be seen."""
-        if reads := said_of(reads_of(self._step, self._sources)):
+        if reads := said_of(reads_of(self._step.run_untraced, self._sources)):
             return f"what is read by {reads} is another number each time"
         counted = [f"`{name}`" for name, value in self._numbers().items() if self._before.get(name) != value]
         if counted:
             return f"each changes {', '.join(counted[:MOST_SAID])}, and follows it"
         return "something that torch does not know of steers the forward"
-
-
-def reads_of(step: FakeStep, sources: Sources) -> list[Read]:
-    """The lines that read one of `sources` in a forward of `step`."""
-    with sources.kept(), watched(sources) as reads, contextlib.suppress(RematError):
-        step.run_untraced()
-    return reads
-
-
-def said_of(reads: Sequence[Read]) -> str:
-    """The first few of `reads`, for a message."""
-    more = f" and {len(reads) - MOST_SAID} more" if len(reads) > MOST_SAID else ""
-    return f"{', '.join(map(str, reads[:MOST_SAID]))}{more}"
 
 
 def _of(one: Sequence[Any], other: Sequence[Any]) -> str:

@@ -33,7 +33,7 @@ class HeadCall:
     name: str
     given: tuple[Any, ...]
 
-    def run(self, step: FakeStep, form: Form, alignment_bytes: int) -> Run:
+    def run(self, step: FakeStep, form: Form, alignment_bytes: int) -> LossRecord:
         """Record the chunked loss in `form`."""
         recorder = Recorder(alignment_bytes, (), step.known)
         with step.in_form(form), step.mode:
@@ -47,7 +47,7 @@ class HeadCall:
             ):
                 loss = step.run(head, recorder, given)
             recorder.finish(loss, 0)
-        return Run.of(recorder, loss)
+        return LossRecord.of(recorder, loss)
 
     def between(self, other: HeadCall, line: Callable[[int, int], int]) -> HeadCall:
         """The same loss at another batch size; `line` gives a size of it, out of those of this and of `other`."""
@@ -70,7 +70,7 @@ class Resliced:
         self._step, self._alignment_bytes, self._whole = step, alignment_bytes, whole
         self._graph: Graph | None = None
         self.heads: list[HeadCall] = []
-        self._runs: dict[tuple[HeadCall, Form], Run] = {}
+        self._runs: dict[tuple[HeadCall, Form], LossRecord] = {}
 
     def record(self, form: Form) -> Graph:
         """The record in `form`; raises CaptureError as `recorder.record` does."""
@@ -96,7 +96,7 @@ class Resliced:
         old, new = ([self._run(head, each) for head in self.heads] for each in (recorded_in, form))
         return _replaced(graph, self.heads, old, new, form)
 
-    def _run(self, head: HeadCall, form: Form) -> Run:
+    def _run(self, head: HeadCall, form: Form) -> LossRecord:
         if (head, form) not in self._runs:
             self._runs[head, form] = head.run(self._step, form, self._alignment_bytes)
         return self._runs[head, form]
@@ -109,7 +109,7 @@ def filled(graph: Graph, heads: Sequence[HeadCall], step: FakeStep, form: Form, 
 
 
 def _replaced(
-    graph: Graph, heads: Sequence[HeadCall], old: Sequence[Run], new: Sequence[Run], form: Form
+    graph: Graph, heads: Sequence[HeadCall], old: Sequence[LossRecord], new: Sequence[LossRecord], form: Form
 ) -> Graph | None:
     """`graph` as that of `form`, its `heads` doing what `new` says; None where they do not do what `old` says."""
     try:
@@ -133,7 +133,7 @@ def _fake_of(value: Any, device: torch.device) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class LossRecord:
     """The record of a chunked loss in forward.
 
     storages  each with its operators counted from the node's first; without a death where it is kept
@@ -148,7 +148,7 @@ class Run:
     slice_ends: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, recorder: Recorder, loss: torch.Tensor) -> Run:
+    def of(cls, recorder: Recorder, loss: torch.Tensor) -> LossRecord:
         recorder.settle_saves()
         assert loss.grad_fn is not None
         gradients = loss.grad_fn.gradients  # type: ignore[attr-defined]  # of `ChunkedLoss`
@@ -163,11 +163,11 @@ class Run:
         )
 
     @property
-    def hollow(self) -> Run:
+    def hollow(self) -> LossRecord:
         """One operator that makes all that is kept."""
         kept = [self.storages[i] for i in self.kept if i != FIXED]
         numbers = iter(range(len(kept)))
-        return Run(
+        return LossRecord(
             (_AT_ONCE,),
             tuple(TrackedStorage(each.size_bytes, 0) for each in kept),
             tuple(FIXED if i == FIXED else next(numbers) for i in self.kept),
@@ -187,7 +187,7 @@ class Run:
 class _Replacement:
     """A record in which a node runs as `new` says, where it runs as `old` says."""
 
-    def __init__(self, graph: Graph, node: int, old: Run, new: Run):
+    def __init__(self, graph: Graph, node: int, old: LossRecord, new: LossRecord):
         self._record, self._node, self._old, self._new = graph, node, old, new
         self._first, self._end = graph.nodes[node].first, graph.nodes[node].end
         self._more = len(new.kinds) - len(old.kinds)

@@ -72,7 +72,7 @@ def _inverted(permutation: torch.Tensor | None) -> torch.Tensor | None:
     return inverse
 
 
-class _Packed(torch.autograd.Function):
+class _Packing(torch.autograd.Function):
     """Packing: a forward of one copy, a backward that lays the gradient into zeros."""
 
     @staticmethod
@@ -112,7 +112,7 @@ def _packed(padded: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> t
     with without_modes():  # torch checks the lengths
         sizes = _pack(torch.empty(steps, samples, 1), torch.tensor(numbers, dtype=torch.int64), False)[1].tolist()
     batch_sizes = torch.tensor(sizes)
-    return _Packed.apply(padded, batch_sizes, sizes, batch_first), batch_sizes
+    return _Packing.apply(padded, batch_sizes, sizes, batch_first), batch_sizes
 
 
 @untraced

@@ -83,7 +83,7 @@ class Moment(NamedTuple):
     numbers: int = 0
 
 
-class Block(NamedTuple):
+class RecordedSpan(NamedTuple):
     """The span between two moments of a record."""
 
     begin: Moment
@@ -110,7 +110,7 @@ class Tracker(UnseenMode):
         self._kind_index: dict[str, int] = {}
         self._in_place = InPlace()
         self._taken_over: TrackedStorage | None = None  # what the last operator would have written its result over
-        self._blocks: dict[Hashable, Block] = {}
+        self._blocks: dict[Hashable, RecordedSpan] = {}
         self._ids: dict[int, int] = {}  # id of the Python storage -> index; entries die with their storage
         self._keep: dict[int, Any] = {}  # fixed storages
         self.older: dict[int, TrackedStorage] = {}  # fixed, and followed until they are gone; by id, which may be old
@@ -254,11 +254,11 @@ class Tracker(UnseenMode):
             return
         begin = self._now()
         yield False
-        block = Block(begin, self._now())
+        block = RecordedSpan(begin, self._now())
         if self.is_closed(block):
             self._blocks[what] = block
 
-    def is_closed(self, block: Block) -> bool:
+    def is_closed(self, block: RecordedSpan) -> bool:
         """Whether what `block` made is gone, and what was there before it is not."""
         older = (s.death for s in self.storages[: block.begin.storages] if s.death is not None)
         newer = self.storages[block.begin.storages :]
@@ -267,7 +267,7 @@ class Tracker(UnseenMode):
     def _now(self) -> Moment:
         return Moment(self.op_count, len(self.storages))
 
-    def repeat(self, block: Block) -> None:
+    def repeat(self, block: RecordedSpan) -> None:
         """Note the operators and storages of `block` once more, as what happens now."""
         now = self._now()
         later = now.ops - block.begin.ops

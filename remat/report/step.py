@@ -17,7 +17,7 @@ from remat.costing.profile import Profile
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.plan import Region
 from remat.offloading.link import Link
-from remat.offloading.schedule import Copies, copies
+from remat.offloading.schedule import CopyTimes, copies
 from remat.offloading.timeline import Timeline as CopyTimeline
 from remat.planning.timeline import StepTimeline, timeline
 from remat.report.material import Material
@@ -209,7 +209,7 @@ def _measured(material: Material, y: Scale) -> str:
 # Copies to the host and back
 
 
-def _copies(material: Material, profile: Profile, memory: Memory) -> tuple[Copies, ...]:
+def _copies(material: Material, profile: Profile, memory: Memory) -> tuple[CopyTimes, ...]:
     """Return the copies of the plan's offloads over the target's link, by this step's times; empty without a link."""
     bandwidth = profile.target.host_bytes_per_us
     if not material.offloads or bandwidth <= 0:
@@ -218,14 +218,14 @@ def _copies(material: Material, profile: Profile, memory: Memory) -> tuple[Copie
     return copies(when, material.offloads, Link(bandwidth, material.host_bytes))
 
 
-def _lanes(moved: Sequence[Copies], x: Scale) -> Iterator[tuple[str, tuple[Span, ...]]]:
+def _lanes(moved: Sequence[CopyTimes], x: Scale) -> Iterator[tuple[str, tuple[Span, ...]]]:
     for name, way in (("copies to the host", "out_us"), ("copies back", "back_us")):
         ends = [getattr(each, way) for each in moved]
         if ends:
             yield name, tuple(Span(x.percent(a), round(x.percent(b) - x.percent(a), 3)) for a, b in ends)
 
 
-def _copied(moved: Sequence[Copies], profile: Profile) -> Iterator[tuple[str, ...]]:
+def _copied(moved: Sequence[CopyTimes], profile: Profile) -> Iterator[tuple[str, ...]]:
     for each in moved:
         node = profile.graph.nodes[int(profile.graph.storages.node[each.storage])]
         name = f"{node.name} in {node.module}" if node.module else node.name
@@ -233,7 +233,7 @@ def _copied(moved: Sequence[Copies], profile: Profile) -> Iterator[tuple[str, ..
 
 
 def _add_copies(
-    spans: list[list[tuple[int, int, int]]], moved: Sequence[Copies], made_by: np.ndarray, total_us: float
+    spans: list[list[tuple[int, int, int]]], moved: Sequence[CopyTimes], made_by: np.ndarray, total_us: float
 ) -> None:
     for each in moved:
         for phase, (begin, end) in ((OUT, each.out_us), (BACK, each.back_us)):
@@ -241,7 +241,7 @@ def _add_copies(
             spans[int(made_by[each.storage])].append((*places, phase))  # type: ignore[arg-type]
 
 
-def _copies_summary(moved: Sequence[Copies]) -> list[str]:
+def _copies_summary(moved: Sequence[CopyTimes]) -> list[str]:
     if not moved:
         return []
     size = gib(sum(each.size_bytes for each in moved))

@@ -50,7 +50,7 @@ ADDRESSES = 1 << 46  # bytes of an expandable segment where no capacity limits i
 Event = tuple[Literal["m"], int, int] | tuple[Literal["f"], int] | tuple[Literal["e"]]
 
 
-class Counts(NamedTuple):
+class Levels(NamedTuple):
     """Bytes at one moment."""
 
     requested: int
@@ -163,8 +163,8 @@ class CachingAllocator:
                     self._release(block)
 
     @property
-    def counts(self) -> Counts:
-        return Counts(self.requested_bytes, self.allocated_bytes, self.reserved_bytes)
+    def counts(self) -> Levels:
+        return Levels(self.requested_bytes, self.allocated_bytes, self.reserved_bytes)
 
     def reset_peaks(self) -> None:
         """Peaks count from now on."""
@@ -364,12 +364,12 @@ class CachingAllocator:
 
 def replayed(
     events: Iterable[Event], settings: AllocatorSettings | None = None, capacity_bytes: int | None = None
-) -> list[Counts | None]:
+) -> list[Levels | None]:
     """The counts after every event: ("m", id, bytes) requests, ("f", id) releases, ("e",) empties the cache.
 
     None where a request is refused; its release then does nothing.
     """
-    allocator, held, found = CachingAllocator(settings, capacity_bytes), dict[int, Block](), list[Counts | None]()
+    allocator, held, found = CachingAllocator(settings, capacity_bytes), dict[int, Block](), list[Levels | None]()
     for event in events:
         try:
             if event[0] == "m":

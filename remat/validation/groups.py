@@ -37,7 +37,7 @@ _SMALL = 0.01  # of the largest gradient: smaller ones may be noise
 
 
 @dataclasses.dataclass
-class _Distances:
+class _GroupDistances:
     """Of what has one shape in all runs of a group, as squares of Euclidean norms; and of how many numbers."""
 
     fused: float = 0.0
@@ -64,7 +64,7 @@ class GroupsSeen:
     """Collect the results of the fused groups of one planned step; called with each run of one."""
 
     def __init__(self, unseen: Callable[[], contextlib.AbstractContextManager[Any]]):
-        self._found: dict[str, dict[torch.Size, _Distances]] = {}
+        self._found: dict[str, dict[torch.Size, _GroupDistances]] = {}
         self._unseen = unseen
 
     @property
@@ -94,7 +94,7 @@ class GroupsSeen:
             found = self._found.setdefault(group.text, {})
             for each in zip(fused, plainly, exactly, strict=True):
                 if each[0].is_floating_point() and each[2].isfinite().all():
-                    found.setdefault(each[0].shape, _Distances()).add(*each)
+                    found.setdefault(each[0].shape, _GroupDistances()).add(*each)
 
 
 def far_from(

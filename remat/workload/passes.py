@@ -21,7 +21,7 @@ from remat.workload.held_outputs import output_tensors
 
 
 @dataclasses.dataclass
-class _Seen:
+class _BackwardSeen:
     """Whether a backward went through the pass: one that lets go of its graph, or any."""
 
     last: bool = False
@@ -31,7 +31,7 @@ class _Seen:
 class _Hook:
     """Called before a backward goes through one forward; lives as long as the graph of that forward."""
 
-    def __init__(self, seen: _Seen):
+    def __init__(self, seen: _BackwardSeen):
         self._seen = seen
 
     def __call__(self, gradients: Any) -> None:
@@ -47,7 +47,7 @@ class Pass:
 
     def begin(self) -> None:
         self.count = 0
-        self._seen = _Seen()
+        self._seen = _BackwardSeen()
         self._graphs: list[weakref.ref[_Hook]] = []
 
     def add(self, outputs: Any) -> None:
@@ -62,7 +62,7 @@ class Pass:
 
     def goes_on(self) -> None:
         """Note that the pass that has ended was within a step, whose forwards go on."""
-        self._seen = _Seen()
+        self._seen = _BackwardSeen()
         self._graphs = []
 
     def is_over(self, forwards: int) -> bool:

@@ -95,7 +95,7 @@ class _Parcel:
 
     __slots__ = ("__weakref__", "_forward", "_made", "_place", "_returning", "_sent", "flat", "packed")
 
-    def __init__(self, forward: Forward):
+    def __init__(self, forward: OffloadedForward):
         self._forward = forward
         self.flat: Tensor | None = None
         self.packed: list[weakref.ref[_Packed]] = []
@@ -155,7 +155,7 @@ class _Packed:
 
     __slots__ = ("__weakref__", "_is_conj", "_layout", "_parcel", "_version", "event", "forward", "tensor")
 
-    def __init__(self, tensor: Tensor, parcel: _Parcel, forward: Forward, event: NodeRef | None):
+    def __init__(self, tensor: Tensor, parcel: _Parcel, forward: OffloadedForward, event: NodeRef | None):
         self.tensor: Tensor | None = tensor
         self.forward, self.event = forward, event
         self._parcel = parcel
@@ -193,7 +193,7 @@ class _Packed:
         return tensor
 
 
-class Forward:
+class OffloadedForward:
     """One forward and its backward."""
 
     def __init__(self, offloader: Offloader):
@@ -328,7 +328,7 @@ class Offloader:
         self._free: list[Host] = []
         self._last_call = -1
         self.counts = OffloadCounts()
-        self.forward = Forward(self)
+        self.forward = OffloadedForward(self)
 
     def copies_on(self, device: torch.device) -> Copies:
         if self._given is not None:
@@ -337,7 +337,7 @@ class Offloader:
             self._copies[device] = copies_on(device)
         return self._copies[device]
 
-    def take_host(self, forward: Forward, copies: Copies) -> Host:
+    def take_host(self, forward: OffloadedForward, copies: Copies) -> Host:
         """Host memory for one forward. (Rule 5)"""
         host = self._free.pop() if self._free else copies.host(self._host_bytes)
         weakref.finalize(forward, self._free.append, host).atexit = False
@@ -346,7 +346,7 @@ class Offloader:
     def run(self, call: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Graph call number `call` of a forward."""
         if call <= self._last_call:
-            self.forward = Forward(self)
+            self.forward = OffloadedForward(self)
         self._last_call = call
         forward = self.forward
         try:

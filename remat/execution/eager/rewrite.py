@@ -37,7 +37,7 @@ from remat.chunking.chunk import CHUNKED
 from remat.chunking.chunked_loss import ChunkedLoss
 from remat.errors import RematError
 from remat.evaluation.plan import NodeRef, OffloadRef
-from remat.execution.eager.offloading import CallOffloads, Forward, Offloader
+from remat.execution.eager.offloading import CallOffloads, OffloadedForward, Offloader
 from remat.execution.eager.products import is_product
 from remat.execution.eager.saving import RanAgain, Recipe, Replay, Save, Tape, recipe_of, signature_of, storage_of
 from remat.execution.random_states import Source, set_state, state_of
@@ -113,7 +113,7 @@ class Moves:
     event  what is fetched when it is recomputed      sends  of its saved nodes those whose values are sent
     """
 
-    forward: Forward
+    forward: OffloadedForward
     event: NodeRef | None
     sends: dict[int, OffloadRef]
 

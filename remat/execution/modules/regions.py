@@ -138,7 +138,7 @@ class ModuleRegion:
         if torch.compiler.is_dynamo_compiling():
             _refuse_trace()
         self.regions.enter(self)
-        recomputation = _Recomputation(self, _random_states(self.module, args, kwargs) if self.random else {})
+        recomputation = _ModuleRecomputation(self, _random_states(self.module, args, kwargs) if self.random else {})
         recomputed = recomputation.recomputed = self.regions.watch.recomputed
         if recomputed is None:
             return self._checkpointed(args, kwargs, context_fn=recomputation.contexts)
@@ -179,7 +179,7 @@ def _refuse_trace() -> None:
     )
 
 
-class _Recomputation:
+class _ModuleRecomputation:
     """The context in which one call of a region is recomputed; entered once for every backward through it."""
 
     def __init__(self, region: ModuleRegion, states: dict[Source, Any]):
