@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import dataclasses
 import datetime
 import functools
@@ -125,6 +126,13 @@ def test_a_layer_that_is_left_out_by_chance_is_refused_by_the_line_that_draws(na
         recorded(workload(READS[name]))
     line = READS[name].__code__.co_firstlineno
     assert f"`{lines()[line - 1].strip()}` at {__file__}:{line}" in str(caught.value)
+
+
+def test_the_line_is_named_under_a_profiler_too() -> None:
+    profile = cProfile.Profile()
+    with pytest.raises(CaptureError, match=r"`.*random.random.*` at"), profile:
+        recorded(workload(READS["random"]))
+    assert any("said_of" in str(entry.code) for entry in profile.getstats())  # it goes on after the lines were found
 
 
 def lines() -> list[str]:

@@ -14,10 +14,11 @@ from torch.utils._pytree import tree_leaves
 from remat._torch.training import UnseenMode
 from remat.capture.schemas import is_view
 
-SELECTING = tuple(f"aten.{name}.default" for name in ("_to_copy", "slice_backward", "clone", "zeros", "new_zeros"))
+SELECTING = tuple(f"aten.{name}" for name in ("_to_copy", "slice_backward", "clone", "zeros", "new_zeros"))
 MOST_DIFFERENCES = 5
 _CASTS = {torch.ops.aten._to_copy.default, torch.ops.aten.to.dtype}
 
+_COMMUTATIVE = ("add", "add_", "mul", "mul_")
 _READING = torch.ops.aten._local_scalar_dense.default
 _ALLOCATING = {
     "aten::empty",
@@ -36,6 +37,9 @@ class KernelLog(UnseenMode):
 
     Integers and booleans are bookkeeping: in eager mode a library may look at its data (is anything padded?)
     where under capture it is told the answer.
+
+    Dynamo hands a graph numbers that Python draws (`random.uniform`) as tensors on the host. They are written as the
+    numbers that they are, and their operators as those of numbers.
     """
 
     def __init__(self) -> None:
@@ -80,11 +84,31 @@ def _keeps_books(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
 
 
 def _described(func: Any, args: Any, kwargs: Any) -> str:
+    name = str(func)
+    if any(_is_number(arg) for arg in args):
+        name = func._overloadpacket.__name__
+        if name == "rsub" and len(args) == 2:
+            name, args = "sub", args[::-1]
+        if name in _COMMUTATIVE and len(args) == 2 and _is_number(args[0]):
+            args = args[::-1]
+        name = f"aten.{name}"
     given = [_value(arg) for arg in args] + [f"{name}={_value(arg)}" for name, arg in kwargs.items()]
-    return f"{func}({', '.join(given)})"
+    return f"{name}({', '.join(given)})"
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a number, or a number on the host as Dynamo hands it to a graph."""
+    return type(value) in (int, float) or _is_handed(value)
+
+
+def _is_handed(value: Any) -> bool:
+    is_host = isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.dim() == 0
+    return is_host and value.dtype in (torch.float64, torch.int64)
 
 
 def _value(value: Any) -> str:
+    if isinstance(value, float) or _is_handed(value):
+        return f"{value if isinstance(value, float) else value.item():.9g}"
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, (list, tuple)):
@@ -114,7 +138,7 @@ def without_heads(untouched: Sequence[str], planned: Sequence[str]) -> tuple[lis
 
 
 def _selects(kernel: str) -> bool:
-    return kernel.partition("(")[0] in SELECTING
+    return kernel.partition("(")[0].removesuffix(".default") in SELECTING
 
 
 def kernel_differences(untouched: Sequence[str], planned: Sequence[str]) -> tuple[str, ...]:
