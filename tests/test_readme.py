@@ -494,7 +494,7 @@ def checked(snippet: str, here: Path) -> None:
         execute(snippet)
 
 
-def tested(snippet: str, here: Path) -> None:
+def in_a_test(snippet: str, here: Path) -> None:
     with planned():
         found = execute(snippet, make_trainer=execute(TRAIN)["make_trainer"])
         found["test_it_fits"](require_fits)
@@ -514,7 +514,7 @@ HANDLERS: dict[str, Callable[[str, Path], None]] = {  # by what stands in the sn
     "remat.offload_optimizer(": on_the_host,
     "remat.step_in_backward(": on_the_host,
     "remat.planned_step(": whole_step,
-    "def test_it_fits": tested,
+    "def test_it_fits": in_a_test,
     "remat.offload_weights(": weights_on_the_host,
     "remat.bring_weights_back(": weights_back,
 }
