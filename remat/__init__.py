@@ -106,7 +106,7 @@ def __dir__() -> list[str]:
 
 
 def _version() -> str:
-    """Of the installed package; from a checkout that is not installed nobody knows."""
+    """Return the version of the installed package; a checkout that is not installed has none."""
     try:
         return importlib.metadata.version("remat")
     except importlib.metadata.PackageNotFoundError:

@@ -10,25 +10,54 @@ from __future__ import annotations
 
 
 class RematError(Exception):
-    """Base of all errors that remat raises on purpose."""
+    """An error that remat raises on purpose; base class of the others.
+
+    Example:
+        >>> try:
+        ...     plan = remat.plan(workload, budget="20GiB")
+        ... except remat.RematError as error:
+        ...     print(error)
+    """
 
     exit_code = 1
 
 
 class UsageError(RematError):
-    """A bad option, an unreadable file or a missing package."""
+    """An argument or option is wrong, a file cannot be read, or a package is missing.
+
+    Example:
+        >>> remat.plan(workload, budget="20")  # no unit
+    """
 
     exit_code = 2
 
 
 class CaptureError(RematError):
-    """The model cannot be captured or planned; names the operator and the reason."""
+    """The model cannot be captured or planned; the message names the operator and the reason.
+
+    Example:
+        >>> try:
+        ...     remat.profile(workload)
+        ... except remat.CaptureError as error:
+        ...     print(error)
+    """
 
     exit_code = 2
 
 
 class Infeasible(RematError):
-    """No plan fits the budget."""
+    """No plan fits the budget, and this is proved.
+
+    Attributes:
+        minimum_budget_bytes: The least budget that a plan keeps; None if unknown.
+        breakdown: Bytes at the peak of that plan, by category.
+
+    Example:
+        >>> try:
+        ...     plan = remat.plan(workload, budget="1GiB")
+        ... except remat.Infeasible as error:
+        ...     plan = remat.plan(workload, budget=error.minimum_budget_bytes)
+    """
 
     exit_code = 3
 
@@ -45,25 +74,50 @@ class DoesNotFit(RematError):
 
 
 class ValidationFailed(RematError):
-    """The measurement contradicts the plan."""
+    """The measurement contradicts the plan: the planned step runs out of memory although it should fit.
+
+    Example:
+        >>> try:
+        ...     report = remat.validate(workload, plan)
+        ... except remat.ValidationFailed as error:
+        ...     print(error)
+    """
 
     exit_code = 4
 
 
 class NoPlanInTime(RematError):
-    """The time limit or an interrupt came before any plan was found."""
+    """The time limit or an interrupt came before any plan was found.
+
+    Example:
+        >>> try:
+        ...     plan = remat.plan(workload, budget="20GiB", time_limit=5)
+        ... except remat.NoPlanInTime:
+        ...     plan = remat.plan(workload, budget="20GiB", time_limit=60)
+    """
 
     exit_code = 5
 
 
 class PlanMismatch(RematError):
-    """The plan does not belong to this model, dtype policy or shape."""
+    """The plan does not belong to this model, dtype policy or shape; the message names the first difference.
+
+    Example:
+        >>> try:
+        ...     loss = model(**batch).loss
+        ... except remat.PlanMismatch:
+        ...     remat.remove(model)
+    """
 
     exit_code = 6
 
 
 class FirstStepMismatch(PlanMismatch):
-    """The first step under a plan gives other numbers than the model without it."""
+    """The first step under a plan gives other numbers than the model without it.
+
+    Example:
+        >>> remat.apply(model, plan, verify_first_step=False)  # trains without the check
+    """
 
 
 def is_out_of_memory(error: BaseException) -> bool:

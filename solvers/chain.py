@@ -139,12 +139,12 @@ class Chain:
              is kept. They rule no plan out, whichever they are
 
     all_into        for every cut the transitions that end there, by the index of their run
-    into            likewise the shortest first, without those that others dominate
+    into            the same, the shortest first, without those that others dominate
     beside          for every pair of cuts the runs between them, those left out included
     state_storages  for every cut the storage whose being kept is part of the state, or None
     forward         for every cut and k what segments before it may keep while later ones run forward, forward-held
                     storages left out
-    backward        likewise what they may keep in all
+    backward        the same for all that they may keep
     most_after      for every cut what may be kept there when a region that ends at it is recomputed
     inside          for every cut what may be kept before it where a region goes on there
     """

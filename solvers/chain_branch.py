@@ -146,7 +146,7 @@ class Branch:
         best_ns  its recompute time
 
         Storages that the plan keeps and the chain does not count are counted where the plan has its first reason. Where
-        that has not helped, one half counts the largest and in the other nobody keeps it. Where there are none, halves
+        that has not helped, one half counts the largest and in the other it is not kept. Where there are none, halves
         differ in how a segment runs, or in whether there is a cut: there tables of other shares disagree.
         """
         table, legs = self.table, self.plan

@@ -57,7 +57,7 @@ def solve(problem: Problem, limits: Limits) -> Solution:
     """A plan within `problem.budget_bytes` where rounding leaves one, and a bound that holds for every plan.
 
     Branch and bound, until bound and plan meet. What a table's plan oversteps the budget by is either rounding, and the
-    grain gets finer, or something that the chain leaves out, and cases are told apart that do not (`Branch.parts`).
+    grain gets finer, or something that the chain leaves out, and cases are split that do not (`Branch.parts`).
     Grains skip what cannot tell more (`chain_table.admits`). Before each refinement, runs that the coarser bound
     excludes from every plan better than the best known are dropped where that pays: then the finer table takes less
     time, and the chain, being of fewer runs, understates less.

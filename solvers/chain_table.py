@@ -3,7 +3,7 @@
 A table is an array over levels, the grains kept at a cut; at a cut with a state storage there is one for its not
 being kept (k = 0) and one for its being kept (k = 1).
 
-Whether finer grains are worth their time is told before they are tried: where the best plan of a table is within the
+Whether finer grains are worth their time is known before they are tried: where the best plan of a table is within the
 chain's limits under finer grains as well (`admits`), their table says the same of it, and its bound is no higher.
 """
 

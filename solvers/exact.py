@@ -8,9 +8,9 @@ and that bound. Few runs are SCIP's, whose relaxation is
 strong there; many are CP-SAT's, which improves plans and tells of it. (HiGHS is faster still on few, but cannot be
 interrupted.) A search that is interrupted or runs out of time gives its best plan.
 
-With a link to the host, the plan without offloads comes first, and is what the search begins from. Whoever recomputes
-for longer than the best known plan is no better, and who recomputes for less gives the link less time to bring things
-back: so a better plan makes the problem tighter, and it is solved once more.
+With a link to the host, the plan without offloads comes first, and the search begins from it. A plan that recomputes
+for longer than the best known plan is no better, and one that recomputes for less gives the link less time to bring
+things back: so a better plan makes the problem tighter, and it is solved once more.
 
 Those searches need OR-tools. Where it is not installed, the best plan is the answer, with the chain's bound.
 """

@@ -6,7 +6,7 @@ that saves nothing. Choosing a way for every piece under a limit is a multiple-c
 Sinha and Zoltners' (1979): only ways on the upper hull of (time, bytes freed) are of use, and from one to the next
 the ratio falls, so that the first so many *steps* of all pieces, sorted by ratio, are a plan.
 
-The bytes of a step are an estimate (what the piece makes and nobody takes later); only its order depends on it. How
+The bytes of a step are an estimate (what the piece makes and no later node takes); only its order depends on it. How
 many steps are needed is asked of the evaluator: prefixes from short to long, then bisection below the first that
 fits. Last, steps that turn out not to be needed are taken back, in halves and from the late pieces on: the peak is
 often where these no longer matter. In all, that is some fifty judgements for segments and as many for layers, however

@@ -130,7 +130,7 @@ class Milp:
         return max(math.ceil((dual_bound - lent) * self.objective_scale), 0)
 
     def _solve(self, limits: Limits, time_s: float | None) -> tuple[mathopt.SolveResult | None, bool]:
-        """The result, None if the engine was left alone; and whether somebody pressed Ctrl-C.
+        """The result, None if the engine was left alone; and whether the user pressed Ctrl-C.
 
         MathOpt swallows Ctrl-C in the thread that it works in, so that is another one.
         """

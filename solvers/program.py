@@ -100,7 +100,7 @@ class Backend(Protocol):
     precision: float
 
     def run(self, limits: Limits, time_s: float | None, on_progress: Progress | None) -> Outcome:
-        """Solve the program as it stands, with all that was added to it since the last time."""
+        """Solve the program with all that was added to it since the last time."""
 
 
 MakeBackend = Callable[["Program"], Backend]
@@ -118,8 +118,8 @@ def solve(
     """The plan with least recompute time within `problem.budget_bytes`, and a bound on it.
 
     start  what another solver found: its plan is the first hint, its bound a row
-    keep   indices of the runs that may be chosen besides those of the plan to start from, None for all; whoever gives
-           it answers for it that no plan with another run is better
+    keep   indices of the runs that may be chosen besides those of the plan to start from, None for all; the caller
+           guarantees that no plan with another run is better
     """
     started = time.monotonic()
     if problem.optimizer_peak_bytes > problem.budget_bytes:

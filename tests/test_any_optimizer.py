@@ -193,7 +193,7 @@ class Fails:
 @pytest.mark.parametrize(
     ("optimizer", "error", "message"),
     [
-        pytest.param(lambda p: 3, UsageError, "`optimizer` gave a int, .*Give back a torch.optim", id="a-number"),
+        pytest.param(lambda p: 3, UsageError, "`optimizer` gave a int, .*Return a torch.optim", id="a-number"),
         pytest.param(lambda p: [], UsageError, "in which nothing has a `step", id="nothing"),
         # 2 x 100 + 4 copies of 25,536 bytes
         pytest.param(torch.optim.LBFGS, UsageError, "Plan with `optimizer=None`.* 204 copies", id="l-bfgs"),

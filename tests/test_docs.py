@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import inspect
 import re
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import remat
 from tests import words
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -17,6 +20,8 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 TUTORIAL = (DOCS / "tutorial.md").read_text(encoding="utf-8")
 MOST_LINES = {"README": 120, "a page": 200}
+OF_ITS_WORKLOAD = {"workload", "target"}  # fields that repeat the question
+
 TERMS = (
     "activation checkpointing",
     "selective activation checkpointing",
@@ -87,6 +92,24 @@ QUOTED = re.findall(r"^> (.+)$", (DOCS / "guides" / "troubleshooting.md").read_t
 @pytest.mark.parametrize("message", QUOTED)
 def test_a_message_of_the_troubleshooting_page_is_in_the_source(message: str) -> None:
     assert any(message in template for template in words.templates()), message
+
+
+PYTHON = (DOCS / "reference" / "python.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", remat.__all__)
+def test_a_public_name_has_rendered_arguments_and_an_example(name: str) -> None:
+    found = getattr(remat, name)
+    text = inspect.getdoc(found) or ""
+    assert re.search(rf"^\.\. auto\w+:: {name}$", PYTHON, re.MULTILINE) and "\nExample:\n" in text
+    if inspect.isfunction(found):
+        assert "\nReturns:\n" in text
+        assert [
+            each for each in inspect.signature(found).parameters if f"    {each}: " not in text.replace("*", "")
+        ] == []
+    elif dataclasses.is_dataclass(found):
+        missing = [field.name for field in dataclasses.fields(found) if f"    {field.name}: " not in text]
+        assert set(missing) <= OF_ITS_WORKLOAD
 
 
 def test_the_tree_names_every_package_and_every_strategy() -> None:

@@ -123,7 +123,7 @@ def test_fragmentation(planned: Planned) -> None:
     found = planned.diagnosed(run)
     assert found.verdict == "fragmentation"
     assert (
-        "20.00 MiB were refused while 33.00 MiB lay free in pieces within the 60.00 MiB" in found.findings[0].sentence
+        "20.00 MiB were refused while 33.00 MiB were free in pieces within the 60.00 MiB" in found.findings[0].sentence
     )
 
 

@@ -243,7 +243,7 @@ def test_copies_are_lanes_under_the_step_and_rows_of_a_table(remat: Remat) -> No
         "copies back",
         "Copies as a table",
         "offloaded <b>",
-        f"{size} of activations lie on the host",
+        f"{size} of activations are on the host",
         "if kept:",
     ):
         assert words in text
@@ -456,7 +456,7 @@ def test_a_page_that_grows_too_large_leaves_nodes_out_and_says_so(
     assert "data-n=" in rendered(page)
     monkeypatch.setattr(page_module, "MOST_BYTES", 1 << 14)
     text = rendered(page)
-    assert "data-n=" not in text and "modules stand without theirs" in text
+    assert "data-n=" not in text and "modules are listed without nodes" in text
 
 
 # What is refused

@@ -77,7 +77,7 @@ def test_options_are_the_fields_of_the_request(group: type) -> None:
         pytest.param({"offload": "activations", "execution": "modules"}, None, "nothing is offloaded", id="modules"),
         pytest.param({"offload": "weights", "execution": "modules"}, None, "no weights are on the host", id="weights"),
         pytest.param({"offload": "everything"}, None, "offload is activations", id="unknown"),
-        pytest.param({"host_budget": "1GiB"}, None, "a host budget is for", id="nothing-to-offload"),
+        pytest.param({"host_budget": "1GiB"}, None, "a host budget needs offloading", id="nothing-to-offload"),
         pytest.param({"budget": "20"}, None, "20", id="budget-without-unit"),
         pytest.param({"execution": "lazy"}, None, "is not known", id="execution"),
         pytest.param({"execution": "inductor"}, None, "is not this machine's", id="compiled-elsewhere"),

@@ -108,7 +108,7 @@ def test_adafactor_keeps_rows_and_columns_only() -> None:
     [
         ("lion", "is not in torch.optim"),
         ("adamw:quick", "the form 'quick' is not known; choose one of fused, foreach, single"),
-        ("adamax:fused", "cannot be had"),
+        ("adamax:fused", "is not available"),
         ("lbfgs", "needs a closure"),
     ],
 )

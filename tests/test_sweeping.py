@@ -285,7 +285,7 @@ def in_slices() -> tuple[Sweep, Sweep, Profile]:
 def test_a_curve_is_the_least_of_all_forms(in_slices: tuple[Sweep, Sweep, Profile]) -> None:
     found, whole, _ = in_slices
     step_us = found.without_checkpointing["step_time_us"]
-    assert found.forms[0] == "as captured" and len(found.forms) == 3
+    assert found.forms[0] == "unchanged" and len(found.forms) == 3
     assert found.points[0].budget_bytes < whole.points[0].budget_bytes
     assert any(point.slices for point in found.points) and not any(point.slices for point in whole.points)
     for point in found.points:
@@ -323,7 +323,7 @@ def test_beside_a_curve_of_forms_stands_the_step_as_captured(in_slices: tuple[Sw
 def test_a_profile_out_of_a_file_is_swept_as_it_was_captured(in_slices: tuple[Sweep, Sweep, Profile]) -> None:
     _, whole, profile = in_slices
     alone = traced(profile, points=3, limits=LIMITS, strategies=[])
-    assert alone.forms == ("as captured",)
+    assert alone.forms == ("unchanged",)
     assert alone.points[0].budget_bytes == whole.points[0].budget_bytes
 
 

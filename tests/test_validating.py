@@ -248,7 +248,7 @@ def test_a_captured_program_that_runs_other_kernels_fails() -> None:
     workload = dataclasses.replace(TRANSFORMER, name="asks", build=functools.partial(Asks, layers=2))
     report = on_cpu(workload, plan_for(workload, budget_bytes=1 << 20))
     assert not report.kernels_equal
-    assert any("untouched none; planned aten.pow" in line for line in report.kernel_differences)
+    assert any("baseline none; planned aten.pow" in line for line in report.kernel_differences)
     assert not report.passed
 
 
@@ -272,10 +272,10 @@ def test_a_captured_program_that_iterates_over_a_tensor_runs_the_same_kernels() 
     ("untouched", "planned", "differences"),
     [
         pytest.param("abc", "abc", (), id="equal"),
-        pytest.param("abc", "abd", ("kernel 2: untouched c; planned d",), id="replaced"),
-        pytest.param("abc", "ab", ("kernel 2: untouched c; planned none",), id="short"),
-        pytest.param("abc", "abcc", ("kernel 3: untouched none; planned c",), id="long"),
-        pytest.param("abcde", "ae", ("kernel 1: untouched b, c and 1 more; planned none",), id="many"),
+        pytest.param("abc", "abd", ("kernel 2: baseline c; planned d",), id="replaced"),
+        pytest.param("abc", "ab", ("kernel 2: baseline c; planned none",), id="short"),
+        pytest.param("abc", "abcc", ("kernel 3: baseline none; planned c",), id="long"),
+        pytest.param("abcde", "ae", ("kernel 1: baseline b, c and 1 more; planned none",), id="many"),
     ],
 )
 def test_differences_of_kernels(untouched: str, planned: str, differences: tuple[str, ...]) -> None:
@@ -317,7 +317,7 @@ def test_a_plan_made_for_another_step_is_predicted_anew(changed: str, plan: Plan
 @pytest.mark.exhaustive
 def test_a_plan_for_other_versions_on_the_same_device_is_held_against_its_budget(plan: Plan) -> None:
     report = validate(TRANSFORMER, dataclasses.replace(plan, target=f"{plan.target},torch=2.11"), device="cpu")
-    assert any("held against the plan's budget" in note for note in report.notes)
+    assert any("compared with the plan's budget" in note for note in report.notes)
     assert any("torch=2.11" in note for note in report.notes)
 
 
@@ -527,7 +527,7 @@ def test_a_report_prints_aligned() -> None:
         "                    peak        step",
         "  measured      3.00 GiB    250.0 ms",
         "  predicted     3.00 GiB      20.0 s",
-        "  untouched     5.00 GiB    90.00 ms",
+        "  baseline      5.00 GiB    90.00 ms",
         "  budget        4.00 GiB        kept",
         "  loss       equal",
         "  gradients  equal, largest error 0",

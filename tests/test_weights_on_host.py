@@ -652,7 +652,7 @@ def test_weights_on_the_host_are_advised_where_nothing_fits_without() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"offload": "weights,activations"}, "over one link"),
+        ({"offload": "weights,activations"}, "cannot be offloaded together"),
         ({"offload": "weights", "execution": "modules"}, "no weights are on the host under"),
         ({"offload": "weights", "loop": TrainingLoop(ddp=True, ranks=2)}, "these need all of them at once"),
         ({"offload": "weights", "loop": TrainingLoop(ema=True)}, "these need all of them at once"),

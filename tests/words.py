@@ -58,4 +58,4 @@ def sentences(page: Path) -> Iterator[str]:
     text = re.sub(r"^ *(\||#|>|!\[).*$", "", text, flags=re.MULTILINE)
     text = re.sub(r"\]\([^)]*\)", "]", text)
     for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", text):
-        yield from filter(None, re.split(r"(?<=[.!?:])\s+(?=[A-Z`*\[(])", " ".join(paragraph.split())))
+        yield from filter(None, re.split(r"(?<=[.!?:;])\s+| · ", " ".join(paragraph.split())))

@@ -31,7 +31,7 @@ def internal(path: str, purpose: str) -> Any:
 
 
 class Shared:
-    """A change that holds while anybody needs it, in whatever thread: the first makes it, the last undoes it."""
+    """A change that holds while any thread needs it: the first makes it, the last undoes it."""
 
     def __init__(self, change: Callable[[], contextlib.AbstractContextManager[Any]]):
         self._change = change

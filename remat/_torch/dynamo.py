@@ -300,7 +300,7 @@ def not_begun_at(function: Any, *, nor_within: bool = False) -> Any:
 
 
 def try_again(error: BaseException | None) -> None:
-    """Let Dynamo trace what it gave up because `error` came out of it; other traces, whoever made them, stay.
+    """Let Dynamo trace what it gave up because `error` came out of it; other traces stay.
 
     A function that raises while it is traced is run untraced from then on, and every later graph would break at it.
     Those are the functions in the error's traceback, and in those of the errors that it came of.

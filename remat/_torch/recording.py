@@ -109,7 +109,7 @@ def foreach_takes(kind: type[torch.Tensor], device_type: str | None) -> Iterator
     """Let foreach, fused and capturable kernels be chosen for tensors of `kind`, and on `device_type` if there is one.
 
     Both lists of types are called `_foreach_supported_types`; the lists of devices (`torch/utils/_foreach_utils.py`,
-    `torch/optim/optimizer.py`) all name what `torch._C._get_privateuse1_backend_name()` says. Only they are told: fake
+    `torch/optim/optimizer.py`) all name what `torch._C._get_privateuse1_backend_name()` says. These change: fake
     tensors ask too, in torch 2.11, and look for the current CPU.
     """
     purpose = "choose an optimizer's kernels"

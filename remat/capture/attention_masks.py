@@ -11,7 +11,7 @@ Rule 1  What is known of a batch is part of what a trace was made for: the graph
 Rule 2  Only a mask that the forward was given is answered for. One that the model makes by itself is marked in the
         graph (`_known_ones`) and found there by `foreign_mask`: its data is not known.
 Rule 3  On fake tensors there is nothing to look at. While planning, `OnesSeen` watches the workload make its batch: a
-        mask that `torch.ones` made, and that nobody wrote into, is one of ones. Any other counts as padded.
+        mask that `torch.ones` made, and that was not written into, is one of ones. Any other counts as padded.
 
 Rejected: functions of ours put into transformers' module while a forward runs. Other threads saw them, and Dynamo's
 guards asked for them at every forward. Planning still does so, for a model's own, untraced forward on fake tensors.

@@ -2,7 +2,7 @@
 
 A graph is made by more than the model's class: the library's version, what the batch holds, the configuration, which
 modules are in training mode, which have hooks. All of it is written into the plan when it is made. Nothing here decides
-whether a plan fits, that is `identity.py`; here is what a person is told when it does not.
+whether a plan fits, that is `identity.py`; here are the words for a person when it does not.
 """
 
 from __future__ import annotations

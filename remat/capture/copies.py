@@ -1,6 +1,6 @@
 """Copies of models: `copy.deepcopy`, and what a library put around a forward.
 
-Such a wrapper is a function that closes over methods and modules of the model. Copied as it stands it would go on
+Such a wrapper is a function that closes over methods and modules of the model. A plain copy would go on
 calling those of the original.
 """
 

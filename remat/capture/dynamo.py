@@ -294,7 +294,7 @@ def _interpreted(execute_call: ExecuteCall, graph_module: fx.GraphModule) -> Cal
 
 
 def drop_dead_views(graph_module: fx.GraphModule) -> None:
-    """Remove views that nobody looks at.
+    """Remove unused views.
 
     Models make some for certain shapes only (positions expanded to a batch of more than one), which would make a plan
     for the one not belong to the other.

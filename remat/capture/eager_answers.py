@@ -1,4 +1,4 @@
-"""Answers: what library code is told, while a plan's graph is captured, when it asks whether it is being traced.
+"""Answers to library code that asks, while a plan's graph is captured, whether it is being traced.
 
 Libraries ask (`torch.compiler.is_compiling()`, `transformers.utils.is_torchdynamo_compiling()`, ...) and take another
 branch where the answer is yes: other kernels, other roundings, other bytes. A captured graph runs in eager mode, in
@@ -218,7 +218,7 @@ def answers_of(tx: Any) -> Answers | None:
 
 
 def capture_of(tx: Any) -> Capture | None:
-    """The capture that `tx` traces for; None where somebody else compiles."""
+    """The capture that `tx` traces for; None if another compiler traces."""
     return capture_of_output(tx.output)
 
 

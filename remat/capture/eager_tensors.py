@@ -1,9 +1,9 @@
 """Eager tensors: what becomes of a tensor that Python takes numbers or rows out of, in a captured graph.
 
-Dynamo makes something else of it than eager mode or the planning on fakes would. It is told otherwise, for our captures
+Dynamo makes something else of it than eager mode or the planning on fakes would. We change that, for our captures
 only.
 
-Rule 1  Nobody knows which number a tensor holds. Dynamo would read it off one on the host, and not off a fake or one on
+Rule 1  The number in a tensor is unknown. Dynamo would read it off one on the host, and not off a fake or one on
         a GPU, where the graph breaks instead. A plan is for all of them, so graphs break alike.
 Rule 2  Iterating over a tensor unbinds it, where the answers are eager mode's. Dynamo would take one row after the
         other: in backward each would be a tensor of zeros as large as the whole, but for its row, and these be summed.

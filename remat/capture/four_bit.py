@@ -1,7 +1,7 @@
 """Products with 4-bit weights: bitsandbytes' `matmul_4bit`, as one node of a graph.
 
 It calls an `autograd.Function` that Dynamo can trace, forward and backward, for every layer anew: of QLoRA's hundreds
-of layers that is a third of the time that capturing takes. So the function is called as it stands, as those that
+of layers that is a third of the time that capturing takes. So the function is called unchanged, as those that
 cannot be traced are (`opaque_functions.py`). A node of a graph takes tensors and constants, and it takes a weight's
 scales in an object; so what is traced in its place takes that object apart, and the node puts it together again.
 

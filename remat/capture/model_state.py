@@ -1,7 +1,7 @@
 """Model state: all that a forward may change beside parameters, as it was at one moment, so that it can be put back.
 
 A forward changes more than buffers: it keeps a memory from batch to batch as a plain attribute, appends to a list,
-counts its calls, draws from a generator of its own, fills a cache of its class. Whoever runs one forward more than
+counts its calls, draws from a generator of its own, fills a cache of its class. A run of one forward more than
 training does must leave no trace of it.
 
 Rule 1  What is reached from the model counts: modules and their hooks, plain objects, containers, what functions close

@@ -1,4 +1,4 @@
-"""Functions that draw random numbers from numpy: each runs as it stands, between two graphs.
+"""Functions that draw random numbers from numpy: each runs unchanged, between two graphs.
 
 Dynamo would draw other numbers, from torch's generator, and trace what numpy makes of them as operators on tensors.
 SpecAugment masks time and features so (wav2vec2 and its kin, Whisper). A setting lets numpy draw its own

@@ -2,7 +2,7 @@
 
 Dynamo traces a Function's forward and backward (`higher_order_ops.py`). Where it cannot, it breaks the graph around the
 call, and the call is in no graph: no region can hold it, and every new size of a batch is traced anew, because only a
-forward that is one graph can be tried with its sizes left open. Such a Function is called as it stands instead, in a
+forward that is one graph can be tried with its sizes left open. Such a Function is called unchanged instead, in a
 node of its own: eager mode's kernels in eager mode's order, which a region recomputes whole or leaves alone.
 
 Planning finds them behind the loss, where a traced one is another class. The plan names them, since a graph is the
@@ -44,7 +44,7 @@ def functions_behind(loss: torch.Tensor) -> frozenset[str]:
 
 @contextlib.contextmanager
 def opaque(names: Iterable[str]) -> Iterator[None]:
-    """While it lasts, the Functions of these names are nodes. One that is not there is nobody's."""
+    """Make nodes of the Functions of these names, while it lasts. Missing ones are ignored."""
     functions = [function for function in map(_named, set(names) - {four_bit.FUNCTION}) if function is not None]
     with left_whole([*functions, four_bit.matmul_4bit]), contextlib.ExitStack() as stack:
         for function in functions:

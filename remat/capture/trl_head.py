@@ -7,7 +7,7 @@ position, and sets to zero what does not count. While a graph is captured the he
 The Function still runs its kernels in Triton.
 
 What does not count costs time then, and takes memory as if it did. A batch of longest rows in which every label counts
-is the same work. Sums of losses and products are over more rows, of which some are zero: they may round otherwise.
+is the same work. Sums of losses and products are over more rows, of which some are zero: they may differ in rounding.
 """
 
 from __future__ import annotations

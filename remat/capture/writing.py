@@ -1,4 +1,4 @@
-"""Writing: whose storages somebody in a captured graph may write to.
+"""Writing: storages that a node of a captured graph may write to.
 
 A name says little of it: `inplace` may be given by position, a custom operator may write to whatever it is given. So
 the question is turned round: what is known to write nothing (`PURE`) writes nothing, and everything else may write to

@@ -6,12 +6,12 @@ from them only one piece. Kept for backward are the gradients of what the head t
 gradient of the loss: nothing is recomputed.
 
 Rule 1  The loss of every row is what the untouched head computes; one `nll_loss` over all of them reduces them, in the
-        order in which the untouched one adds. So the loss is bitwise that of the untouched step.
+        order in which the untouched one adds. So the loss is bitwise that of the eager baseline.
 Rule 2  A row's gradient begins from the derivative of that reduction, which labels alone decide. So the gradient of
-        every row is bitwise that of the untouched step, where the gradient of the loss is a power of two, and where a
+        every row is bitwise that of the eager baseline, where the gradient of the loss is a power of two, and where a
         product's rows do not depend on how many there are; in one slice there are as many.
 Rule 3  Gradients of the weight and the bias are sums over all rows, and are added up slice by slice in float32: they
-        differ from the untouched step's by the order of a sum.
+        differ from the eager baseline's by the order of a sum.
 Rule 4  Under autocast the weight is cast once, for all slices, and its gradient is float32 as the weight is.
 """
 
@@ -52,7 +52,7 @@ def _anew(what: Hashable) -> contextlib.AbstractContextManager[bool]:
 class Watch:
     """Hooks that a validation or a recording puts around the heads of a model.
 
-    unseen   what they run under, forward and backward: their kernels are others than the untouched step's
+    unseen   what they run under, forward and backward: their kernels are others than the eager baseline's
     known    what a part of a forward runs under, of which another one with an equal argument does the same, on tensors
              of the same shapes; gives whether it need not be run for that
     behind_slice  called in forward behind every slice but the last, with how many there were
@@ -129,7 +129,7 @@ class ChunkedLoss:
         return loss
 
     def tell_of_rounding(self, gradient: Tensor) -> None:
-        """Warn, at the first backward, where gradients are multiplied by what makes them round otherwise. (Rule 2)"""
+        """Warn, at the first backward, if gradients are multiplied by a factor that changes their rounding. (Rule 2)"""
         if self.has_told or fakes_are_on():
             return
         self.has_told = True
@@ -137,13 +137,13 @@ class ChunkedLoss:
         if math.isfinite(factor) and factor and math.frexp(abs(factor))[0] != 0.5:
             warnings.warn(
                 f"the loss that the plan computes in slices is multiplied by {factor:.6g} before its backward, which "
-                "is no power of two: all gradients may round otherwise than without the plan. That is harmless; where "
-                "they must be bitwise the same, make a plan that leaves the loss whole (exact=True, --exact).",
+                "is not a power of two: all gradients may round differently. That is harmless; for bitwise gradients "
+                "make a plan that does not chunk the loss (exact=True, --exact).",
                 stacklevel=2,
             )
 
     def whole(self) -> ChunkedLoss:
-        """The same in one slice, whose sums are those of the untouched step."""
+        """Return the same head in one slice, whose sums are those of the eager baseline."""
         return dataclasses.replace(self, slices=1, watch=Watch())
 
     def in_float64(self) -> ChunkedLoss:

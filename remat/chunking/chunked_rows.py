@@ -7,7 +7,7 @@ forward once more, without its last products, whose values no derivative asks fo
 Rule 1  Every row's result, and the gradient of every row, are what the untouched nodes compute: bitwise, where what a
         kernel makes of a row does not depend on how many there are.
 Rule 2  Gradients of weights inside are sums over all rows, and are added up slice by slice in float32: they differ from
-        the untouched step's by the order of a sum.
+        the eager baseline's by the order of a sum.
 Rule 3  Under autocast the weights of products are cast once for all slices; their gradients are as wide as they are.
 Rule 4  What backward needs is packed before anything runs. So where a region ends in such a run, its recomputation
         stops in front of it (early stop), and the run is not made twice more.
@@ -262,7 +262,7 @@ def _added(total: Tensor | None, part: Tensor, known: set[int]) -> Tensor:
 def row_slices(rows: int, slices: int) -> Iterator[slice]:
     """So many rows in so many slices, or fewer: they begin at multiples of `ALIGNED_ROWS`.
 
-    Where a slice ended in between, the last numbers of it would go to another kernel than in the untouched step, on a
+    Where a slice ended in between, the last numbers of it would go to another kernel than in the eager baseline, on a
     CPU.
     """
     most = max(-(-rows // slices), FEWEST_ROWS)

@@ -12,7 +12,7 @@ Rule 2  Its logits are made by one product with a weight that the graph is given
 Rule 3  Nothing else in the graph reads what lies between. The graph may give it out: in slices it never exists at once,
         so a caller gets a `Withheld` in its place.
 Rule 4  Multiplications and divisions of the loss by numbers that need no gradient belong to the head, so that each
-        slice's gradients begin from what the untouched step's begin from. What comes after may add to the loss, and
+        slice's gradients begin as those of the eager baseline do. What comes after may add to the loss, and
         nothing else.
 Rule 5  All of it runs in one context: no autocast or no_grad opens or closes between the linear and the loss. Nothing
         is written in place meanwhile, and rows are selected before they are flattened: the chunked node stands where

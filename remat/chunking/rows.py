@@ -228,7 +228,7 @@ def _is_beside(source: fx.Node, weights: set[fx.Node]) -> bool:
 
 
 def _is_given(source: Any) -> bool:
-    """Whether a value is given to the graph by nobody who learns from its gradient in turn."""
+    """Whether a value enters the graph without a history that needs its gradient."""
     value = _tensor(source)
     if value is None or source.op not in ("placeholder", "get_attr"):
         return False
@@ -287,7 +287,7 @@ def _is_written_to(run: RowRun, first: int, writers: Sequence[tuple[int, set[int
 
 
 def _may_write(node: fx.Node) -> bool:
-    """Whether a node may write to something that it takes, however it is told to."""
+    """Whether a node may write to one of its inputs in any way."""
     if writes(node) or node.kwargs.get("out") is not None or kind_of(node).endswith("_"):
         return True
     schema = getattr(node.target, "_schema", None)

@@ -10,14 +10,14 @@ from remat.errors import RematError
 
 
 class LogitsWithheld(RematError, AttributeError):
-    """Somebody reads logits that are not there.
+    """The caller reads logits that do not exist.
 
     An AttributeError too: who only asks whether there is a dtype hears no.
     """
 
 
 class Withheld:
-    """Stands for the logits of a head that runs in slices. Whoever reads it gets `LogitsWithheld`."""
+    """Stand in for the logits of a chunked head. Reading it raises `LogitsWithheld`."""
 
     def __init__(self, slices: int):
         self.slices = slices

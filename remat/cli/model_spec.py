@@ -288,7 +288,7 @@ def from_hub(model: str) -> Workload:
         config = library.AutoConfig.from_pretrained(model, trust_remote_code=False, local_files_only=not reachable)
     except Exception as error:  # as above
         why = describe(error) if reachable else "the hub cannot be reached, and the model is not in its local cache"
-        raise UsageError(f"{unknown}, and not to be had from the Hugging Face hub: {why}.") from error
+        raise UsageError(f"{unknown}, and not available from the Hugging Face hub: {why}.") from error
     return text_workload_of(model.rpartition("/")[2], config)
 
 

@@ -90,8 +90,8 @@ def _caveats(plan: Plan) -> Iterator[str]:
     yield from bound_by_host(plan)
     if unmeasured := plan.predicted.get("unmeasured_kernels"):
         yield (
-            f"{_count(unmeasured, 'kind')} of kernel could not be measured: what they need beside their outputs is "
-            "not in the peak, as remat validate will tell"
+            f"{_count(unmeasured, 'kind')} of kernel could not be measured: their workspaces are "
+            "not in the peak; remat validate measures it"
         )
 
 
@@ -121,9 +121,9 @@ _RUN_AS = {"inductor": " compiled by inductor", "aot_eager": " compiled by aot_e
 def execution_notes(execution: str) -> Iterator[str]:
     """Iterate over notes about how the step runs, for readers of a table."""
     if execution == "modules":
-        yield "regions are whole modules: nothing is saved inside of them, and they hold what local variables hold"
+        yield "regions are whole modules: they save nothing inside, and keep local variables alive"
     if execution in _RUN_AS:
-        yield f"peaks are replayed as {execution} compiles the step; no bound holds for other plans"
+        yield f"peaks are replayed as {execution} compiles the step; there is no lower bound"
 
 
 def heading(about: dict[str, Any], target: str, costs: str, execution: str = "eager") -> str:
@@ -145,7 +145,7 @@ def _assumed(about: dict[str, Any]) -> str:
     attention = f"; attention: {' and '.join(about['attention'])}" if about["attention"] else ""
     missing = about["workspaces_not_counted"]
     left = f"; workspaces are counted but for {' and '.join(missing)}, known only where measured" if missing else ""
-    return f"\nassumed there: {about['assumes']}{attention}{left}{_priced_by(about.get('kernel_times'))}"
+    return f"\nassumed: {about['assumes']}{attention}{left}{_priced_by(about.get('kernel_times'))}"
 
 
 def _priced_by(shares: dict[str, Any] | None) -> str:
@@ -166,7 +166,7 @@ def _eagerly(plan: Plan) -> str:
     return f" of its eager execution, {gib(plan.predicted['evaluator_peak_bytes'])}"
 
 
-_TRACED = "traced: it does not run otherwise on tensors without data, and may need more"
+_TRACED = "of the traced step; without tracing it may need more"
 
 
 def _promise(plan: Plan) -> list[tuple[str, ...]]:
@@ -187,25 +187,23 @@ def _form(plan: Plan) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     form = form_of(plan.about)
     for each in form.chunks:
-        what = f"{each.module or 'the head'}: its logits are never there at once, its gradients are made in forward"
+        what = f"{each.module or 'the head'}: logits are computed chunk by chunk, with their gradients"
         rows.append(("" if rows else "loss", _count(each.slices, "slice"), what))
     if form.rows:
         runs = sum(node.op.startswith(CHUNKED_ROWS) for call in plan.identities for node in call)
-        what = f"in {form.rows} slices each: what is wide inside is never there at once, and is made again in backward"
+        what = f"in {form.rows} slices each, recomputed in backward"
         rows.append(("MLPs", f"{runs}", what))
     if form.fused:
         groups = sum(node.op.startswith("fused(") for call in plan.identities for node in call)
-        rows.append(("fused", _count(groups, "group"), "of pointwise and reducing nodes, each compiled by itself"))
+        rows.append(("fused", _count(groups, "group"), "of pointwise and reducing nodes, compiled as kernels"))
     if rows:
         extra = plan.predicted["form_time_us"] / (plan.without_checkpointing["step_time_us"] or 1.0)
         whole = plan.predicted.get(WHOLE)
-        kept = "the step as it is" if form.fused or form.rows else "the loss whole"
+        kept = "no chunks or fusion" if form.fused or form.rows else "loss not chunked"
         other = f"{kept} (--exact) does not fit" if whole is None else f"{kept} (--exact): {100 * whole:+.1f} %"
-        rows.append(("", f"{100 * extra:+.1f} %", f"of the step for {'it' if form.fused else 'them'}; {other}"))
+        rows.append(("", f"{100 * extra:+.1f} %", f"time of this; {other}"))
     elif (sliced := plan.predicted.get(SLICED)) is not None:
-        rows.append(
-            ("loss", "whole", f"in slices the overhead is {100 * sliced:.1f} %, too little less to round otherwise")
-        )
+        rows.append(("loss", "whole", f"not chunked: the gain is below 1 % (overhead {100 * sliced:.1f} % if chunked)"))
     if not form.chunks and (plan.regions or plan.offloads):
         rows += [("loss", "whole", f"not chunked: {why}") for why in plan.about.get(LEFT_WHOLE, ())]
     return rows
@@ -215,8 +213,10 @@ def _offloads(plan: Plan) -> list[tuple[str, ...]]:
     """Make rows for offloads: their bytes and their cost."""
     rows: list[tuple[str, ...]] = []
     if state := plan.predicted.get("state_host_bytes"):
-        waits = f"each optimizer step waits {ms(plan.predicted['state_wait_us'])} for it"
-        rows.append(("optimizer", gib(state), _labelled(f"of state on the host between its steps; {waits}", plan)))
+        waits = f"each optimizer step waits {ms(plan.predicted['state_wait_us'])}"
+        rows.append(
+            ("optimizer", gib(state), _labelled(f"of state on the host between optimizer steps; {waits}", plan))
+        )
     if layers := plan.about.get("layers_on_host"):
         wait_us = plan.predicted["weights_wait_us"]
         copied = "their copies hide behind the computation"
@@ -236,7 +236,7 @@ def _evaluator_row(plan: Plan) -> list[tuple[str, ...]]:
     evaluated = plan.predicted.get("evaluator_peak_bytes", plan.predicted["peak_bytes"])
     if (apart := evaluated - plan.predicted["peak_bytes"]) == 0 or plan.execution != "eager":
         return []
-    return [("", f"{apart:+,} B", "by the evaluator, which is wrong here; the peak is the replay's")]
+    return [("", f"{apart:+,} B", "difference of the evaluator, which is wrong here; the peak is the replay's")]
 
 
 def reserved_rows(found: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
@@ -253,14 +253,14 @@ def _without_regions(plan: Plan) -> str:
     """Whether a plan that recomputes nothing has to be applied."""
     plain_bytes = plan.without_checkpointing["peak_bytes"]
     if plan.offloads:
-        return "nothing is recomputed: with what goes to the host the step fits"
+        return "no recomputation: the step fits with offloading"
     if (form := form_of(plan.about)) != CAPTURED:
-        return f"nothing is recomputed: with {form} the step fits"
+        return f"no recomputation: the step fits with {form}"
     if plain_bytes <= plan.budget_bytes:
-        return "no checkpointing needed: the whole step fits as it is"
+        return "no checkpointing needed: the step fits"
     return (
-        f"nothing is recomputed, but apply this plan: the step fits because its forward is then traced. Without the "
-        f"plan, local variables of the model's code hold what a trace lets go, and it needs {gib(plain_bytes)}"
+        f"no recomputation, but apply this plan: the step fits because its forward is traced. Without the plan, local "
+        f"variables of the model's code keep tensors alive, and it needs {gib(plain_bytes)}"
     )
 
 
@@ -275,7 +275,7 @@ def _decision(plan: Plan) -> list[tuple[str, ...]]:
     ]
     compiled = plan.execution in _RUN_AS
     quality = (
-        f"best of those replayed under {plan.execution}, no bound" if compiled else f"gap {100 * solver['gap']:.2f} %"
+        f"best replayed under {plan.execution}, no lower bound" if compiled else f"gap {100 * solver['gap']:.2f} %"
     )
     proof = f"{quality}, {solver['name']}, {solver['wall_s']:.1f} s"
     rows: list[tuple[str, ...]] = [
@@ -288,9 +288,9 @@ def _decision(plan: Plan) -> list[tuple[str, ...]]:
         ("solver", solver["status"], proof),
     ]
     if solver["status"] != "optimal" and not compiled:
-        bound_us, price = solver["bound_us"], "takes longer by" if form_of(plan.about) != CAPTURED else "recomputes for"
-        least = f"{price} {ms(bound_us)} or more" if bound_us >= 0 else f"saves {ms(-bound_us)} or less"
-        rows.append(("", "", _labelled(f"best plan found; every plan {least}", plan)))
+        bound_us, price = solver["bound_us"], "added time" if form_of(plan.about) != CAPTURED else "recomputation"
+        least = f"{ms(bound_us)} of {price}" if bound_us >= 0 else f"saves at most {ms(-bound_us)}"
+        rows.append(("", "", _labelled(f"not proved optimal; lower bound: {least}", plan)))
     return rows
 
 
@@ -317,7 +317,7 @@ def breakdown_text(parts: dict[str, int]) -> str:
     large = {name: size for name, size in parts.items() if 100 * size >= total}
     rows = [(name, gib(size)) for name, size in sorted(large.items(), key=lambda item: -item[1])]
     if rest := total - sum(large.values()):
-        rows.append(("all else", gib(rest)))
+        rows.append(("other", gib(rest)))
     width = max((len(size) for _, size in rows), default=0)
     return aligned((name, f"{size:>{width}}") for name, size in rows)
 
@@ -337,7 +337,7 @@ def offloads_text(plan: Plan) -> str:
             f"offload {number}",
             gib(each.size_bytes),
             f"{_place_of(each.node)}{'' if each.save is None else ' (saved there)'}",
-            f"let go after {_slice_of(each)}{_place_of(each.release)}",
+            f"freed after {_slice_of(each)}{_place_of(each.release)}",
             f"fetched for {_place_of(each.fetch)}",
         )
         for number, each in enumerate(plan.offloads, start=1)
@@ -452,7 +452,7 @@ class LiveLine:
     def solved(self, objective_us: float, bound_us: float) -> None:
         """Progress of a solver within a stage."""
         gap = 100 * max(objective_us - bound_us, 0.0) / max(objective_us, 1.0)
-        proved = f"within {gap:.1f} % of the best" if bound_us > 0 else "the best not known yet"
+        proved = f"gap {gap:.1f} %" if bound_us > 0 else "no lower bound yet"
         found = f"{self._stage}: {ms(objective_us)} of recomputation, {proved}"
         self._progress.update(self._task, description=found)
         self._log(found, 0, None)

@@ -1,6 +1,6 @@
 """Observe a device's allocator while a function runs: the measurements that predictions are held against.
 
-On CUDA the caching allocator keeps the counts itself. On the CPU nobody counts, but every allocation is an
+On CUDA the caching allocator keeps the counts itself. On the CPU nothing counts, but every allocation is an
 event of PyTorch's profiler, with the bytes that were asked for, in the order in which they happened; the
 running sum is exact. The profiler sees the calling thread, in which the backward of a CPU model runs too,
 and no other.
@@ -8,7 +8,7 @@ and no other.
 Peaks are *above the level at the start*. What was alive before (parameters, optimizer state) is the
 caller's to add. On the CPU nothing is credited for freeing it: a release counts where its allocation was seen by the
 same observation. The profiler would credit more: it keeps the address of what an earlier observation saw made, does
-not see it freed in between, and takes whatever comes to lie there for it.
+not see it freed in between, and mistakes later allocations there for it.
 """
 
 from __future__ import annotations

@@ -24,7 +24,18 @@ VERSION = 3  # 2: what the loop holds, 3: backwards within the forward, which an
 class Profile(Shown):
     """A recorded step and its costs on `target`.
 
-    whole  the graph as recorded, where `graph` is one rank's share of it; not part of the file
+    Attributes:
+        graph: The recorded step.
+        costs: Time and workspace of its operators.
+        target: The device.
+        whole: The graph as recorded, if `graph` is one rank's share of it; not part of the file.
+
+    Raises:
+        UsageError: `load` finds no complete profile file.
+
+    Example:
+        >>> profile = remat.Profile.load("gpt2.profile.json")
+        >>> profile.peak_without_checkpointing
     """
 
     graph: Graph

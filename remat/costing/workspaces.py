@@ -10,7 +10,7 @@ kinds:
   keeps two. They are fixed bytes of the step, which `max_memory_allocated` counts.
 
 Convolutions and recurrent layers have no formula: cuDNN chooses an algorithm, with its workspace, by heuristics of its
-own. They are named by `without_formula`, and whoever prints a plan for a target says so. Everything else is taken to
+own. They are named by `without_formula`, and every printed plan for a target says so. Everything else is taken to
 need nothing, as pointwise kernels do.
 
 Rejected: fitting formulas to measurements of one device, which say nothing about the next library version.

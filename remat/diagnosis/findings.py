@@ -6,10 +6,10 @@ Rule 2  A plan that is applied leaves its own files in the stacks of allocations
         none of them, it was not applied. Without stacks the peak decides: near the one without checkpointing.
 Rule 3  A batch is read off the sizes of allocations: of all sizes that the step's activations would have at `n` tokens
         in place of those planned, the `n` whose sizes are found most often. Sizes of parameters do not depend on it.
-Rule 4  What is alive at the peak and has no counterpart of its size in the prediction is unknown to the plan. It is
-        told by the innermost line of its stack that is neither torch's nor remat's.
+Rule 4  A storage alive at the peak without a counterpart of its size in the prediction is unknown to the plan. It is
+        named by the innermost line of its stack that is neither torch's nor remat's.
 Rule 5  A request that failed although as many bytes lay free in segments that the process held failed of fragmentation.
-Rule 6  What a card has, less what it still gave, less what this process held and its context, is somebody else's.
+Rule 6  What a card has, less what it still gave, less what this process held and its context, is another process's.
 """
 
 from __future__ import annotations
@@ -134,12 +134,12 @@ class _Reasons:
 
     def _as_promised(self) -> Finding:
         if self.excess_bytes > CLOSE * self.predicted_bytes:
-            sentence = f"the step asked for {gib(self.excess_bytes)} more than predicted, and nothing seen explains it"
+            sentence = f"the step requested {gib(self.excess_bytes)} more than predicted, for an unknown reason"
             return Finding("more than predicted", sentence, f"record stacks: {HOW}")
-        return Finding("as promised", "the step asked for no more than the plan promised", "", 0)
+        return Finding("as promised", "the step requested no more than the plan predicted", "", 0)
 
     def _no_history(self) -> Finding:
-        sentence = "the snapshot has no history: what was alive at the peak is not known, only what is at its end"
+        sentence = "the snapshot has no history: it shows the memory at its end, not at the peak"
         return Finding("no history", sentence, f"record one: {HOW}")
 
     # The step (Rules 2, 3, 4)
@@ -214,7 +214,7 @@ class _Reasons:
         yield Finding(
             "unknown allocations",
             f"alive at the peak and not part of the planned step: {listing}",
-            "let go of it before the step, put it into the workload's step, or plan with --headroom for it",
+            "free it before the step, put it into the workload's step, or plan with --headroom for it",
             unknown,
         )
 

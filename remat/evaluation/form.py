@@ -54,9 +54,7 @@ class Form:
 
     def __str__(self) -> str:
         rows = [f"MLPs in {self.rows} slices"] if self.rows else []
-        return (
-            ", ".join([*map(str, self.chunks[:1]), *rows, *(["groups fused"] if self.fused else [])]) or "as captured"
-        )
+        return ", ".join([*map(str, self.chunks[:1]), *rows, *(["groups fused"] if self.fused else [])]) or "unchanged"
 
     @property
     def in_one_slice(self) -> Form:

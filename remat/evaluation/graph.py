@@ -6,7 +6,7 @@ planned on a laptop.
 
 The record distinguishes three ways in which a storage can be alive, because a plan changes each differently:
 
-* *local*: somebody other than autograd refers to it: a value that a later node takes, a result that the caller
+* *local*: something other than autograd refers to it: a value that a later node takes, a result that the caller
   holds, a gradient on its way. `Storages.death` is the last operator during which that is so. A plan does not
   change it.
 * *packed*: autograd keeps it for a backward. Every single save is a row of `SavedTensors`, with the operator after

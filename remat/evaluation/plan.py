@@ -142,7 +142,7 @@ class AllocatorPeaks(TypedDict, total=False):
 class Prediction(TypedDict, total=False):
     """The predicted peak and time of the whole step. A file of an older version may lack some keys.
 
-    peak_bytes            of the replay, or of the evaluator where nobody replayed it: `judged_by` says which
+    peak_bytes            of the replay, or of the evaluator if it was not replayed: `judged_by` says which
     evaluator_peak_bytes  where the evaluator expects another: of modules, of compiled steps
     peak_at               the operator, for a person
     step_time_us          recomputation included; `recompute_time_us` and `overhead`, its share, are what it adds
@@ -156,7 +156,7 @@ class Prediction(TypedDict, total=False):
     state_wait_us         what an optimizer step waits for it; in `step_time_us` with and without a plan
     weights_host_bytes    of frozen weights, that are on the host but for two layers at a time
     weights_wait_us       what the step waits for them, in `overhead` too
-    whole_loss_overhead   of the plan for the step as captured, where one fits
+    whole_loss_overhead   of the plan for the captured step, if one fits
     sliced_overhead       of the best plan with slices, where it is better by too little to be taken
     host_us               what the host needs to launch the step without a plan, where that is more than the device
                           needs to run it; `host_again_us` is what the plan adds
@@ -192,7 +192,7 @@ class Proof(TypedDict, total=False):
     objective_us  recomputation that the plan takes    bound_us  what no plan of the space stays below
     gap           (objective - bound) / max(objective, 1 us); in other forms of the step than the captured one, both
                   counted from the cheapest form
-    interrupted   True where somebody pressed Ctrl-C before it was done; else absent
+    interrupted   True if the user pressed Ctrl-C before it was done; else absent
     """
 
     name: str
@@ -218,15 +218,28 @@ class SpaceSize(TypedDict, total=False):
 class Plan:
     """The regions of a step for one graph and budget, with the predicted peak and time.
 
-    regions       the decisions                     fingerprints  of the graph, one per call
-    about         of the Graph: workload, batch size, sequence length, dtype policy, versions, and what captures and
-                  executions add; open, so that a plan of a younger remat is read and told apart by its version
-    target        device planned for                costs         "measured" or "estimated"
-    budget_bytes  limit on the peak of the step     predicted     peak and time, and what they are made of
-    solver        which one, and what it proved    space         what "optimal" ranges over
-    execution     how the step runs: "eager", "modules", "inductor", "aot_eager" (see `execution/`)
-    identities    what the nodes of each graph call are known by; empty in plans of file version 1
-    offloads      storages that are on the host between forward and backward
+    Attributes:
+        regions: The regions, each with its saved nodes.
+        fingerprints: Of the graph, one for each call.
+        about: Workload, batch size, sequence length, dtype policy, versions, and what captures and executions add;
+            open, so that a plan of a younger version can be read and told apart.
+        target: The planned device.
+        costs: "measured" or "estimated".
+        budget_bytes: Limit on the peak of the step.
+        predicted: Peak and time, with their parts.
+        without_checkpointing: Peak and time of the step without a plan.
+        solver: The solver, its status, lower bound and gap.
+        space: Size of the space that "optimal" refers to.
+        execution: "eager", "modules", "inductor" or "aot_eager".
+        identities: Identity of each graph call's nodes; empty in plans of file version 1.
+        offloads: Storages that are on the host between forward and backward.
+
+    Raises:
+        UsageError: `load` finds no complete plan file.
+
+    Example:
+        >>> plan = remat.Plan.load("gpt2.plan.json")
+        >>> plan.predicted["peak_bytes"], plan.solver["gap"]
     """
 
     regions: tuple[RegionRef, ...]

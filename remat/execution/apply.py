@@ -25,19 +25,30 @@ def apply(
     observe: bool = False,
     verify_first_step: bool = True,
 ) -> Model:
-    """Install `plan` in `model`, in place, and return the model. Call it before the optimizer is built.
+    """Install `plan` in `model`, in place. Call it before the optimizer is built.
 
-    A second call replaces the first plan; `remove` takes it out again.
+    A second call replaces the first plan; `remove` takes it out.
 
-    on_larger  what to do at a batch larger than planned, or at anything else that may take more (parameters that were
-               frozen, another compiler): warn, or refuse with PlanMismatch
-    observe    count recomputed nodes (see `counts_of`), at the price of a Python call per node
-    verify_first_step  hold the first training forward, and what its backward recomputes, to the model without the plan,
-                       at the price of one more forward, once
+    Args:
+        model: The model that the plan was made for.
+        plan: A plan, or the path of its file.
+        on_larger: "warn" or "refuse" (raise PlanMismatch) a batch larger than planned, and anything else that may need
+            more memory (parameters that were frozen, another compiler).
+        observe: Count recomputed nodes, at the price of a Python call for each.
+        verify_first_step: Compare the first training forward, and the values that its backward recomputes, with the
+            model without the plan, at the price of one more forward, once.
 
-    Raises UsageError for an unreadable plan or something that is not a module; PlanMismatch, at the first training
-    forward, if the plan was made for another model, dtype policy or larger batch; FirstStepMismatch, there or in its
-    backward, if it gives other numbers than the plan announces.
+    Returns:
+        The same model.
+
+    Raises:
+        UsageError: The plan cannot be read, or `model` is no module.
+        PlanMismatch: At the first training forward: the plan is for another model, dtype policy or larger batch.
+        FirstStepMismatch: There, or in its backward: numbers differ from the model's by more than the plan announces.
+
+    Example:
+        >>> model = remat.apply(build_model(), "gpt2.plan.json")
+        >>> optimizer = torch.optim.AdamW(model.parameters())
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"apply needs a torch.nn.Module, not {type(model).__name__}.")
@@ -56,9 +67,19 @@ def apply(
 
 
 def remove(model: Model) -> Model:
-    """Take the plan out of `model`, in place; does nothing where there is none.
+    """Take the plan out of `model`, in place; do nothing if there is none.
 
-    Raises UsageError where something else, such as `accelerator.prepare`, was put around the plan.
+    Args:
+        model: A model that went through `apply`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UsageError: The forward was wrapped after the plan was applied, as `accelerator.prepare` does.
+
+    Example:
+        >>> model = remat.remove(model)
     """
     planned = _planned_in(model)
     if planned is None:

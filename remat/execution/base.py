@@ -59,7 +59,7 @@ class Execution(abc.ABC):
     compiler        the compiler that the step must run under; None where it must not run under any
     bound_carries   whether no plan within the budget, run this way, can recompute for less than the evaluator's bound
     runs_forms      whether the step may run in another form: losses in slices, groups fused
-    runs_offloads   whether what is kept may lie on the host between forward and backward
+    runs_offloads   whether activations may be on the host between forward and backward
     most_tries      plans that are replayed for one budget, at most
     patience_s      seconds for the search where none are given; None: the solver's own default
     """

@@ -4,7 +4,7 @@ Two are equal where the tensors are, bit by bit; two that differ have equal ones
 takes next to no memory: a tensor is summed along each of its dimensions as integers, in words as wide as its numbers,
 and only the sums are copied to the host. A hash of the memory itself would need it on the host, or as much again.
 
-Where numbers may round otherwise, sums of each column with signs drawn by chance are kept too. Of two tensors that are
+Where numbers may differ in rounding, sums of each column with random signs are kept too. Of two tensors that are
 apart by rounding they are apart as much; of two that have nothing in common, by more than their norm. A GPU's kernels
 fill the last columns of some results up to a multiple, and leave there what was there before: these do not count.
 """

@@ -8,7 +8,7 @@ made is kept. That is so where a second such forward changes nothing more, and r
 bit. Otherwise everything is put back as if it had not run.
 
 What is carried from forward to forward is right only where it is. Its early graphs, which the plan knows by their
-keys, run as they are traced, without regions. Their numbers are those of the untouched step, and so are their bytes.
+keys, run as they are traced, without regions. Their numbers are those of the eager baseline, and so are their bytes.
 
 Filling the state in advance was rejected: a step would start from what no forward of training has left.
 """
@@ -74,7 +74,7 @@ class EarlyForwards:
         return (
             "this forward has another graph than later ones, which the plan is for, because of what the model keeps "
             f"from one to the next ({listed(self.carried)}): such forwards run without the plan, their numbers are "
-            f"those of the untouched step, and they may take its {gib(untouched)}, more than the budget of "
+            f"those of the eager baseline, and they may take its {gib(untouched)}, more than the budget of "
             f"{gib(budget)}. To have all steps alike, give that state its final shape when the model is made (zeros in "
             "place of None)."
         )

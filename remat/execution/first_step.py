@@ -1,6 +1,6 @@
 """The first step: trust a plan, then verify it, where training begins.
 
-A plan is applied to a model that nobody has validated it for. So before the first training forward runs under the plan,
+A plan is applied to a model that it was not validated for. So before the first training forward runs under the plan,
 the model's own forward runs on the same batch, from the same state and random state, which are put back afterwards, and
 nothing of it is kept but digests (`digests.py`). Then the planned forward has to return what it returned, and leave
 buffers as it left them; and in the backward that follows, regions have to recompute what their forward had
@@ -91,7 +91,7 @@ class FirstStep:
         """Run `planned`, which is forward `number` of the step, and verify it if that is due; return its outputs.
 
         untouched  takes the arguments `given` too, or rather copies of their containers
-        rounds     asked afterwards, whether the planned one may round otherwise; None: it is compiled
+        rounds     asked afterwards, whether the planned one may differ in rounding; None: it is compiled
 
         Raises FirstStepMismatch, now or in the backward, where the plan is not this model's.
         """

@@ -3,7 +3,7 @@
 A plan numbers graph calls through all forwards of its step (`evaluation/forwards.py`). In training a model is called
 without being told where a step begins, so the forwards that no backward has followed yet are counted
 (`workload/passes.py`). A step that leaves some forwards out, or is left half way, is followed; a forward more than
-planned runs as the last of its kind, and is told of.
+planned runs as the last of its kind, and is reported.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ Rule 3  Which nodes of a region draw random numbers or update state is read off 
 
 Between two anchors lie views, and what costs little: on which side of a border they fall changes no bytes worth a rule.
 
-A plan of file version 1 has no identity; it fits a graph of the same fingerprint, as it stands.
+A plan of file version 1 has no identity; it fits a graph of the same fingerprint only.
 """
 
 from __future__ import annotations

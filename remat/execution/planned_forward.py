@@ -90,8 +90,8 @@ _COMPILES_ITSELF = (
 
 UNPACKED = (
     "each row of this batch holds one sequence, and the plan is for packed rows: attention takes an explicit mask, "
-    "where without the plan it would take none. That is right, and needs no more than planned, but rounds otherwise: "
-    "losses are not bitwise those without the plan. To have them so, leave such batches out."
+    "and none without the plan. This is correct and needs no more memory, but losses are not bitwise those without the "
+    "plan. For bitwise losses leave such batches out."
 )
 
 
@@ -302,7 +302,7 @@ class PlannedForward:
         return GraphCalls(self.original, answers=answers, planned=self._planned_masks, change=change, **given)
 
     def _formed(self, call: int, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """Rewrite a captured graph into the plan's form; an early graph stays as captured."""
+        """Rewrite a captured graph into the plan's form; an early graph stays unchanged."""
         if self._early.has(graph_module):
             return graph_module
         seen_first = self.forwards.call_as_planned(self._now, call)

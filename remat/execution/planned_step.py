@@ -22,16 +22,27 @@ def planned_step(
     on_larger: OnLarger = "warn",
     verify_first_step: bool = True,
 ) -> PlannedStep:
-    """`step` under a plan for `workload.with_planned_step()`: `loss = planned_step(step, plan)(model, batch)`.
+    """Put `step` under a plan for `workload.with_planned_step()`.
 
-    step       (model, batch) -> loss, as in the Workload
-    on_larger, verify_first_step  see `remat.apply`
+    The model and its forward stay unchanged: only calls of the result run under the plan, in training mode with
+    gradients on.
 
-    The model stays as it is, and so does its forward: only this call runs under the plan, and only while the model is
-    in training mode and gradients are on.
+    Args:
+        step: (model, batch) -> loss, as in the Workload.
+        plan: A plan, or the path of its file.
+        on_larger: As in `remat.apply`.
+        verify_first_step: As in `remat.apply`.
 
-    Raises UsageError for an unreadable plan, one for a model's forward alone, and a model that
-    `DistributedDataParallel` has wrapped; PlanMismatch as `remat.apply` does.
+    Returns:
+        A function (model, batch) -> loss.
+
+    Raises:
+        UsageError: The plan cannot be read or is for a forward alone, or DistributedDataParallel has wrapped the model.
+        PlanMismatch: As in `remat.apply`.
+
+    Example:
+        >>> step = remat.planned_step(step, "step.plan.json")
+        >>> step(model, batch).backward()
     """
     if not callable(step):
         raise UsageError(f"planned_step needs a function (model, batch) -> loss, not {type(step).__name__}.")

@@ -4,7 +4,7 @@ The first step of training is no measure: it traces, is verified, and makes the 
 those that follow. As the third begins, the peak since the second began is compared with the plan's.
 
 CUDA's allocator keeps one peak, since it was last reset. It is reset as the second step begins if it is above the
-prediction by then, and left alone otherwise: whoever reads it later finds what a run without a plan leaves there.
+prediction by then, and left alone otherwise: a later reader finds the peak of a run without a plan.
 
 Not counted: a step that forwards without the plan interrupt (an evaluation). The next one is taken instead.
 """
@@ -59,7 +59,7 @@ class CudaCounter:
 
 
 def counter_for(model: nn.Module, plan: Plan) -> Counter | None:
-    """Who counts for `model`; None where nobody does, or the plan is for another kind of device."""
+    """Return the counter for `model`; None if there is none, or the plan is for another kind of device."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     return CudaCounter(device) if device.type == "cuda" and plan.target != "cpu" else None
 

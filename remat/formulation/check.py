@@ -1,4 +1,4 @@
-"""Check: judge a plan against a Problem, whoever made it. Knows no solver.
+"""Check: judge the plan of any solver against a Problem. Knows no solver.
 
 Every rule is a short function that states facts and numbers. A solver's claim counts only after this.
 """

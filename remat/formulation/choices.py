@@ -37,7 +37,7 @@ class Shape:
     never_again  nodes after the last save, counted from the run's first: early stop leaves them out, so saving them
                  gains nothing
     starts_at    the backward operator before which a region is recomputed, counted from its first one
-    kept_until   the last at which it keeps what it takes, counted likewise
+    kept_until   the last at which it keeps what it takes, counted in the same way
     """
 
     time_ns: int = 0
@@ -100,7 +100,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class SharedStorage:
-    """A storage with more than one reason to outlive its forward. It is counted once, whoever keeps it.
+    """A storage with more than one reason to outlive its forward. It is counted once.
 
     storage  which one of the graph's
     segment  where it is made

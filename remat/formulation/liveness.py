@@ -2,7 +2,7 @@
 
 Autograd keeps what it saves in a plain segment; a region keeps what it takes, and what it saves. Most storages have one
 such reason, in the segment that makes them: they are its *own*. Those that several segments may want to keep (a
-residual stream, a mask, an encoder's output) have to be counted once, whoever wants them: they are *shared*. A storage
+residual stream, a mask, an encoder's output) have to be counted once for all of them: they are *shared*. A storage
 that the caller holds through backward, whatever the plan, is neither.
 """
 

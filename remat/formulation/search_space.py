@@ -157,7 +157,7 @@ def last_uses(graph: Graph) -> list[int]:
 def saveable(graph: Graph) -> tuple[int, ...]:
     """Nodes whose outputs a region may save: they allocate, and neither change a value nor have theirs changed.
 
-    What somebody holds through backward anyway is left out, and so are runs in slices: they are made slice by slice
+    Storages held through backward anyway are left out, and so are runs in slices: they are made slice by slice
     again in backward, whatever is saved of them. Where a step differentiates inside, so are nodes that not every
     backward asks for: by how much saving one shortens a region's recomputations depends on the region.
     """

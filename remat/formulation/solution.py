@@ -16,14 +16,20 @@ NONE_NEEDED, TRACING_ALONE = "none needed", "tracing alone"  # solvers of plans 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """How long and how a solver may work.
+    """Limits of a solver.
 
-    time_s       wall time, None without limit       seed     of whatever it draws
-    workers      threads                             gap      relative gap at which a plan counts as optimal
-    on_progress  called with (objective_us, bound_us) whenever either improves
-    start    a plan of the same space, for a solver that can go on from one, whether or not it keeps this budget
-    below_us  objective that a plan has to be below to be of use: one that no plan is below may be given up
-    clock    how long each part of planning may take where `time_s` does not end it first
+    Attributes:
+        time_s: Wall time in seconds, None without limit.
+        seed: Seed of random choices.
+        workers: Number of threads.
+        gap: Relative gap at which a plan counts as optimal.
+        on_progress: Called with (objective_us, bound_us) whenever either improves.
+        start: A plan of the same space to continue from, within this budget or not.
+        below_us: Objective that a plan has to be below to be useful, in microseconds; the solver may stop if none is.
+        clock: Seconds for each part of planning, if `time_s` does not end it first.
+
+    Example:
+        >>> remat.plan(workload, budget="20GiB", limits=remat.Limits(time_s=30, workers=4))
     """
 
     time_s: float | None = None
@@ -54,8 +60,8 @@ class Solution:
 
     status       "infeasible" is proved; "unknown" means that no plan within the budget was found, in time or at all;
                  a heuristic's `regions` are then the plan of its kind that comes nearest
-    interrupted  somebody pressed Ctrl-C
-    replayed_bytes  the peak of its plan by the replay, None where nobody replayed it
+    interrupted  whether the user pressed Ctrl-C
+    replayed_bytes  the peak of its plan by the replay, None if it was not replayed
     offloads     what its plan has on the host between forward and backward
     stall_us     what its step waits for their copies; part of the objective
     """

@@ -5,7 +5,7 @@ own, the cast can be a member of the group that makes the value: what the group 
 storage for all products that read it. Each argument of a product has a cast of its own all the same, so that their
 gradients are added as autocast adds them, in the wider dtype.
 
-A cast stands where the value is made. So a value that somebody may write to has none, nor has one that is made under
+A cast stands where the value is made. So a value that may be written to has none, nor has one that is made under
 another autocast than its product runs under.
 
 Whether there is anything to cast shows where the graph runs. (A CUDA device casts elsewhere than this machine may.)

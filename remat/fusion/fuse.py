@@ -84,7 +84,7 @@ class _Fuser:
 
 
 def _leaves(node: fx.Node) -> bool:
-    """Whether the storage of `node` is given out of the graph, where anybody may write to it."""
+    """Whether the storage of `node` is given out of the graph, where it may be written to."""
     own = storages(node)
     return any(user.op == "output" or (not own.isdisjoint(storages(user)) and _leaves(user)) for user in node.users)
 

@@ -53,7 +53,7 @@ class FusedGroup:
     """A group of nodes that runs as a kernel forward and a kernel backward.
 
     module  inputs -> results in a tuple, as the nodes compute them       text  what they do
-    may_share  numbers of results that nobody can write to: equal ones are one storage
+    may_share  numbers of results that cannot be written to: equal ones are one storage
     inputs  what the captured graph says of the inputs' sizes; None: of the second number of rows on, that is open
     watch   what a validation does
     """

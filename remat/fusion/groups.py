@@ -3,12 +3,12 @@
 Rule 1  A member acts on numbers by themselves, reduces them, or changes their dtype or their layout: what Inductor has
         code of its own for (`POINTWISE`, `REDUCING`). Products, attention, convolutions, look-ups and random nodes stay
         outside, and so does what has no rule.
-Rule 2  A view is a member if what it looks at is made by one. Where somebody outside reads it, it is looked at again
+Rule 2  A view is a member if what it looks at is made by one. If a node outside reads it, it is looked at again
         there: what a group gives out are storages of its own. A view of what a group is given is a member where only
         members read it: then one gradient comes back, and no slices of it to be padded and added up.
-Rule 3  A group is connected, and nobody outside reads it before its last member has run. So it can run where its last
+Rule 3  A group is connected, and no node outside reads it before its last member has run. So it can run where its last
         member stands, and the order of all other nodes is what it was.
-Rule 4  No context (autocast, no_grad) opens or closes between its members, and nobody may write to what they take or
+Rule 4  No context (autocast, no_grad) opens or closes between its members, and no node may write to their inputs or
         make (`writing.py`).
 Rule 5  Members have gradients. What is made without, masks and tables, is small or shared: it stays outside.
 Rule 6  A group has at least two members that make something, or one that is several kernels by itself (`COMPOSITE`).
@@ -69,7 +69,7 @@ class Group:
         return list(dict.fromkeys(n for member in self.members for n in member.all_input_nodes if n not in inside))
 
     def is_read(self, node: fx.Node) -> bool:
-        """Whether somebody outside reads a member."""
+        """Whether a node outside reads a member."""
         return not set(node.users).issubset(self.members)
 
     def is_worth(self) -> bool:
@@ -145,7 +145,7 @@ class _Finder:
         return storages(node) <= storages(group.makers)
 
     def _only_looks(self, node: fx.Node) -> bool:
-        """Whether a node, of no group yet, is a view with a gradient of what nobody writes to."""
+        """Whether a node, of no group yet, is a view with a gradient of a value without writes."""
         leaves = tree_leaves(_value(node))
         if canonical(called(node)) not in VIEWS or node in self._group_of or not _is_sound(node):
             return False

@@ -87,7 +87,7 @@ class Lowered:
     settled: dict[tuple[int, ...], Part] = dataclasses.field(default_factory=dict)
 
     def backward(self, *missing: int) -> Part:
-        """Of all gradients but those numbered `missing`, which nobody has.
+        """Select all gradients but those numbered `missing`, which do not exist.
 
         Compiling it may assume more of open sizes. What does not hold for these runs operator by operator.
         """
@@ -222,7 +222,7 @@ def _tensors_taken(graph_module: fx.GraphModule) -> list[fx.Node]:
 
 
 def _drop_sizes(forward: fx.GraphModule) -> None:
-    """Give no sizes out: whoever runs backward knows them."""
+    """Return no sizes: the caller of backward knows them."""
     (output,) = forward.graph.find_nodes(op="output")
     output.args = ([node for node in _outputs(forward) if not is_size(node)],)
 

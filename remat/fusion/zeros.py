@@ -1,4 +1,4 @@
-"""Zeros: the backward of a group some of whose results nobody differentiated.
+"""Zeros: the backward of a group if some of its results were not differentiated.
 
 Autograd hands None for such a result. Zeros in its place would be wrong: where the group's derivatives are infinite
 they make NaN, and a parameter behind that result alone would get a gradient of zeros where it has none. So the missing

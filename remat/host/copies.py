@@ -1,6 +1,6 @@
-"""Copies between a device and the host's memory, as whoever offloads asks for them.
+"""Copies between a device and the host's memory.
 
-Whoever makes copies is a `Copies`. Compute never runs ahead of what it needs: `wait` returns, or holds the device's
+The maker of copies is a `Copies`. Compute never runs ahead of what it needs: `wait` returns, or holds the device's
 compute stream, until a copy has ended, so what is right on an instant link is right on a slow one.
 """
 
@@ -38,7 +38,7 @@ class Copies(Protocol):
         """Let compute go on when `copy` has ended."""
 
     def abandon(self, copy: Copy) -> None:
-        """Nobody will read what `copy` brings back; its memory is about to go back to the device."""
+        """Drop the result of `copy`; its memory is about to go back to the device."""
 
     def let_go(self, flat: Tensor) -> None:
         """Told before the memory of `flat` goes back to the device."""
@@ -87,7 +87,7 @@ class StreamCopies:
     Memory is allocated and let go of on the compute stream alone, which waits for a copy before it gives up or uses
     what was copied; so the caching allocator needs no `record_stream`.
 
-    shares_host  one place on the host may be written and read by copies that nobody has waited for yet: then copies out
+    shares_host  one place on the host may be written and read by copies that are not waited for yet: then copies out
                  and back wait for each other
     """
 

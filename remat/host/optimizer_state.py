@@ -2,13 +2,13 @@
 
     optimizer = remat.offload_optimizer(torch.optim.AdamW(model.parameters()))
 
-Rule 1  Between two steps every large state tensor lies on the host: what `optimizer.state` shows is a host tensor, so
+Rule 1  Between two steps every large state tensor is on the host: what `optimizer.state` shows is a host tensor, so
         `state_dict` saves it, and loads it, as ever.
 Rule 2  A step goes through the parameters in parts. While a part is stepped, its state is on the device and that of
         the next one is on its way; that of the one before has left. No more than two parts are there at a time.
 Rule 3  What steps a part is the optimizer itself, in the form that it chooses, with the settings of the part's group.
         An optimizer of `torch.optim` treats every parameter by itself, so the numbers are bitwise those without.
-Rule 4  A place on the host belongs to one tensor of the state. What somebody else puts into `optimizer.state` gets a
+Rule 4  A place on the host belongs to one tensor of the state. A tensor that others put into `optimizer.state` gets a
         place of its own, so a `state_dict` that was taken before stays what it was.
 
 An optimizer goes over `self.param_groups` once a step. A hook before the step hands its function another `self`: the
@@ -45,15 +45,24 @@ _offloaded: weakref.WeakKeyDictionary[torch.optim.Optimizer, OffloadedState] = w
 
 
 def offload_optimizer(optimizer: _Optimizer) -> _Optimizer:
-    """Keep the state of `optimizer` on the host between its steps; returns `optimizer`, which steps as before.
+    """Keep the state of `optimizer` in the host's memory between its steps.
 
-    Call it before the first step, or after one: state that is there moves at once. On a CPU it changes nothing that
-    matters. Loading a `state_dict` brings all state to the device for a moment, as torch does. A copy of the optimizer,
-    and one that was unpickled, is not offloaded: its state is where the original's was. A step under `torch.compile`
-    runs uncompiled.
+    The optimizer steps as before. Existing state moves at once. On a CPU nothing changes. Loading a `state_dict`
+    brings all state to the device for a moment, as torch does. A copy of the optimizer, and an unpickled one, is not
+    offloaded. A step under `torch.compile` runs uncompiled.
 
-    Raises UsageError for an optimizer that is not exactly one of `torch.optim`, for its step may do what cannot be done
-    in parts; for parameters that are sharded tensors; and for `differentiable=True`.
+    Args:
+        optimizer: An optimizer of `torch.optim`.
+
+    Returns:
+        The same optimizer.
+
+    Raises:
+        UsageError: The class is not one of `torch.optim` that steps every parameter independently, parameters are
+            sharded, or `differentiable=True`.
+
+    Example:
+        >>> optimizer = remat.offload_optimizer(torch.optim.AdamW(model.parameters()))
     """
     if offloaded_state(optimizer) is None:
         OffloadedState(optimizer)
@@ -240,7 +249,7 @@ class OffloadedState:
         self._synchronize()
 
     def _synchronize(self, _: object = None) -> None:
-        """Whoever reads the state on the host finds it there."""
+        """Make the state on the host complete for readers."""
         for copies in [*self._copies.values(), *([self.copies] if self.copies is not None else [])]:
             copies.synchronize()
 
@@ -321,7 +330,7 @@ def _like(flat: Tensor, model: Tensor) -> Tensor:
 
 
 class _Stream:
-    """An iterator that nobody traces: it allocates and copies while the step that goes through it may be compiled."""
+    """An iterator that is not traced: it allocates and copies while the step that goes through it may be compiled."""
 
     def __init__(self, parts: Iterator[dict[str, Any]]):
         self._parts = parts
@@ -335,7 +344,7 @@ class _Stream:
 
 
 class Stepping:
-    """An optimizer as the function of its step sees it: whoever goes through its groups gets those of `groups`."""
+    """An optimizer as the function of its step sees it: iterating over its groups gives `groups`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, groups: Callable[[], Iterable[dict[str, Any]]]):
         vars(self).update(_optimizer=optimizer, _groups=groups)

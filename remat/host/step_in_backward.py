@@ -15,7 +15,7 @@ Rule 5  State on the host (`offload_optimizer`) comes parameter by parameter, th
         computes. The order is that of the backward before.
 
 LOMO (Lv et al. 2023) and torchtune do the same. Clipping to a global norm needs every gradient before the first step:
-it cannot be had so. `before` clips a single parameter's gradient.
+this is impossible here. `before` clips a single parameter's gradient.
 """
 
 from __future__ import annotations
@@ -40,18 +40,26 @@ _stepping: weakref.WeakKeyDictionary[torch.optim.Optimizer, StepInBackward] = we
 
 
 def step_in_backward(optimizer: _Optimizer, before: Before | None = None) -> _Optimizer:
-    """Step each parameter of `optimizer` as soon as its gradient is whole, and let the gradient go.
+    """Step each parameter of `optimizer` as soon as its gradient is complete, and free the gradient.
 
-    Returns `optimizer`. Call `optimizer.step()` after each backward as before: it does nothing but end the step. After
-    backward `p.grad` is None: whatever reads gradients there sees none, `torch.nn.utils.clip_grad_norm_` among it. A
-    gradient that comes otherwise than by a backward is left to `optimizer.step()`. A copy of the optimizer, and one
-    that was unpickled, steps as ever.
+    Call `optimizer.step()` after each backward as before: it only ends the step. After backward `p.grad` is None, so
+    `torch.nn.utils.clip_grad_norm_` finds no gradients. A gradient that no backward made is left to
+    `optimizer.step()`. A copy of the optimizer, and an unpickled one, steps after backward.
 
-    before  called with a parameter before it is stepped, to clip its gradient by value or by its own norm
+    Args:
+        optimizer: An optimizer of `torch.optim`.
+        before: Called with a parameter before it is stepped, to clip its gradient by value or by its own norm.
 
-    Raises UsageError for an optimizer that is not exactly one of `torch.optim`, for LBFGS and SparseAdam, for sharded
-    parameters and `differentiable=True`; in backward, for gradients that are accumulated; and in `step()`, for settings
-    that were changed since backward, and for a GradScaler.
+    Returns:
+        The same optimizer.
+
+    Raises:
+        UsageError: The class is not one of `torch.optim`, or is LBFGS or SparseAdam; parameters are sharded, or
+            `differentiable=True`. In backward: gradients are accumulated. In `step()`: settings changed since backward,
+            or a GradScaler.
+
+    Example:
+        >>> optimizer = remat.step_in_backward(torch.optim.AdamW(model.parameters()))
     """
     if (found := stepping_of(optimizer)) is None:
         StepInBackward(optimizer, before)

@@ -5,11 +5,11 @@ Rule 1  A layer is an item of the model's longest list of alike modules. Of thos
         they take is a constant of the step, whatever it recomputes and in whatever order.
 Rule 2  A weight stays the parameter that it was, on the device and of its shape; only its memory comes and goes.
         What autograd saves of it, views too, is in that memory, and there again when the layer is used in backward.
-Rule 3  Whoever computes with a layer's weights says so before (`use`): a node in forward and in recomputations, and
+Rule 3  A computation with a layer's weights announces itself (`use`): a node in forward and in recomputations, and
         before its backward. What followed on the last `CONTEXT` layers is expected to follow on them again, and its
         weights are on their way meanwhile. A wrong guess costs time, nothing else.
 Rule 4  What is moved never changes, so nothing is copied back.
-Rule 5  Outside of a planned step a weight is no number, in every element: whoever reads it gets no wrong number, and
+Rule 5  Outside of a planned step a weight is NaN in every element: a reader gets no wrong number, and
         who writes to it an error. A layer that is called then brings its own, for a forward without a backward.
 """
 
@@ -46,16 +46,26 @@ _on_host: weakref.WeakKeyDictionary[nn.Module, HostWeights] = weakref.WeakKeyDic
 
 
 def offload_weights(model: _Model, layers: int, device: torch.device | str | None = None) -> _Model:
-    """Keep the frozen weights of so many layers of `model` on the host; returns `model`, to which a plan is applied.
+    """Keep the frozen weights of some layers of `model` in the host's memory.
 
-    layers  how many, `plan.about["weights_on_host"]`; they are spread over the model
-    device  where they are computed with, by default where they are. So a model that does not fit on its device can be
-            loaded on the CPU, and moved there (`model.to(device)`) afterwards
+    A planned forward fetches them (`remat.apply`), and so does any call of a layer under `torch.no_grad`. Otherwise
+    they are NaN in every element and cannot be written to. `state_dict` has the host's copies.
 
-    The forward of a model with a plan brings them (`remat.apply`), and under `torch.no_grad` any call of a layer does.
-    Else they are no number in every element, and cannot be written to. `state_dict` holds what is on the host.
+    Args:
+        model: The model, before its plan is applied.
+        layers: Number of layers, `plan.about["weights_on_host"]`; they are spread over the model.
+        device: Device of the computation, by default that of the weights. A model that does not fit there is loaded on
+            the CPU and moved afterwards (`model.to(device)`).
 
-    Raises UsageError where the model has no such layers, or not so many.
+    Returns:
+        The same model.
+
+    Raises:
+        UsageError: The model has no such layers, or fewer.
+
+    Example:
+        >>> remat.offload_weights(model, plan.about["weights_on_host"], "cuda")
+        >>> model = remat.apply(model.to("cuda"), plan)
     """
     if (found := weights_on_host(model)) is not None:
         if len(found.layers) == layers:
@@ -66,14 +76,20 @@ def offload_weights(model: _Model, layers: int, device: torch.device | str | Non
 
 
 def bring_weights_back(model: _Model, device: torch.device | str | None = None) -> _Model:
-    """Undo `offload_weights`, to merge adapters or change weights; returns `model`, nothing changed if none are away.
+    """Undo `offload_weights`, to merge adapters or change weights. Take the plan out first (`remat.remove`).
 
-    A plan has to be taken out before (`remat.remove`).
+    Args:
+        model: The model.
+        device: Device of the weights afterwards, by default that of the computation. Use "cpu" if they do not fit.
 
-    device  where those weights are then, by default where they are computed with. What is larger than that device goes
-            to "cpu", the rest of the model with it: `remat.bring_weights_back(model, "cpu").to("cpu")`
+    Returns:
+        The same model.
 
-    Where there is no room for them, torch.OutOfMemoryError is raised, and they are on the host as before.
+    Raises:
+        torch.OutOfMemoryError: The weights do not fit; they stay in the host's memory.
+
+    Example:
+        >>> model = remat.bring_weights_back(remat.remove(model), "cpu").to("cpu")
     """
     where, modules = None if device is None else torch.device(device), set(model.modules())
     for owner, found in list(_on_host.items()):
@@ -93,7 +109,7 @@ def weights_on_host(model: nn.Module) -> HostWeights | None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layer:
-    """A layer whose weights may be on the host: those of its linear modules that are frozen and nobody shares."""
+    """A layer whose weights may be on the host: those of its linear modules that are frozen and not shared."""
 
     path: str
     module: nn.Module

@@ -52,7 +52,7 @@ def warn_of_accumulation(plan: Plan, micro_batches: int, setting: str) -> None:
 
 
 def weights_as_planned(plan: Plan, model: nn.Module) -> None:
-    """Bring the frozen weights of `model` to the host where the plan counts on it and nobody did."""
+    """Bring the frozen weights of `model` to the host if the plan expects it and the script did not."""
     if layers := TrainingLoop.of(plan.about).weights_on_host:
         offload_weights(model, layers)
 

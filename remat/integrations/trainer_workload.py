@@ -60,10 +60,21 @@ Batch = dict[str, Any]
 
 
 def workload_of(trainer: Any) -> Workload:
-    """The step of a built `Trainer`: its model, loss, optimizer, precision, and its largest batch.
+    """Make a workload from the step of a built `Trainer`: its model, loss, optimizer, precision and largest batch.
 
-    Rows are cut or repeated for other batch sizes and lengths than its own. Raises UsageError for what a plan cannot
-    be made for, and where there is no training data.
+    Rows are cut or repeated for other batch sizes and lengths.
+
+    Args:
+        trainer: A Trainer of transformers or TRL.
+
+    Returns:
+        The workload.
+
+    Raises:
+        UsageError: No plan can be made for this Trainer, or it has no training data.
+
+    Example:
+        >>> plan = remat.plan(remat.workload_of(trainer), loop=remat.loop_of(trainer), budget="20GiB")
     """
     _refuse(trainer)
     rows = _Rows(trainer)
@@ -81,7 +92,17 @@ def workload_of(trainer: Any) -> Workload:
 
 
 def loop_of(trainer: Any) -> TrainingLoop:
-    """Return the training loop of a built `Trainer`."""
+    """Return the training loop of a built `Trainer`.
+
+    Args:
+        trainer: A Trainer of transformers or TRL.
+
+    Returns:
+        Its accumulation, clipping, DDP and ranks.
+
+    Example:
+        >>> remat.loop_of(trainer).accumulation
+    """
     args = trainer.args
     return TrainingLoop(
         accumulation=args.gradient_accumulation_steps,

@@ -11,7 +11,7 @@ class Link:
     """One copy engine out and one back, each a queue that works while the device computes.
 
     bytes_per_us  each way, both at once
-    host_bytes    what may lie on the host at one time
+    host_bytes    the most bytes on the host at one time
     latency_us    of a copy, beside its bytes
     """
 

@@ -17,7 +17,7 @@ from remat.offloading.timeline import Timeline
 def to_offload_refs(memory: Memory, regions: Sequence[Region], offloads: Sequence[Offload]) -> tuple[OffloadRef, ...]:
     """`offloads` of a step under `regions` by reference, one behind the other in the host's memory.
 
-    All lie there when forward ends, so no two can share a place. The order is that in which backward asks for them: so
+    All are there when forward ends, so no two can share a place. The order is that in which backward asks for them: so
     they come back, where several are fetched at one node.
     """
     if not offloads:

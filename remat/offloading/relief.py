@@ -43,7 +43,7 @@ class Relief:
     again_us    R, what recomputations take in all, at most
     in_forward  bytes off the device at most, for every operator of forward and when it ends
     most_bytes  C
-    floors      what the link could have taken, likewise for every operator
+    floors      bytes that the link could have taken, for every operator
     """
 
     def __init__(self, graph: Graph, op_time_us: np.ndarray, link: Link, again_us: float = math.inf):

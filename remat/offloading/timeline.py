@@ -19,7 +19,7 @@ class Candidate:
     """A storage that may be on the host between forward and backward.
 
     node, save     how the executor knows it, see `OffloadRef`
-    ready_us       when its copy out may begin       local_end  operators run in forward before nobody reads it there
+    ready_us       when its copy out may begin       local_end  operators run in forward up to its last reader
     asked_at       position at which backward first asks for it
     """
 
@@ -139,7 +139,7 @@ class Timeline:
 
     @functools.cached_property
     def _kept(self) -> np.ndarray:
-        """Storages made by a captured node that nobody changes, and only backward asks for.
+        """Storages made by a captured node that do not change, and that only backward reads.
 
         Some are gone by then: a region that has saved them is recomputed, and runs no operator that needs them.
         """

@@ -66,7 +66,9 @@ def parse_budget(
         given = budget
     elif is_share_of_step(budget):
         if step_bytes is None:
-            raise UsageError(f"budget {budget!r} is a share of one step, and here is none; give it in GiB, or as 90%.")
+            raise UsageError(
+                f"budget {budget!r} is a share of one step, and no step is recorded here; give it in GiB, or as 90%."
+            )
         given = parse_bytes(budget.strip()[: -len("step")], what="budget", whole_bytes=step_bytes)
     else:
         given = parse_bytes(budget, what="budget", whole_bytes=memory_bytes)

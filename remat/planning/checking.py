@@ -38,12 +38,18 @@ MARGIN = "5%"
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """Whether a step fits.
+    """The answer to whether a step fits.
 
-    needed_bytes  the most that it takes          limit_bytes  what there is, less the margin
-    is_reserved   whether these are what the allocator reserves, simulated; else what is requested
-    change        the least change that fits, in words; None where it fits, or where nothing that was tried does
-    added         share of the step's time that the change adds, where it is a plan
+    Attributes:
+        needed_bytes: The peak of the step.
+        limit_bytes: The available bytes, less the margin.
+        is_reserved: Whether both are reserved bytes, simulated; else requested bytes.
+        change: The least change that fits, in words; None if the step fits, or if no change that was tried does.
+        added: The share of the step's time that the change adds, if it is a plan.
+
+    Example:
+        >>> verdict = remat.check(workload, budget="24GiB", target="rtx4090")
+        >>> verdict.needed_bytes <= verdict.limit_bytes
     """
 
     workload: str
@@ -81,14 +87,29 @@ def check(
     loop: TrainingLoop | None = None,
     allocator: str | None = None,
 ) -> Verdict:
-    """Say whether the step of `workload` fits, and the least change that makes it fit.
+    """Check whether the step of `workload` fits, and find the least change that makes it fit.
 
-    budget    what there is, as in `remat.plan`; "auto" is the target's memory
-    headroom  margin that stays free: bytes, text with a unit, or a percentage of the budget
-    plan      the plan that the step runs under, by default none
-    target, costs, loop, allocator  as in `remat.plan`
+    Args:
+        workload: The training step.
+        budget: Available memory, as in `remat.plan`; "auto" is the target's memory.
+        headroom: Margin that stays free: bytes, text with a unit, or a percentage of the budget.
+        plan: The plan that the step runs under, by default none.
+        target: The device, as in `remat.plan`.
+        costs: A table of kernel times measured on the target.
+        loop: Everything around forward and backward.
+        allocator: PYTORCH_CUDA_ALLOC_CONF of the training, by default that of the environment.
 
-    Raises CaptureError, UsageError, and PlanMismatch for a plan of another step.
+    Returns:
+        The verdict, with needed and available bytes.
+
+    Raises:
+        CaptureError: The model cannot be captured.
+        UsageError: An argument is wrong.
+        PlanMismatch: The plan is for another step.
+
+    Example:
+        >>> verdict = remat.check(workload, budget="24GiB", target="rtx4090")
+        >>> verdict.needed_bytes, verdict.change
     """
     request = PlanRequest.of(budget=budget, headroom=headroom, allocator=allocator)
     place = find_planning_device(target, costs)

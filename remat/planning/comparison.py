@@ -143,7 +143,7 @@ class Comparison(Heading):
     bound_us     the best that is proved: no plan within the budget recomputes for less; 0 where nothing is
     measured_on  device, batch_size and seq_len of what was measured: a device may bear less than was planned for
     failures     what a measurement contradicts, one sentence each
-    interrupted  somebody pressed Ctrl-C: strategies or measurements are missing
+    interrupted  the user pressed Ctrl-C: strategies or measurements are missing
     """
 
     _header: ClassVar[tuple[str, ...]] = COLUMNS
@@ -193,13 +193,26 @@ def compare(
 ) -> Comparison:
     """Plan the step of `workload` by several strategies under one budget.
 
-    target, loop  as in `remat.plan`
-    strategies    names in `solvers.STRATEGIES`; by default the quick ones
-    on_progress   called with (done, total) while costs are measured
-    on_strategy   see `compare_study`
-    wanted        fields of `PlanRequest`, as in `remat.plan`; limits hold for each strategy
+    Args:
+        workload: The training step.
+        target: The device, as in `remat.plan`.
+        costs: A table of kernel times measured on the target.
+        loop: Everything around forward and backward.
+        strategies: Names in `remat.solvers.STRATEGIES`, by default the quick ones.
+        on_progress: Called with (done, total) while costs are measured.
+        on_strategy: Called before each strategy, see `compare_study`.
+        **wanted: More arguments of `remat.plan`, `budget` among them; limits hold for each strategy.
 
-    Raises Infeasible where it is proved that no plan fits, CaptureError, UsageError.
+    Returns:
+        A comparison with a row for each strategy; prints as a table.
+
+    Raises:
+        Infeasible: No plan fits.
+        CaptureError: The model cannot be captured.
+        UsageError: An argument is wrong.
+
+    Example:
+        >>> print(remat.compare(workload, budget="20GiB", strategies=["every-block", "exact"]))
     """
     request, place = PlanRequest.of(**wanted), find_planning_device(target, costs)
     study = studied(workload, request, place, loop, on_progress=on_progress)

@@ -115,13 +115,26 @@ def estimate(
     loop: TrainingLoop | None = None,
     allocator: str | None = None,
 ) -> Estimate:
-    """Say where every byte of the step of `workload` goes, and how fast it can be; nothing is solved.
+    """Estimate the memory of a step by category, and its time; nothing is solved.
 
-    plan       the step under this plan, by default without one
-    target     as in `remat.plan`, as is `loop`
-    allocator  settings of PYTORCH_CUDA_ALLOC_CONF; those of the environment by default
+    Args:
+        workload: The training step.
+        plan: The plan that the step runs under, by default none.
+        target: The device, as in `remat.plan`.
+        costs: A table of kernel times measured on the target.
+        loop: Everything around forward and backward.
+        allocator: PYTORCH_CUDA_ALLOC_CONF of the training, by default that of the environment.
 
-    Raises CaptureError, UsageError, and PlanMismatch for a plan of another step.
+    Returns:
+        Peaks in bytes and times in microseconds; prints as text.
+
+    Raises:
+        CaptureError: The model cannot be captured.
+        UsageError: An argument is wrong.
+        PlanMismatch: The plan is for another step.
+
+    Example:
+        >>> print(remat.estimate(workload, target="h100-80gb"))
     """
     place = find_planning_device(target, costs)
     step = fake_step(workload, place, loop=loop)

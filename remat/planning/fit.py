@@ -103,13 +103,15 @@ class Sizing:
         """
         own = request.loop(loop) or TrainingLoop()
         if is_share_of_step(request.budget):
-            raise UsageError(f"budget {request.budget!r} is a share of one step, and here is none; give it in GiB.")
+            raise UsageError(
+                f"budget {request.budget!r} is a share of one step, and no step is recorded here; give it in GiB."
+            )
         if request.wants_layers:
             raise UsageError("micro-batches are fitted with the weights on the device; leave weights out of `offload`.")
         request.require(place, own)
         budget, link = request.limit(place), request.link(place, own)
         if budget is None:
-            raise UsageError("a micro-batch is fitted to a budget: say how much memory a step may take, `budget=`.")
+            raise UsageError("a micro-batch is fitted to a budget: give `budget=`.")
         return cls(workload, place, budget, own, request, link, on_try or (lambda what: None))
 
     def micro_batches(self, seq_len: int | None = None) -> MicroBatches:
@@ -137,13 +139,24 @@ def fit(
 ) -> BatchFit:
     """Find the fastest way to run `global_batch` samples in each optimizer step within a budget.
 
-    target  as in `remat.plan`
-    loop    ranks, shards and what else training does; its accumulation is chosen here
-    on_try  called with what is tried next, in words
-    wanted  fields of `PlanRequest`, as in `remat.plan`; limits hold for each solution
+    Args:
+        workload: The training step.
+        global_batch: Samples of all ranks in an optimizer step.
+        target: The device, as in `remat.plan`.
+        costs: A table of kernel times measured on the target.
+        loop: Ranks, shards and everything else around the step; its accumulation is chosen here.
+        on_try: Called with a description of each try.
+        **wanted: More arguments of `remat.plan`, `budget` among them; limits hold for each solution.
 
-    Raises UsageError where the global batch does not divide over the ranks, Infeasible where not even a micro-batch
-    of one sample fits.
+    Returns:
+        Micro-batch, accumulation and plan with the least time per sample.
+
+    Raises:
+        UsageError: The global batch does not divide over the ranks, or an argument is wrong.
+        Infeasible: Not even a micro-batch of one sample fits.
+
+    Example:
+        >>> best = remat.fit(workload, global_batch=256, budget="20GiB")
     """
     return fitted(
         Sizing.of(workload, PlanRequest.of(**wanted), find_planning_device(target, costs), loop, on_try), global_batch
@@ -207,7 +220,26 @@ def largest_batch(
     on_try: Callable[[str], None] | None = None,
     **wanted: Unpack[Wanted],
 ) -> Plan:
-    """Plan for the largest micro-batch that fits a budget; arguments and errors are those of `fit`."""
+    """Plan for the largest micro-batch that fits a budget.
+
+    Args:
+        workload: The training step.
+        target: The device, as in `remat.plan`.
+        costs: A table of kernel times measured on the target.
+        loop: Everything around forward and backward.
+        on_try: Called with a description of each try.
+        **wanted: More arguments of `remat.plan`, `budget` among them.
+
+    Returns:
+        The plan; its batch size is `plan.about["batch_size"]`.
+
+    Raises:
+        Infeasible: Not even one sample fits.
+        UsageError: An argument is wrong.
+
+    Example:
+        >>> remat.largest_batch(workload, budget="20GiB").about["batch_size"]
+    """
     return largest_of(Sizing.of(workload, PlanRequest.of(**wanted), find_planning_device(target, costs), loop, on_try))
 
 
@@ -257,8 +289,23 @@ def longest_sequence(
 ) -> Plan:
     """Plan for the longest sequence that fits a budget at the workload's batch size, to 1 part in `SEQ_PARTS`.
 
-    Each length is recorded by itself. Arguments are those of `fit`. Raises UsageError for a workload without sequences,
-    Infeasible where not even the shortest length that is looked at fits.
+    Args:
+        workload: The training step; each length is recorded anew.
+        target: The device, as in `remat.plan`.
+        costs: A table of kernel times measured on the target.
+        loop: Everything around forward and backward.
+        on_try: Called with a description of each try.
+        **wanted: More arguments of `remat.plan`, `budget` among them.
+
+    Returns:
+        The plan; its length in tokens is `plan.about["seq_len"]`.
+
+    Raises:
+        UsageError: The workload has no sequences, or an argument is wrong.
+        Infeasible: Not even the shortest length tried fits.
+
+    Example:
+        >>> remat.longest_sequence(workload, budget="24GiB").about["seq_len"]
     """
     return longest_of(Sizing.of(workload, PlanRequest.of(**wanted), find_planning_device(target, costs), loop, on_try))
 

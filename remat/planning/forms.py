@@ -1,4 +1,4 @@
-"""Forms: one step as captured, with losses in slices, with MLPs in slices, with groups fused.
+"""Forms: one step unchanged, with losses in slices, with MLPs in slices, with groups fused.
 
 A form is a step of its own: recorded, costed, posed, solved and replayed like any other. Its nodes are the same, but
 that a loss head is one node, and so is a fused group. So a plan of one number of slices is a plan of the others, and a
@@ -36,7 +36,7 @@ from remat.recording.fake_step import FakeStep
 class StepForm:
     """A step in one form.
 
-    extra_us  time that it takes longer than as captured, without recomputation; negative where fusing makes it faster
+    extra_us  time beyond that of the captured step, without recomputation; negative if fusing makes it faster
     """
 
     form: Form

@@ -30,9 +30,9 @@ def offloads_named(offload: str | None) -> frozenset[str]:
     """
     names = frozenset(name.strip() for name in (offload or NONE).split(","))
     if not names <= set(OFFLOADS) or (NONE in names and len(names) > 1):
-        raise UsageError(f"offload is {', '.join(OFFLOADS[:-1])}, some with commas, or {NONE}; not {offload!r}.")
+        raise UsageError(f"offload is {', '.join(OFFLOADS[:-1])}, two with a comma, or {NONE}; not {offload!r}.")
     if names >= {ACTIVATIONS, WEIGHTS}:
-        raise UsageError("activations and weights would come back over one link, and only one of them is planned.")
+        raise UsageError("activations and weights cannot be offloaded together; choose one.")
     return names - {NONE}
 
 
@@ -59,7 +59,7 @@ def link_of(
     """
     names, target = offloads_named(offload), found.target
     if not names and not has_state and host_budget is not None:
-        raise UsageError('a host budget is for what is offloaded: say `offload="activations"` too.')
+        raise UsageError('a host budget needs offloading: add `offload="activations"`.')
     if names and target.host_bytes_per_us <= 0:
         raise UsageError(
             f"the memory of {target.name} is the host's, so there is nowhere to offload to; leave `offload` out, or "
@@ -75,7 +75,7 @@ def link_of(
 def host_bytes_of(found: PlanningDevice, host_budget: str | int | None) -> int:
     """Return the bytes that may be on the host.
 
-    Without a budget that is half of what the host has free; for a target elsewhere, whose host nobody knows, as much as
+    Without a budget that is half of what the host has free; for a target elsewhere, whose host is unknown, as much as
     the device has; of either the next lower power of two, which is what PyTorch pins. Raises UsageError for what is no
     number of bytes.
     """
@@ -83,7 +83,7 @@ def host_bytes_of(found: PlanningDevice, host_budget: str | int | None) -> int:
         return parse_bytes(host_budget, what="host budget", whole_bytes=free_host_bytes())
     if host_budget is not None:
         if host_budget <= 0:
-            raise UsageError(f"a host budget of {host_budget} bytes holds nothing.")
+            raise UsageError(f"a host budget of {host_budget} bytes is not positive.")
         return host_budget
     most = found.target.memory_bytes if found.device is None else int(HOST_SHARE * free_host_bytes())
     return 1 << (most.bit_length() - 1)  # PyTorch rounds pinned memory up to a power of two

@@ -210,7 +210,7 @@ class MicroBatches:
     # Steps at any size (Rule 2)
 
     def profile(self, micro_batch: int, accumulates: bool) -> Profile:
-        """The profile of the step as captured."""
+        """The profile of the captured step."""
         key = (micro_batch, accumulates)
         if key not in self._profiles:
             scaled = self._family_for(micro_batch, accumulates)

@@ -69,18 +69,43 @@ def plan(
 ) -> Plan:
     """Find the plan with the least added time whose peak over the whole step stays within `budget`.
 
-    target       see `find_planning_device`
-    costs        table of kernels that were measured on the target, see `costing/kernel_table.py`
-    loop         what training does around forward and backward: accumulation, clipping, shards, ...
-    batch_size   samples in place of the workload's own number
-    time_limit   seconds for the search: that of `limits`, which has more to set
-    menu         also find the answers that may change more or less in the numbers, or that offload activations:
-                 `plan.alternatives`
-    on_progress  called with (done, total) while costs are measured
+    Args:
+        workload: The training step. `remat.workload_of(trainer)` makes one from a Trainer.
+        budget: Limit on the peak: bytes, text with a unit ("20GiB"), "90%" of the target's memory, "60%step" of the
+            step's own peak, or "auto" for the largest budget that fits the card.
+        target: The device to plan for: "auto", "cuda", "cpu", or a card by name ("h100-80gb").
+        costs: A table of kernel times measured on the target, as `remat profile --costs` writes it.
+        loop: Everything around forward and backward: accumulation, clipping, shards.
+        batch_size: Samples in place of the workload's own number.
+        headroom: Bytes, or a percentage, subtracted from the budget.
+        execution: How training runs the plan: "eager", "modules" (FSDP2), "inductor" or "aot_eager".
+        depth: Nesting depth of regions, by default the most that the execution allows.
+        numerics: "bitwise", "sums" (default: also chunked losses and MLPs) or "rounding" (also fused kernels).
+        exact: The same as `numerics="bitwise"`.
+        fuse: The same as `numerics="rounding"`.
+        offload: "activations", "optimizer", "weights", or "optimizer" and another with a comma.
+        host_budget: Host memory for offloading, in bytes or as text; by default half of the free memory.
+        allocator: PYTORCH_CUDA_ALLOC_CONF of the training, by default that of the environment.
+        limits: Limits of the search.
+        time_limit: Seconds for the search, in place of `limits.time_s`.
+        solver: A function of `remat.solvers`, by default the exact one.
+        forms: Forms of the step that are tried.
+        menu: Also find plans with other numerics or with offloading, for `plan.alternatives`.
+        on_progress: Called with (done, total) while costs are measured.
 
-    All other arguments are fields of `PlanRequest`, which describes them.
+    Returns:
+        The plan. `plan.predicted["peak_bytes"]` is its peak in bytes, `plan.predicted["overhead"]` its added time as a
+        share of the step's.
 
-    Raises Infeasible with the least budget that would do, NoPlanInTime, CaptureError, UsageError.
+    Raises:
+        Infeasible: No plan fits; `minimum_budget_bytes` is the least budget that does.
+        NoPlanInTime: The time limit came first.
+        CaptureError: The model cannot be captured.
+        UsageError: An argument is wrong, or two contradict each other.
+
+    Example:
+        >>> plan = remat.plan(workload, budget="20GiB", target="h100-80gb")
+        >>> plan.save("mine.plan.json")
     """
     require_unit("budget", budget)
     request = PlanRequest.of(

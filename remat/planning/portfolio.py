@@ -5,10 +5,10 @@ Rule 1  A plan's price is the time that its step takes beyond the captured one: 
 Rule 2  A form that alone costs as much as the best plan so far is not searched; its own time bounds its plans. No
         other form is looked at where nothing needs to be recomputed, unless groups may be fused.
 Rule 3  Every form is searched for `Clock.first_s`. The best one, a few whose bounds say that they may be better still,
-        and the step as captured if it may yet be taken, are searched again for longer. A search ends where its bound
+        and the captured step if it may yet be taken, are searched again for longer. A search ends where its bound
         says that the best plan so far stands.
 Rule 4  Another form is taken if it saves `FormChoice.worth` of the step, or if nothing else fits. One that saves less
-        is reported, and the bound is then that of plans for the step as captured.
+        is reported, and the bound is then that of plans for the captured step.
 Rule 5  Plans are compared as the evaluator sees them, and the one to be taken is replayed. Where the replay exceeds the
         budget and the plan found in its place is slower, all are compared again.
 """
@@ -35,7 +35,7 @@ class BestPlan:
     bound_us    the least price of any plan of the forms that the proof is about
     gap         (price - bound) / (price - price of the cheapest form without recomputation)
     floor_us    the least price of any plan of any form
-    captured    the best plan of the step as captured, where another form is taken and it has one
+    captured    the best plan of the captured step, where another form is taken and it has one
     left        the best plan of another form that saves too little to be taken (Rule 4)
     """
 
@@ -213,7 +213,7 @@ class _FormSearch:
             known.solution, known.limits = found.solution, found.limits
 
     def _search_captured_again(self) -> None:
-        """Search the step as captured again, unless it is proved not to be the one to take. (Rule 4)"""
+        """Search the captured step again, unless it is proved not to be the one to take. (Rule 4)"""
         known, best, at, below_us = self.captured, self._best_other(), self._study.captured, math.inf
         if best is not None:
             below_us = best.price_us + self._worth_us

@@ -61,11 +61,26 @@ def profile(
     loop: TrainingLoop | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Profile:
-    """Record and cost the workload's step.
+    """Record the workload's step with its costs.
 
-    On this machine's device the costs are measured, kind by kind (`on_progress` gets done and total); for a target
-    by name they are estimated, by the kernels of the table `costs` where one is given. Raises CaptureError where the
-    model cannot be captured, UsageError for the target and the table.
+    On this machine's device the costs are measured, kind by kind. For a target by name they are estimated.
+
+    Args:
+        workload: The training step.
+        target: The device, as in `remat.plan`.
+        costs: A table of kernel times measured on the target.
+        loop: Everything around forward and backward.
+        on_progress: Called with (done, total) while costs are measured.
+
+    Returns:
+        The profile. Times are in microseconds, sizes in bytes.
+
+    Raises:
+        CaptureError: The model cannot be captured.
+        UsageError: The target or the table is wrong.
+
+    Example:
+        >>> remat.profile(workload, target="cpu").save("mine.profile.json")
     """
     place = find_planning_device(target, costs)
     step = fake_step(workload, place, loop=loop)

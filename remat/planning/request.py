@@ -39,16 +39,20 @@ NUMERICS: tuple[Numerics, ...] = (BITWISE, SUMS, ROUNDING)
 
 @dataclasses.dataclass(frozen=True)
 class FormChoice:
-    """Which forms of a step are tried, and when another form than the captured one is taken.
+    """Limits on the forms of a step that are tried, and the gain for which another form is used.
 
-    slices          numbers of slices of a loss, in the order in which they are tried
-    beside_rows     numbers of slices of a loss that are tried beside MLPs in slices
-    row_numbers     numbers in the widest value of one slice of an MLP
-    most_row_slices slices of an MLP at most; 0 or 1: MLPs are left whole
-    large           share of the peak; a loss whose logits are smaller is left whole
-    worth           share of the step; another form is taken if it saves so much or nothing else fits
-    most_again      forms beside the best one that are searched a second time
-    open            share of the best price; a form whose bound is lower by so much is searched a second time
+    Attributes:
+        slices: Numbers of chunks of a loss, in the order in which they are tried.
+        beside_rows: Numbers of chunks of a loss that are tried beside chunked MLPs.
+        row_numbers: Numbers in the widest value of one chunk of an MLP.
+        most_row_slices: Most chunks of an MLP; 0 or 1 never chunks MLPs.
+        large: Share of the peak; a loss with smaller logits is not chunked.
+        worth: Share of the step; another form is used if it saves as much or if nothing else fits.
+        most_again: Forms beside the best one that are searched a second time.
+        open: Share of the best price; a form whose bound is lower by as much is searched a second time.
+
+    Example:
+        >>> remat.plan(workload, budget="20GiB", forms=remat.FormChoice(slices=(4, 8)))
     """
 
     slices: tuple[int, ...] = (8, 16, 4, 2, 1)
@@ -153,7 +157,7 @@ class PlanRequest:
         return loop_with(own, self.offload)
 
     def require(self, place: PlanningDevice, loop: TrainingLoop | None, *, has_model: bool = True) -> None:
-        """Raise UsageError for what cannot be had of a step on `place` in `loop`, which `self.loop` gave.
+        """Raise UsageError for options that a step on `place` in `loop`, which `self.loop` gave, cannot have.
 
         has_model  whether there is a model, not a profile alone
         """
@@ -215,9 +219,7 @@ def numerics_of(numerics: str | None, *, exact: bool = False, fuse: bool = False
     Raises UsageError where they contradict each other, and for an unknown name.
     """
     if exact and fuse:
-        raise UsageError(
-            "`fuse=True` and `exact=True` exclude each other: fused groups round elsewhere than the untouched step."
-        )
+        raise UsageError("`fuse=True` and `exact=True` exclude each other: fused kernels round differently.")
     asked = BITWISE if exact else ROUNDING if fuse else None
     if numerics is None:
         return asked or SUMS
@@ -233,6 +235,6 @@ def require_fusible(execution: Execution, loop: TrainingLoop | None, *, has_mode
     if not execution.runs_forms:
         raise UsageError(f'groups are fused in eager execution, not under `execution="{execution}"`.')
     if not has_model:
-        raise UsageError("a profile out of a file holds the step as captured; to fuse, plan from the model.")
+        raise UsageError("a profile from a file holds the step without fused kernels; to fuse, plan from the model.")
     if loop is not None and loop.shard is not None:
         raise UsageError("groups are not fused where states are sharded; leave `fuse` or `shard` out.")

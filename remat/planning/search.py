@@ -165,7 +165,7 @@ def solve_within(
         raise not_found(problem, found, limits, lambda: _least_as_it_runs(problem, judge, limits), "time_s=")
     enough = min(found.replayed_bytes, judge.peak(problem, least_peak(problem, limits).regions))
     raise NoPlanInTime(
-        f"no plan was found that keeps {gib(problem.budget_bytes)} as it runs (execution {execution}): of those that "
-        f"were replayed, the one that needs least needs {gib(found.replayed_bytes)}. A budget of {enough}B "
+        f"no plan was found that keeps {gib(problem.budget_bytes)} as it runs (execution {execution}). Best "
+        f"replayed peak: {gib(found.replayed_bytes)}. A budget of {enough}B "
         f"({gib(enough)}) will do."
     )

@@ -77,10 +77,10 @@ class _Known:
 class Study:
     """A step, its forms, and the solutions found so far.
 
-    profile     of the step as captured              step   to record other forms of, and to replay plans on
+    profile     of the captured step                  step   to record other forms of, and to replay plans on
     budget      of the request, in bytes; None where the caller tries budgets itself
     link        to the host's memory, where activations may be offloaded
-    space       of plans for the step as captured, by default the execution's
+    space       of plans for the captured step, by default the execution's
     replays     whether plans are replayed where there is a step
     profile_in  the profile of the step in a form; by default that of `step`, recorded
     cuts        whether losses and MLPs may run in slices, where the request allows it
@@ -145,7 +145,7 @@ class Study:
 
     @property
     def step_time_us(self) -> float:
-        """Time of the step as captured, without checkpointing."""
+        """Time of the captured step, without checkpointing."""
         return self.profile.costs.step_time_us(self.profile.graph)
 
     def within(self, budget: Budget) -> Study:
@@ -157,7 +157,7 @@ class Study:
     def allowing(self, numerics: Numerics) -> Study:
         """The same study, and the same memory, where a plan may change other things in the numbers.
 
-        Raises UsageError where that cannot be had of the step.
+        Raises UsageError if the step cannot have it.
         """
         if numerics == self.request.numerics:
             return self
@@ -168,7 +168,7 @@ class Study:
         return other
 
     def over(self, link: Link | None) -> Study:
-        """The same step with another link, and without a memory of plans: other plans may be had over it."""
+        """The same step with another link, and without a memory of plans: it allows other plans."""
         if link is None:
             return self.without_link
         other = copy.copy(self)
@@ -273,7 +273,7 @@ class Study:
         elif best is None:
             raise self._refusal(at, problem, found, limits)
         elif found.status == "infeasible":
-            raise RematError(f"solver {found.solver} says that no plan keeps {budget_bytes} bytes, but one does.")
+            raise RematError(f"solver {found.solver} claims that no plan keeps {budget_bytes} bytes, but one does.")
         else:  # of a search that ended without a plan the bound stands
             self.remember(at, budget_bytes, dataclasses.replace(best, bound_us=max(found.bound_us, best.bound_us)))
         merged = self.best_known(at, budget_bytes)

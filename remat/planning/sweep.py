@@ -8,7 +8,7 @@ Rule 3  A strategy's plan under one budget is its plan under every budget down t
 Rule 4  Between two budgets the optimum lies between their plans. Half of the points are evenly apart; each of the
         others goes where least is known: into the largest such rectangle of bytes and time.
 Rule 5  Where the step may run in other forms, each budget has the portfolio's plan of least price, however little it
-        saves (`portfolio.py`, with `worth` 0). The plans of the step as captured are a strategy beside the curve.
+        saves (`portfolio.py`, with `worth` 0). The plans of the captured step are a strategy beside the curve.
 
 Plans are judged by the evaluator and by `check`. No plan is handed out here: `remat plan` replays the one chosen.
 Where a step does not run as the evaluator says, every plan is replayed, and the curve is that of the replays.
@@ -65,11 +65,11 @@ class CurvePoint:
     """The plan of one strategy under one budget.
 
     recompute_time_us, form_time_us  what it adds to the step: recomputation, and what the form takes longer than the
-                   step as captured (negative where fusing makes it faster); `overhead` is their share of the step
+                   captured step (negative where fusing makes it faster); `overhead` is their share of the step
     bound_us, gap  what is proved of both together; None for heuristics
-    host_bytes     of activations that lie on the host between forward and backward
+    host_bytes     of activations on the host between forward and backward
     form, slices   in which the step runs, for a person; into how many slices losses are cut, 0 where they are whole
-    rows           into how many MLPs are, likewise
+    rows           into how many slices MLPs are cut
     """
 
     strategy: str
@@ -93,10 +93,10 @@ class CurvePoint:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sweep(Heading):
-    """`points` is the curve, by rising budget; `others` are the distinct plans of each other strategy, likewise.
+    """`points` is the curve, by rising budget; `others` are the distinct plans of each other strategy by rising budget.
 
     forms        that the curve is the least of, for a person
-    interrupted  somebody pressed Ctrl-C: budgets or strategies are missing
+    interrupted  the user pressed Ctrl-C: budgets or strategies are missing
     """
 
     _header: ClassVar[tuple[str, ...]] = COLUMNS
@@ -158,14 +158,28 @@ def sweep(
 ) -> Sweep:
     """Trace the least added time of the step of `workload` against its peak, at up to `points` budgets.
 
-    target, loop   as in `remat.plan`
-    strategies     names in `solvers.STRATEGIES`, by default the heuristics: what they reach under the same budgets
-    on_progress    called with (done, total) while costs are measured
-    on_point       see `sweep_study`
-    on_form        called with a form of the step before it is recorded
-    wanted         fields of `PlanRequest`, as in `remat.plan`; limits hold for each point, and a budget is not used
+    Args:
+        workload: The training step.
+        target: The device, as in `remat.plan`.
+        costs: A table of kernel times measured on the target.
+        loop: Everything around forward and backward.
+        points: Number of budgets.
+        strategies: Names in `remat.solvers.STRATEGIES` to solve beside the curve, by default the heuristics.
+        on_progress: Called with (done, total) while costs are measured.
+        on_point: Called before each point, see `sweep_study`.
+        on_form: Called with a form of the step before it is recorded.
+        **wanted: More arguments of `remat.plan`; limits hold for each point, and a budget is ignored.
 
-    Raises CaptureError, UsageError.
+    Returns:
+        The curve, with other strategies beside it; prints as a table.
+
+    Raises:
+        CaptureError: The model cannot be captured.
+        UsageError: An argument is wrong.
+
+    Example:
+        >>> curve = remat.sweep(workload, points=8)
+        >>> [(point.peak_bytes, point.overhead) for point in curve.points]
     """
     request, place = PlanRequest.of(**wanted), find_planning_device(target, costs)
     study = studied(workload, request, place, loop, on_progress=on_progress, on_form=on_form)
@@ -220,7 +234,7 @@ def sweep_study(
 class _Solved:
     """A strategy's plan under a budget, the peak of that plan, and what is proved.
 
-    bound_us  what every plan that the strategy looked among adds to the step as captured at least
+    bound_us  the least that any plan in the strategy's space adds to the captured step
     """
 
     strategy: str

@@ -354,7 +354,7 @@ class FakeStep:
             except Exception as error:
                 raise CaptureError(
                     f"the optimizer of {self.workload.name!r} fails on fake tensors: {describe(error)}. Plan with "
-                    "`optimizer=None`, and take what it keeps off the budget."
+                    "`optimizer=None`, and subtract its memory from the budget."
                 ) from error
 
     @contextlib.contextmanager

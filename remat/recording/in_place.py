@@ -1,10 +1,10 @@
-"""In place: where PyTorch writes to a tensor that nobody else holds in training, and makes a new one on fakes.
+"""In place: PyTorch writes to a tensor without other holders in training, and makes a new one on fakes.
 
 Under a dispatch mode, and for tensors that dispatch to Python, composite kernels and the autograd engine take a branch
 without writes in place (`isTensorSubclassLike`, ATen/TensorSubclassLikeUtils.h). A training step takes the other one,
 and needs one tensor less while such an operator runs. As of torch 2.13 these places weigh something:
 
-Rule 1  The engine adds a second gradient of a value to the first, in place if nobody else holds the first and it is
+Rule 1  The engine adds a second gradient of a value to the first, in place if nothing else holds the first and it is
         dense (`accumulate`, torch/csrc/autograd/input_buffer.cpp). A view is never written to: its history holds the
         tensor that it is of (`as_view`, torch/csrc/autograd/VariableTypeUtils.h). So the gradient of a transposed
         weight, or of what was reshaped, is added to out of place.
@@ -15,11 +15,11 @@ Rule 3  Unfused attention adds its mask to the scores (`_scaled_dot_product_atte
         ATen/native/transformers/attention.cpp).
 
 Operators are not replaced. One that would be in place is taken to have its first argument's storage over: that ends
-when the operator begins, provided that it is let go before the next operator, which is so if nobody else holds it. A
+when the operator begins, provided that it is let go before the next operator, which is so if nothing else holds it. A
 table of counts of references was rejected: what Python adds to them differs from version to version.
 
-Left out: gradients that arrive from Python's own `autograd.Function`s, within which nobody can tell an operator of
-theirs from the engine's; there, one gradient too many is predicted, as before.
+Left out: gradients that arrive from Python's own `autograd.Function`s, within which an operator of
+theirs looks like one of the engine's; there, one gradient too many is predicted, as before.
 """
 
 from __future__ import annotations

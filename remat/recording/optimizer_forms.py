@@ -1,10 +1,10 @@
 """Forms: which kernels an optimizer and clipping run, chosen by torch itself, for fake tensors as for real ones.
 
 A form is a for-loop over parameters, one call for all of them (foreach, whose temporaries may be a copy of the
-parameters) or a fused kernel. Where nobody asked for one, torch decides in the middle of a step, by the device and by
+parameters) or a fused kernel. Without a request for one, torch decides in the middle of a step, by the device and by
 the *type* of the tensors: a subclass of Tensor gets the loop, because it may not know the foreach operators. A
-FakeTensor is a subclass, and one that stands for a tensor on a GPU may say that it lies on the CPU. So torch's lists
-are told for as long as a fake step runs what comes after backward, and every rule of torch's holds by itself:
+FakeTensor is a subclass, and one that stands for a tensor on a GPU may say that it is on the CPU. So torch's lists
+are changed for as long as a fake step runs what comes after backward, and every rule of torch's holds by itself:
 optimizers without a foreach form by default, `foreach=False`, `differentiable`, a learning rate that is a tensor,
 `capturable`, gradient clipping, averaged models.
 

@@ -414,9 +414,9 @@ class Recorder(Tracker):
             record["mutates"] = (*record["mutates"], producer)
 
     def _settle_effects(self) -> None:
-        """Whoever reads what another node changes would read something else when recomputed: it stays plain.
+        """A reader of a value that another node changes would read another value when recomputed: it stays plain.
 
-        A counter that somebody reads is none.
+        A counter that is read is none.
         """
         for storage, writers in self._writers.items():
             readers = self._readers.get(storage, set()) | writers

@@ -97,11 +97,11 @@ class Repeats:
     def _reason(self) -> str:
         """Explain why forwards differ, as far as can be seen."""
         if reads := said_of(reads_of(self._step.run_untraced, self._sources)):
-            return f"what is read by {reads} is another number each time"
+            return f"the number read by {reads} changes each time"
         counted = [f"`{name}`" for name, value in self._numbers().items() if self._before.get(name) != value]
         if counted:
             return f"each changes {', '.join(counted[:MOST_SAID])}, and follows it"
-        return "something that torch does not know of steers the forward"
+        return "something outside of torch controls the forward"
 
 
 def _of(one: Sequence[Any], other: Sequence[Any]) -> str:

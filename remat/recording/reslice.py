@@ -138,7 +138,7 @@ class LossRecord:
 
     storages  each with its operators counted from the node's first; without a death where it is kept
     kept      the loss, and the gradients of rows, weight and bias: indices of storages, FIXED for what is none of them
-    slice_ends  see `graph.Node`, counted likewise
+    slice_ends  see `graph.Node`, counted in the same way
     """
 
     kinds: tuple[OpKind, ...]

@@ -118,7 +118,7 @@ class Tracker(UnseenMode):
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
-        """While it lasts, who asks a fake tensor for its value (optimizers do) is told 1, or of a product 0.5.
+        """Answer 1 to code that asks a fake tensor for its value (optimizers do), or 0.5 for a product.
 
         NAdam divides by one less its running product of factors below one.
         """

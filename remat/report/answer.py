@@ -98,12 +98,12 @@ def _on_the_host(plan: Plan) -> list[str]:
     if plan.offloads:
         size = gib(sum(each.size_bytes for each in plan.offloads))
         waited_us = predicted.get("stall_us", 0.0)
-        hidden = f"copies are waited for, {ms(waited_us)}" if waited_us else "no copy is waited for"
-        said.append(f"{size} of activations lie on the host between forward and backward; {hidden} (estimated).")
+        hidden = f"the step waits {ms(waited_us)} for copies" if waited_us else "copies hide behind computation"
+        said.append(f"{size} of activations are on the host between forward and backward; {hidden} (estimated).")
     if state := predicted.get("state_host_bytes"):
         wait = ms(predicted["state_wait_us"])
         said.append(
-            f"{gib(state)} of the optimizer's state are there between its steps, each of which waits {wait} for it "
+            f"{gib(state)} of optimizer state are on the host between optimizer steps; each waits {wait} "
             "(estimated), with the plan and without."
         )
     return said

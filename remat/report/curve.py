@@ -213,14 +213,14 @@ def least_added(plan: Plan) -> float | None:
 
 def _notes(material: Material) -> Iterator[str]:
     if material.sweep is None:
-        yield "No sweep was given: `remat sweep --out curve.json` traces the whole curve, and this page takes it."
+        yield "No sweep was given: `remat sweep --out curve.json` writes the curve for this page."
     elif (
         material.plan is not None
         and (form := form_of(material.plan.about)) != CAPTURED
         and str(form) not in material.sweep.get("forms", ())
     ):
         yield (
-            f"The sweep did not look at the form of the step that this plan runs ({form}), so it may lie below the "
+            f"The sweep did not look at the form of the step that this plan runs ({form}), so it may be below the "
             "curve."
         )
     if material.sweep is not None and material.sweep.get("interrupted"):

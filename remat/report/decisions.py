@@ -3,7 +3,7 @@
 All bytes and times are the evaluator's. *Held* is what of a node's results is alive on the device from forward into
 backward under the plan; *without regions* is the same where nothing is recomputed or offloaded. What it would cost to
 decide otherwise is asked one decision at a time (`changes.py`): of nodes that a region saves or could save, of what
-lies on the host, and of segments outside regions, where the answer stands at the first node that they keep.
+is on the host, and of segments outside regions, where the answer stands at the first node that they keep.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OUTSIDE_MODULES = "outside modules"
 class Leaf:
     """A node: what is decided of it, its bytes held under the plan and without one, and its times.
 
-    host_bytes  of its results that lie on the host meanwhile
+    host_bytes  of its results that are on the host in between
     again_us    of running it a second (third, ...) time
     change      what deciding otherwise would cost; None: not asked
     alike       how many nodes that decision is about, itself included: a segment is recomputed as a whole

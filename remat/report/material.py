@@ -35,10 +35,10 @@ class Material:
 
     plan        None for a report of the step as it is
     others      more plans for the same step, by the name of their file
-    profile     the step itself, in the form that the plan runs it; None where nobody can record it here
+    profile     the step itself, in the form that the plan runs it; None if it cannot be recorded here
     regions, offloads  of the plan, in the graph of `profile`
     sweep, comparison, validation, timeline  documents that commands wrote; None where there is none
-    levers      of `advise`; None where nobody asked
+    levers      of `advise`; None if they were not asked for
     """
 
     plan: Plan | None = None

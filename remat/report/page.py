@@ -139,7 +139,7 @@ def page_of(material: Material) -> Page:
 
 
 def _without_nodes(page: Page) -> Page:
-    note = "This model has more nodes than a page can list, so modules stand without theirs."
+    note = "This model has more nodes than a page can list, so modules are listed without nodes."
     return dataclasses.replace(page, shows_nodes=False, tree_notes=(*page.tree_notes, note))
 
 

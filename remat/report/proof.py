@@ -1,4 +1,4 @@
-"""Proof and next steps: how good the plan is known to be, what limits it, and where more is to be had."""
+"""Proof and next steps: the plan's proved quality, its limits, and ways to improve it."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def _validated(found: Mapping[str, Any]) -> Iterator[Fact]:
         yield Fact("reserved", gib(measured["reserved_bytes"]), f"simulated {gib(predicted['reserved_bytes'])}")
     yield Fact("budget", "kept" if found["within_budget"] else "EXCEEDED")
     slower = measured["step_time_us"] / untouched["step_time_us"] - 1 if untouched["step_time_us"] else 0.0
-    against = f"{100 * slower:+.1f} % of the untouched step's {ms(untouched['step_time_us'])}"
+    against = f"{100 * slower:+.1f} % of the eager baseline's {ms(untouched['step_time_us'])}"
     yield Fact("step time", ms(measured["step_time_us"]), against)
     yield Fact("loss", "equal" if found["loss_equal"] else "DIFFERENT")
     how = "bitwise" if found.get("gradients_bitwise") else "as promised: what differs is as near to float64"

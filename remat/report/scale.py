@@ -59,7 +59,7 @@ def nice_step(span: float, about: int) -> float:
 
 
 def unit_of(most_bytes: float) -> tuple[int, str]:
-    """The unit that `most_bytes` is told in."""
+    """Return the unit in which `most_bytes` is shown."""
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if most_bytes >= unit // 2:
             return unit, name

@@ -1,7 +1,7 @@
 """Fused groups of one planned step, each held to float64.
 
 A fused group keeps its intermediates in registers, where the nodes one by one round each to its dtype. So its results
-and gradients are others than the untouched step's. The promise is that they are no further from the truth: for every
+and gradients differ from the eager baseline's. The promise is that they are no further from the truth: for every
 result of a group, and every gradient that its backward gives, the distance from the same in float64 is at most `NEAR`
 times that of the nodes run one by one on the same inputs. Groups that do the same are taken together, and of them
 what has the same shape.
@@ -100,7 +100,7 @@ class GroupsSeen:
 def far_from(
     untouched: Sequence[Tensor | None], fused: Sequence[Tensor | None], names: Sequence[str], narrow: bool
 ) -> list[str]:
-    """Parameters whose gradients are so far from the untouched step's that no rounding explains it.
+    """Parameters whose gradients are so far from the eager baseline's that no rounding explains it.
 
     narrow  whether the step rounds to 16 bits
     """

@@ -36,7 +36,7 @@ class KernelLog(UnseenMode):
     Views compute nothing, nor does what only allocates: in torch 2.11 a checkpoint makes two tensors without elements.
 
     Integers and booleans are bookkeeping: in eager mode a library may look at its data (is anything padded?)
-    where under capture it is told the answer.
+    where under capture it gets the answer.
 
     Dynamo hands a graph numbers that Python draws (`random.uniform`) as tensors on the host. They are written as the
     numbers that they are, and their operators as those of numbers.
@@ -121,7 +121,7 @@ def _value(value: Any) -> str:
 def without_heads(untouched: Sequence[str], planned: Sequence[str]) -> tuple[list[str], list[str]]:
     """The kernels of both steps without those of loss heads, which the planned one runs in slices, unseen.
 
-    They are stretches that only the untouched step has: from the product that makes the logits to the backward of the
+    They are stretches that only the eager baseline has: from the product that makes the logits to the backward of the
     loss, and, apart from it, casts of the weight and of its gradient. In place of the former the planned step may
     select rows before there are logits.
     """
@@ -152,7 +152,7 @@ def kernel_differences(untouched: Sequence[str], planned: Sequence[str]) -> tupl
     found = []
     for tag, a, b, c, d in difflib.SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
         if tag != "equal":
-            found.append(f"kernel {begin + a}: untouched {_listed(left[a:b])}; planned {_listed(right[c:d])}")
+            found.append(f"kernel {begin + a}: baseline {_listed(left[a:b])}; planned {_listed(right[c:d])}")
     return tuple(found[:MOST_DIFFERENCES])
 
 

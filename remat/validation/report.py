@@ -17,18 +17,29 @@ MOST_NEAR = 6  # parameters shown
 class Report:
     """The result of a validation, in bytes and microseconds; `None` for values that were not measured.
 
-    measured    peak_bytes (requested), step_time_us, and on CUDA allocated_bytes and reserved_bytes
-    predicted   the same; what CUDA's allocator makes of the request is simulated
-    untouched   peak_bytes, step_time_us: measured if the step `fits`, else predicted
-    limit       name and bytes of what the measured peak is held against (Rule 3)
-    recomputed_nodes    planned and observed; None where they cannot be seen, as in a compiled step
-    gradients_equal     every gradient keeps its promise: bitwise, or as near to float64 where it is in `gradients_near`
-    gradients_near      parameters whose gradients are summed in slices: distance from float64 over the untouched step's
-    groups_near         fused groups: distance of what they give from float64 over that of their nodes run one by one.
-                        Loss and gradients are then held to the fused step in which nothing is recomputed
-    offloads            storages that go to the host, that went there and that came back; empty where the plan has none
-    kernel_differences  the first few; none are seen in a compiled step
-    notes       sentences: what was reduced, predicted anew, compared elsewhere, or tolerated
+    Attributes:
+        workload: Name of the workload.
+        device: Device of the measurement.
+        batch_size: Samples of the measured step.
+        seq_len: Tokens of a sample, if there are any.
+        measured: peak_bytes (requested), step_time_us, and on CUDA allocated_bytes and reserved_bytes.
+        predicted: The same; allocated and reserved bytes are simulated.
+        untouched: peak_bytes and step_time_us without a plan: measured if the step `fits`, else predicted.
+        limit: Name and bytes of the limit of the measured peak (Rule 3).
+        loss_equal: Whether the loss is as promised.
+        gradients_equal: Whether every gradient is bitwise equal, or near float64 if listed in `gradients_near`.
+        max_gradient_error: Largest absolute difference of a gradient.
+        recomputed_nodes: Planned and observed; None if they cannot be seen, as in a compiled step.
+        kernel_differences: The first few; empty for a compiled step, whose kernels cannot be seen.
+        notes: Sentences about reductions, new predictions, other comparisons and tolerances.
+        gradients_near: Parameters with gradients summed in chunks: distance from float64 over the eager baseline's.
+        groups_near: Fused groups: distance of their results from float64 over that of their nodes run one by one. Loss
+            and gradients are then compared with the fused step without recomputation.
+        offloads: Numbers of storages planned, sent to the host and brought back; empty without offloads.
+
+    Example:
+        >>> report = remat.validate(workload, plan)
+        >>> report.passed, report.measured["peak_bytes"]
     """
 
     workload: str
@@ -51,7 +62,7 @@ class Report:
 
     @property
     def gradients_bitwise(self) -> bool:
-        """Whether every gradient is bitwise that of the untouched step, none only as near to float64."""
+        """Whether every gradient is bitwise that of the eager baseline, none only as near to float64."""
         return self.gradients_equal and not self.gradients_near and not self.groups_near
 
     @property
@@ -109,7 +120,7 @@ class Report:
 
     @property
     def _measurements(self) -> list[tuple[str, dict[str, Any]]]:
-        return [("measured", self.measured), ("predicted", self.predicted), ("untouched", self.untouched)]
+        return [("measured", self.measured), ("predicted", self.predicted), ("baseline", self.untouched)]
 
     def __str__(self) -> str:
         length = f", sequence length {self.seq_len}" if self.seq_len else ""
@@ -121,7 +132,7 @@ class Report:
             f"  {'':<10}{'peak':>12}{'step':>12}",
             f"  measured  {_row(self.measured)}",
             f"  predicted {_row(self.predicted)}",
-            f"  untouched {_row(self.untouched)}{fits}",
+            f"  baseline  {_row(self.untouched)}{fits}",
             *_allocator_rows(self.measured, self.predicted),
             f"  {name:<10}{gib(limit_bytes):>12}{'kept' if self.within_budget else 'EXCEEDED':>12}",
             f"  loss       {_verdict(self.loss_equal)}",
@@ -153,9 +164,9 @@ def _allocator_rows(measured: dict[str, int], predicted: dict[str, int]) -> list
 def _near_rows(ratios: dict[str, float]) -> list[str]:
     """The few that are furthest."""
     furthest = sorted(ratios.items(), key=lambda pair: -pair[1])
-    rows = [f"  near       {name}: {ratio:.3f} times as far" for name, ratio in furthest[:MOST_NEAR]]
+    rows = [f"  near       {name}: float64 error ratio {ratio:.3f}" for name, ratio in furthest[:MOST_NEAR]]
     if len(furthest) > MOST_NEAR:
-        rows.append(f"  near       {len(furthest) - MOST_NEAR} more, none further")
+        rows.append(f"  near       {len(furthest) - MOST_NEAR} more, none larger")
     return rows
 
 

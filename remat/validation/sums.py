@@ -1,6 +1,6 @@
 """Gradients that chunked losses and chunked runs of nodes sum slice by slice, held to float64.
 
-They are not bitwise those of the untouched step, whose sums run over all rows at once. The promise is that they are no
+They are not bitwise those of the eager baseline, whose sums run over all rows at once. The promise is that they are no
 further from the truth: for every weight of one, the distance of its sum from the same sum in float64 is at most
 `NEAR` times that of the sum over all rows at once. Both distances are norms of as many roundings as the weight has
 numbers, and of n such the ratio varies by 1 / sqrt(n) though neither way to add is the better one: of a norm's 16

@@ -261,7 +261,7 @@ class Training:
         return [tensor for tensor in found if tensor.device.type == self.device.type]
 
     def _bytes_in(self, before: tuple[int, Tracker]) -> int:
-        """Of what was there before a step that has run. On the CPU nobody saw what is gone by then go."""
+        """Of what was there before a step that has run. On the CPU the profiler did not see it freed."""
         lasting, tracker = before
         on_cpu = self.device.type == "cpu"
         return lasting + sum(each.size_bytes for each in tracker.older.values() if each.death is None or not on_cpu)

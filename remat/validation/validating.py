@@ -16,11 +16,11 @@ Rule 3  Where the plan was made for this device and this batch, the peak is held
         anew, with the workspaces of this device's kernels, and the peak is held against that prediction, without
         tolerance.
 Rule 4  The batch is halved until the planned step fits the device's free memory and, on a CPU, bears waiting for; at a
-        batch of one the sequence is halved for that. The untouched step may need a smaller batch; then gradients and
+        batch of one the sequence is halved for that. The eager baseline may need a smaller batch; then gradients and
         kernels are compared at that.
 Rule 5  Gradients are compared bit by bit; those that a chunked loss sums in slices are held to float64 (`sums.py`),
         and a head's kernels are left out. Where groups are fused, what is compared with is the fused step in which
-        nothing is recomputed, and every group is held to float64 (`groups.py`). Where they differ, the untouched step
+        nothing is recomputed, and every group is held to float64 (`groups.py`). Where they differ, the eager baseline
         is run twice: if it does not repeat itself (kernels with atomic additions), the planned one may be `NOISE` times
         as far away.
 """
@@ -90,15 +90,29 @@ def validate(
     repeats: int = 3,
     on_progress: Progress | None = None,
 ) -> Report:
-    """Run `plan` for `workload`, at the workload's batch size or the largest half of it that this device bears.
+    """Run the step with and without `plan` on this device, and compare.
 
-    device       where to run, by default the GPU if there is one
-    seed         of parameters, batch and dropout
-    repeats      steps for a median time; a step of more than `LONG_STEP_S` is timed once
-    on_progress  called with (done, total) while costs are measured
+    The batch is halved until the step fits the device.
 
-    Raises PlanMismatch where the plan is for another model or dtype policy, UsageError where this device cannot run
-    the step at all, ValidationFailed where the planned step runs out of memory although it should fit.
+    Args:
+        workload: The training step.
+        plan: A plan, or the path of its file.
+        device: "cuda" or "cpu", by default the GPU if there is one.
+        seed: Seed of parameters, batch and dropout.
+        repeats: Steps for a median time; a step of more than `LONG_STEP_S` is timed once.
+        on_progress: Called with (done, total) while costs are measured.
+
+    Returns:
+        Peak in bytes, time in microseconds, loss and gradients, beside the prediction and the step without the plan.
+
+    Raises:
+        PlanMismatch: The plan is for another model or dtype policy.
+        UsageError: This device cannot run the step.
+        ValidationFailed: The planned step runs out of memory although it should fit.
+
+    Example:
+        >>> report = remat.validate(workload, "mine.plan.json")
+        >>> assert report.passed, report
     """
     if not isinstance(plan, Plan):
         plan = Plan.load(plan)
@@ -187,7 +201,7 @@ class _Sizes:
     def untouched_load(self, recorded: _Recorded) -> tuple[float, str]:
         graph, target = recorded.graph, self._place.target
         graph = with_untraced(graph, recorded.step, estimated_costs(graph, target), target)
-        return self._memory_load(graph, Memory(graph).peak_without_checkpointing, "the untouched step")
+        return self._memory_load(graph, Memory(graph).peak_without_checkpointing, "the step without the plan")
 
     def _memory_load(self, graph: Graph, peak_bytes: int, what: str) -> tuple[float, str]:
         fixed = min(graph.fixed_total, peak_bytes)
@@ -259,7 +273,7 @@ def _free_bytes(place: PlanningDevice) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Prediction:
-    """Of the planned and of the untouched step, with kernels' workspaces as measured here."""
+    """Predict the planned step and the eager baseline, with kernels' workspaces as measured here."""
 
     planned: dict[str, int]
     untouched: dict[str, int]
@@ -407,19 +421,19 @@ class _Validation:
 
     @property
     def fits(self) -> bool:
-        """Whether the untouched step runs at the batch of the planned one."""
+        """Whether the eager baseline runs at the batch of the planned one."""
         return self.planned_step is self.compared
 
     def report(self, sizes: _Sizes, on_progress: Progress | None) -> Report:
         self.notes += [f"The planned step runs a traced branch: {text}." for text in traced_branches(self.plan.about)]
         if self._is_own_checkpointing:
             self.notes.append(
-                "The model calls torch.utils.checkpoint itself, so the untouched step recomputes too: kernels are not "
+                "The model calls torch.utils.checkpoint itself, so the eager baseline recomputes too: kernels are not "
                 "compared, and its predicted peak is that without these calls."
             )
         if self._is_of_padded_passes:
             self.notes.append(
-                "Mini-batches without padding take an explicit attention mask under the plan, which the untouched step "
+                "Mini-batches without padding take an explicit attention mask under the plan, which the eager baseline "
                 "leaves out: kernels are not compared."
             )
         prediction = _predict(self.planned_step, self.place, on_progress)
@@ -429,7 +443,7 @@ class _Validation:
         if untouched is None:
             untouched = prediction.untouched
             self.notes.append(
-                f"The untouched step does not fit at batch size {workload.batch_size}: gradients and kernels are "
+                f"The eager baseline does not fit at batch size {workload.batch_size}: gradients and kernels are "
                 f"compared at {self.compared.workload.batch_size}."
             )
         return Report(
@@ -466,7 +480,7 @@ class _Validation:
         made_for = (family, about["batch_size"], about.get("seq_len"))
         shares = f" as one of {about['ranks']} ranks ({about['shard']})" if about.get("shard") else ""
         if made_for == (here, workload.batch_size, workload.seq_len) and not shares:
-            self.notes.append(f"The measured peak is held against the plan's budget, {gib(plan.budget_bytes)}.")
+            self.notes.append(f"The measured peak is compared with the plan's budget, {gib(plan.budget_bytes)}.")
             claimed = {name: round(plan.predicted[name]) for name in ("peak_bytes", "step_time_us")}
             if claimed["peak_bytes"] != prediction.planned["peak_bytes"]:
                 self.notes.append(
@@ -481,12 +495,12 @@ class _Validation:
         at = f"batch size {about['batch_size']}" + (f" x {about['seq_len']}" if about.get("seq_len") else "")
         self.notes.append(
             f"The plan was made for {plan.target} at {at}{shares}. Peak and time are predicted anew for the step that "
-            "runs here, and the measured peak is held against that prediction instead of the budget."
+            "runs here, and the measured peak is compared with that prediction instead of the budget."
         )
         return prediction.planned, ("limit", prediction.planned["peak_bytes"])
 
     def _steps(self, sizes: _Sizes) -> tuple[dict[str, int] | None, _Comparison, dict[str, int]]:
-        """(untouched step as measured, None where it does not fit; comparison; planned step as measured)"""
+        """Return (measured eager baseline, None if it does not fit; comparison; measured planned step)."""
         training = self._built()
         try:
             return self._measured(training, sizes)
@@ -496,7 +510,7 @@ class _Validation:
     def _measured(self, training: Training, sizes: _Sizes) -> tuple[dict[str, int] | None, _Comparison, dict[str, int]]:
         """`_steps` of the model that was built."""
         if training.leave_cache_out():
-            self.notes.append("The untouched step was run with use_cache=False: a planned forward builds no cache.")
+            self.notes.append("The eager baseline ran with use_cache=False: a planned forward builds no cache.")
         while True:
             try:
                 training.set_batch(self.compared.workload.batch_size, self.seed + 1)
@@ -505,7 +519,9 @@ class _Validation:
             except torch.OutOfMemoryError:
                 size = self.compared.workload.batch_size // 2
             if size == 0:
-                raise UsageError("the untouched step runs out of memory at batch size 1: nothing can be compared.")
+                raise UsageError(
+                    "the step without the plan runs out of memory at batch size 1: nothing can be compared."
+                )
             self.compared = sizes.at(size)
         try:
             return untouched, self._compare(training, expected), self._planned(training)
@@ -577,14 +593,16 @@ class _Validation:
             del found.gradients[:]
             distance = self._against_noise(training, expected, distance, set(sums.ratios))
         if form.rows:
-            self.notes.append("Kernels are compared with those of MLPs in slices, nothing recomputed.")
+            self.notes.append("Kernels are compared with those of chunked MLPs without recomputation.")
         elif form.chunks:
             kernels_expected, kernels_found = without_heads(kernels_expected, found.kernels)
             self.notes.append("Kernels are compared outside of the chunked loss.")
         if groups.not_finite:
-            self.notes.append(f"Not compared, for no result is finite in float64: {_first_few(groups.not_finite)}.")
+            self.notes.append(f"Not compared, because no result is finite in float64: {_first_few(groups.not_finite)}.")
         if sums.ratios:
-            self.notes.append(f"Gradients of {_first_few(sums.ratios)} are summed in slices: they are held to float64.")
+            self.notes.append(
+                f"Gradients of {_first_few(sums.ratios)} are summed in chunks: they are compared with float64."
+            )
         return _Comparison(
             bool(_distance([expected.loss], [found.loss]).equal),
             distance,
@@ -634,19 +652,19 @@ class _Validation:
         narrow = bool(self.compared.workload.autocast) or self.compared.step.product_dtype.itemsize < 4
         far = far_from(untouched.gradients, found.gradients, names, narrow)
         if far:
-            self.notes.append(f"Far from the untouched step's, more than rounding explains: {', '.join(far[:5])}.")
+            self.notes.append(f"Far from the eager baseline's, more than rounding explains: {', '.join(far[:5])}.")
         apart = _distance(untouched.gradients, found.gradients)
         loss, other = float(untouched.loss), float(found.loss)
         self.notes.append(
             "Groups are fused: loss, gradients and kernels are compared with the fused step in which nothing is "
-            f"recomputed. The untouched step's loss is {loss:.7g}, this one's {other:.7g}; gradients differ by up to "
+            f"recomputed. The eager baseline's loss is {loss:.7g}, this one's {other:.7g}; gradients differ by up to "
             f"{apart.relative:.2g} of the largest."
         )
         return found, far
 
     @property
     def _is_own_checkpointing(self) -> bool:
-        """Whether the untouched step recomputes too, so that kernels cannot be compared."""
+        """Whether the eager baseline recomputes too, so that kernels cannot be compared."""
         return bool(self.compared.graph.about["own_checkpoints"])
 
     @property
@@ -666,7 +684,7 @@ class _Validation:
     def _against_noise(
         self, training: Training, expected: _FirstStep, distance: _Distance, summed: set[str]
     ) -> _Distance:
-        """`distance`, called equal if the untouched step does not repeat itself any better. (Rule 5)
+        """`distance`, called equal if the eager baseline does not repeat itself any better. (Rule 5)
 
         summed  parameters whose gradients are held to float64, and are not among those expected
         """
@@ -685,7 +703,7 @@ class _Validation:
         if noise.equal:
             return distance
         self.notes.append(
-            f"Gradients of the untouched step differ between two runs by {noise.relative:.2g} of their largest value: "
+            f"Gradients of the eager baseline differ between two runs by {noise.relative:.2g} of their largest value: "
             f"kernels on this device are not deterministic. The planned step differs by {distance.relative:.2g}; "
             f"up to {NOISE:g} times as much counts as equal."
         )

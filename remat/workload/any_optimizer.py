@@ -1,4 +1,4 @@
-"""Any optimizer: one of torch's, several in a list or in an object of somebody's own, one around another, or none.
+"""Any optimizer: one of torch's, several in a list or in an object of the user's, one around another, or none.
 
 Scripts hold Muon for matrices beside AdamW for the rest, sharpness-aware minimisation (SAM) around SGD, pairs of
 optimizers and schedulers. A step asks two things of whatever `optimizer` gave: to step, and which tensors it keeps.
@@ -24,7 +24,7 @@ from remat.units import gib
 
 Closure = Callable[[], torch.Tensor]
 _CLOSED = (str, bytes, int, float, complex, type, types.ModuleType, types.FunctionType, types.MethodType, nn.Module)
-_REMEDY = "Give back a torch.optim.Optimizer, an object with a `step()` that steps some, or a list of optimizers."
+_REMEDY = "Return a torch.optim.Optimizer, an object with a `step()` that steps some, or a list of optimizers."
 
 
 class AnyOptimizer:
@@ -50,7 +50,7 @@ class AnyOptimizer:
         size = sum(parameter.nbytes for parameter in self._parameters.values())
         raise UsageError(
             f"`optimizer` gave LBFGS, which decides by its numbers how often it repeats the step, and no tensor has "
-            f"data while planning. Plan with `optimizer=None`, within a budget smaller by what LBFGS keeps: up to "
+            f"data while planning. Plan with `optimizer=None`, within a budget smaller by the memory of LBFGS: up to "
             f"{copies} copies of the parameters, {gib(copies * size)}."
         )
 

@@ -79,7 +79,7 @@ COLLECTIONS = 3  # of cyclic garbage, at most
 
 
 class LastOutputs:
-    """The outputs of a model's last forwards, as far as somebody keeps them."""
+    """The outputs of a model's last forwards, as far as they are kept."""
 
     def __init__(self) -> None:
         self._forwards: list[list[_Output]] = []

@@ -92,7 +92,7 @@ def _require_form(make: Callable[..., torch.optim.Optimizer], form: str, name: s
     try:
         make([nn.Parameter(torch.empty(1))], **FORMS[form])
     except (TypeError, RuntimeError) as error:
-        raise UsageError(f"optimizer {name!r} cannot be had: {str(error).splitlines()[0]}.") from error
+        raise UsageError(f"optimizer {name!r} is not available: {str(error).splitlines()[0]}.") from error
 
 
 class MasterWeights(torch.optim.Optimizer):

@@ -2,7 +2,7 @@
 
 A step calls its model once or more often, and then a backward goes through all of it. Who counts the forwards has to
 know where the next step begins: after a backward, or after a step that was left half way (an exception, a loss that
-nobody differentiates). `Pass` notices both. It hooks onto the gradient functions of what a forward returns, and keeps
+is not differentiated). `Pass` notices both. It hooks onto the gradient functions of what a forward returns, and keeps
 none of them alive.
 
 A backward that makes a graph of its own (`create_graph=True`) is a part of its step, which differentiates inside. It

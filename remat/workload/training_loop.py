@@ -19,21 +19,27 @@ HOLDS: tuple[Holds, ...] = ("loss", "outputs")
 
 @dataclasses.dataclass(frozen=True)
 class TrainingLoop:
-    """accumulation    micro-batches per optimizer step; with more than one, gradients are alive through forward
-    clip_grad_norm  `torch.nn.utils.clip_grad_norm_` runs before the optimizer
-    ema             a running average of parameters and buffers is kept, as `torch.optim.swa_utils` does
-    ddp             gradients pass through the buckets of DistributedDataParallel, which holds a second copy of them
-    ranks           devices that share the data, each with a micro-batch of its own
-    shard           what ranks share of the states (Rajbhandari et al. 2020): zero1 the optimizer's, zero2 gradients
-                    too, zero3 parameters too (FSDP); None: every rank has all
-    offload_optimizer  the optimizer's state is on the host between its steps (`host/optimizer_state.py`)
-    step_in_backward   the optimizer steps each parameter as soon as its gradient is whole, and lets the gradient go
-                    (`host/step_in_backward.py`)
-    weights_on_host    of so many layers the frozen weights are on the host but for two at a time (`host/weights.py`)
-    holds           what the loop keeps of a step until the next one's forward returns: no more than the loss, a scalar,
-                    or all outputs of the model, as `logits, loss = model(x, y)` in a loop does
+    """Everything around forward and backward that takes memory.
 
-    Raises UsageError where they contradict each other.
+    Attributes:
+        accumulation: Micro-batches of an optimizer step; with more than one, gradients are alive through forward.
+        clip_grad_norm: `torch.nn.utils.clip_grad_norm_` runs before the optimizer.
+        ema: The loop keeps a running average of parameters and buffers, as `torch.optim.swa_utils` does.
+        ddp: Gradients pass through buckets of DistributedDataParallel, which hold a second copy of them.
+        ranks: Number of data-parallel devices, each with its own micro-batch.
+        shard: State sharded over ranks (Rajbhandari et al. 2020): "zero1" the optimizer's, "zero2" also gradients,
+            "zero3" also parameters (FSDP); None for none.
+        offload_optimizer: The optimizer's state is on the host between its steps (`remat.offload_optimizer`).
+        step_in_backward: The optimizer steps each parameter in backward (`remat.step_in_backward`).
+        weights_on_host: Number of layers whose frozen weights are streamed (`remat.offload_weights`).
+        holds: Tensors that the loop keeps until the next forward returns: "loss", or "outputs" of the model, as in
+            `logits, loss = model(x, y)`.
+
+    Raises:
+        UsageError: Two fields contradict each other.
+
+    Example:
+        >>> loop = remat.TrainingLoop(accumulation=4, clip_grad_norm=True)
     """
 
     accumulation: int = 1

@@ -1,6 +1,6 @@
 """A workload: a model, a batch, a step, an optimizer and a dtype policy.
 
-It is the only thing that remat needs to know about somebody's training. The functions are called twice: when
+It is the only thing that remat needs to know about a training. The functions are called twice: when
 planning, under fake tensors, so that no weight is ever allocated; when validating, on the device.
 """
 
@@ -28,16 +28,23 @@ DTypePolicy = Literal["amp", "fp32", "bf16", "bf16-master", "bf16-master-grads"]
 class Workload:
     """The description of one training step.
 
-    name        what reports call it
-    build       () -> nn.Module, in training mode, any initialisation
-    batch       (batch_size, seq_len) -> anything that `step` takes; tensors on the default device
-    step        (model, batch) -> loss, a scalar tensor; what it computes outside `model` is counted in the
-                step's memory, and is never part of a region, see `with_planned_step`
-    batch_size  default number of samples
-    seq_len     default sequence length, None where there is none
-    optimizer   (parameters) -> Optimizer, a list of them or an object that steps some (`any_optimizer.py`); None for
-                forward and backward alone
-    autocast    dtype of `torch.autocast` around `step`, None without autocast
+    Attributes:
+        name: Name in reports.
+        build: () -> nn.Module, in training mode, with any initialisation.
+        batch: (batch_size, seq_len) -> the batch of `step`; tensors on the default device.
+        step: (model, batch) -> loss, a scalar tensor. Code outside of `model` counts in the peak and is never part of a
+            region, see `with_planned_step`.
+        batch_size: Default number of samples.
+        seq_len: Default sequence length in tokens, None if there is none.
+        optimizer: (parameters) -> Optimizer, a list of them, or an object that steps some; None for forward and
+            backward alone.
+        autocast: dtype of `torch.autocast` around `step`, None without autocast.
+
+    Raises:
+        UsageError: A field has the wrong type.
+
+    Example:
+        >>> workload = remat.Workload("mine", MyModel, make_batch, step, batch_size=32)
     """
 
     name: str

@@ -17,15 +17,13 @@ def check(
     plan: PlanInPlaceOfModel = None,
     budget: Annotated[
         str,
-        typer.Option(
-            help="Memory that there is, as for `remat plan`; auto is the target's, less what a process needs."
-        ),
+        typer.Option(help="Available memory, as for `remat plan`; auto: the target's, less the CUDA context."),
     ] = "auto",
     headroom: Annotated[str, typer.Option(help="Margin to leave free: bytes with a unit, or a percentage.")] = "5%",
     allocator: Allocator = None,
     as_json: Json = False,
 ) -> Answer:
-    """Say whether a training step fits: exit code 0 if it does, else 3, with the least change that makes it fit."""
+    """Check whether a training step fits: exit code 0 if it does, else 3 with the least change that makes it fit."""
     from remat.cli.screen import live_line
 
     with live_line() as line:

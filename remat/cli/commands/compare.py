@@ -216,7 +216,7 @@ def _measured_text(found: Comparison) -> str:
         ],
     )
     size, planned = _size(on), _size(about)
-    instead = "" if size == planned else f", not the planned {planned}: compare these numbers only with each other"
+    instead = "" if size == planned else f", not the planned {planned}: compare them only with each other"
     return "\n".join([f"measured on {on['device']} at batch {size}{instead}", *header, *lines])
 
 
@@ -229,26 +229,26 @@ def _notes(found: Comparison, files: Sequence[str]) -> Iterator[str]:
     from remat.evaluation.plan import bound_by_host
 
     if found.bound_us:
-        yield "gap: how far a strategy proves its own plan to be from the best within the budget"
-        yield f"above bound: recompute time above {ms(found.bound_us)}, which every plan within the budget needs"
+        yield "gap: distance of a plan from its lower bound, as proved by its strategy"
+        yield f"above bound: recompute time above {ms(found.bound_us)}, the lower bound of every plan within the budget"
     if found.costs == "estimated":
         yield "step times are estimated"
     if found.best is not None and found.best.plan is not None:
         yield from bound_by_host(found.best.plan)
     yield from execution_notes(found.execution)
     if found.execution == "modules":
-        yield "a strategy that joins layers or saves inside them has no plan of its own"
+        yield "strategies that join layers or save inside them have no plan here"
     best = found.best
     if best is None and (nearest := next((row for row in found.rows if row.peak_bytes is not None), None)):
-        yield f"no plan fits; the nearest, of strategy {nearest.strategy}, needs {gib(nearest.peak_bytes or 0)}"
+        yield f"no plan fits; the closest, of strategy {nearest.strategy}, needs {gib(nearest.peak_bytes or 0)}"
         if all(row.bound_us is None for row in found.rows):
-            yield "next: add exact to --strategies, to know whether any plan fits"
+            yield "next: add exact to --strategies, to find out whether any plan fits"
     elif best is not None and best.plan is not None and best.plan.predicted["judged_by"] != "replay":
-        yield "judged by the evaluator alone: a profile has no model to replay plans on"
+        yield "not replayed: a profile has no model; the evaluator computed the peaks"
     if found.interrupted:
-        yield "interrupted: strategies or measurements are missing"
+        yield "interrupted: some strategies or measurements are missing"
     yield from (f"wrote {path}" for path in files)
     if files:
         yield f"next: remat validate {files[0]}"
     elif best is not None:
-        yield "next: add --save FOLDER to write these plans, and `remat validate` one"
+        yield "next: add --save FOLDER to write these plans, then `remat validate` one"

@@ -26,14 +26,14 @@ def doctor(
         typer.Argument(
             metavar="SNAPSHOT",
             show_default=False,
-            help="What torch.cuda.memory._dump_snapshot(path) wrote, with torch.cuda.memory._record_memory_history() "
-            "called before training.",
+            help="File of torch.cuda.memory._dump_snapshot(path), with "
+            "torch.cuda.memory._record_memory_history() called before training.",
         ),
     ],
     plan: Annotated[Path, typer.Option("--plan", help="The plan that the run trained with.", show_default=False)],
     profile: Annotated[
         Path | None,
-        typer.Option(help="The step that was planned, where the plan cannot record it here.", show_default=False),
+        typer.Option(help="The profile of the planned step, if it cannot be recorded here.", show_default=False),
     ] = None,
     card: Annotated[
         str | None,
@@ -41,7 +41,7 @@ def doctor(
     ] = None,
     as_json: Json = False,
 ) -> Answer:
-    """Name why a run needed more memory than its plan promised, from a memory snapshot of it."""
+    """Explain from a memory snapshot why a run needed more memory than its plan predicted."""
     from remat.cli.screen import live_line
 
     card_bytes = parse_bytes(card, what="--card") if card is not None else None
@@ -60,7 +60,7 @@ def doctor(
 
 
 def _step(plan: Plan, path: Path, profile: Path | None, line: LiveLine) -> Profile | None:
-    """The step of the plan; None where nobody says how to build it."""
+    """Return the step of the plan; None if nothing says how to build it."""
     from remat.cli.commands.source import opened_plan
     from remat.costing.profile import Profile
 

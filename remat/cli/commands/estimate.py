@@ -33,13 +33,15 @@ def estimate(
     plan: PlanInPlaceOfModel = None,
     parameters: Annotated[
         str | None,
-        typer.Option(help="Only the states of so many parameters (8B, 1e9); no model is needed.", show_default=False),
+        typer.Option(help="States of so many parameters only (8B, 1e9); needs no model.", show_default=False),
     ] = None,
-    advice: Annotated[bool, typer.Option("--advice", help="Also which lever frees how much; a minute or so.")] = False,
+    advice: Annotated[
+        bool, typer.Option("--advice", help="Also list remedies with the bytes that each frees (about a minute).")
+    ] = False,
     allocator: Allocator = None,
     as_json: Json = False,
 ) -> Answer:
-    """Say where every byte of a training step goes, and how fast it can be. Nothing is solved."""
+    """Show the memory of a training step by category and module, and its time. Nothing is solved."""
     from remat.cli.screen import live_line
 
     if parameters is not None:
@@ -80,9 +82,9 @@ def _recorded_again(step: FakeStep, found: Source, loop: TrainingLoop) -> Profil
 
 def _advice(found: Source, profile: Profile, step: FakeStep | None, regions: Any, line: LiveLine) -> list[Lever]:
     if found.spec is None or found.place is None or found.loop is None or step is None:
-        raise UsageError("--advice records the step again with each lever, and needs --model for that.")
+        raise UsageError("--advice records the step again with each remedy, and needs --model.")
     if regions:
-        raise UsageError("--advice is about the step as it is; leave --plan out.")
+        raise UsageError("--advice is about the step without a plan; leave --plan out.")
     return levers_of(found, profile, line)
 
 
@@ -117,7 +119,7 @@ def _states_text(count: int, states: States, source: SourceOptions, loop: Traini
     table = [
         (name, f"{gib(size):>{width}}", f"{size / 1e9:,.2f} GB") for name, size in [*rows, ("in all", states.total)]
     ]
-    return f"{title}\n\n{aligned(table)}\n\nactivations, temporaries and what is gathered come on top: --model"
+    return f"{title}\n\n{aligned(table)}\n\nactivations, temporaries and gathered states come on top: use --model"
 
 
 # The screen
@@ -162,7 +164,7 @@ def _peaks_text(estimates: Sequence[Estimate]) -> str:
         ("peak", gib(peaks.peak_bytes), f"of {gib(first.memory_bytes)} on {first.target}"),
         *reserved_rows([each.to_json() for each in first.allocator]),
         *_eager_row(peaks),
-        ("first step", gib(peaks.first_step_bytes), "the optimizer's state does not exist before it steps"),
+        ("first step", gib(peaks.first_step_bytes), "the optimizer's state does not exist yet"),
         *((name, gib(size), "") for name, size in peaks.phases.items() if size),
     ]
     for other in estimates[1:]:
@@ -172,23 +174,23 @@ def _peaks_text(estimates: Sequence[Estimate]) -> str:
 
 _OTHER_WHY = {
     "accumulating": "gradients are alive through forward",
-    "not accumulating": "gradients are let go after each step",
-    "stepping as a whole": "gradients are there until backward ends",
+    "no accumulation": "gradients are freed after each step",
+    "step after backward": "gradients stay until backward ends",
 }
 
 
 def _other_name(first: Estimate) -> str:
     """How the loop of `_other_loop` differs from that of `first`."""
     if first.about.get("step_in_backward"):
-        return "stepping as a whole"
-    return "accumulating" if first.about["accumulation"] == 1 else "not accumulating"
+        return "step after backward"
+    return "accumulating" if first.about["accumulation"] == 1 else "no accumulation"
 
 
 def _eager_row(peaks: Peaks) -> list[tuple[str, ...]]:
     """Only where it makes a difference."""
     if peaks.eager_bytes is None or peaks.eager_bytes < EAGER_MATTERS * peaks.peak_bytes:
         return []
-    return [("in eager mode", gib(peaks.eager_bytes), "local variables of the model's code hold what a trace lets go")]
+    return [("in eager mode", gib(peaks.eager_bytes), "local variables keep tensors that a trace frees")]
 
 
 def _shares(parts: dict[str, int], most: int = 1 << 30) -> str:
@@ -199,7 +201,7 @@ def _shares(parts: dict[str, int], most: int = 1 << 30) -> str:
     ordered = sorted(parts.items(), key=lambda item: -item[1])
     large = [(name, size) for name, size in ordered[:most] if 100 * size >= total]
     if rest := total - sum(size for _, size in large):
-        large.append(("all else", rest))
+        large.append(("other", rest))
     width = max(len(gib(size)) for _, size in large)
     return aligned((name, f"{gib(size):>{width}}", f"{100 * size / total:5.1f} %") for name, size in large)
 
@@ -212,9 +214,11 @@ def _speed_text(found: Estimate) -> str:
     size = f"{speed.tokens:,} tokens" if speed.tokens else f"{speed.samples:,} samples"
     rows: list[tuple[str, ...]] = [("optimizer step", f"{ms(speed.update_time_us)}{estimated}", f"{size}, {rate}")]
     if speed.host_us is not None and speed.host_us > speed.update_time_us:
-        rows.append(("bound by the host", f"{ms(speed.host_us)}{estimated}", "launching takes longer than running"))
+        rows.append(
+            ("bound by the host", f"{ms(speed.host_us)}{estimated}", "launching kernels takes longer than they run")
+        )
     if speed.mfu is not None and speed.hfu is not None:
-        recomputed = "" if speed.hfu == speed.mfu else f"; HFU {100 * speed.hfu:.1f} % with what is recomputed"
+        recomputed = "" if speed.hfu == speed.mfu else f"; HFU {100 * speed.hfu:.1f} % with recomputation"
         flops = f"{speed.model_flops / 1e12:,.1f} TFLOP{recomputed}"
         rows.append(("utilisation", f"MFU {100 * speed.mfu:.1f} %{estimated}", flops))
     return aligned(rows)
@@ -224,6 +228,6 @@ def _levers_text(levers: list[Lever]) -> str:
     from remat.cli.screen import aligned
 
     if not levers:
-        return "no lever frees anything"
+        return "no remedy frees memory"
     rows = [(lever.what, f"frees {gib(lever.frees_bytes)}", f"leaves {gib(lever.peak_bytes)}") for lever in levers]
-    return f"levers, each alone, without checkpointing\n{aligned(rows)}"
+    return f"remedies, each alone, without checkpointing\n{aligned(rows)}"

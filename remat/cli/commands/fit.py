@@ -60,13 +60,13 @@ def fit(
 def _require_one_question(global_batch: int | None, max_batch: bool, max_seq: bool, step: PricedOptions) -> None:
     asked = [global_batch is not None, max_batch, max_seq]
     if sum(asked) != 1:
-        raise UsageError("ask one thing: --global-batch N, --max-batch or --max-seq.")
+        raise UsageError("give exactly one of --global-batch N, --max-batch and --max-seq.")
     if global_batch is not None and step.accumulation is not None:
-        raise UsageError("--accumulation is what fit chooses for a --global-batch; leave it out.")
+        raise UsageError("--accumulation is chosen by fit for a --global-batch; leave it out.")
     if not max_seq and step.batch_size is not None:
-        raise UsageError("--batch-size is what fit chooses; leave it out, or ask for --max-seq.")
+        raise UsageError("--batch-size is chosen by fit; leave it out, or use --max-seq.")
     if max_seq and step.seq_len is not None:
-        raise UsageError("--seq-len is what --max-seq finds; leave it out.")
+        raise UsageError("--seq-len is found by --max-seq; leave it out.")
 
 
 def _save(plan: Plan, source: Source, limit: Budget, out: Path | None) -> Path:
@@ -176,7 +176,7 @@ def _verdict(found: BatchFit) -> str:
     rival = fitting[name]
     faster = (rival.time_us or 0.0) / best.time_us - 1
     if faster <= -0.0005:
-        return f"{how} is {-100 * faster:.1f} % slower than `{name}`, whose steps wait for copies: no plan's do."
+        return f"{how} is {-100 * faster:.1f} % slower than `{name}`, whose steps wait for copies; plans here do not."
     if faster < 0.0005:
         same = "the same as" if best.micro_batch == rival.micro_batch else "as fast as"
         return f"{how} is {same} the best rung of the ladder, `{name}`: nothing is gained by recomputing differently."
@@ -201,11 +201,11 @@ def _notes(found: BatchFit) -> list[str]:
     if found.best.fused:
         notes.append("groups of pointwise and reducing nodes are compiled, each by itself; the ladder fuses none")
     if sent := found.best.offloaded_bytes:
-        notes.append(f"{gib(sent)} of every micro-batch lie on the host between forward and backward")
+        notes.append(f"{gib(sent)} of every micro-batch are on the host between forward and backward")
     if found.best.last != found.best.micro_batch:
         weights = sorted(set(found.weights), reverse=True)
         first, last = weights[0], weights[-1]
         notes.append(f"multiply the mean loss of a micro-batch by {first:.4g}, of the last one by {last:.4g}")
     if found.ranks > 1:
-        notes.append("communication between ranks is not in these times")
+        notes.append("times exclude communication between ranks")
     return notes

@@ -7,7 +7,7 @@ from remat.cli.commands.options import Json
 
 
 def models(as_json: Json = False) -> Answer:
-    """List the ready-made models, and the sizes that they come with."""
+    """List the ready-made models with their sizes."""
     from remat import models
     from remat.cli.screen import aligned
 

@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from remat.planning.request import PlanRequest
     from remat.workload.training_loop import TrainingLoop
 
-STEP, LOOP, SEARCH = "The training step", "The training loop", "The search"  # titles in --help
+STEP, LOOP, PLAN, EXPERT = "The training step", "The training loop", "The plan", "For experts"  # titles in --help
 STEPS = WHOLE, STEP_IN_BACKWARD = "whole", "step-in-backward"
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and all else on stderr.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing of what goes on; errors and warnings remain.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and everything else on stderr.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Hide progress; errors and warnings remain.")]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.", show_default=False)]
 PlanInPlaceOfModel = Annotated[
     Path | None,
-    typer.Option("--plan", help="A plan file: its step, under it. In place of --model.", show_default=False),
+    typer.Option("--plan", help="A plan file, in place of --model: its step, with the plan.", show_default=False),
 ]
 
 
@@ -43,16 +43,14 @@ def _option(*names: str, panel: str = STEP, **about: Any) -> Any:
     return typer.Option(*names, show_default=about.pop("show_default", False), rich_help_panel=panel, **about)
 
 
-Advice = Annotated[
-    bool, typer.Option(help="Where the budget is too small, look for what would make room (it takes a while).")
-]
+Advice = Annotated[bool, typer.Option(help="If the budget is too small, search for remedies (takes a while).")]
 Allocator = Annotated[
     str | None,
     _option(
         "--allocator",
         show_default="PYTORCH_CUDA_ALLOC_CONF here, or PyTorch's defaults",
-        help="Settings of PYTORCH_CUDA_ALLOC_CONF that training will run with (expandable_segments:True), for what the "
-        "caching allocator is predicted to reserve; '' for PyTorch's defaults.",
+        panel=EXPERT,
+        help="PYTORCH_CUDA_ALLOC_CONF of the training, to predict reserved bytes; '' for PyTorch's defaults.",
     ),
 ]
 
@@ -64,17 +62,16 @@ class ModelOptions:
     model: Annotated[
         str | None,
         _option(
-            help="A ready-made model (see `remat models`), path/to/file.py:function that returns a remat.Workload, a "
-            "folder with a config.json, or the id of a language model on the Hugging Face hub. The first that "
-            "fits."
+            help="A name (`remat models`), file.py:function that returns a remat.Workload, a folder with a "
+            "config.json, or a hub id of a language model."
         ),
     ] = None
     trainer: Annotated[
         str | None,
         _option(
             metavar="FILE:FUNCTION",
-            help="path/to/file.py:function that returns a built Trainer of transformers or TRL, in place of --model: "
-            "the step is the Trainer's own, with its loss, batch, optimizer, precision, accumulation and clipping.",
+            help="In place of --model: file.py:function that returns a built Trainer of transformers or TRL, whose "
+            "own step is planned.",
         ),
     ] = None
     batch_size: Annotated[int | None, _option(min=1, help="Samples in a batch.")] = None
@@ -83,15 +80,15 @@ class ModelOptions:
     dtype: Annotated[
         str | None,
         _option(
-            help="amp (fp32 weights, bf16 autocast), fp32, bf16 (weights, gradients and state), bf16-master (bf16 "
-            "weights and gradients, fp32 copies and state in the optimizer) or bf16-master-grads (fp32 gradients too)."
+            help="amp (fp32 weights, bf16 autocast), fp32, bf16, bf16-master (fp32 copies and state in the optimizer) "
+            "or bf16-master-grads (fp32 gradients too)."
         ),
     ] = None
     optimizer: Annotated[
         str | None,
         _option(
-            help="A class of torch.optim in any case (adamw, sgd, ...), with its form if that matters (adamw:fused, "
-            "adamw:foreach, adamw:single); adamw8bit and its like of bitsandbytes; or none."
+            help="A class of torch.optim (adamw, sgd), with a form (adamw:fused, :foreach, :single); adamw8bit of "
+            "bitsandbytes; or none."
         ),
     ] = None
 
@@ -99,23 +96,23 @@ class ModelOptions:
         bool | None,
         _option(
             "--padded",
-            help="Batches of text have padding: an attention mask with zeros, so other kernels and bytes than without. "
-            "Batches that happen to have none train with such a plan too.",
+            help="Plan for padded text: an attention mask with zeros, which needs other kernels. Batches without "
+            "padding also run.",
         ),
     ] = None
     lora: Annotated[
         str | None,
         _option(
             metavar="r=RANK",
-            help="Train LoRA adapters of this rank on all linear layers but the head (r=16, or r=16,dropout=0.05). "
-            "Unless --dtype says otherwise, the frozen weights are in bf16, the adapters in fp32.",
+            help="Train LoRA adapters on all linear layers but the head (r=16, or r=16,dropout=0.05). By default "
+            "weights are bf16, adapters fp32.",
         ),
     ] = None
     quantize: Annotated[
         str | None,
         _option(
             metavar="nf4",
-            help="Linear layers but the head in 4 bits, as bitsandbytes quantises them (twice); goes with --lora.",
+            help="Weights of linear layers but the head in 4 bits, as bitsandbytes stores them; with --lora.",
         ),
     ] = None
 
@@ -150,28 +147,29 @@ class StepOptions(ModelOptions):
     target: Annotated[
         str | None,
         _option(
-            help="Device to plan for: cuda (this machine's GPU), cpu, h100-80gb, h100-pcie, h100-nvl, h200, h200-nvl, "
-            "gh200, a100-40gb, a100-80gb, a100-80gb-pcie, l40s or rtx4090; auto is this machine's GPU, or else "
-            "h100-80gb."
+            help="cuda or cpu of this machine, h100-80gb, h100-pcie, h100-nvl, h200, h200-nvl, gh200, a100-40gb, "
+            "a100-80gb, a100-80gb-pcie, l40s, rtx4090, auto."
         ),
     ] = None
     accumulation: Annotated[
         int | None,
-        _option(min=1, help="Micro-batches per optimizer step. More than one keeps gradients alive."),
+        _option(min=1, help="Micro-batches of an optimizer step. More than one keeps gradients alive."),
     ] = None
     clip_grad_norm: Annotated[
-        bool | None, _option("--clip-grad-norm", panel=LOOP, help="Gradients are clipped to a largest norm.")
+        bool | None, _option("--clip-grad-norm", panel=LOOP, help="Gradients are clipped to a global norm.")
     ] = None
-    ema: Annotated[bool | None, _option("--ema", panel=LOOP, help="A running average of the weights is kept.")] = None
+    ema: Annotated[
+        bool | None, _option("--ema", panel=LOOP, help="The loop keeps a running average of the weights.")
+    ] = None
     ddp: Annotated[
-        bool | None, _option("--ddp", panel=LOOP, help="DistributedDataParallel's gradient buckets are there.")
+        bool | None, _option("--ddp", panel=LOOP, help="The model is wrapped in DistributedDataParallel.")
     ] = None
-    ranks: Annotated[int | None, _option(min=1, panel=LOOP, help="Devices that share the data.")] = None
+    ranks: Annotated[int | None, _option(min=1, panel=LOOP, help="Number of data-parallel devices.")] = None
     shard: Annotated[
         str | None,
         _option(
             panel=LOOP,
-            help="What the ranks share: zero1 optimizer state, zero2 gradients too, zero3 parameters too (FSDP).",
+            help="State sharded over the ranks: zero1 optimizer state, zero2 + gradients, zero3 + parameters (FSDP).",
         ),
     ] = None
 
@@ -180,8 +178,8 @@ class StepOptions(ModelOptions):
         _option(
             panel=LOOP,
             show_default="loss",
-            help="What the loop keeps until the next forward returns: no more than the loss, or all outputs of the "
-            "model, as `logits, loss = model(x, y)` in a loop does.",
+            help="Tensors that the loop keeps until the next forward returns: loss, or outputs, as in "
+            "`logits, loss = model(x, y)`.",
         ),
     ] = None
 
@@ -192,20 +190,18 @@ class StepOptions(ModelOptions):
             panel=LOOP,
             metavar="step-in-backward",
             show_default="whole",
-            help="When the optimizer steps. whole: once backward has ended. step-in-backward: each parameter as soon "
-            "as its gradient is whole, which is let go of then (`remat.step_in_backward`).",
+            help="Time of the optimizer step. whole: after backward. step-in-backward: each parameter as soon as "
+            "its gradient is complete.",
         ),
     ] = None
 
     offload: Annotated[
         str | None,
         _option(
-            panel=LOOP,
+            panel=PLAN,
             show_default="none",
-            help="What may lie on the host. optimizer: the optimizer's state, between its steps, which wait for it. "
-            "activations (plan, compare, sweep, fit): what is kept from forward to backward, as far as copies hide "
-            "behind computation. weights (plan): those of frozen layers, but for two at a time. The optimizer's state "
-            "goes with one of the others, after a comma. No number changes.",
+            help="Offload to the host: activations, optimizer (state), weights (frozen ones, streamed), or optimizer "
+            "and another with a comma. Bitwise.",
         ),
     ] = None
 
@@ -235,7 +231,8 @@ class PricedOptions(StepOptions):
         Path | None,
         _option(
             metavar="TABLE.csv",
-            help="Times of kernels that were measured on the target (`remat profile --costs` writes the table).",
+            panel=EXPERT,
+            help="Kernel times measured on the target (`remat profile --costs` writes the table).",
         ),
     ] = None
 
@@ -244,9 +241,9 @@ class PricedOptions(StepOptions):
 class SourceOptions(PricedOptions):
     """A step: of a model, or out of a profile."""
 
-    profile: Annotated[
-        Path | None, _option(help="A file of `remat profile`, in place of --model and all that goes with it.")
-    ] = None
+    profile: Annotated[Path | None, _option(help="A file of `remat profile`, in place of --model and its options.")] = (
+        None
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,15 +251,14 @@ class BudgetOptions:
     budget: Annotated[
         str,
         typer.Option(
-            help="Limit on the peak of the whole step: bytes with a unit (20GiB, 20GB, 21474836480B), or 90% of "
-            "the target's memory; 60%step is that share of what the step needs without a plan; auto is what does not "
-            "run out of memory there."
+            help="Limit on the peak of the whole step: 20GiB, 20GB, 21474836480B; 90% of the target's memory; 60%step "
+            "of the step's own peak; auto: fits the card."
         ),
     ]
     headroom: Annotated[
         str | None,
         typer.Option(
-            help="Subtracted from the budget first: bytes with a unit, or a percentage of it.",
+            help="Bytes, or a percentage, subtracted from the budget.",
             show_default="0; where --budget auto is not simulated, 10%",
         ),
     ] = None
@@ -274,17 +270,17 @@ class RequestOptions:
 
     time_limit: Annotated[
         float | None,
-        _option(panel=SEARCH, show_default="none", help="Seconds for a solver; the best plan by then is taken."),
+        _option(panel=EXPERT, show_default="none", help="Seconds of solving; then the best plan so far is used."),
     ] = None
-    seed: Annotated[int, _option(panel=SEARCH, show_default=True, min=0, max=2**31 - 1, help="Seed of solvers.")] = 0
+    seed: Annotated[
+        int, _option(panel=EXPERT, show_default=True, min=0, max=2**31 - 1, help="Random seed of solvers.")
+    ] = 0
     execution: Annotated[
         str | None,
         _option(
-            panel=SEARCH,
+            panel=EXPERT,
             show_default="eager",
-            help="How the step will run. eager: captured graphs, any run of nodes a region. modules: whole modules are "
-            "regions, as FSDP2 (fully_shard) needs. inductor, aot_eager: compiled so, on this machine, every plan "
-            "replayed compiled.",
+            help="eager; modules: whole modules as regions, for FSDP2; inductor, aot_eager: torch.compile here.",
         ),
     ] = None
     regions: Annotated[str | None, _option(hidden=True, help="Now --execution.")] = None
@@ -292,30 +288,30 @@ class RequestOptions:
     depth: Annotated[
         int | None,
         _option(
-            panel=SEARCH,
+            panel=EXPERT,
             min=1,
             max=2,
-            show_default="as deep as the execution bears",
-            help="How deep regions may nest; 1 for an eager plan that torch.compile can keep.",
+            show_default="the most that the execution allows",
+            help="Nesting depth of regions; 1 for an eager plan that torch.compile can keep.",
         ),
     ] = None
     numerics: Annotated[
         str | None,
         _option(
-            panel=SEARCH,
+            panel=PLAN,
             show_default="sums",
-            help="What may change in the numbers. bitwise: nothing. sums: losses and MLPs may be chunked, which sums "
-            "gradients of their weights in another order. rounding: fused kernels too, less memory and less time.",
+            help="bitwise: same gradients. sums: chunked losses and MLPs, summed in another order. rounding: also "
+            "fused kernels, less memory and time.",
         ),
     ] = None
-    exact: Annotated[bool, _option("--exact", panel=SEARCH, help="The same as --numerics bitwise.")] = False
-    fuse: Annotated[bool, _option("--fuse", panel=SEARCH, help="The same as --numerics rounding.")] = False
+    exact: Annotated[bool, _option("--exact", panel=PLAN, help="The same as --numerics bitwise.")] = False
+    fuse: Annotated[bool, _option("--fuse", panel=PLAN, help="The same as --numerics rounding.")] = False
     host_budget: Annotated[
         str | None,
         _option(
-            panel=SEARCH,
-            show_default="half of what is free; for a target elsewhere what it has; down to a power of two",
-            help="What may lie on the host: bytes with a unit, or a percentage of what is free.",
+            panel=PLAN,
+            show_default="half of the free memory; for a target by name its size; a power of two",
+            help="Host memory for offloading: bytes with a unit, or a percentage of the free memory.",
         ),
     ] = None
     allocator: Allocator = None
@@ -366,14 +362,15 @@ class EachRequestOptions(RequestOptions):
     """A request to several solvers, or for several budgets: none of them may take all the time."""
 
     time_limit: Annotated[
-        float | None, _option(panel=SEARCH, show_default=True, help="Seconds for each; the best plan by then is taken.")
+        float | None,
+        _option(panel=EXPERT, show_default=True, help="Seconds for each; then the best plan so far is used."),
     ] = 60.0
     strategies: Annotated[
         str | None,
         _option(
-            panel=SEARCH,
+            panel=EXPERT,
             show_default="the heuristics and exact",
-            help="Names with commas between (every-block,sqrt-n,exact), or all; a wrong name shows the list.",
+            help="Names with commas (every-block,sqrt-n,exact), or all; a wrong name prints the list.",
         ),
     ] = None
 

@@ -31,7 +31,7 @@ def plan(
     menu: Annotated[
         bool | None,
         typer.Option(
-            help="Compare other answers: every gradient bitwise, chunked losses, fused kernels, each with and without "
+            help="Compare other plans: bitwise gradients, chunked losses, fused kernels, each with and without "
             "activation offloading.",
             show_default="on a terminal, without offloading",
         ),
@@ -74,7 +74,7 @@ def plan(
 
 
 def _replaying(line: LiveLine, execution: str, number: int, most: int) -> None:
-    line.say(f"replaying plans as they run ({execution}), at most", number, most)
+    line.say(f"replaying plans ({execution}), at most", number, most)
 
 
 def _forming(line: LiveLine, form: Form) -> None:
@@ -100,7 +100,7 @@ def menu_text(plan: Plan) -> str:
         rows.append((mark, each.options, each.form, gib(each.peak_bytes), ms(each.step_time_us), added))
     header, lines = columns(("", "options", "form of the step", "peak", "step", "added"), rows, names=3)
     estimated = " (estimated)" if plan.costs == "estimated" else ""
-    return "\n".join([f"other answers to this budget{estimated}; > is the plan above", *header, *lines])
+    return "\n".join([f"other plans within this budget{estimated}; > marks the plan above", *header, *lines])
 
 
 def _answer(plan: Plan, path: Path, *, replayed: bool) -> Answer:
@@ -126,14 +126,12 @@ def _answer(plan: Plan, path: Path, *, replayed: bool) -> Answer:
     menu = [menu_text(plan)] if plan.about.get("alternatives") else []
     notes = []
     if not replayed:
-        notes.append(
-            "judged by the evaluator alone, and the loss left whole: a profile has no model to replay or to cut"
-        )
+        notes.append("not replayed, and the loss not chunked: a profile has no model")
     if not any(each.offload for each in plan.alternatives):
-        notes.append("--menu compares other answers: bitwise gradients, fused kernels, activation offloading")
+        notes.append("--menu compares others: bitwise gradients, fused kernels, activation offloading")
     notes += [f"wrote {path}", f"next: remat validate {path}"]
     if compiler := load(plan.execution).compiler:
         notes.append(f'in training: torch.compile(remat.apply(model, "{path}"), backend="{compiler}")')
     if plan.solver.get("interrupted"):
-        notes.append("interrupted: this is the best plan found so far, and more time may find or prove a better one")
+        notes.append("interrupted: this is the best plan so far; more time may find or prove a better one")
     return Answer(data, "\n\n".join([plan_text(plan), *menu, "\n".join(notes)]))

@@ -32,7 +32,7 @@ def profile(
     ] = None,
     as_json: Json = False,
 ) -> Answer:
-    """Record and cost a training step, for `--profile` on any machine, or its kernels, for `--costs`."""
+    """Record a training step with its costs, for `--profile` on any machine, or its kernels, for `--costs`."""
     from remat.cli.screen import live_line
 
     if out is None and costs is None:

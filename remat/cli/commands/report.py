@@ -31,15 +31,17 @@ def report(
         typer.Argument(
             metavar="PLAN|PROFILE...",
             show_default=False,
-            help="A plan, or a profile for the step as it is. Beside it in any order: the plan's profile, more plans "
-            "for the step, and what sweep --out, compare --json, validate --json and timeline --json wrote.",
+            help="A plan or a profile. Beside it, in any order: more plans, and output of sweep --out and of --json of "
+            "compare, validate, timeline.",
         ),
     ],
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
-    advice: Annotated[bool, typer.Option("--advice", help="Also which lever frees how much; a minute or so.")] = False,
+    advice: Annotated[
+        bool, typer.Option("--advice", help="Also list remedies with the bytes that each frees (about a minute).")
+    ] = False,
     as_json: Json = False,
 ) -> Answer:
-    """Write one page to look at: curve, bytes over the step, decisions, proof. Opens without a network."""
+    """Write a report as one HTML page: curve, bytes over the step, decisions, proof."""
     from remat.cli.screen import live_line
 
     require_writable(out)
@@ -47,7 +49,7 @@ def report(
         line.say("reading files")
         documents = _read(files)
         if not documents.get("plan") and not documents.get("profile"):
-            raise UsageError("a report is about a plan or a profile, and none is among these files.")
+            raise UsageError("a report needs a plan or a profile, and none is among these files.")
         material = _with_documents(_step(documents, line), documents)
         if advice:
             material = dataclasses.replace(material, levers=_levers(documents, line))
@@ -151,6 +153,6 @@ def _levers(documents: Documents, line: LiveLine) -> list[Lever]:
 
     path = documents["plan"][0][0] if documents.get("plan") else None
     if path is None:
-        raise UsageError("--advice records the step again with each lever, and needs a plan that says how to build it.")
+        raise UsageError("--advice records the step again with each remedy, and needs a plan that names its model.")
     found, _ = opened_plan(path, line, as_captured=True)
     return levers_of(found, found.record()[0], line)

@@ -8,7 +8,7 @@ from remat.errors import UsageError
 
 
 def show(plan: PlanFile, as_json: Json = False) -> Answer:
-    """Print a plan: what it promises, its regions and what each saves, and what goes to the host."""
+    """Print a plan: its prediction, its regions with their saves, and its offloads."""
     from remat.cli.screen import offloads_text, plan_text, regions_text
     from remat.evaluation.plan import Plan
 

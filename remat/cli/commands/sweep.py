@@ -36,12 +36,12 @@ def sweep(
     points: Annotated[int, typer.Option(min=2, max=1000, help="Budgets to solve for, at most.")] = 20,
     plot: Annotated[
         Path | None,
-        typer.Option(show_default=False, help="Draw the curve: a .png, a .svg, or a .html to point at."),
+        typer.Option(show_default=False, help="Draw the curve: .png, .svg, or interactive .html."),
     ] = None,
     out: Annotated[Path | None, typer.Option(show_default=False, help="Write the curve to a JSON file.")] = None,
     as_json: Json = False,
 ) -> Answer:
-    """Trace how time falls as the budget rises, from the least that does to no checkpointing at all.
+    """Trace the time of a step over budgets, from the least feasible one to no checkpointing.
 
     Ctrl-C keeps the points so far.
     """
@@ -60,7 +60,7 @@ def sweep(
         study = opened(source, line).studied(
             wanted.request(line, source), line, on_form=lambda form: line.say(f"{form}: recording")
         )
-        line.say("looking for the least feasible budget")
+        line.say("searching for the least feasible budget")
         swept = sweep_study(
             study,
             points=points,
@@ -179,22 +179,22 @@ def _notes(found: Sweep, files: tuple[str, ...]) -> Iterator[str]:
     if unproved:
         yield f"{unproved} of {len(found.points)} points are not proved optimal; raise --time-limit"
     if found.interrupted:
-        yield "interrupted: these are the points found so far"
+        yield "interrupted: some points are missing"
     yield from (f"wrote {path}" for path in files)
     how = "" if found.execution == "eager" else f" --execution {found.execution}"
     others = found.by_strategy()
     if any(point.slices for point in found.points):
-        yield "loss slices: into how many the loss is cut; gradients of weights in them sum in another order"
+        yield "loss slices: number of chunks of the loss; gradients of their weights are summed in another order"
     if rows := max((point.rows for point in found.points), default=0):
-        yield f"{MLPS.strip()}: so are MLPs, into {rows}; they are made once more in backward"
+        yield f"{MLPS.strip()}: MLPs are chunked too, into {rows}; they are recomputed in backward"
     if LOSS_WHOLE in others:
-        yield f"{LOSS_WHOLE}: the best with the loss whole, as with --exact"
+        yield f"{LOSS_WHOLE}: the best without chunks, as with --exact"
     if LIGER_LIKE in others:
-        yield f"{LIGER_LIKE}: every block, and the loss in the slices of Liger-Kernel's head"
+        yield f"{LIGER_LIKE}: every block, and the loss in the chunks of Liger-Kernel's head"
     if UNFUSED in others:
-        yield f"{UNFUSED}: the best without fused groups"
+        yield f"{UNFUSED}: the best without fused kernels"
         how += " --fuse"
     if any(point.host_bytes for point in found.points):
-        yield f"{KEPT}: the best without offloads"
+        yield f"{KEPT}: the best without offloading"
         how += " --offload activations"
     yield f"next: remat plan{how} with one of these as --budget"

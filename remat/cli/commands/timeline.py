@@ -27,17 +27,17 @@ def timeline(
     source: SourceOptions,
     plan: PlanInPlaceOfModel = None,
     budget: Annotated[
-        str | None, typer.Option(help="Draw this line too: bytes with a unit. A plan brings its own.")
+        str | None, typer.Option(help="Also draw this line: bytes with a unit. A plan has its own.")
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw to this file: .png, .svg, or .html to point at.", show_default=False)
+        Path | None, typer.Option(help="Draw to this file: .png, .svg, or interactive .html.", show_default=False)
     ] = None,
     snapshot: Annotated[
         Path | None,
         typer.Option(help="Write a pickle for PyTorch's memory viewer (pytorch.org/memory_viz).", show_default=False),
     ] = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Also run the step here, on the CPU, and draw what its allocator did.")
+        bool, typer.Option("--measure", help="Also run the step on the CPU, and draw its measured bytes.")
     ] = False,
     allocator: Allocator = None,
     as_json: Json = False,

@@ -29,7 +29,7 @@ def validate(
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Seed of weights, data and dropout.")] = 0,
     as_json: Json = False,
 ) -> Answer:
-    """Run the untouched and the planned step on this machine, and compare peak, time, loss and gradients."""
+    """Run the step with and without the plan on this machine, and compare peak, time, loss and gradients."""
     from remat.cli.screen import live_line
     from remat.evaluation.plan import Plan
     from remat.validation.validating import validate

@@ -8,7 +8,7 @@ operator that follows another in one kernel finds that one's result in registers
 * what a fused operator costs: its time without the part of its traffic that is reading the result of the operator
   right before it.
 
-Not modelled: results that are never written, since nobody outside the kernel reads them; fusion with operators further
+Not modelled: results that are never written, since only the kernel reads them; fusion with operators further
 away, or with products; where Inductor stops fusing. So the time of a recomputation is still overstated.
 """
 

@@ -2,14 +2,14 @@
 
 Rule 1  Autograd keeps a `_Packed` in place of every tensor that it saves outside regions, and of what regions take; and
         so does a region of what it has saved and is to be moved. Those of one storage share a `_Parcel`: it is moved
-        once, whoever asks for it.
+        once.
 Rule 2  A copy out begins when the node, or the region, that makes the storage has ended: a node may still write to what
         it has saved. At its release compute waits for that copy, and the device's memory is let go.
 Rule 3  Memory is allocated, and the copy back begun, at the planned fetch, or at the first request if that comes
         earlier. Compute waits for it at every request: it may be another stream that asks.
 Rule 4  A parcel lives as long as autograd keeps a save of it, as the storage would.
 Rule 5  Every forward has host memory of its own, which the next one takes over when nothing of it is left.
-Rule 6  Hooks switch off autograd's own check that nobody has changed what it saved; it is made here, as long as the
+Rule 6  Hooks switch off autograd's own check that saved tensors are unchanged; it is made here, as long as the
         tensor is on the device.
 
 Nothing here depends on how fast copies are: memory is what it was planned to be, bit for bit and byte for byte.
@@ -181,7 +181,7 @@ class _Packed:
         return found.conj() if self._is_conj else found
 
     def _unchanged(self) -> Tensor:
-        """The tensor; raises RuntimeError, as autograd does, where somebody has written to it. (Rule 6)"""
+        """Return the tensor; raise RuntimeError, as autograd does, if it was written to. (Rule 6)"""
         tensor = self.tensor
         assert tensor is not None
         if not tensor.is_inference() and tensor._version != self._version:

@@ -40,7 +40,7 @@ class RewrittenCalls:
     """Runs each graph call of a forward with its regions; rewritten graphs are made once.
 
     find           where the regions of a call are in its graph; by default where `regions` say
-    find_offloads  likewise of `offloads`
+    find_offloads  the same of `offloads`
     copies         who makes copies between the device and the host; by default who can on the device at hand
     watch          see `RewriteOptions`
     """

@@ -11,7 +11,7 @@ tensors that it returned:
                         an argument's storage is not kept but made from that argument again
 
 What is kept is a tape: the recomputation must ask for the same operators in the same order. Where it does not, or where
-somebody has written to a kept tensor since, the gradients would be wrong, so both are errors.
+a kept tensor was written to since, the gradients would be wrong, so both are errors.
 
 torch's selective checkpointing looks tensors up by operator and count and keeps what aliases an argument.
 """
@@ -74,7 +74,7 @@ class _Kept:
 
     @property
     def is_changed(self) -> bool:
-        """Whether somebody has written to it since."""
+        """Whether it was written to since."""
         return self.tensor._version != self.version
 
     def send(self, pack: Callable[[torch.Tensor], Away]) -> None:
@@ -115,7 +115,7 @@ class Tape:
             kept.fetch()
 
     def note_versions(self) -> None:
-        """From now on, whoever writes to what is kept changes it. A replay's own writes advance versions too."""
+        """From now on, a write to a kept tensor changes it. A replay's own writes advance versions too."""
         for kept in self.kept:
             kept.version = kept.tensor._version
 
@@ -131,7 +131,7 @@ class Tape:
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` without a history; whoever writes to either advances the version of both."""
+    """Return `tensor` without a history; a write to either advances the version of both."""
     with sharing_versions():
         return tensor.detach()
 

@@ -8,7 +8,7 @@ Rule 1  A module may be a region if its forward runs once, as one run of nodes o
 Rule 2  It holds nothing that must happen once, except the running statistics of batch normalisation, which its
         recomputation can be kept from (`regions.py`); another counter would advance twice.
 Rule 3  Modules lie inside one another (layer, attention, activation): each may be a region, no two of them that do.
-        Several layers in a row are no region: nobody calls them as one.
+        Several layers in a row are no region: they are not called as one.
 Rule 4  It keeps nothing of its own from forward to forward: run again, it would start from what it has left.
 Rule 5  A region saves nothing. What it may do in place of that is be a smaller module.
 """
