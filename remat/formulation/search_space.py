@@ -30,6 +30,7 @@ MANY_LAYERS = 3
 MOST_SEGMENTS = 200
 SMALLEST_SEGMENT = 0.05  # of the average traffic: smaller ones are merged into a neighbour
 FEWEST_SEGMENTS = 4
+_NESTING = {"_vmap_increment_nesting": 1, "_vmap_decrement_nesting": -1}
 MOST_INTERVALS = 100_000  # of segments that may be a region: beyond that, the length of a region is limited ...
 SHORTEST_LIMIT = 60  # ... to no less than this
 
@@ -158,7 +159,8 @@ def saveable(graph: Graph) -> tuple[int, ...]:
     """Nodes whose outputs a region may save: they allocate, and neither change a value nor have theirs changed.
 
     Storages held through backward anyway are left out, and so are runs in slices: they are made slice by slice
-    again in backward, whatever is saved of them. Where a step differentiates inside, so are nodes that not every
+    again in backward, whatever is saved of them. Within `torch.vmap` no value has a storage of its own that could be
+    given back. Where a step differentiates inside, so are nodes that not every
     backward asks for: by how much saving one shortens a region's recomputations depends on the region.
     """
     changed = {producer for node in graph.nodes for producer in node.mutates}
@@ -167,6 +169,7 @@ def saveable(graph: Graph) -> tuple[int, ...]:
         graph.storages.node[caller_held].tolist()
     )
     recomputed = asked_by_all(graph) if graph.inner else range(len(graph.nodes))
+    mapped = _mapped(graph)
     return tuple(
         i
         for i, node in enumerate(graph.nodes)
@@ -176,8 +179,14 @@ def saveable(graph: Graph) -> tuple[int, ...]:
         and not node.mutates
         and i not in changed
         and i in allocating
+        and not mapped[i]
         and not node.op.startswith(CHUNKED_ROWS)
     )
+
+
+def _mapped(graph: Graph) -> list[int]:
+    """For every node how many `torch.vmap` it is within."""
+    return list(itertools.accumulate(_NESTING.get(node.op, 0) for node in graph.nodes))
 
 
 def asked_by_all(graph: Graph) -> set[int]:
