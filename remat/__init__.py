@@ -14,6 +14,7 @@ import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from remat.compiled.backend import compile as compile
     from remat.costing.profile import Profile as Profile
     from remat.errors import CaptureError as CaptureError
     from remat.errors import FirstStepMismatch as FirstStepMismatch
@@ -71,6 +72,7 @@ _HOMES = {
     "bring_weights_back": "remat.host.weights",
     "check": "remat.planning.checking",
     "compare": "remat.planning.comparison",
+    "compile": "remat.compiled.backend",
     "estimate": "remat.planning.estimate",
     "fit": "remat.planning.fit",
     "largest_batch": "remat.planning.fit",

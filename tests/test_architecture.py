@@ -43,6 +43,7 @@ ROOMS = {
         *("capture", "chunking", "costing", "evaluation", "formulation", "fusion", "host", "offloading"),
         *("recording", "workload"),
     ),
+    "compiled": ("capture", "costing", "execution", "fusion", "recording", "workload"),
     "planning": (
         *("capture", "chunking", "costing", "cuda_kernels", "evaluation", "execution", "formulation", "host"),
         *("offloading", "recording", "reservation", "solvers", "workload"),
@@ -86,7 +87,12 @@ TORCH_SAYS = {
 }
 
 # What a user's training script imports, and what that must not cost it.
-EVERYDAY = ("remat.execution.apply", "remat.execution.compiled.backend", "remat.integrations.transformers")
+EVERYDAY = (
+    "remat.execution.apply",
+    "remat.compiled.backend",
+    "remat.execution.compiled.backend",
+    "remat.integrations.transformers",
+)
 NOT_FOR_TRAINING = ("recording", "costing", "formulation", "planning", "validation", "solvers", "models", "cli")
 HEAVY = ("ortools", "rich", "typer")
 

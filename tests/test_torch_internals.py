@@ -699,6 +699,41 @@ def test_inductor_is_told_its_partitioner_and_decompositions_and_has_no_cache_me
     assert inductor_config.custom_partitioner_fn is not ours and compile_fx.select_decomp_table()
 
 
+def test_saved_values_are_chosen_and_torchs_own_choices_are_known() -> None:
+    """Halves compile as AOTAutograd would have them compiled: backward may write over what only it reads."""
+    given = torch.randn(4, 6, requires_grad=True)
+    joint = inductor.joint_of(lambda x: (x.sin().exp().cos(),), [given])
+    values = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
+    kinds: list[bool] = []
+
+    def choose(graph: fx.Graph, info: Any, own: Callable[[float], list[fx.Node]]) -> list[fx.Node]:
+        kinds.extend(inductor.calls_library(node) for node in graph.nodes)
+        assert own(1.0) and own(0.0) == info.inputs
+        return [node for node in graph.nodes if node.target is torch.ops.aten.exp.default or node in info.inputs]
+
+    forward, backward = inductor.partition_saving(choose)(joint, values, num_fwd_outputs=1)
+    saved = [node.name for node in backward.graph.find_nodes(op="placeholder")]
+    assert len(saved) == 3 and "exp" in saved and not any(kinds)
+    assert inductor._donated(forward, backward, 1) == [1]  # `exp`, and not the input
+    with torch.no_grad():
+        first, second = inductor.compiled_halves(forward, backward, 1)
+        result, *kept = first([given.detach()])
+        (gradient,) = second([*kept, torch.ones(4, 6)])
+    (expected,) = torch.autograd.grad(given.sin().exp().cos().sum(), given)
+    torch.testing.assert_close((result, gradient), (given.detach().sin().exp().cos(), expected))
+
+
+def test_an_error_of_ours_in_a_backend_reaches_the_caller_as_it_is() -> None:
+    def backend(graph_module: fx.GraphModule, inputs: Any) -> Any:
+        try:
+            raise ValueError from RematError("as it is")
+        except ValueError as failure:
+            raise dynamo.passed_on(failure, RematError) or failure from None
+
+    with pytest.raises(RematError, match=r"^as it is"):
+        torch.compile(torch.sin, backend=backend)(torch.ones(1))
+
+
 def test_what_inductor_decomposes_is_a_table_of_overloads() -> None:
     for table in (inductor.decompositions(), inductor.chosen_decompositions()):
         assert torch.ops.aten.native_layer_norm.default in table
@@ -743,6 +778,13 @@ def test_inductor_takes_a_mode_and_options() -> None:
 
 
 # What is gone
+
+
+def halves_of_nothing() -> tuple[fx.GraphModule, fx.GraphModule]:
+    graph = fx.Graph()
+    graph.output(())
+    return fx.GraphModule({}, graph), fx.GraphModule({}, graph)
+
 
 GONE: dict[str, tuple[str, Callable[[], Any]]] = {
     "_C._get_dispatch_mode": ("see whether tensors are fake", training.fakes_are_on),
@@ -884,6 +926,30 @@ GONE: dict[str, tuple[str, Callable[[], Any]]] = {
     "_inductor.compile_fx.compile_fx_inner": (
         "compile fused groups",
         lambda: inductor.compiled(fx.GraphModule({}, fx.Graph()), ()),
+    ),
+    "_functorch.partitioners.choose_saved_values_set": (
+        "choose what a compiled forward saves",
+        lambda: inductor.partition_saving(lambda *_: []),
+    ),
+    "_functorch.partitioners.solve_min_cut": (
+        "choose what a compiled forward saves",
+        lambda: inductor.partition_saving(lambda *_: []),
+    ),
+    "_inductor.lowering.fallbacks": (
+        "tell which operators fuse",
+        lambda: inductor.calls_library(fx.Graph().call_function(torch.ops.aten.add.Tensor)),
+    ),
+    "_inductor.graph.get_donated_idxs": (
+        "predict what Inductor allocates",
+        lambda: inductor.compiled_halves(*halves_of_nothing(), 0),
+    ),
+    "_functorch._aot_autograd.graph_compile.collect_fw_donated_buffer_idxs": (
+        "predict what Inductor allocates",
+        lambda: inductor.compiled_halves(*halves_of_nothing(), 0),
+    ),
+    "_dynamo.exc.ShortenTraceback": (
+        "tell why a compiled step cannot be planned",
+        lambda: dynamo.passed_on(RematError(), RematError),
     ),
     "_inductor.virtualized.V": ("know what fused groups read and write", inductor.moved_by_loops),
     "_inductor.codecache.PyCodeCache": ("predict what Inductor allocates", inductor.hands_modules_over),

@@ -382,3 +382,18 @@ def traced_triton_launch() -> Any:
     """The class of the operator that stands for the launch of a kernel in Triton, where Dynamo traces one."""
     purpose = "leave kernels in Triton out of a fake step"
     return internal("_higher_order_ops.triton_kernel_wrap.TritonKernelWrapperMutation", purpose)
+
+
+def passed_on(failure: BaseException, kind: type[Exception]) -> Exception | None:
+    """The error of class `kind` that `failure` of a backend comes from, as one that Dynamo passes on to the caller."""
+    through = internal("_dynamo.exc.ShortenTraceback", "tell why a compiled step cannot be planned")
+    found: Any = failure
+    while found is not None and not isinstance(found, kind):
+        found = getattr(found, "inner_exception", None) or found.__cause__ or found.__context__
+    if found is None:
+        return None
+    of = type(found)
+    passed: Any = type(of.__name__, (of, through), {"__init__": lambda self: None, "__module__": of.__module__})()
+    passed.args = found.args
+    vars(passed).update(vars(found), first_useful_frame=None)
+    return passed

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.flop_counter import flop_registry
 
 from remat._torch.door import internal
 from remat.errors import RematError
@@ -138,6 +141,108 @@ def kernels_compiled_by(compiler: Any) -> contextlib.AbstractContextManager[Any]
     module = internal("_inductor.async_compile", "predict what Inductor allocates")
     found: contextlib.AbstractContextManager[Any] = mock.patch.object(module, "AsyncCompile", compiler)
     return found
+
+
+# Compiled training under a budget
+
+_SAVE, _RECOMPUTE = (CheckpointPolicy.MUST_SAVE,), (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+def partition_saving(choose: Callable[[fx.Graph, Any, Callable[[float], list[fx.Node]]], list[fx.Node]]) -> Any:
+    """torch's partitioner with another choice of saved values: a function of a joint graph, its inputs, and options.
+
+    choose  of the joint graph, what the partitioner knows of its nodes, and what it would save itself at a ratio of its
+            memory budget
+    """
+    purpose = "choose what a compiled forward saves"
+    module = internal("_functorch.partitioners", purpose)
+    own = internal("_functorch.partitioners.choose_saved_values_set", purpose)
+    cut, cuts = internal("_functorch.partitioners.solve_min_cut", purpose), dict[Any, Any]()
+
+    def cut_once(graph: fx.Graph, info: Any, options: Any, dont_ban: Any = ()) -> Any:
+        """The same cuts are asked for at every ratio, and take long."""
+        key = (repr(options), frozenset(dont_ban or ()))
+        if key not in cuts:
+            cuts[key] = cut(graph, info, options, dont_ban or None)
+        saved, banned = cuts[key]
+        return list(saved), banned
+
+    def chosen(graph: fx.Graph, info: Any, memory_budget: float = 1.0) -> list[fx.Node]:
+        return choose(graph, info, lambda ratio: own(graph, info, memory_budget=ratio))
+
+    def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        with (
+            mock.patch.object(module, "choose_saved_values_set", chosen),
+            mock.patch.object(module, "solve_min_cut", cut_once),
+        ):
+            found: tuple[fx.GraphModule, fx.GraphModule] = min_cut(joint, inputs, **options)
+        return found
+
+    return partition
+
+
+def policy_of(node: fx.Node) -> str | None:
+    """What a user's checkpoint wants of a node of a joint graph: "save", "recompute", or nothing."""
+    wanted = node.meta.get("recompute")
+    return "save" if wanted in _SAVE else "recompute" if wanted in _RECOMPUTE else None
+
+
+def calls_library(node: fx.Node) -> bool:
+    """Whether Inductor calls a kernel for a node rather than generate one."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return False
+    fallbacks = internal("_inductor.lowering.fallbacks", "tell which operators fuse")
+    lowerings = internal("_inductor.lowering.lowerings", "tell which operators fuse")
+    return counts_flops(node) or node.target in fallbacks or node.target not in lowerings
+
+
+def counts_flops(node: fx.Node) -> bool:
+    """Whether a node is a product, a convolution or attention."""
+    return getattr(node.target, "overloadpacket", None) in flop_registry
+
+
+def compiled_halves(forward: fx.GraphModule, backward: fx.GraphModule, results: int) -> tuple[Any, Any]:
+    """Inductor's code for copies of the halves of a joint graph, as AOTAutograd would have them compiled.
+
+    results  how many that forward gives are a user's; backward may write over saved values that are no part of others
+    """
+    purpose = "predict what Inductor allocates"
+    compile_inner = internal("_inductor.compile_fx.compile_fx_inner", purpose)
+    graphs, donated = internal("_inductor.graph", purpose), _donated(forward, backward, results)
+    internal("_inductor.graph.get_donated_idxs", purpose)
+    first = compile_inner(_copied(forward, range(results)), _values(forward.graph.find_nodes(op="placeholder")))
+    with mock.patch.object(graphs, "get_donated_idxs", lambda: donated):
+        given = _values(backward.graph.find_nodes(op="placeholder"))
+        return first, compile_inner(_copied(backward, ()), given, is_backward=True)
+
+
+def _donated(forward: fx.GraphModule, backward: fx.GraphModule, results: int) -> list[int] | None:
+    """Positions of what backward is given, and may write over."""
+    purpose = "predict what Inductor allocates"
+    found = internal("_functorch._aot_autograd.graph_compile.collect_fw_donated_buffer_idxs", purpose)
+    if not internal("_functorch.config", purpose).donated_buffer:
+        return None
+    inputs, outputs = _values(forward.graph.find_nodes(op="placeholder")), _values(_results_of(forward))
+    saved = [value for value in outputs[results:] if not isinstance(value, torch.SymInt)]
+    sizes = len(outputs) - results - len(saved)
+    return [sizes + i for i in found(inputs, outputs[:results], _values(_results_of(backward)), saved)]
+
+
+def _results_of(half: fx.GraphModule) -> list[Any]:
+    return list(half.graph.find_nodes(op="output")[0].args[0])
+
+
+def _values(nodes: Sequence[Any]) -> list[Any]:
+    return [node.meta.get("val") if isinstance(node, fx.Node) else None for node in nodes]
+
+
+def _copied(half: fx.GraphModule, results: Sequence[int]) -> fx.GraphModule:
+    """A copy for Inductor to change, `results` of which a user sees."""
+    graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in half.graph.nodes:
+        made[node] = graph.node_copy(node, made.__getitem__)
+    graph.find_nodes(op="output")[0].meta["user_visible_output_idxs"] = list(results)
+    return fx.GraphModule(half, graph)
 
 
 # Groups

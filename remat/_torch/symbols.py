@@ -36,3 +36,10 @@ def holds(mode: FakeTensorMode, values: Mapping[Any, int]) -> bool:
 def expression_of(size: int | torch.SymInt) -> sympy.Expr:
     """A size as an expression of symbols."""
     return sympy.sympify(size.node.expr if isinstance(size, torch.SymInt) else size)
+
+
+def hinted(size: Any) -> Any:
+    """A size as the number that it was when it was traced; anything else as it is."""
+    if isinstance(size, torch.SymInt):
+        return int(size.node.hint)
+    return size

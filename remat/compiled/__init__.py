@@ -1,0 +1,1 @@
+"""Compiled training under a budget: the choice made inside the compiler's partitioner."""

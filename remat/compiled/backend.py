@@ -1,0 +1,111 @@
+"""The backend `remat` of `torch.compile`, and `remat.compile`: compiled training under a budget, in one line.
+
+    model = remat.compile(model, budget="20GiB", optimizer=optimizer)
+    model = torch.compile(model, backend="remat", options={"budget": "20GiB", "optimizer": optimizer})
+
+The first compilation plans, on the machine that trains and for the batch that it is given; sizes that are open count as
+that batch has them. The budget is for the whole step. The backend sees graphs and their inputs, no model: parameters
+that no graph takes are not counted. `remat.compile` knows the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from remat._torch.dynamo import passed_on
+from remat._torch.inductor import chosen_decompositions, compiling_with, inductor_with
+from remat.errors import RematError, UsageError
+from remat.units import parse_bytes
+
+_OURS = ("budget", "optimizer", "accumulation", "outside", "model")
+
+
+def compile(
+    model: nn.Module,
+    budget: str | int,
+    *,
+    optimizer: Any = torch.optim.AdamW,
+    accumulation: int = 1,
+    outside: str | int = 0,
+    **options: Any,
+) -> Any:
+    """`torch.compile(model)` that trains within a budget.
+
+    budget        most bytes of a whole training step: "20GiB", or a number of bytes
+    optimizer     the one that trains, or its class; None where none does
+    accumulation  micro-batches per step: with more than one, gradients are there while forward runs
+    outside       bytes to set aside for what runs beside the model, such as a loss that is not compiled
+    options       of `torch.compile`, such as `dynamic=`; those of Inductor as `options={...}`
+
+    Returns the compiled model, which is planned as it runs for the first time. That raises Infeasible where no choice
+    keeps the budget. Raises UsageError for a budget that cannot be read.
+    """
+    given = dict(options.pop("options", None) or {}) | {
+        "budget": budget,
+        "optimizer": optimizer,
+        "accumulation": accumulation,
+        "outside": outside,
+        "model": model,
+    }
+    _bytes(budget)
+    return torch.compile(model, backend=remat, options=given, **options)
+
+
+def remat(
+    graph_module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: dict[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile a captured graph so that training keeps a budget.
+
+    options  budget, and `optimizer`, `accumulation`, `outside` as `remat.compile` takes them; others are Inductor's. Or
+             plan: a Plan or its file, see `execution.compiled.backend`
+    mode     Inductor's
+
+    Returns what runs the graph. Raises UsageError without budget and plan, Infeasible where no choice fits.
+    """
+    given = dict(options or {})
+    if "budget" not in given:
+        from remat.execution.compiled.backend import remat as with_plan
+
+        return with_plan(graph_module, example_inputs, options=options, mode=mode)
+    asked = {name: given.pop(name) for name in _OURS if name in given}
+    inductor = inductor_with(mode, given)
+    if not torch.is_grad_enabled():
+        return inductor(graph_module, list(example_inputs))
+    try:
+        with compiling_with(_partitioner(asked, example_inputs), chosen_decompositions):
+            return inductor(graph_module, list(example_inputs))
+    except Exception as failure:
+        if (told := passed_on(failure, RematError)) is None:
+            raise
+        raise told from None
+
+
+def _partitioner(asked: dict[str, Any], example_inputs: Sequence[Any]) -> Any:
+    from remat.compiled.outside import outside_of
+    from remat.compiled.partitioner import Partitioner
+
+    model = asked.get("model")
+    tensors = [*example_inputs, *(() if model is None else (*model.parameters(), *model.buffers()))]
+    outside = outside_of(
+        tensors,
+        asked.get("optimizer", torch.optim.AdamW),
+        more=_bytes(asked.get("outside", 0)),
+        kept=asked.get("accumulation", 1) > 1,
+    )
+    return Partitioner(_bytes(asked["budget"]), outside)
+
+
+def _bytes(size: str | int) -> int:
+    if isinstance(size, str):
+        return parse_bytes(size, what="budget")
+    if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+        raise UsageError(f"`budget=` is a size such as '20GiB' or a number of bytes, not {size!r}.")
+    return size

@@ -1,0 +1,273 @@
+"""A joint graph as a table: the values that a forward makes, which of them backward reads, and when.
+
+AOTAutograd traces forward and backward into one graph; a partitioner cuts it in two. All it decides is which values of
+the forward are saved: the others that backward needs are made again, each once, right before their first use. The table
+holds what that choice depends on, and nothing of torch.
+
+Rule 1  A value is a storage. Views of one, and the outputs of an operator that makes several, follow what they are
+        parts of.
+Rule 2  Backward is cut into stages at the operators that call kernels of libraries (products, convolutions,
+        attention). What fuses runs in the stage of the kernel before it.
+Rule 3  A value is materialized where such a kernel makes or reads it, or where it lives through several stages. Others
+        stay in registers of a fused kernel: they take no memory and no traffic.
+Rule 4  Saving a value costs its read in backward, and its write where forward would not have written it. Making it
+        again costs a kernel's time by the roofline, or its traffic where it fuses.
+Rule 5  Random operators, effects, collectives and operators that are not torch's own run once. So does what reads an
+        input that the forward writes.
+
+Sizes that are open have the values that the first batch gave them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves, tree_map
+
+from remat._torch.inductor import calls_library, policy_of
+from remat._torch.symbols import hinted
+from remat.capture.schemas import calls_view, written
+from remat.costing.roofline import kernel_us
+from remat.recording.tracker import Tracker
+from remat.workload.target import Target
+
+_UNSAFE_VIEWS = (torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default)
+_OWN = ("aten", "prims")  # namespaces of operators that may run again
+_DRAWS = ("inductor_seed", "inductor_seeds")  # the others of Inductor's random operators follow from a seed
+_MOST_STAGES = 160
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """What the forward makes at one node, and backward may need.
+
+    name         of the node                         size_bytes  of its storage
+    save_us      traffic if it is saved              remake_us   time if backward makes it again
+    remade_bytes that it takes in backward if made again: none where it fuses
+    inputs       values that it is made of, by position
+    first, last  stages of backward that read it, None where only other values do
+    can_save, can_remake   whether it may be
+    """
+
+    name: str
+    size_bytes: int
+    save_us: float
+    remake_us: float
+    remade_bytes: int
+    inputs: tuple[int, ...]
+    first: int | None
+    last: int | None
+    can_save: bool
+    can_remake: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Joint:
+    """values  in the order of the forward; each has inputs before it
+    own_bytes  what backward itself has, gradients among it, in each stage
+    parts      of views: the value that they are views of
+    calls      of backward's calls of libraries: their stages
+    """
+
+    values: tuple[Value, ...]
+    own_bytes: tuple[int, ...]
+    parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    calls: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def values_of(self, nodes: Iterable[str]) -> frozenset[str]:
+        """The values that nodes of these names are, or are views of; inputs are none."""
+        known = {value.name for value in self.values}
+        return frozenset(self.parts.get(name, name) for name in nodes) & known
+
+
+def joint_of(graph: fx.Graph, is_backward: Callable[[fx.Node], bool], target: Target) -> Joint:
+    """The table of a joint graph.
+
+    is_backward  whether a node needs a gradient, so that it can run in backward only
+    target       whose roofline prices what is made again
+    """
+    return _Builder(graph, is_backward, target).joint()
+
+
+class _Builder:
+    """Nodes by what they are, while a table is made of them."""
+
+    def __init__(self, graph: fx.Graph, is_backward: Callable[[fx.Node], bool], target: Target):
+        self.target = target
+        self.nodes = nodes = [node for node in graph.nodes if node.op != "output"]
+        self.results = set(graph.find_nodes(op="output")[0].all_input_nodes)
+        self.backward = [node for node in nodes if is_backward(node)]
+        self.in_backward = set(self.backward)
+        self.made = [
+            node for node in nodes if node.op == "call_function" and node not in self.in_backward and _is_made(node)
+        ]
+        self.position = {node: i for i, node in enumerate(self.made)}
+        self.written = {written for node in nodes for written in _written(node)}
+        self.stage = self._stages()
+
+    def joint(self) -> Joint:
+        parts = {node.name: _base(node).name for node in self.nodes if _is_view(node)}
+        calls = {node.name: stage for node, stage in self.stage.items() if calls_library(node)}
+        return Joint(tuple(map(self._value, self.made)), tuple(self._own_bytes()), parts, calls)
+
+    def _stages(self) -> dict[fx.Node, int]:
+        """Of every node of backward. (Rule 2)"""
+        calls = sum(map(calls_library, self.backward))
+        step, seen = max(-(-calls // _MOST_STAGES), 1), 0
+        found = {}
+        for node in self.backward:
+            seen += calls_library(node)
+            found[node] = seen // step
+        return found
+
+    def _value(self, node: fx.Node) -> Value:
+        readers = _readers(node)
+        stages = [self.stage[reader] for reader in readers if reader in self.in_backward]
+        is_result = not self.results.isdisjoint(_views(node))
+        if is_result and stages:
+            stages.append(max(self.stage.values()))
+        is_tuple, size = not isinstance(node.meta["val"], Tensor), _bytes(node)
+        in_forward = [reader for reader in readers if reader not in self.in_backward]
+        is_written = _is_of_library(node) or is_result or any(map(calls_library, in_forward))
+        is_materialized = _is_of_library(node) or any(map(calls_library, readers)) or len(set(stages)) > 1
+        inputs = {self.position[base] for base in map(_base, node.all_input_nodes) if base in self.position}
+        policy = policy_of(node)
+        return Value(
+            name=node.name,
+            size_bytes=size,
+            save_us=self._traffic_us(size * (1 if is_written else 2)),
+            remake_us=self._remake_us(node, is_materialized),
+            remade_bytes=size if is_materialized else 0,
+            inputs=tuple(sorted(inputs)),
+            first=min(stages, default=None),
+            last=max(stages, default=None),
+            can_save=not is_tuple and policy != "recompute",
+            can_remake=policy == "recompute" or (policy != "save" and self._may_run_again(node)),
+        )
+
+    def _traffic_us(self, size_bytes: int) -> float:
+        return size_bytes / (self.target.bytes_per_us * self.target.efficiency)
+
+    def _remake_us(self, node: fx.Node, is_materialized: bool) -> float:
+        """Rule 4."""
+        if node.target is operator.getitem:
+            return 0.0
+        if calls_library(node):
+            return _kernel_us(node, self.target)
+        read = sum(map(_bytes, set(map(_base, node.all_input_nodes))))
+        return self._traffic_us(read + _bytes(node)) if is_materialized else self._traffic_us(read) / 16
+
+    def _may_run_again(self, node: fx.Node) -> bool:
+        """Rule 5."""
+        if node.target is operator.getitem:
+            node = node.all_input_nodes[0]
+        target = node.target
+        return (
+            isinstance(target, torch._ops.OpOverload)
+            and target.namespace in _OWN
+            and torch.Tag.nondeterministic_seeded not in target.tags
+            and target._schema.name.partition("::")[2] not in _DRAWS
+            and not target._schema.is_mutable
+            and not self.written & set(map(_base, node.all_input_nodes))
+        )
+
+    def _own_bytes(self) -> Iterator[int]:
+        """What backward makes and has, stage by stage. (Rules 2 and 3)"""
+        end = max(self.stage.values(), default=0)
+        change = [0] * (end + 2)
+        for node in self.backward:
+            if node.op == "placeholder" or not _is_made(node):
+                continue
+            readers = _readers(node)
+            is_result = not self.results.isdisjoint(_views(node))
+            last = end if is_result else max(map(self._stage_of, readers), default=0)
+            is_library = _is_of_library(node) or any(map(calls_library, readers))
+            if is_library or last > self.stage[node]:
+                change[self.stage[node]] += _bytes(node)
+                change[max(last, self.stage[node]) + 1] -= _bytes(node)
+        total = 0
+        for difference in change[:-1]:
+            total += difference
+            yield total
+
+    def _stage_of(self, node: fx.Node) -> int:
+        return self.stage.get(node, 0)
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """What a node is a view of, itself if of nothing. (Rule 1)"""
+    while _is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_view(node: fx.Node) -> bool:
+    if node.target is operator.getitem:
+        return _is_view(node.all_input_nodes[0])
+    return calls_view(node) or node.target in _UNSAFE_VIEWS
+
+
+def _is_of_library(node: fx.Node) -> bool:
+    """Whether a library's kernel makes a node's value."""
+    return calls_library(node.all_input_nodes[0] if node.target is operator.getitem else node)
+
+
+def _is_made(node: fx.Node) -> bool:
+    """Whether a node makes storages."""
+    return not _is_view(node) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(node.meta.get("val")))
+
+
+def _views(node: fx.Node) -> Iterator[fx.Node]:
+    """A node that makes a value, and the nodes that are views of it."""
+    yield node
+    for user in node.users:
+        if _is_view(user):
+            yield from _views(user)
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """The nodes that read a value, through views."""
+    return [user for view in _views(node) for user in view.users if not _is_view(user)]
+
+
+def _written(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes that an operator writes to."""
+    if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        of = {id(given.meta["val"]): given for given in node.all_input_nodes}
+        args = tree_map(lambda given: given.meta["val"] if isinstance(given, fx.Node) else given, node.args)
+        yield from (_base(of[id(tensor)]) for tensor in written(node.target, args, node.kwargs))
+
+
+def _bytes(node: fx.Node) -> int:
+    """Of what a node makes; of several outputs none, they have nodes of their own."""
+    value = node.meta.get("val")
+    return hinted(value.untyped_storage().nbytes()) if isinstance(value, Tensor) else 0
+
+
+def _kernel_us(node: fx.Node, target: Target) -> float:
+    """Time of a library's kernel."""
+    value = next(leaf for leaf in tree_leaves(node.meta["val"]) if isinstance(leaf, Tensor))
+    given = tree_map(lambda arg: arg.meta["val"] if isinstance(arg, fx.Node) else arg, (node.args, dict(node.kwargs)))
+    mode = value.fake_mode  # type: ignore[attr-defined]
+    with mode, torch.no_grad(), Tracker() as tracker:
+        args, kwargs = tree_map(_closed, given)
+        node.target(*args, **kwargs)  # type: ignore[operator]
+    return sum(kernel_us(kind, target) for kind in tracker.kinds.values() if not kind.name.startswith("aten.empty"))
+
+
+@functools.singledispatch
+def _closed(value: Any) -> Any:
+    """An argument with its open sizes closed."""
+    return hinted(value)
+
+
+@_closed.register
+def _(value: Tensor) -> Tensor:
+    shape, stride = [hinted(n) for n in value.shape], [hinted(n) for n in value.stride()]
+    return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)

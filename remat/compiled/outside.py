@@ -1,0 +1,101 @@
+"""What a compiled step needs outside its graphs: parameters, their gradients, the optimizer's state and its step.
+
+The optimizer is stepped on fake tensors, so its state and its temporaries are those of its own code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from remat.recording.optimizer_forms import forms_of
+from remat.recording.tracker import Tracker
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outside:
+    """Bytes outside the graphs.
+
+    always     parameters, buffers, the batch, the optimizer's state, what the caller sets aside
+    gradients  of all parameters; they are there as forward begins if `are_kept`
+    stepping   the optimizer's temporaries
+    """
+
+    always: int
+    gradients: int
+    stepping: int
+    are_kept: bool = False
+
+    @property
+    def during_graphs(self) -> int:
+        """There while forward and backward run, beside what these make."""
+        return self.always + (self.gradients if self.are_kept else 0)
+
+    @property
+    def while_stepping(self) -> int:
+        return self.always + self.gradients + self.stepping
+
+
+def outside_of(
+    tensors: Iterable[Any],
+    optimizer: MakeOptimizer | torch.optim.Optimizer | None,
+    *,
+    more: int = 0,
+    kept: bool = False,
+) -> Outside:
+    """What is there outside the graphs that are given `tensors`, once training is under way.
+
+    tensors    parameters, buffers and the batch   more  bytes that the caller sets aside for what else runs
+    optimizer  one, or what makes one of parameters, None for none     kept  gradients are there from the step before
+    """
+    found = {id(each): each for each in tensors if isinstance(each, Tensor)}
+    storages = {id(each.untyped_storage()): each.untyped_storage().nbytes() for each in found.values()}
+    parameters = [each for each in found.values() if isinstance(each, nn.Parameter) and each.requires_grad]
+    gradients = sum(parameter.numel() * parameter.itemsize for parameter in parameters)
+    state, stepping = _stepped(parameters, optimizer)
+    return Outside(sum(storages.values()) + state + more, gradients, stepping, kept)
+
+
+def _stepped(parameters: Sequence[nn.Parameter], optimizer: Any) -> tuple[int, int]:
+    """(bytes of state, bytes of temporaries) of an optimizer for `parameters`."""
+    if optimizer is None or not parameters:
+        return 0, 0
+    tracker, kind = Tracker(), parameters[0].device.type
+    with FakeTensorMode(), tracker, tracker.answering(), forms_of(kind, kind):
+        fakes = [nn.Parameter(_like(parameter)) for parameter in parameters]
+        for fake in fakes:
+            fake.grad = torch.empty_like(fake)
+        made = _made(optimizer, parameters, fakes)
+        before = tracker.alive_now
+        made.step()
+        state, first = tracker.alive_now - before, tracker.op_count
+        made.step()
+        alive = tracker.alive()[first:]
+    return state, max(int(alive.max(initial=0)) - before - state, 0)
+
+
+def _like(parameter: Tensor) -> Tensor:
+    return torch.empty(tuple(map(int, parameter.shape)), dtype=parameter.dtype, device=parameter.device)
+
+
+def _made(optimizer: Any, parameters: Sequence[nn.Parameter], fakes: Sequence[nn.Parameter]) -> Any:
+    """The optimizer for fake parameters; of one that is there, another with its groups and settings."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer(fakes)
+    fake_of = dict(zip(map(id, parameters), fakes, strict=True))
+    known = inspect.signature(type(optimizer).__init__).parameters
+    groups = []
+    for group in optimizer.param_groups:
+        taken = [fake_of[id(parameter)] for parameter in group["params"] if id(parameter) in fake_of]
+        if taken:
+            groups.append({**{name: value for name, value in group.items() if name in known}, "params": taken})
+    make: Any = type(optimizer)
+    return make(groups)

@@ -1,0 +1,242 @@
+"""The partitioner: of the ways to cut a joint graph, the cheapest whose compiled code keeps the budget.
+
+torch's partitioner cuts, and all that it does afterwards is its own; only the choice of saved values is ours:
+
+1. PyTorch's own choice is lowered. Where it fits, it is kept.
+2. Otherwise the program is solved (`program.py`) for a little less than it may need: as much less, or more, as the
+   lowered code of the choice before differed from the program's estimate. Its answer, and PyTorch's at every ratio of
+   its memory budget, are ordered by price; the cheapest that should fit is lowered. After `ROUNDS` of this the
+   cheapest that really fits is handed out.
+
+So no choice is handed out whose compiled code exceeds the budget, and none of PyTorch's that was lowered and fits is
+cheaper. Where nothing fits, `Infeasible` names the least peak that was seen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from remat._torch.inductor import hash_of, partition_saving, partitioner_class
+from remat.compiled.joint import joint_of
+from remat.compiled.outside import Outside
+from remat.compiled.peak import Halves, halves
+from remat.compiled.program import Choice, More, judged, solve
+from remat.costing.planning_device import find_planning_device
+from remat.errors import Infeasible
+from remat.units import gib, ms
+
+log = logging.getLogger(__name__)
+RATIOS = tuple(tenth / 10 for tenth in range(10))
+ROUNDS = 6
+NO_LIMIT = 1 << 62
+_HOMES = ("joint", "peak", "program", "partitioner")
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """A graph as it was cut.
+
+    peak_bytes   predicted, of the whole step           halves  of the graph alone
+    choice       what is saved, and its price           default  what PyTorch would save
+    bound_us     below which no choice of the program's is priced; None where PyTorch's own was kept
+    seconds      that planning took beyond compiling
+    """
+
+    peak_bytes: int
+    halves: Halves
+    choice: Choice
+    default: Choice
+    bound_us: float | None
+    seconds: float
+
+    @property
+    def gap(self) -> float:
+        """How far the price may be above the least one, as a share of it."""
+        return 0.0 if self.bound_us is None else max(1 - self.bound_us / max(self.choice.price_us, 1e-9), 0.0)
+
+    def __str__(self) -> str:
+        more = self.choice.remade_us - self.default.remade_us
+        how = "PyTorch's own choice fits" if self.bound_us is None else f"gap {self.gap:.1%}"
+        return (
+            f"peak {gib(self.peak_bytes)}, {ms(more)} more recomputation than by default, {how}; "
+            f"planned in {self.seconds:.1f} s"
+        )
+
+
+class Partitioner(partitioner_class()):  # type: ignore[misc]
+    """A partitioner for Inductor that keeps a budget.
+
+    budget_bytes  of the whole step           outside  what is not in the graphs
+    cuts          the graphs that were cut, in order
+    """
+
+    def __init__(self, budget_bytes: int, outside: Outside):
+        self.budget_bytes, self.outside = budget_bytes, outside
+        self.cuts: list[Cut] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"budget_bytes": self.budget_bytes, "outside": self.outside}  # it is in settings, which are copied
+
+    def uuid(self) -> Any:
+        return hash_of(*(__file__.replace("partitioner", home) for home in _HOMES)) + repr(self.__getstate__()).encode()
+
+    @property
+    def graph_bytes(self) -> int:
+        """What the next graph may need."""
+        return self.budget_bytes - self.outside.during_graphs - sum(cut.halves.kept for cut in self.cuts)
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **options: Any) -> Any:
+        """(forward, backward). Raises Infeasible where no choice keeps the budget."""
+        started = time.monotonic()
+        search = _Search(gm, joint_inputs, options, self.graph_bytes)
+        found = search.run()
+        if self.outside.while_stepping > self.budget_bytes or found is None:
+            raise self._infeasible(search)
+        choice, bound = found
+        lowered = search.lower(choice)
+        peak = max(self.budget_bytes - self.graph_bytes + lowered.peak, self.outside.while_stepping)
+        self.cuts.append(Cut(peak, lowered, choice, search.default, bound, time.monotonic() - started))
+        log.info("%s", self.cuts[-1])
+        return search.cut(choice)
+
+    def _infeasible(self, search: _Search) -> Infeasible:
+        least = self.budget_bytes - self.graph_bytes + min(lowered.peak for lowered in search.lowered.values())
+        least = max(least, self.outside.while_stepping)
+        return Infeasible(
+            f"the compiled step does not fit {gib(self.budget_bytes)}: the least peak found is {gib(least)}. Of it "
+            f"{gib(self.outside.always)} are parameters, optimizer state and batch. Raise the budget, or reduce the "
+            "batch.",
+            least,
+        )
+
+
+Own = Callable[[float], list[fx.Node]]  # what PyTorch would save itself at a ratio of its memory budget
+Halved = tuple[fx.GraphModule, fx.GraphModule]
+
+
+class _Search:
+    """Choices for one joint graph; `lowered` has what their compiled code needs."""
+
+    def __init__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], options: dict[str, Any], most_bytes: int):
+        self.gm, self.inputs, self.options, self.most_bytes = gm, joint_inputs, options, most_bytes
+        self.lowered: dict[frozenset[str], Halves] = {}
+        halved = self._partition(self._look)
+        self.known = {self.default.saved: self.default}
+        self.lowered[self.default.saved] = self._halves(halved)
+
+    def _partition(self, choose: Callable[[fx.Graph, Any, Own], list[fx.Node]]) -> Halved:
+        return partition_saving(choose)(self.gm, self.inputs, **self.options)
+
+    def _look(self, graph: fx.Graph, info: Any, own: Own) -> list[fx.Node]:
+        """Make the table of the graph, and note what PyTorch would save."""
+        values = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
+        device = next((value.device for value in values if isinstance(value, torch.Tensor)), torch.device("cpu"))
+        target = find_planning_device(device.type).target
+        self.joint = joint_of(graph, lambda n: info.is_required_bw(n) and not info.is_required_fw(n), target)
+        chosen = own(1.0)
+        self._by_default = [node.name for node in chosen]
+        self.default = judged(self.joint, self.joint.values_of(self._by_default))
+        return chosen
+
+    @functools.cached_property
+    def portfolio(self) -> list[Choice]:
+        """What PyTorch's own memory budget would save, at every ratio."""
+        found: list[Choice] = []
+
+        def note(graph: fx.Graph, info: Any, own: Own) -> list[fx.Node]:
+            for nodes in map(own, RATIOS):
+                found.append(judged(self.joint, self.joint.values_of(node.name for node in nodes)))
+            return nodes
+
+        self._partition(note)
+        return found
+
+    def cut(self, choice: Choice) -> Halved:
+        """(forward, backward) where what `choice` says, and what takes nothing, is saved."""
+        names = self._by_default if choice.saved == self.default.saved else choice.saved
+
+        def choose(graph: fx.Graph, info: Any, own: Own) -> list[fx.Node]:
+            if names is self._by_default:
+                by_name = {node.name: node for node in graph.nodes}
+                return [by_name[name] for name in self._by_default]
+            chosen = [node for node in graph.nodes if node.name in names or _is_size(node, info)]
+            return list(dict.fromkeys([*info.inputs, *chosen]))
+
+        return self._partition(choose)
+
+    def _halves(self, halved: Halved) -> Halves:
+        return halves(*halved, self.options["num_fwd_outputs"])
+
+    def lower(self, choice: Choice) -> Halves:
+        """What the compiled code of a choice needs."""
+        if choice.saved not in self.lowered:
+            self.lowered[choice.saved] = self._halves(self.cut(choice))
+        return self.lowered[choice.saved]
+
+    def fits(self, choice: Choice) -> bool:
+        return self.lower(choice).peak <= self.most_bytes
+
+    def run(self) -> tuple[Choice, float | None] | None:
+        """(the cheapest choice found that fits, the bound); None where none was found."""
+        if self.fits(self.default):
+            return self.default, None
+        last, more, bound = self.default, self._more(self.default), math.inf
+        for _ in range(ROUNDS):
+            answers = [solve(self.joint, self.most_bytes, more, start=last.saved)]
+            bound = min(bound, answers[0].bound_us)
+            if answers[0].saved is None:
+                answers.append(solve(self.joint, NO_LIMIT, more, start=last.saved, least=True))
+            made = [judged(self.joint, answer.saved) for answer in answers if answer.saved is not None]
+            if (found := self._next([*made, *self.portfolio], more)) is None:
+                break
+            last = found
+            self.known[last.saved] = last
+            more = self._more(last) if self.fits(last) else more.at_least(self._more(last))
+        best = self._cheapest()
+        return None if best is None else (best, bound)
+
+    def _more(self, choice: Choice) -> More:
+        """What the compiled code of a choice needs beside what the table says: by stage, but no more than overall.
+
+        A stage may need more because of what this choice saves, and another would not.
+        """
+        seen = self.lower(choice)
+        overall = seen.backward - max(choice.alive_bytes, default=0)
+        by_stage: dict[int, int] = {}
+        for name, size in seen.calls.items():
+            if (stage := self.joint.calls.get(name)) is not None:
+                by_stage[stage] = max(by_stage.get(stage, 0), size)
+        found, backward = overall, list[int]()
+        for stage, alive in reversed(list(enumerate(choice.alive_bytes))):
+            found = min(by_stage[stage] - alive, overall) if stage in by_stage else found
+            backward.insert(0, found)
+        return More(seen.forward - choice.kept_bytes, tuple(backward))
+
+    def _next(self, choices: Sequence[Choice], more: More) -> Choice | None:
+        """The choice to lower next: the cheapest that should fit, else the one that needs least."""
+        cheapest = self._cheapest()
+        untried = [choice for choice in choices if choice.saved not in self.lowered]
+        hopeful = [choice for choice in untried if more.peak_bytes(choice) <= self.most_bytes]
+        if cheapest is not None:
+            return min((c for c in hopeful if c.price_us < cheapest.price_us), key=_price, default=None)
+        return min(hopeful, key=_price) if hopeful else min(untried, key=more.peak_bytes, default=None)
+
+    def _cheapest(self) -> Choice | None:
+        return min((choice for choice in self.known.values() if self.fits(choice)), key=_price, default=None)
+
+
+def _price(choice: Choice) -> float:
+    return choice.price_us
+
+
+def _is_size(node: fx.Node, info: Any) -> bool:
+    return not info.is_required_bw(node) and isinstance(node.meta.get("val"), torch.SymInt)

@@ -1,0 +1,111 @@
+"""Peaks of a compiled forward and backward: both halves are lowered by Inductor, and what it generates runs on fakes.
+
+So fusion, the order of kernels and the reuse of buffers are Inductor's own. Kernels are not compiled; those of
+libraries may need bytes of their own, which are measured once each where the device is at hand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+
+from remat._torch.inductor import compiled_halves, counts_flops
+from remat._torch.symbols import hinted
+from remat._torch.training import without_modes
+from remat.costing.operator_timing import measured_workspaces
+from remat.fusion.generated_code import without_kernels
+from remat.recording.tracked_step import with_workspaces
+from remat.recording.tracker import Tracker
+
+
+@dataclasses.dataclass(frozen=True)
+class Halves:
+    """Bytes that a graph's forward and backward need beside its inputs.
+
+    forward   the most while it runs     kept  as it has ended: results, and what is saved
+    backward  the most while it runs, results of forward and gradients among it
+    calls     the most up to each call of a product, a convolution or attention in backward, by the name of its node;
+              nothing where the calls that ran are others than those of the graph
+    """
+
+    forward: int
+    kept: int
+    backward: int
+    calls: Mapping[str, int]
+
+    @property
+    def peak(self) -> int:
+        return max(self.forward, self.backward)
+
+
+def halves(forward: fx.GraphModule, backward: fx.GraphModule, results: int) -> Halves:
+    """What both halves of a joint graph need; a user sees, and holds, the first `results` that forward gives.
+
+    Raises RematError where this torch's generated code is not known.
+    """
+    with without_kernels():
+        first, second = compiled_halves(forward, backward, results)
+    inputs = forward.graph.find_nodes(op="placeholder")
+    mode, device = next((v.fake_mode, v.device) for v in map(_value, inputs) if isinstance(v, Tensor))  # type: ignore[attr-defined]
+    tracker = Tracker()
+    with mode, torch.no_grad():
+        given = [_fresh(node) for node in inputs]
+        tracker.fix(given)
+        with tracker:
+            made = first(list(given))
+            ended, kept = tracker.op_count, tracker.alive_now
+            by_name = dict(zip((getattr(node, "name", None) for node in _outputs(forward)), made, strict=True))
+            by_name |= dict(zip((node.name for node in inputs), given, strict=True))
+            held = made[:results]
+            taken = backward.graph.find_nodes(op="placeholder")
+            tangents = {node.name: _fresh(node) for node in taken if node.name not in by_name}  # autograd holds them
+            saved = [(by_name | tangents)[node.name] for node in taken]
+            del by_name, made
+            gradients = second(saved)
+    del held, tangents, gradients
+    alive = with_workspaces(tracker, _workspaces(tracker, device))
+    calls = _by_call(tracker, alive, ended, [node.name for node in backward.graph.nodes if counts_flops(node)])
+    return Halves(int(alive[:ended].max(initial=0)), kept, int(alive[ended:].max(initial=0)), calls)
+
+
+def _by_call(tracker: Tracker, alive: np.ndarray, begin: int, names: Sequence[str]) -> dict[str, int]:
+    """The most bytes since the call before, by the name of each call from operator `begin` on."""
+    kinds = list(tracker.kinds.values())
+    ends = [op + 1 for op in range(begin, len(alive)) if kinds[tracker.op_kinds[op]].flops]
+    if len(ends) != len(names):
+        return {}
+    begins = [begin, *ends]
+    ends = [*ends[:-1], len(alive)]  # what follows the last call counts as its own
+    return {name: int(alive[a:b].max()) for name, a, b in zip(names, begins, ends, strict=False)}
+
+
+_MEASURED: dict[tuple[str, str], int] = {}
+
+
+def _workspaces(tracker: Tracker, device: torch.device) -> dict[tuple[str, str], int]:
+    """The own bytes of the libraries' kernels that ran, measured on the device where it is at hand."""
+    with without_modes():
+        _MEASURED.update(measured_workspaces(tracker, _MEASURED, device))
+    return _MEASURED
+
+
+def _outputs(half: fx.GraphModule) -> list[Any]:
+    return list(half.graph.find_nodes(op="output")[0].args[0])
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta["val"]
+
+
+def _fresh(node: fx.Node) -> Any:
+    """A value like that of an input."""
+    value = _value(node)
+    if not isinstance(value, Tensor):
+        return hinted(value)
+    shape, stride = [hinted(n) for n in value.shape], [hinted(n) for n in value.stride()]
+    return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)

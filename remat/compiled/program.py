@@ -1,0 +1,238 @@
+"""The choice of saved values as an integer program over a joint graph (after Checkmate, Jain et al. 2020).
+
+Data       values v in the order of the forward, stages t of backward
+           w[v] bytes of a value, w'[v] if it is made again; c[v] traffic if it is saved, p[v] time to make it again
+           first[v], last[v] stages that read it; b[t] what backward itself has; f, g[t] what compiled code has beside
+Variables  s[v] = 1    v is saved
+           r[v,t] = 1  v has been made again in stage t or before it
+Minimise   sum c[v] s[v] + p[v] r[v, due[v]]                                                   (1)
+s.t.       s[v] + r[v, first[v]] >= 1                     where backward reads v               (2)
+           r[v,t] <= s[u] + r[u,t]                        for every input u of v               (3)
+           r[v,t] <= r[v,t+1]                                                                  (4)
+           sum w[v] s[v] + f <= M                            as forward ends                      (5)
+           sum w[v] s[v] + w'[v] r[v,t] + b[t] + g[t] <= M  over v that is read in t or later    (6)
+
+A value that is made again is made once, when it is first needed, and stays until it was last needed: so does torch's
+partitioner. due[v] is the stage by which v is made if at all: first[v], or that of the values made of it. The last need
+that (6) counts is the latest that any choice can bring about.
+
+`judged` is the same in plain words, for one choice: what is made again and when, its price and its peaks. Choices of
+any origin are compared by it. r[v,t] is left out for t more than `REACH` stages before due[v]: values that far away are
+made again from something saved in between. The bound is one for the choices that the program knows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import operator
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from ortools.sat.python import cp_model
+
+from remat.compiled.joint import Joint
+
+VARIABLES = 30_000  # the most of r
+_LAST = 1 << 30  # a stage after all others
+_UNITS = 1 << 20  # bytes and times are whole multiples of so small a part of the largest sum
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A set of saved values, judged.
+
+    saved       the names of those that backward reads
+    price_us    of saving them and of making the others again     remade_us  of the latter alone
+    kept_bytes  as forward ends    alive_bytes  in each stage of backward, with its own
+    """
+
+    saved: frozenset[str]
+    price_us: float
+    remade_us: float
+    kept_bytes: int
+    alive_bytes: tuple[int, ...]
+
+
+def judged(joint: Joint, saved: Collection[str]) -> Choice:
+    """What saving `saved` costs and needs, and with them what backward reads and cannot make again."""
+    values, stages = joint.values, len(joint.own_bytes)
+    need: list[int | None] = [value.first for value in values]
+    last: list[int] = [-1 if value.last is None else value.last for value in values]
+    change = [0] * (stages + 1)
+    price = remade = 0.0
+    kept, needed = 0, set[str]()
+    for v in reversed(range(len(values))):
+        value, first = values[v], need[v]
+        if first is None:
+            continue
+        is_saved = value.name in saved or (value.can_save and not value.can_remake)
+        if is_saved:
+            needed.add(value.name)
+            kept += value.size_bytes
+            price += value.save_us
+        else:
+            remade += value.remake_us
+            for u in value.inputs:
+                need[u] = first if need[u] is None else min(need[u], first)  # type: ignore[type-var]
+                last[u] = max(last[u], first)
+        change[0 if is_saved else first] += value.size_bytes if is_saved else value.remade_bytes
+        change[last[v] + 1] -= value.size_bytes if is_saved else value.remade_bytes
+    alive = itertools.accumulate(change[:stages])
+    curve = tuple(bytes_ + own for bytes_, own in zip(alive, joint.own_bytes, strict=True))
+    return Choice(frozenset(needed), price + remade, remade, kept, curve)
+
+
+@dataclasses.dataclass(frozen=True)
+class More:
+    """f and g: bytes that compiled code needs beside what the table counts, in forward and in stages of backward."""
+
+    forward: int
+    backward: tuple[int, ...]
+
+    def at_least(self, other: More) -> More:
+        return More(max(self.forward, other.forward), tuple(map(max, self.backward, other.backward)))
+
+    def peak_bytes(self, choice: Choice) -> int:
+        """What the compiled code of a choice should need."""
+        return max(choice.kept_bytes + self.forward, *map(operator.add, choice.alive_bytes, self.backward), 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """saved  the best choice found, if there is one    bound_us  below which the program has no choice"""
+
+    saved: frozenset[str] | None
+    bound_us: float
+
+
+@dataclasses.dataclass(frozen=True)
+class _Span:
+    """Stages in which a value may be made again first: from `begin` to `due`; and the last in which it is read."""
+
+    begin: int
+    due: int
+    last: int
+
+
+def _spans(joint: Joint) -> list[_Span | None]:
+    """None for values that nothing in backward comes to need."""
+    values = joint.values
+    begin: list[float] = [math.inf if v.first is None else v.first for v in values]
+    due: list[float] = list(begin)
+    late: list[float] = [-1 if v.first is None else v.first for v in values]
+    last: list[float] = [-1 if v.last is None else v.last for v in values]
+    for v in reversed(range(len(values))):
+        if math.isinf(begin[v]) or not values[v].can_remake:
+            continue
+        by = due[v] if values[v].first is not None else late[v]
+        for u in values[v].inputs:
+            begin[u] = min(begin[u], begin[v])
+            late[u] = max(late[u], by)
+            last[u] = max(last[u], by)
+            if values[u].first is None:
+                due[u] = late[u]
+    reach = max(VARIABLES // max(len(values), 1), 2)
+    return [
+        None if math.isinf(b) else _Span(int(max(b, d - reach)), int(d), int(max(x, d)))
+        for b, d, x in zip(begin, due, last, strict=True)
+    ]
+
+
+def solve(
+    joint: Joint,
+    most_bytes: int,
+    more: More | None = None,
+    *,
+    start: Collection[str] = (),
+    least: bool = False,
+    gap: float = 0.005,
+    time_s: float = 20.0,
+    workers: int = 2,
+) -> Answer:
+    """The cheapest choice whose forward and backward need `most_bytes` at most. Needs OR-tools.
+
+    more         what compiled code needs beside what the program counts
+    start        a choice to begin with
+    least        find the choice that needs least instead, whatever it costs
+    gap, time_s  when to stop
+    """
+    program = _Program(joint)
+    program.limit_memory(most_bytes, more or More(0, (0,) * len(joint.own_bytes)))
+    program.minimize(least)
+    for each, value in zip(program.s, joint.values, strict=True):
+        if each is not None and start:
+            program.model.add_hint(each, value.name in start)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers, solver.parameters.random_seed = workers, 0
+    solver.parameters.relative_gap_limit, solver.parameters.max_time_in_seconds = gap, time_s
+    status = solver.solve(program.model)
+    if status == cp_model.INFEASIBLE:
+        return Answer(None, math.inf)
+    bound = 0.0 if least else max(solver.best_objective_bound - program.rounded, 0.0) / program.scale
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return Answer(None, bound)
+    pairs = zip(program.s, joint.values, strict=True)
+    return Answer(frozenset(value.name for each, value in pairs if each is not None and solver.value(each)), bound)
+
+
+class _Program:
+    """Variables and constraints, numbered as above."""
+
+    def __init__(self, joint: Joint):
+        self.joint, self.spans = joint, _spans(joint)
+        self.model = cp_model.CpModel()
+        new = self.model.new_bool_var
+        pairs = list(zip(joint.values, self.spans, strict=True))
+        self.s = [new("") if span and value.can_save else None for value, span in pairs]
+        self.r = [
+            {t: new("") for t in range(span.begin, span.due + 1)} if span and value.can_remake else {}
+            for value, span in pairs
+        ]
+        for v, value in enumerate(joint.values):
+            if value.first is not None:
+                self.model.add_bool_or(self._there(v, value.first))  # (2)
+            for t, made in self.r[v].items():
+                for u in value.inputs:
+                    self.model.add_bool_or([made.negated(), *self._there(u, t)])  # (3)
+                if t + 1 in self.r[v]:
+                    self.model.add_implication(made, self.r[v][t + 1])  # (4)
+
+    def _there(self, u: int, t: int) -> list[Any]:
+        """Variables of which one is true if value u can be read in stage t."""
+        return [each for each in (self.s[u], self._made(u, t)) if each is not None]
+
+    def _made(self, v: int, t: int) -> Any:
+        span = self.spans[v]
+        return None if span is None else self.r[v].get(min(t, span.due))
+
+    def limit_memory(self, most_bytes: int, more: More) -> None:
+        """(5) and (6), with the highest of all sums as a variable."""
+        values, unit = self.joint.values, max(sum(value.size_bytes for value in self.joint.values) // _UNITS, 1)
+        total = sum(value.size_bytes + value.remade_bytes for value in values) + max(self.joint.own_bytes, default=0)
+        most = min(most_bytes, total + max(more.forward, *more.backward, 0))
+        self.most = self.model.new_int_var(0, max(most // unit, 0), "M")
+        kept = [(each, v.size_bytes) for each, v in zip(self.s, values, strict=True) if each is not None]
+        self._limit(kept, more.forward, unit)
+        for t, own_bytes in enumerate(map(operator.add, self.joint.own_bytes, more.backward)):
+            alive = [v for v, span in enumerate(self.spans) if span is not None and t <= span.last]
+            terms = [(each, values[v].size_bytes) for v in alive if (each := self.s[v]) is not None]
+            made = [(self._made(v, t), values[v].remade_bytes) for v in alive if values[v].remade_bytes]
+            self._limit([*terms, *(term for term in made if term[0] is not None)], own_bytes, unit)
+
+    def _limit(self, terms: Sequence[tuple[Any, int]], more: int, unit: int) -> None:
+        weights = [-(-size // unit) for _, size in terms]
+        total = cp_model.LinearExpr.weighted_sum([each for each, _ in terms], weights)
+        self.model.add(total + -(-more // unit) <= self.most)
+
+    def minimize(self, least: bool) -> None:
+        """(1)"""
+        values = self.joint.values
+        costs = [(each, v.save_us) for each, v in zip(self.s, values, strict=True) if each is not None]
+        costs += [(made, v.remake_us) for i, v in enumerate(values) if (made := self._made(i, _LAST)) is not None]
+        self.scale = _UNITS / max(sum(cost for _, cost in costs), 1e-9)
+        self.rounded = len(costs) / 2  # the most that rounding adds
+        terms = [each for each, _ in costs]
+        price = cp_model.LinearExpr.weighted_sum(terms, [round(cost * self.scale) for _, cost in costs])
+        self.model.minimize(self.most if least else price)
