@@ -1,4 +1,4 @@
-"""Trails: the operators of a forward, by which two forwards are told apart, and the lines that read what steers one."""
+"""Trails: the operators of a forward, by which two forwards are compared, and the lines that read what steers it."""
 
 from __future__ import annotations
 
