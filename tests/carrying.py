@@ -114,7 +114,6 @@ class Momentum(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.encoder, self.follower = (nn.Sequential(Half(), Half(), nn.Linear(WIDTH, 16)) for _ in range(2))
-        self.follower.load_state_dict(self.encoder.state_dict())
         self.follower.requires_grad_(False)
         self.queue, self.head = F.normalize(torch.randn(16, 64), dim=0), nn.Linear(64, CLASSES)
 
@@ -126,6 +125,24 @@ class Momentum(nn.Module):
             key = F.normalize(self.follower(x), dim=1)
         y: torch.Tensor = (query * key).sum(1, keepdim=True) + self.head(query @ self.queue)
         self.queue = torch.cat([key[:8].t(), self.queue[:, :-8]], 1)
+        return y
+
+
+class Taught(nn.Module):
+    """A teacher that follows in place, and is far from the student when training begins (BYOL)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = (nn.Sequential(Half(), Half()) for _ in range(2))
+        self.teacher.requires_grad_(False)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for theirs, ours in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                theirs.mul_(0.9).add_(ours, alpha=0.1)
+            target = self.teacher(x)
+        y: torch.Tensor = self.head(self.student(x) - target)
         return y
 
 
@@ -313,7 +330,21 @@ class Tabled(Stack):
 CARRYING: dict[str, Callable[[], nn.Module]] = {
     kind.__name__.lower(): kind
     for kind in (
-        *(Truncated, Segments, Queue, Momentum, Codebook, Averages, Centred, Banked, Cached, Hooked, Shared, Buffered),
+        *(
+            Truncated,
+            Segments,
+            Queue,
+            Momentum,
+            Taught,
+            Codebook,
+            Averages,
+            Centred,
+            Banked,
+            Cached,
+            Hooked,
+            Shared,
+            Buffered,
+        ),
         *(Noisy, Statistics, Tabled),
     )
 }

@@ -98,7 +98,7 @@ def is_bitwise(work: Workload, plan: Plan, steps: int, **options: Any) -> nn.Mod
 
 # Training
 
-FEW = {"segments", "queue", "averages", "hooked", "banked"}
+FEW = {"segments", "queue", "averages", "hooked", "banked", "taught"}
 
 
 @pytest.mark.third

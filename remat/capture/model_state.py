@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -647,7 +648,8 @@ class _KeptTensor:
     def __init__(self, name: str, value: torch.Tensor, data: bool):
         self.name, self.value, self._version = name, value, _version_of(value)
         is_parameter = isinstance(value, nn.Parameter)
-        self._storage = StorageWeakRef(value.untyped_storage()) if type(value) is nn.Parameter else None
+        has_storage = is_parameter and type(value) in (nn.Parameter, FakeTensor)
+        self._storage = StorageWeakRef(value.untyped_storage()) if has_storage else None
         self._data = value.detach().to("cpu", copy=True) if data and not is_parameter else None
 
     def has_changed(self) -> bool:

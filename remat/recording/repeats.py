@@ -34,7 +34,8 @@ class _TrailSeen(UnseenMode):
     def __init__(self, model: nn.Module):
         super().__init__()
         self.operators: list[Any] = []
-        self._names = {id(p.untyped_storage()): name for name, p in model.named_parameters()}
+        self._storages = [p.untyped_storage() for p in model.parameters()]  # `p.data = ...` frees one, and its id
+        self._names = {id(s): name for s, (name, _) in zip(self._storages, model.named_parameters(), strict=True)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
