@@ -1,5 +1,6 @@
-"""Scale: how long it takes to pose and to solve, by layers: GPT-3's layer 12 to 96 times, and two chains of 1,000, all
-layers alike, or every twentieth a wider one.
+"""Scale: time to pose and to solve, by layers: GPT-3's layer 12 to 96 times, and two chains of 1,000.
+
+All layers of a chain are alike, or every twentieth is a wider one.
 
 The budget lies half way between every block checkpointed and none, and nobody sets a time limit, as in `remat plan`.
 Then the least peak is asked for, as a refusal does. Times are of one run on one machine, by the clock and by the

@@ -1,5 +1,6 @@
-"""Sweep: the exact curve of GPT-2 from the least feasible budget to "no checkpointing needed", the loss whole or in
-slices, and beside it what leaves the loss whole, the heuristics, and every block with Liger-Kernel's head.
+"""Sweep: the exact curve of GPT-2 from the least feasible budget to "no checkpointing needed".
+
+The loss is chunked or not. Beside the curve: plans without chunks, heuristics, every block with a Liger-like head.
 
 Claims that it checks: no predicted peak exceeds its budget, added time never rises with the budget, and no strategy is
 better than the curve allows.

@@ -208,8 +208,9 @@ def _disagreement(
 
 
 def uncounted_in(chain: Chain, case: Case, legs: Sequence[Leg]) -> list[tuple[int, int]]:
-    """Storages that the plan of `legs` keeps where it oversteps the budget and `chain` does not count, the largest
-    first, each with the first site at which the plan has a reason to keep it.
+    """List the storages that the plan of `legs` keeps where it exceeds the budget and that `chain` does not count.
+
+    The largest is first; each has the first site at which the plan has a reason to keep it.
     """
     problem = chain.problem
     regions = regions_of(problem, legs)

@@ -251,8 +251,7 @@ class _ChainSearch:
         return branch.legs is None and excess <= lost_bytes(table.chain, legs, table.grain)
 
     def _is_for_labels(self, branch: Branch) -> bool:
-        """Whether its plan oversteps the budget for nothing but rounding, a limit that the table mixes with others, or
-        storages outside the state, wherever they are counted.
+        """Whether only rounding, mixed limits or storages outside the state make its plan exceed the budget.
 
         And labels may be few, and there is time for them: in all they take about as long as tables.
         """

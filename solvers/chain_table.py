@@ -76,8 +76,9 @@ def lost_bytes(chain: Chain, legs: Iterable[Leg], grain: int) -> int:
 
 
 def choose_grain(chain: Chain, levels: tuple[int, int], *, may_lose: float = 0.0) -> int:
-    """A grain within `levels`: the coarsest that loses no more than `may_lose` of the room by rounding all sizes once,
-    else the one that loses least.
+    """Choose a grain within `levels`: the coarsest that loses no more than `may_lose` of the room by rounding.
+
+    If there is none, the grain that loses least. All sizes are rounded once.
 
     Sizes are often multiples of few numbers, so grains are tried among the parts of those that occur.
     """

@@ -1,5 +1,4 @@
-"""The simulated caching allocator: PyTorch's own cases, recorded traces of PyTorch's, an independent simulation, and
-what must hold whatever happens."""
+"""The simulated caching allocator: PyTorch's own cases, recorded traces, an independent simulation, and laws."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""MLPs in slices: results and gradients are those of the untouched step, but that weights inside are summed in another
-order; what is predicted is what is measured; and a plan takes them where they pay.
+"""MLPs in slices: results and gradients equal the eager baseline's, except sums of weights inside.
+
+Predictions equal measurements, and a plan uses chunks where they pay.
 
 The oracle is the untouched model. Sums are held to float64.
 """

@@ -1,5 +1,6 @@
-"""A loss in slices: the loss and all gradients are those of the untouched step, but that a head's own weights are
-summed in another order; what is predicted is what is measured; and a plan takes slices where they pay.
+"""A loss in slices: the loss and all gradients equal the eager baseline's, except sums of a head's own weights.
+
+Predictions equal measurements, and a plan uses chunks where they pay.
 
 The oracle is the untouched model. Sums are held to float64.
 """

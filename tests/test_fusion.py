@@ -1,5 +1,6 @@
-"""Fused groups: found by rules, exact in float64, as near to it as the nodes one by one; predicted to the byte; and
-recomputed like any other node. What a plan of a fused step promises is held to the fused step without one.
+"""Fused groups: found by rules, exact in float64, as near to it as the nodes one by one, predicted to the byte.
+
+They are recomputed like any other node. A plan of a fused step is compared with the fused step without one.
 
 Most tests let kernels run operator by operator, which takes no compiler; `exhaustive` ones compile them.
 """

@@ -1,5 +1,6 @@
-"""Every heuristic proposes plans of the problem's own space, keeps the budget that it claims to keep, and does what its
-name says. No heuristic is better than exhaustive search.
+"""Heuristics propose plans of the problem's own space, keep the budget that they claim, and do what their names say.
+
+No heuristic is better than exhaustive search.
 """
 
 from __future__ import annotations

@@ -32,9 +32,12 @@ def mask_of(x: Tensor) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Operator:
-    """schema     without its name
-    forward    what it returns           mask  where its random mask is among that
-    use        how a model calls it: a tensor to a tensor
+    """A custom operator.
+
+    schema   without its name
+    forward  its results
+    mask     the position of its random mask among them
+    use      how a model calls it: a tensor to a tensor
     """
 
     schema: str

@@ -1,5 +1,7 @@
-"""A sweep is the whole trade between memory and time: it begins at the least budget that does, ends without
-recomputation, and never turns back; and its plots are files that can be looked at anywhere."""
+"""A sweep is the whole trade-off between memory and time, from the least feasible budget to no recomputation.
+
+It never turns back, and its plots are files that open anywhere.
+"""
 
 from __future__ import annotations
 

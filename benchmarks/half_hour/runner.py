@@ -29,8 +29,12 @@ LOG_LINES = 12
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """name     of its file and of its function      shows  what for, in words
-    seconds     that it may take                     environment  besides this process's
+    """A part of the half hour.
+
+    name         of its file and of its function
+    shows        its purpose, in words
+    seconds      that it may take
+    environment  besides this process's
     """
 
     name: str

@@ -139,8 +139,9 @@ def is_of_tensor(variable: Variable) -> bool:
 
 @contextlib.contextmanager
 def following(instead: Callable[[Translator, Any], Callable[..., Any] | None]) -> Iterator[None]:
-    """While it lasts, Dynamo follows `instead(translator, function)`, unless that is None, where it would follow a
-    Python function that traced code calls. Functions themselves, and guards on them, are as before.
+    """Let Dynamo follow `instead(translator, function)` in place of a Python function that traced code calls.
+
+    Where that is None, the function is followed. Functions themselves, and guards on them, are as before.
     """
     variable = internal("_dynamo.variables.UserFunctionVariable", "let a library choose its attention masks")
     original = variable.call_function

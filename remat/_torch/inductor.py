@@ -80,8 +80,9 @@ def hold_back(graph: fx.Graph, waiting: Mapping[fx.Node, fx.Node]) -> bool:
 
 
 def rng_state_operators() -> tuple[Any, Any, Any]:
-    """The operators of a joint graph that run another and save the generator's state, that run one with it, and that
-    run one with a generator of its own, as on CUDA.
+    """Return the operators of a joint graph that handle a generator's state around another operator.
+
+    They run one and save the state, run one with a saved state, and run one with a generator of its own, as on CUDA.
     """
     purpose = "replay compiled random operators"
     return (

@@ -420,8 +420,9 @@ def cache_builders(model: nn.Module) -> list[Any]:
 def fake_model(
     build: Callable[[], nn.Module], mode: Any, device: torch.device, step: Callable[..., Any] | None = None
 ) -> tuple[nn.Module, SharedState]:
-    """`build()` on the meta device, with every tensor that it holds made a fake tensor on `device`, and the state that
-    it, and a `step` that calls it, share with the rest of the program.
+    """Call `build()` on the meta device, and replace every tensor of the model by a fake tensor on `device`.
+
+    Return the model, and the state that it and a `step` that calls it share with the rest of the program.
 
     Tied parameters stay tied. A model that has data is copied: it may be the caller's own. Raises `CaptureError` if
     the model cannot be built without data.

@@ -41,8 +41,10 @@ def open_nodes(graph_module: fx.GraphModule) -> int:
 
 
 class _SharedBody(nn.Module):
-    """A graph that is called and never changed. A GraphModule compiles those that it has again whenever it is copied:
-    of QLoRA they are hundreds."""
+    """A graph that is called and never changed.
+
+    A GraphModule compiles its own graphs whenever it is copied: of QLoRA they are hundreds.
+    """
 
     def __init__(self, body: nn.Module):
         super().__init__()

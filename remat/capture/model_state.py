@@ -729,8 +729,9 @@ _kept: contextvars.ContextVar[list[_Generator]] = contextvars.ContextVar("genera
 
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
-    """Generators are as they were afterwards: the global ones of the host, and those that models share that are put on
-    fakes meanwhile. May decorate a function.
+    """Restore generators afterwards: global ones of the host, and those that models share and put on fakes.
+
+    May decorate a function.
     """
     with without_modes():
         kept = global_generators()

@@ -1,5 +1,6 @@
-"""Settling: what has to be known, or done, before a model's forward is captured, so that the graph is the one that
-training runs.
+"""Settling: bring a model to its steady state before its forward is captured.
+
+The captured graph is then the one that training runs.
 
 The first forward of a model is not its steady state: transformers installs the hooks that record outputs in the first
 forward that asks for one, a table is made when it is first needed, a memory of the last batch is not there yet. A graph
@@ -109,8 +110,9 @@ class _Capture:
 
 
 def settle(step: SteadyStep, run_again: Callable[[], None]) -> None:
-    """Bring the model of `step` to its steady state, and let its answers be such that eager branches are captured
-    where they can be. Raises CaptureError where the forward cannot be captured at all, or never stays as it is.
+    """Bring the model of `step` to its steady state, with answers by which eager branches can be captured.
+
+    Raises CaptureError if the forward cannot be captured at all, or never stays the same.
 
     run_again  one more forward of what is captured
     """

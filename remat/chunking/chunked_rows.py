@@ -37,8 +37,10 @@ Under = Callable[[], contextlib.AbstractContextManager[Any]]
 
 @dataclasses.dataclass
 class RowsWatch:
-    """on_run  called in backward with a run, what it was given (rows, and what is beside them), the gradient of its
-    result, the sums that were made (gradients of what is beside, or None), and what its forward ran under
+    """Hooks around chunked rows.
+
+    on_run  called in backward with a run, its inputs (rows, and those beside them), the gradient of its result,
+            the sums (gradients of the inputs beside, or None), and the modes of its forward
     """
 
     on_run: Callable[[ChunkedRows, Tensor, Sequence[Any], Tensor, Sequence[Tensor | None], Under], None] | None = None

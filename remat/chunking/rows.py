@@ -353,8 +353,10 @@ def _acts_by_row(node: fx.Node) -> bool:
 
 
 def _has_no_rows_or_all(source: fx.Node) -> bool:
-    """Whether what a node takes is one number a column, or made by the graph: no embedding of positions, say, which
-    may have as many rows as a small batch has."""
+    """Whether an input of a node is one number for each column, or made by the graph.
+
+    An embedding of positions is neither: it may have as many rows as a small batch has.
+    """
     value = _first_tensor(source)
     return value is None or value.dim() <= 1 or source.op not in ("placeholder", "get_attr")
 

@@ -98,7 +98,7 @@ def _caveats(plan: Plan) -> Iterator[str]:
 def columns(header: Sequence[str], rows: Iterable[Sequence[str]], names: int = 1) -> tuple[list[str], list[str]]:
     """A table: the first `names` columns stand to the left, the numbers after them to the right.
 
-    (lines of the header, lines of the rows); the lines of a header are separated by \\n, and it ends level.
+    (lines of the header, lines of the rows); lines of a header are separated by newlines, and it ends level.
     """
     titles = [title.split("\n") for title in header]
     height = max(map(len, titles))

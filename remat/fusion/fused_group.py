@@ -84,8 +84,9 @@ class FusedGroup:
         on_run(self, Ran(autocast, given, *rest))
 
     def lowered(self, *given: Any) -> Lowered | None:
-        """For inputs like `given`, under the autocast that is on. None where nothing has a gradient, or torch cannot:
-        then nodes run one by one, as everywhere else.
+        """Lower the group for inputs like `given`, under the current autocast.
+
+        Returns None if no input has a gradient, or if torch cannot: then nodes run one by one.
         """
         if not any(isinstance(value, Tensor) and value.requires_grad for value in given):
             return None

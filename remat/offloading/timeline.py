@@ -175,8 +175,9 @@ class Timeline:
         return int(np.searchsorted(self.starts_us[: self.graph.forward_end + 1], candidate.ready_us))
 
     def _as_value(self, storage: int) -> tuple[int, None, int] | None:
-        """(node, None, operators run when it is there): the first node whose value it is, and which keeps it or which
-        something outside of its region takes.
+        """Return (node, None, operators run when it exists) of the first node with this value, if anything needs it.
+
+        That is the first node whose value it is, and which keeps it or which a node outside of its region takes.
         """
         ends: list[tuple[int, int]] = []
         for i in self._index.valued.get(storage, ()):

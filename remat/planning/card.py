@@ -1,5 +1,6 @@
-"""Plans and the bytes that the caching allocator reserves for them: reported in every plan for a GPU, and the budget of
-`--budget auto`.
+"""Plans and the bytes that the caching allocator reserves for them.
+
+They are reported in every plan for a GPU, and are the budget of `--budget auto`.
 
 The budget of a plan is one of requested bytes: a plan decides them, and a solver can bound them. Reserved bytes depend
 on the order and sizes of all allocations, and are known of a finished plan only. So a plan that reserves too much is

@@ -40,7 +40,9 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class BatchFit:
-    """rungs       of the ladder by name, and the joint optimum; None where nothing of that kind fits
+    """The fastest way to run a global batch.
+
+    rungs       of the ladder by name, and the joint optimum; None if nothing of that kind fits
     candidates  every micro-batch with the best plan that was found for it, the largest first
     plan        of the joint optimum, recorded and replayed at its size
     samples     of all ranks in an optimizer step

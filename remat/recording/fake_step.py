@@ -588,8 +588,10 @@ class FakeStep:
                 return self._replaced[path].original(*args, **kwargs)
 
     def _learns(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a backward can go through the forward of the module at `path`, which is in training mode. Others a
-        plan leaves alone."""
+        """Whether a backward can go through the forward of the module at `path`, which is in training mode.
+
+        A plan leaves other forwards alone.
+        """
         module = self._replaced[path].module
         learns = torch.is_grad_enabled() and any(
             leaf.requires_grad

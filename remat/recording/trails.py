@@ -1,4 +1,4 @@
-"""Trails: the operators of a forward, by which two forwards are compared, and the lines that read what steers it."""
+"""Trails: the operators of a forward, which distinguish two forwards, and the lines that read what steers one."""
 
 from __future__ import annotations
 

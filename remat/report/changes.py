@@ -161,8 +161,10 @@ def _toggled(region: Region, node: int) -> Region:
 
 
 def _with_border(regions: Sequence[Region], at: int, to: int) -> tuple[Region, ...] | None:
-    """`regions` with what ends or begins at `at` doing so at `to`; None where one would run into another, or out of
-    the region that holds it. One that becomes empty is gone."""
+    """Move a border of `regions` from `at` to `to`; an empty region is dropped.
+
+    Returns None if a region would overlap another, or leave the region that holds it.
+    """
     found: list[Region] = []
     for region in regions:
         moved = _resized(region, at, to)

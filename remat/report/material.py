@@ -81,7 +81,7 @@ class Material:
 
     @property
     def costs(self) -> str:
-        """ "measured" or "estimated"."""
+        """The source of the costs: "measured" or "estimated"."""
         if self.plan is not None:
             return self.plan.costs
         assert self.profile is not None

@@ -28,8 +28,7 @@ EXACT = 1e-12  # of a gradient's norm: sums in float64 are no more exact
 
 @dataclasses.dataclass
 class _Distances:
-    """Of one gradient, as Euclidean norms: from float64 in slices and at once; and the gradient's own, of so many
-    numbers."""
+    """Euclidean norms of one gradient: its distance from float64 in slices and at once, and its own norm."""
 
     in_slices: float
     at_once: float
@@ -129,8 +128,10 @@ class SumsSeen:
     def too_far(
         self, names: Sequence[str], untouched: Iterable[Tensor | None], planned: Iterable[Tensor | None]
     ) -> list[str]:
-        """Parameters whose promise is broken: by their ratio, or because a planned gradient is further from the
-        untouched one than both sums are from float64."""
+        """List the parameters whose promise is broken.
+
+        Their ratio is too large, or a planned gradient is further from the baseline's than both sums are from float64.
+        """
         broken = [name for name, found in self._found.items() if not found.is_near]
         for name, one, other in zip(names, untouched, planned, strict=True):
             if (found := self._found.get(name)) is None or name in broken:

@@ -206,8 +206,9 @@ class Training:
         return release_libraries(self.device)
 
     def from_nothing_held(self, step: Callable[[], None]) -> Callable[[], None]:
-        """`step`, after those whose outputs it holds, or whose state: what is let go of is seen only where it was seen
-        to be made.
+        """Run `step` after enough steps whose outputs, or state, it holds.
+
+        The profiler sees memory freed only if it saw it allocated.
         """
         steps = max(2 if self.loop.holds_outputs else 1, self._steps_of_state(step))
 

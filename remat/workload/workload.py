@@ -78,8 +78,10 @@ class Workload:
         )
 
     def with_planned_step(self) -> Workload:
-        """The same workload, of which all that `step` computes may be in regions and slices: a loss that is computed
-        outside of the model's forward too. Its plans are for `remat.planned_step`."""
+        """Return the same workload, in which regions and chunks may hold all that `step` computes.
+
+        This includes a loss outside of the model's forward. Its plans are for `remat.planned_step`.
+        """
         build, step = self.build, self.step
         return dataclasses.replace(self, build=lambda: Stepped(build(), step), step=_loss_of)
 

@@ -76,8 +76,9 @@ class Counts:
 
 @dataclasses.dataclass
 class RegionWatch:
-    """recomputed  holds what the regions of a forward save to what they have when they are recomputed, where it is set
-    while that forward runs
+    """Hooks around regions.
+
+    recomputed  compares the tensors that regions of a forward save with the recomputed ones, if set during that forward
     """
 
     recomputed: Recomputed | None = None
@@ -85,12 +86,14 @@ class RegionWatch:
 
 @dataclasses.dataclass(frozen=True)
 class RewriteOptions:
-    """counts   where what happens is counted
-    observe  count every recomputed node, at the price of a Python call per node
-    recompute_context  what recomputations run under
-    offloader  what brings storages to the host and back, if the plan has offloads
-    weights    those of the model that are on the host, if there are any
-    watch      what a first step does around regions
+    """Options of a rewritten graph.
+
+    counts             where regions and recomputations are counted
+    observe            count every recomputed node, at the price of a Python call for each
+    recompute_context  context of recomputations
+    offloader          brings storages to the host and back, if the plan has offloads
+    weights            weights of the model that are on the host, if there are any
+    watch              hooks of a first step around regions
     """
 
     counts: Counts
