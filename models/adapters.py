@@ -36,7 +36,10 @@ class Lora:
 
     @staticmethod
     def parsed(text: str) -> Lora:
-        """Of `r=16` or `r=16,dropout=0.05`; raises UsageError for anything else."""
+        """Parse `r=16` or `r=16,dropout=0.05`.
+
+        Raises UsageError for other texts.
+        """
         found = [_SETTING.fullmatch(part.strip()) for part in text.split(",")]
         settings = {match["name"]: match["value"] for match in found if match}
         try:

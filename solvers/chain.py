@@ -72,7 +72,7 @@ class Case:
         return dataclasses.replace(self, counted={**self.counted, **sites})
 
     def site(self, shared: SharedStorage) -> int:
-        """Where `shared` is counted, unless it is a state storage."""
+        """Return the site at which `shared` is counted, unless it is a state storage."""
         if shared.storage in self.aside:
             return NEVER
         return self.pinned.get(shared.storage, self.counted.get(shared.storage, shared.sites[-1]))
@@ -477,7 +477,7 @@ class Chain:
         )
 
     def _forward_limits(self) -> list[list[int]]:
-        """For every cut and k what segments before it may keep, as the rows of the forward limit it."""
+        """Return for every cut and k the bytes that earlier segments may keep by the rows of forward."""
         each = [self._limits_beside(op) for op in self.held_at]
         return [
             [-(-sum(most) // len(each)) for most in zip(*of_cut, strict=True)] for of_cut in zip(*each, strict=True)
@@ -503,7 +503,7 @@ class Chain:
         return limits
 
     def _backward_limits(self, cut: int) -> list[int]:
-        """For every k what segments before `cut` may keep in all.
+        """Return for every k the bytes that segments before `cut` may keep in all.
 
         What the forward allows and all forward-held bytes, but no more than there may be when backward starts.
         """
@@ -570,7 +570,7 @@ def _is_taken(shared: SharedStorage, run: Run, until: int = NEVER) -> bool:
 
 
 def _open_storages(problem: Problem, count: int) -> list[list[SharedStorage]]:
-    """For every cut the storages that cross it and have a reason after it."""
+    """Return for every cut the storages that cross it and have a reason after it."""
     found: list[list[SharedStorage]] = [[] for _ in range(count + 1)]
     for shared in problem.liveness.shared.values():
         for cut in range(shared.segment + 1, shared.sites[-1] + 1):
@@ -579,7 +579,7 @@ def _open_storages(problem: Problem, count: int) -> list[list[SharedStorage]]:
 
 
 def _choose_state_storages(problem: Problem, count: int) -> list[SharedStorage | None]:
-    """For every cut its state storage: stretches that do not overlap, of most bytes in all."""
+    """Choose for every cut its state storage: stretches that do not overlap, of most bytes in all."""
     stretches = [(shared.segment + 1, shared.sites[-1], shared) for shared in problem.liveness.shared.values()]
     stretches = sorted((s for s in stretches if s[0] <= s[1]), key=lambda s: (s[1], s[0], s[2].storage))
     ends = [end for _, end, _ in stretches]

@@ -175,7 +175,7 @@ class Branch:
 
 
 def _runs(problem: Problem, regions: Proposal) -> list[Run]:
-    """For every segment the run that holds it."""
+    """Return for every segment the run that holds it."""
     found = sorted((problem.runs[i] for i in problem.runs_of(regions)), key=lambda run: run.a)
     return [run for run in found for _ in range(run.a, run.b)]
 

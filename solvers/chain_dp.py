@@ -120,7 +120,7 @@ class Found:
         return self.objective_ns - bound_ns <= gap * max(self.objective_ns, NS)
 
     def patience_s(self, limits: Limits) -> float:
-        """How long finer tables may take."""
+        """Return the seconds that finer tables may take."""
         if self.regions is None:
             return math.inf
         elapsed_s = time.monotonic() - self.started
@@ -132,7 +132,7 @@ class Found:
         return limits.time_s is not None and time.monotonic() - self.started > limits.time_s
 
     def transition_count(self) -> float:
-        """How many transitions are left to choose from."""
+        """Count the transitions that are left to choose from."""
         return math.inf if self.left is None else sum(branch.transition_count for branch in self.left)
 
     def useful(self, deadline_s: float = math.inf) -> set[int] | None:
@@ -444,7 +444,7 @@ class _Overstepped(NamedTuple):
 
 
 def _overstepped(problem: Problem, regions: tuple[Region, ...]) -> _Overstepped | None:
-    """Where a plan oversteps the budget, None if it keeps it."""
+    """Return the point at which a plan exceeds the budget, None if it does not."""
     curve = problem.curve(regions)
     if curve.peak_bytes <= problem.budget_bytes:
         return None

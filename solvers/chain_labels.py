@@ -106,7 +106,7 @@ class Limit:
 
     @classmethod
     def of(cls, table: Table, aside: tuple[int, ...] = ()) -> Limit:
-        """With the storages `aside` set aside, which are outside the chain's state and not settled by its case."""
+        """Set the storages `aside` aside, which are outside the chain's state and not settled by its case."""
         chain = table.chain
         if not aside:
             return cls(table, chain)

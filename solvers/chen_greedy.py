@@ -56,7 +56,7 @@ def _algorithm_3(found: Sequence[Sequence[Piece]], sizes: np.ndarray, limit: flo
 
 
 def kept_bytes(problem: Problem) -> np.ndarray:
-    """For every node what autograd would keep of what it makes."""
+    """Return for every node the bytes that autograd would keep of its results."""
     storages = problem.graph.storages
     kept = problem.liveness.is_packed & (storages.node >= 0)
     sizes = np.zeros(len(problem.graph.nodes), dtype=np.int64)

@@ -79,7 +79,7 @@ class CpSat:
         return Outcome(found, values, bound, interrupted=interrupted)
 
     def _solve(self, solver: cp_model.CpSolver, watch: _Watch | None) -> tuple[cp_model.CpSolverStatus, bool]:
-        """How it ended, and whether the user pressed Ctrl-C, which it would itself take for a limit that is reached.
+        """Return the solver's status, and whether the user pressed Ctrl-C, which it takes for a limit that is reached.
 
         Python hears of a signal in its main thread only, and there only while that is not in the solver.
         """

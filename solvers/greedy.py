@@ -121,7 +121,7 @@ class Freed:
 
 
 def last_taken(graph: Graph) -> np.ndarray:
-    """For every storage the last node that takes a value of it, -1 for none."""
+    """Return for every storage the last node that takes a value of it, -1 for none."""
     last = np.full(len(graph.storages.birth), -1, dtype=np.int64)
     for i, node in enumerate(graph.nodes):
         for source in node.inputs:
@@ -154,7 +154,7 @@ class _GreedySearch:
         return excess_bytes(self.problem, self.plan(levels))
 
     def fitting_levels(self) -> list[int]:
-        """Of the first steps as many as are needed, less those that are not after all; where none fit, the nearest."""
+        """Select as many of the first steps as needed, less superfluous ones; the nearest if none fit."""
         counts = sorted({len(self.steps) * i // PREFIXES for i in range(PREFIXES + 1)})
         nearest, too_few = (self.excess(self.levels_after(0)), 0), 0
         for count in counts[1:]:

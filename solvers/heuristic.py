@@ -59,7 +59,7 @@ def _best(problem: Problem, proposals: Iterable[Proposal], best: _Judged) -> _Ju
 
 
 def fewest_that_fit(problem: Problem, regions: Proposal) -> Proposal | None:
-    """Of `regions` the first so many that keep the budget, where all do: a quick guess, by bisection."""
+    """Select the fewest first `regions` that keep the budget, by bisection; a quick guess."""
     if excess_bytes(problem, regions):
         return None
     too_few, enough = -1, len(regions)
@@ -73,7 +73,7 @@ def fewest_that_fit(problem: Problem, regions: Proposal) -> Proposal | None:
 
 
 def excess_bytes(problem: Problem, regions: Proposal) -> int:
-    """By how much a plan's peak exceeds the budget."""
+    """Return the bytes by which a plan's peak exceeds the budget."""
     return max(problem.curve(regions).peak_bytes - problem.budget_bytes, 0)
 
 

@@ -239,7 +239,7 @@ class _Reach:
                     self._take(transition, state, kept)
 
     def _fewest(self, cut: int) -> dict[_State, int]:
-        """Of what is kept at `cut`, what is within its limit and no other state is better than."""
+        """Select storages kept at `cut` that are within its limit and that no other state beats."""
         chain, floor = self._chain, self._chain.problem.floor_bytes[cut] + self._spare
         found: dict[_State, int] = {}
         if len(self._kept[cut]) > MOST_STATES:

@@ -322,7 +322,7 @@ class Program:
         self.constraints.append(Constraint(tuple(terms), most, equal))
 
     def _holding(self) -> list[list[int]]:
-        """For every segment the runs that hold it."""
+        """Return for every segment the runs that hold it."""
         holding: list[list[int]] = [[] for _ in self.problem.space.segments]
         for index in self.x:
             for segment in range(self.problem.runs[index].a, self.problem.runs[index].b):

@@ -57,12 +57,12 @@ def backend_of_output(output: Any) -> Any:
 
 
 def frames_traced() -> int:
-    """How many functions Dynamo has traced, or tried to, in this process."""
+    """Return the number of functions that Dynamo has traced, or tried to, in this process."""
     return int(internal("_dynamo.utils.counters", "see whether a forward was traced")["frames"]["total"])
 
 
 def graph_breaks() -> list[Any]:
-    """Where and why Dynamo broke graphs in this process, so far."""
+    """Return the places and reasons of Dynamo's graph breaks in this process so far."""
     found: list[Any] = internal("_dynamo.utils.graph_break_reasons", "find the branch at which a graph broke")
     return found
 

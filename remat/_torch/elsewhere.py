@@ -133,7 +133,7 @@ def _answers(elsewhere: OtherDevice) -> dict[Any, Any]:
 
 
 def _dtype(elsewhere: OtherDevice) -> torch.dtype:
-    """To which autocast casts; where it is off, by default."""
+    """Return the dtype to which autocast casts; if it is off, the default one."""
     on = torch.is_autocast_enabled(elsewhere.here)
     return torch.get_autocast_dtype(elsewhere.here if on else elsewhere.device.type)
 

@@ -60,7 +60,7 @@ class Masks:
     packed: bool = False
 
     def as_planned(self, planned: Masks) -> Masks:
-        """With an explicit mask where the plan has one: it is right for a batch without padding too."""
+        """Return these masks with an explicit one if the plan has one: it is right for a batch without padding too."""
         padded = self.padded or (self.ones and planned.padded)
         return Masks(self.ones and not padded, padded, self.packed or planned.packed)
 
@@ -194,7 +194,7 @@ def _for_a_mask_of_ones(original: Callable[..., bool]) -> Callable[..., bool]:
 
 @torch.compiler.allow_in_graph
 def _known_ones(mask: torch.Tensor) -> torch.Tensor:
-    """In a traced graph: `mask` was taken for one of ones. (Rule 2)"""
+    """Mark in a traced graph that `mask` was taken for one of ones. (Rule 2)"""
     return mask
 
 

@@ -98,7 +98,7 @@ class ModelState:
         self._named: dict[int, set[str]] = {}  # globals that were noted, by the id of their table
 
     def shared(self) -> ModelState:
-        """Of the same model, what it shares with the rest of the program, as it is now: reached through code alone.
+        """Return the state that the same model shares with the rest of the program now, reached through code alone.
 
         Generators are left out.
         """
@@ -214,7 +214,7 @@ class ModelState:
         return ((holder.named(key), value) for key, value in holder.was.items())
 
     def _of_object(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
-        """Of a module or another object."""
+        """Collect the state of a module or another object."""
         kinds = type(value).__mro__
         if isinstance(own := getattr(value, "__dict__", None), dict):
             tables = [own[table] for table in _TABLES if isinstance(value, nn.Module)]
@@ -228,7 +228,7 @@ class ModelState:
         self._seen |= {id(kind): kind for kind in kinds}
 
     def _of_code(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
-        """Of a class, a method, a function with some of its arguments, or a function."""
+        """Collect the state of a class, a method, a partial function, or a function."""
         if isinstance(value, types.MethodType):
             yield from ((name, each) for each in (value.__self__, value.__func__))
         elif isinstance(value, functools.partial):
@@ -635,7 +635,7 @@ _CONTAINERS: tuple[tuple[Any, type[_Holder]], ...] = (
 
 
 def _container(name: str, value: Any) -> _Holder | None:
-    """Of a container, a closure's variable, an array or a Python generator; None for all else."""
+    """Hold a container, a closure's variable, an array or a Python generator; None for other objects."""
     return next((holder(name, value) for kinds, holder in _CONTAINERS if isinstance(value, kinds)), None)
 
 
@@ -698,7 +698,7 @@ class _Generator:
 
 
 def _generator_of(value: Any) -> _Generator | None:
-    """Of a generator of torch, Python or numpy; None for all else."""
+    """Hold a generator of torch, Python or numpy; None for other objects."""
     if isinstance(value, torch.Generator):
         return _Generator(value.get_state, value.set_state)
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):

@@ -65,7 +65,7 @@ class Early:
         return any(graphs != self.history[-1] for graphs in self.history)
 
     def to_json(self, recorded: tuple[Signature, ...]) -> dict[str, Any]:
-        """For `Plan.about`, where the graph calls `recorded` are planned; empty where there is nothing to say."""
+        """Return the entry of `Plan.about` if the graph calls `recorded` are planned; empty if there is none."""
         planned = {graph.key for graph in recorded}
         keys = dict.fromkeys(graph.key for graphs in self.history for graph in graphs if graph.key not in planned)
         found: dict[str, Any] = {"early_graphs": list(keys)}

@@ -214,7 +214,7 @@ class ChunkedLoss:
         return result
 
     def derivatives(self, row_losses: Tensor, labels: Tensor, numbers: tuple[Any, ...]) -> Tensor:
-        """Of the loss by each row's. (Rule 2)"""
+        """Return the derivatives of the loss by each row's loss. (Rule 2)"""
         with torch.enable_grad():
             at = torch.zeros_like(row_losses, requires_grad=True)
             (found,) = torch.autograd.grad(self.reduced(at, labels, numbers), at)

@@ -249,7 +249,7 @@ def _is_read_later(given: fx.Node, inside: set[fx.Node], place: Mapping[fx.Node,
 
 
 def _readings(node: fx.Node, inside: set[fx.Node]) -> int:
-    """How often autograd sees nodes `inside` read the value of `node`; what gives it on as it is, is none of them."""
+    """Count the reads of the value of `node` by nodes `inside` that autograd sees; views do not count."""
     count = 0
     for user in inside.intersection(node.users):
         if _gives_on(user, node):
@@ -305,7 +305,7 @@ def _leading(value: torch.Tensor) -> list[str]:
 
 
 def _is_contiguous(value: torch.Tensor) -> bool:
-    """As `Tensor.is_contiguous`, which must not be asked of open sizes: it would close them."""
+    """Return `Tensor.is_contiguous` without closing open sizes."""
     expected = 1
     for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
         if size_hint(size) != 1 and size_hint(stride) != expected:
@@ -401,7 +401,7 @@ def _is_value_free(node: fx.Node) -> bool:
 
 
 def _rows_of(node: fx.Node) -> int:
-    """How many rows the value of a node has; 0 for one computed out of weights alone."""
+    """Return the number of rows in the value of a node; 0 if it is computed from weights alone."""
     found = _first_tensor(node)
     return 0 if found is None or found.dim() < 2 else _count(found)
 

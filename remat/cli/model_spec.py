@@ -126,7 +126,7 @@ class ModelSpec:
         return dataclasses.replace(self, **{name: value for name, value in options.items() if value is not None})
 
     def to_json(self, folder: Path) -> dict[str, Any]:
-        """For a file in `folder`."""
+        """Return the spec for a file in `folder`."""
         fields = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
         return {**fields, "model": _moved(self.model, lambda path: os.path.relpath(path, folder))}
 
@@ -388,7 +388,7 @@ def blaming(what: str, path: Path | None) -> Iterator[None]:
 
 
 def _line_of(error: BaseException, path: Path | None) -> str:
-    """Where in the user's file, as ` (file.py:12)`; the innermost line anywhere if no line of that file is to blame."""
+    """Format the place in the user's file as ` (file.py:12)`; without one, the innermost line of any file."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     if path is None or not frames or isinstance(error, SyntaxError):  # whose text has it
         return ""

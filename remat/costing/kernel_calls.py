@@ -146,7 +146,7 @@ def arguments(kind: KernelKind, device: torch.device) -> tuple[list[Any], dict[s
 
 
 def _names(kind: KernelKind, args: list[Any]) -> list[str]:
-    """Of the positional arguments; none for an operator whose arguments all belong on the device."""
+    """Return the names of the positional arguments; none if all belong on the device."""
     if kind.name not in _ON_HOST:
         return [""] * len(args)
     return [argument.name for argument in overload(kind.name)._schema.arguments[: len(args)]]
@@ -265,7 +265,10 @@ class TableRow(NamedTuple):
 
 
 def read_table(path: Path) -> tuple[dict[str, str], list[TableRow]]:
-    """Where a table was measured ("device", "torch"), and its rows. Raises ValueError where it is none."""
+    """Read the device and torch of a table, and its rows.
+
+    Raises ValueError if the file is no table.
+    """
     text = path.read_text(encoding="utf-8").splitlines()
     about = dict(line[1:].strip().split(": ", 1) for line in text if line.startswith("#") and ": " in line)
     rows = csv.DictReader(line for line in text if not line.startswith("#"))

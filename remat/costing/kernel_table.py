@@ -64,7 +64,7 @@ class KernelTable:
         return estimated_us * math.exp(_between(known, math.log(estimated_us))), BY_FAMILY
 
     def _factors(self, target: Target) -> dict[tuple[str, str], _Factors]:
-        """Of each operator and dtype, how far the roofline is off, by its time. (Rule 2)"""
+        """Return (log of estimated us, log of measured over estimated) of each row, by operator and dtype. (Rule 2)"""
         found: dict[tuple[str, str], list[tuple[float, float]]] = {}
         for kind, time_us in self.rows.values():
             if us := kernel_us(kind, target):

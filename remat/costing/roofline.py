@@ -244,7 +244,7 @@ def _is_full(dtype: str, target: Target) -> bool:
 
 
 def _filled(count: int, rows: int, columns: int, inner: int, target: Target, size: int = 2) -> float:
-    """Of the rate of full rounds of large tiles what the best cut of a product keeps. (Rule 1)"""
+    """Return the share of the rate of full rounds of large tiles that the best cut of a product reaches. (Rule 1)"""
     processors = max(target.processors, 1)
     best = 0.0
     for tall, wide, share in _TILES:

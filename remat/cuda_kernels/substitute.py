@@ -246,7 +246,7 @@ _HOMES: dict[str, Any] = {
 
 
 def _path(function: Call) -> tuple[str, str]:
-    """Where a function of torch is found: the builtin ones do not pickle by themselves."""
+    """Return the path of a function of torch: builtin ones do not pickle by themselves."""
     for home, owner in _HOMES.items():
         for name in (function.__name__, name_of(function)):
             if getattr(owner, name, None) is function or getattr(owner, name, None) == function:

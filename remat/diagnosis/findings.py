@@ -268,7 +268,7 @@ def batch_of(sizes: Sequence[int], activations: Sequence[int], planned: int) -> 
         return None
 
     def shares(batch: int) -> tuple[float, float]:
-        """Of the activations' bytes those that were asked for in their size then, and of all requests those of them."""
+        """Return the share of activations' bytes with a request of their size, and the share of such requests."""
         scaled = {size: _rounded(size * batch // planned) for size in wanted if size * batch % planned == 0}
         met = sum(size * min(wanted[size], seen[then]) for size, then in scaled.items())
         of_them = sum(then * seen[then] for then in set(scaled.values()))

@@ -144,7 +144,7 @@ class Recomputation:
         return self.start + self.length - 1
 
     def positions(self, ops: Any) -> Any:
-        """Where its own operators are on the timeline."""
+        """Return the positions of its own operators on the timeline."""
         return self.start + ops - self.first + np.searchsorted(self.cast_at, ops, side="right")
 
     @property
@@ -330,7 +330,7 @@ class Memory:
         return int(time_until[r.stop] - time_until[r.first] + (time_until[cast + 1] - time_until[cast]).sum())
 
     def recomputed_nodes(self, regions: Sequence[Region]) -> int:
-        """How many nodes are called again, a node of an inner region once per level."""
+        """Count the nodes that are called again, a node of an inner region once for each level."""
         count = 0
         for r in self.recomputations(regions):
             last = self._last_called(r.region)
@@ -410,7 +410,7 @@ class Memory:
         return any(node.reused for node in self.graph.nodes)
 
     def _stop(self, region: Region, last_save: int) -> int:
-        """Where the recomputation of `region` ends: at its last save, unless a context might be open there."""
+        """Return the end of the recomputation of `region`: its last save, unless a context might be open there."""
         return int(self.node_end[region.end - 1]) if self._holds_context(region) else last_save
 
     def _last_called(self, region: Region) -> int:
@@ -424,7 +424,7 @@ class Memory:
         return max([region.first - 1, *(first - 1 for first in self._entered(region)), *own])
 
     def _entered(self, region: Region) -> list[int]:
-        """Where inner regions of `region` begin that are given a tensor; its recomputation goes up to the last one."""
+        """Return the beginnings of inner regions with a tensor input; the recomputation goes up to the last one."""
         return [part.first for part in region.inner if self.inputs(part.first, part.end) or self._takes_fixed(part)]
 
     def _takes_fixed(self, region: Region) -> bool:
@@ -603,7 +603,7 @@ class Memory:
     def _cast_again(
         self, recomputations: list[Recomputation], position: _Position
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """As `_made_again`, of casts from before a region: autocast remembers them while it is recomputed. (Rule 7)"""
+        """Return the lives of casts from before a region that are made again: autocast caches them. (Rule 7)"""
         table = self.graph.saved_tensors
         casts, by = _joined([(r.casts, i) for i, r in enumerate(recomputations)])
         birth, _ = _joined([(r.cast_positions, i) for i, r in enumerate(recomputations) if len(r.casts)])
@@ -650,7 +650,7 @@ class Memory:
         return storage, np.minimum(fetches, asked), last
 
     def event(self, recomputations: list[Recomputation], position: _Position, node: int) -> int:
-        """Where on the timeline `node` is asked for: its region is recomputed, or what it saved outside regions."""
+        """Return the position at which `node` is needed: by its region's recomputation, or by its save outside."""
         for r in recomputations:
             if r.level == 0 and node in r.region:
                 return r.start
@@ -661,7 +661,7 @@ class Memory:
     def first_requests(
         self, regions: Sequence[Region], recomputations: list[Recomputation], position: _Position
     ) -> np.ndarray:
-        """For every storage where backward first asks for it, by a save outside regions or as what a region takes.
+        """Return for every storage its first use in backward, by a save outside regions or as a region's input.
 
         What a region has saved counts as asked for when its recomputation begins, as what it takes does.
         """

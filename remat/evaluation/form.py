@@ -76,5 +76,5 @@ def form_of(about: Mapping[str, Any]) -> Form:
 
 
 def slices_in(chunks: Sequence[Chunk], call: int) -> dict[int, int]:
-    """Of one graph call: number of a head -> its slices."""
+    """Return the number of slices for each head of one graph call."""
     return {chunk.head: chunk.slices for chunk in chunks if chunk.call == call}

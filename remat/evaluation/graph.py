@@ -101,7 +101,7 @@ class Node:
     slice_ends: tuple[int, ...] = ()
 
     def end_after(self, slices: int) -> int:
-        """How many operators have run when so many of its slices have; 0 stands for the whole node."""
+        """Return the number of operators run after so many of its slices; 0 stands for the whole node."""
         return self.slice_ends[slices - 1] if slices else self.end
 
     def to_json(self) -> list[Any]:

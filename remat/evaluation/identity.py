@@ -153,7 +153,7 @@ class Fit:
         return self.to == tuple(range(self.count))
 
     def positions(self, planned: int) -> range:
-        """Where the planned position between nodes `planned`-1 and `planned` may be here, nearest to the former first.
+        """Return the positions here of that between nodes `planned`-1 and `planned`, nearest to the former first.
 
         More than one where nodes that only this graph has stand between the two.
         """
@@ -282,7 +282,7 @@ class Unlike:
 
 
 def position_of(planned: int, fit: Fit, cuts: Collection[int] | None) -> int:
-    """Where a border is here. (Rule 1) In the same graph, of which no `cuts` are given, it is where it was."""
+    """Return the position of a border here. (Rule 1) In the same graph, without `cuts`, it is unchanged."""
     candidates = fit.positions(planned)
     for position in candidates:
         if cuts is None or position in cuts:
@@ -307,7 +307,10 @@ class Places:
     firsts: Collection[tuple[int, int]] = ()
 
     def node(self, call: int, ordinal: int) -> int:
-        """Where a node is; raises PlanMismatch where it has no counterpart."""
+        """Return the ordinal of a node.
+
+        Raises PlanMismatch if it has no counterpart.
+        """
         if call not in self.fits:
             return ordinal
         if (call, ordinal) in self.firsts:

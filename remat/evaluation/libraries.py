@@ -18,12 +18,12 @@ def multiplies(kind: OpKind) -> bool:
 
 
 def products(graph: Graph) -> np.ndarray:
-    """For every operator of the step, whether it asks cuBLAS for a product."""
+    """Mark the operators of the step that call cuBLAS for a product."""
     return np.array([multiplies(kind) for kind in graph.kinds], dtype=bool)[np.asarray(graph.op_kind)]
 
 
 def threads_that_multiply(graph: Graph) -> int:
-    """How many threads of the step keep a workspace: forward's, and backward's."""
+    """Return the number of threads of the step that keep a workspace: forward's, and backward's."""
     found = products(graph)
     phases = found[: graph.forward_end], found[graph.forward_end : graph.backward_end]
     return sum(bool(phase.any()) for phase in phases)

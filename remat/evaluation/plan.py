@@ -372,7 +372,7 @@ def bound_by_host(plan: Plan) -> list[str]:
 
 
 def traced_branches(about: Mapping[str, Any]) -> list[str]:
-    """Of each branch of eager mode that could not be captured, a sentence."""
+    """List a sentence for each branch of eager mode that could not be captured."""
     return [
         f"{asker} asks {predicate}, and its eager branch cannot be traced: kernels and roundings may differ"
         for asker, predicate in (about.get("traced_branches") or {}).items()

@@ -50,7 +50,7 @@ class Digest:
         return (self.dtype, self.shape, self.bits) == (other.dtype, other.shape, other.bits)
 
     def apart(self, other: Digest) -> float:
-        """How far they are apart, over their norm; infinitely where that is not known."""
+        """Return their distance over their norm; infinite if unknown."""
         if self.is_equal(other):
             return 0.0
         if self.signed is None or other.signed is None or self.shape != other.shape:
@@ -124,7 +124,7 @@ def _sums(words: Tensor) -> Iterator[Tensor]:
 
 
 def _with_signs(tensor: Tensor) -> Tensor:
-    """Of a tensor on the CPU or a GPU, the sums of its columns, the sign of each row drawn by chance."""
+    """Return the sums of a tensor's columns, with a random sign for each row."""
     if tensor.numel() == 1:
         return tensor.reshape(1).cpu()
     rows = tensor.reshape(-1, tensor.shape[-1])

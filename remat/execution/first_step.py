@@ -290,7 +290,7 @@ def _reached(model: nn.Module, outputs: Sequence[Tensor]) -> frozenset[str]:
 
 
 def _of_rows(rows: Tensor) -> Digest:
-    """Of what a head is given, as its product takes it: under autocast."""
+    """Digest a head's input as its product takes it, under autocast."""
     kind = rows.device.type
     if rows.dtype == torch.float32 and torch.is_autocast_enabled(kind):
         rows = rows.to(torch.get_autocast_dtype(kind))
@@ -345,7 +345,7 @@ class _ForwardComparison:
         return said
 
     def _noise(self) -> dict[str, float] | None:
-        """How far the untouched forward is from itself, by name; None where it does not find the memory for it."""
+        """Return the differences of the model from itself, by name; None if there is no memory to measure them."""
         try:
             again = self.run_again()
         except Exception as error:

@@ -168,7 +168,7 @@ class StepForwards:
 
 
 def _traced_with(plan: Plan, forwards: Sequence[Forward]) -> list[int]:
-    """Of each forward the number of the first that is traced alike: the same graphs, for batches of the same masks.
+    """Return for each forward the number of the first with the same trace: the same graphs and masks.
 
     Where parts run in slices or fused, which parts depends on the forward that a graph was first seen in.
     """

@@ -44,7 +44,7 @@ class Placer:
         return len(self._plan.fingerprints)
 
     def fit(self, call: int, graph_module: fx.GraphModule, *, same_shapes: bool = False) -> Fit | Unlike:
-        """Where the nodes of graph call number `call` of the plan are in `graph_module`."""
+        """Find the nodes of graph call number `call` of the plan in `graph_module`."""
         nodes = len(captured_nodes(graph_module))
         if call >= self.call_count:
             return Unlike(call, nodes)

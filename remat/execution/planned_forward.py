@@ -435,7 +435,7 @@ class PlannedForward:
         observe: bool,
         recompute_context: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
     ) -> Counts:
-        """From now on run the regions with these options, without tracing again; returns their new counts.
+        """Run the regions with these options, without tracing again; returns their new counts.
 
         observe  see `apply`        recompute_context  what recomputations and chunked losses run under
         """
@@ -752,7 +752,7 @@ class PlannedForward:
 
 @torch.compiler.disable(recursive=False, reason=_COMPILES_ITSELF)
 def _leave_trace(planned: PlannedForward, args: Any, kwargs: Any) -> Any:
-    """Where an outer trace stops. Only this frame is skipped: the compiler that was asked for can still be seen."""
+    """Stop an outer trace. Only this frame is skipped, so the active compiler can still be seen."""
     return _compiled_forward(planned, frame_callback(), args, kwargs)
 
 

@@ -34,7 +34,7 @@ def regions_in(plan: Plan, graph: Graph) -> tuple[Region, ...] | Unlike:
 
 
 def places_in(plan: Plan, graph: Graph) -> Places:
-    """Where the nodes of `plan` are in a step that its regions are in."""
+    """Find the nodes of `plan` in a step that has its regions."""
     found, cuts = _fits(plan, graph), frozenset(legal_cuts(graph))
     assert not isinstance(found, Unlike)
     moved = {call: fit for call, fit in enumerate(found) if not fit.is_exact}
@@ -43,7 +43,7 @@ def places_in(plan: Plan, graph: Graph) -> Places:
 
 
 def _fits(plan: Plan, graph: Graph) -> list[Fit] | Unlike:
-    """Where the nodes of each graph call are."""
+    """Find the nodes of each graph call."""
     if len(graph.call_nodes) != len(plan.fingerprints):
         return Unlike(min(len(graph.call_nodes), len(plan.fingerprints)), len(graph.nodes))
     if not plan.identities or not graph.identities:

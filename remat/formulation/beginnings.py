@@ -35,7 +35,7 @@ class Beginnings:
     local_bytes: np.ndarray
 
     def alike(self, other: Beginnings) -> int:
-        """How many segments both have alike."""
+        """Count the segments that both begin with."""
         most = min(len(self.backward_of), len(other.backward_of))
         return bisect.bisect_left(range(1, most + 1), True, key=lambda count: not self._are_alike(other, count))
 

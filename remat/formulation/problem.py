@@ -132,7 +132,7 @@ class Problem:
         return self.graph.fixed_total - (0 if self._relief is None else self._relief.most_bytes)
 
     def _relief_at(self, run: Run) -> int:
-        """How far that which counts as kept before `run` may exceed what is on the device while it is in backward.
+        """Return the bytes by which storages counted as kept before `run` may exceed the device's in its backward.
 
         It counts as no more than what the link brings back from there on, and what floors may have added to it.
         """
@@ -277,7 +277,7 @@ class Problem:
         return Shape(time_ns, highest, firm, start, never, starts_at, kept_until)
 
     def _points(self, run: Run) -> tuple[Point | None, Point | None, Point | None]:
-        """Where `run` has most alive, where it has most even if what runs there is saved, and where it starts again."""
+        """Return the points of `run` with most bytes, with most if the running node is saved, and of its restart."""
         curve = self._alone_curve(run)
         positions = self.positions_of(run, curve)
         if not len(positions):

@@ -68,7 +68,7 @@ class Space:
         return frozenset((first, end) for first, end, _ in self.modules or ())
 
     def about(self) -> SpaceSize:
-        """For the plan file: what "optimal" ranges over."""
+        """Return the entry of the plan file: the space that "optimal" refers to."""
         free = sum(not segment.plain for segment in self.segments)
         found: SpaceSize = {
             "segments": free,
@@ -147,7 +147,7 @@ def _behind_stepped(graph: Graph) -> list[int]:
 
 
 def last_uses(graph: Graph) -> list[int]:
-    """For every node the last node that takes its value, or itself."""
+    """Return for every node the last node that takes its value, or itself."""
     last = list(range(len(graph.nodes)))
     for i, node in enumerate(graph.nodes):
         for source in node.inputs:
@@ -211,7 +211,7 @@ def forced_cuts(graph: Graph) -> set[int]:
 
 
 def _crossing(graph: Graph) -> list[frozenset[int]]:
-    """For every position the storages that cross it, long-lived ones left out."""
+    """Return for every position the storages that cross it, except long-lived ones."""
     count = len(graph.nodes)
     end: dict[int, int] = {}
     begin: dict[int, int] = {}

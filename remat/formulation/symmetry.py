@@ -152,7 +152,7 @@ class _Signatures:
         return {*ends[far].tolist(), *(int(self.segment_of_node[node]) for node in reused)}
 
     def _taken(self) -> list[list[tuple[int, int]]]:
-        """For every segment (position of the taking node, storage) of the values that it takes from earlier ones."""
+        """Return for every segment its inputs from earlier ones, as (position of the taking node, storage)."""
         found: list[list[tuple[int, int]]] = [[] for _ in self.segments]
         for i, node in enumerate(self.graph.nodes):
             s = int(self.segment_of_node[i])

@@ -106,7 +106,7 @@ class FusedGroup:
             return None
 
     def _lowered_open(self, given: tuple[Any, ...]) -> Lowered | None:
-        """For all sizes, where some are open and what is given follows them."""
+        """Lower for all sizes, if some are open and the inputs follow them."""
         inputs = self._inputs if self._inputs is not None else with_open_rows(given) if self._shapes else ()
         found = opened(inputs, given) if are_open(inputs) and not fakes_are_on() else None
         if found is None:

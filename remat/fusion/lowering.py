@@ -47,7 +47,7 @@ class Part:
     is_interpreted: bool = False
 
     def at(self, values: dict[Any, int]) -> Part:
-        """With symbols that have values."""
+        """Return the lowering for symbols with these values."""
         if not self.sizes:
             return self
         return dataclasses.replace(self, numbers=tuple(number_of(size, values) for size in self.sizes))
@@ -126,7 +126,7 @@ class Lowered:
         return holds(self._mode, dict(zip(self.symbols, values, strict=True)))
 
     def at(self, values: Sequence[int]) -> Lowered:
-        """For open sizes of these values, with the same kernels."""
+        """Return the lowering for open sizes of these values, with the same kernels."""
         known = dict(zip(self.symbols, values, strict=True))
         tangents = tuple(concrete(layout, known) for layout in self.tangents)
         return dataclasses.replace(self, tangents=tangents, values=known, settled={})
@@ -257,7 +257,7 @@ def _keep_bases(forward: fx.GraphModule, backward: fx.GraphModule, count: int) -
 
 
 def _merge_twins(forward: fx.GraphModule, may_share: Collection[int]) -> None:
-    """Of the results `may_share` of a graph, give one node out in the place of several that compute the same."""
+    """Merge nodes of `may_share` that compute the same result."""
     (output,) = forward.graph.find_nodes(op="output")
     outputs = _outputs(forward)
     first: dict[tuple[Any, ...], fx.Node] = {}

@@ -49,7 +49,7 @@ def described(value: Any) -> Described:
 
 
 def with_open_rows(given: Sequence[Any]) -> list[Described]:
-    """Of tensors with as many rows as the first: all but the number of rows is as it is."""
+    """Open the number of rows of tensors with as many rows as the first."""
     rows = sympy.Symbol("rows")
     found = []
     for value in given:

@@ -37,7 +37,7 @@ def sum_in_stages(joint: fx.GraphModule) -> None:
 
 
 def _rows(node: fx.Node) -> int | torch.SymInt:
-    """How many rows are added, if they are all of the leading dimensions; else 0."""
+    """Return the number of rows added if they are all of the leading dimensions; else 0."""
     arguments: Any = node.args
     value: Tensor = arguments[0].meta["val"]
     if not value.dim():

@@ -69,7 +69,7 @@ def step_in_backward(optimizer: _Optimizer, before: Before | None = None) -> _Op
 
 
 def stepping_of(optimizer: Any) -> StepInBackward | None:
-    """How `optimizer` steps in backward, where it does."""
+    """Return the stepping of `optimizer` in backward, if it has one."""
     return _stepping.get(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else None
 
 

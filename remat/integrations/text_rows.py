@@ -56,7 +56,7 @@ def _sizes(row: Row, collate: Collate) -> dict[str, int]:
 
 
 def _length_of(column: str, row: Row, sizes: Mapping[str, int]) -> tuple[int, int]:
-    """How long the text of a column is: in tokens, as far as its tensors are called by its name, and in characters."""
+    """Return the length of a column's text in tokens, if tensors are named after it, and in characters."""
     tokens = sum(size for name, size in sizes.items() if name.startswith(f"{column}_"))
     return tokens, len(row[column])
 

@@ -332,7 +332,7 @@ def _packed(loader: Any) -> list[Any]:
 
 
 def _size(row: Any) -> int:
-    """How much is in a row: tokens, in whatever columns they are."""
+    """Return the number of tokens in a row, in any columns."""
     if isinstance(row, list):
         return sum(map(_size, row))
     values = row.values() if isinstance(row, Mapping) else ()

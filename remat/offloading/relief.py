@@ -27,7 +27,7 @@ from remat.offloading.link import Link
 
 
 def _begins(graph: Graph) -> np.ndarray:
-    """For every operator of forward the first one of its node, or of its slice; and the end of forward."""
+    """Return for every operator of forward the first one of its node or slice, and the end of forward."""
     first = np.array([node.first for node in graph.nodes], dtype=np.int64)
     node, ops = graph.op_node[: graph.forward_end], np.arange(graph.forward_end + 1)
     begins = ops.copy()

@@ -40,7 +40,7 @@ def all_offloads(memory: Memory, regions: Sequence[Region], op_time_us: np.ndarr
 def fewest_offloads(
     memory: Memory, regions: Sequence[Region], op_time_us: np.ndarray, link: Link, budget_bytes: int
 ) -> tuple[Offload, ...]:
-    """Of `all_offloads`, those made first that bring the step within the budget; all, where they do not."""
+    """Choose the earliest of `all_offloads` that bring the step within the budget; all if they do not."""
     timeline = Timeline(memory, regions, op_time_us)
     worth = _worth(timeline)
     low, high, best = 0, len(worth), schedule(timeline, worth, link)

@@ -401,7 +401,7 @@ def offloaded_by_hand(problem: Problem, link: Link, name: str) -> Solution:
 
 
 def _above(price_us: float | None, bound_us: float) -> float | None:
-    """How far a price is above the bound, as a share of it; None where that says nothing."""
+    """Return the share by which a price exceeds the bound; None if that says nothing."""
     return None if price_us is None or bound_us <= 0 else max(price_us / bound_us - 1, 0.0)
 
 

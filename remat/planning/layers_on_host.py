@@ -142,7 +142,7 @@ def wait_us(
 
 
 def _layer_of_node(graph: Graph, paths: Sequence[str]) -> np.ndarray:
-    """For every node the layer whose weights it may use, -1 for none."""
+    """Return for every node the layer whose weights it may use, -1 for none."""
     number = {path: i for i, path in enumerate(paths)}
 
     def layer(module: str) -> int:

@@ -361,7 +361,7 @@ class MicroBatches:
         return between(above, at_most, lambda size: self.feasible(size, accumulates=True, in_slices=in_slices))
 
     def guess(self, *, accumulates: bool) -> int:
-        """How many samples fit as they are, from forward and backward of two sizes; no fewer than 1."""
+        """Guess how many samples fit without a plan, from forward and backward of two sizes; at least 1."""
         low, high = (self._peak_before_optimizer(size, accumulates) for size in RECORDED_AT)
         per_sample = (high - low) / (RECORDED_AT[1] - RECORDED_AT[0])
         fixed = low - RECORDED_AT[0] * per_sample

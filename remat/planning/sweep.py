@@ -259,7 +259,7 @@ class _Solved:
         return dataclasses.replace(self, budget_bytes=budget_bytes, found=found, bound_us=-math.inf)
 
     def proved(self, bound_us: float) -> _Solved:
-        """With what is proved of its budget besides."""
+        """Return the point with the further proof for its budget."""
         return dataclasses.replace(self, bound_us=min(max(self.bound_us, bound_us), self.price_us))
 
 
@@ -446,7 +446,7 @@ class _Trace:
         )
 
     def _gap(self, solved: _Solved) -> float:
-        """How far the plan may be from the best, as a share of what it costs beyond the cheapest form."""
+        """Return the distance of the plan from the best, as a share of its cost beyond the cheapest form."""
         cheapest_us = min(at.extra_us for at in self.forms)
         return max(solved.price_us - solved.bound_us, 0.0) / max(solved.price_us - cheapest_us, 1.0)
 
@@ -464,7 +464,7 @@ def _largest_gap(curve: Sequence[_Solved]) -> int | None:
 
 
 def _falling(curve: Sequence[_Solved]) -> list[_Solved]:
-    """Of plans as they run those that no other beats in both peak and price, by rising peak."""
+    """Select plans that no other beats in both peak and price, by rising peak."""
     found: list[_Solved] = []
     for solved in sorted(curve, key=lambda each: (each.peak_bytes, each.price_us)):
         if not found or solved.price_us < found[-1].price_us:

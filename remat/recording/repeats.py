@@ -106,6 +106,6 @@ class Repeats:
 
 
 def _of(one: Sequence[Any], other: Sequence[Any]) -> str:
-    """How two forwards differ."""
+    """Describe the difference of two forwards."""
     same_count = len(one) == len(other)
     return f"{len(one)} operators, not the same" if same_count else f"{len(one)} and {len(other)} operators"

@@ -164,7 +164,7 @@ def _called_again(memory: Memory, regions: Sequence[Region], run_again: np.ndarr
 
 
 def _held_bytes(memory: Memory, regions: Sequence[Region]) -> np.ndarray:
-    """Of every node the bytes of its results that are alive on the device from forward into backward."""
+    """Return for every node the bytes of its results that are on the device from forward into backward."""
     graph, lives = memory.graph, memory.lives(regions)
     count = len(graph.storages.birth)
     backward = int(np.flatnonzero((lives.region >= 0) | (lives.op >= graph.forward_end)).min(initial=len(lives.op)))

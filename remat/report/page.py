@@ -200,7 +200,7 @@ def _borders(material: Material) -> Iterator[BorderRow]:
 
 
 def _places(tree: DecisionBranch | None) -> list[tuple[int, int]]:
-    """Of every node in order where it begins and ends in the forward, in parts of 10,000 of its time."""
+    """Return for every node in order its begin and end in the forward, in parts of 10,000 of its time."""
     leaves = sorted(tree.leaves, key=lambda leaf: leaf.index) if tree is not None else []
     total, so_far, found = sum(leaf.forward_us for leaf in leaves) or 1.0, 0.0, []
     for leaf in leaves:

@@ -32,7 +32,7 @@ class Scale:
     most: float
 
     def percent(self, value: float) -> float:
-        """Where `value` stands, in percent; what lies outside stands at the edge."""
+        """Return the place of `value` in percent; values outside are at the edge."""
         share = (value - self.least) / ((self.most - self.least) or 1.0)
         return round(100 * min(max(share, 0.0), 1.0), 3)
 
@@ -81,7 +81,7 @@ def _steps(begins: Sequence[int], tops: Sequence[int]) -> str:
 
 
 def _changes(points: Iterable[tuple[int, int]]) -> Iterable[tuple[int, int]]:
-    """Of points with one height only the first."""
+    """Keep only the first of points with equal height."""
     before = None
     for x, y in points:
         if y != before:

@@ -151,7 +151,7 @@ def slug_of(name: str) -> str:
 
 
 def _moments(profile: Profile, memory: Memory, regions: Sequence[Region]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For every operator that runs: when it ends, its node (-1 in the optimizer), its phase."""
+    """Return for every operator that runs its end, its node (-1 in the optimizer) and its phase."""
     graph, curve = profile.graph, memory.curve(regions)
     took_us = np.where(curve.executed, profile.costs.per_op_us(graph)[curve.op], 0.0)
     phase = np.where(curve.op < graph.forward_end, FORWARD, BACKWARD)

@@ -64,7 +64,7 @@ class AllocatorSettings:
         return AllocatorSettings.parse(next((environment[name] for name in VARIABLES if environment.get(name)), ""))
 
     def __str__(self) -> str:
-        """As PYTORCH_CUDA_ALLOC_CONF says it; empty for the defaults."""
+        """Return the value of PYTORCH_CUDA_ALLOC_CONF; empty for the defaults."""
         plain, parts = AllocatorSettings(), []
         if self.expandable_segments:
             parts.append("expandable_segments:True")

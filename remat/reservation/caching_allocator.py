@@ -301,7 +301,7 @@ class CachingAllocator:
         return block
 
     def _expandable(self, pool: _Pool, size: int) -> Block:
-        """Where free and unmapped blocks in a row have room for `size`; a new segment if nowhere."""
+        """Find free and unmapped blocks in a row with room for `size`; a new segment if there are none."""
         for _, start in pool.unmapped:
             before = start.previous
             found = before if before is not None and before.free else start

@@ -61,7 +61,7 @@ class Footprint:
         return cast(AllocatorPeaks, dataclasses.asdict(self))
 
     def with_more(self, size_bytes: int) -> Footprint:
-        """As much more of each: what the lives do not show."""
+        """Add as many bytes to each: those that the lives do not show."""
         more = {name: getattr(self, name) + size_bytes for name in ("requested_bytes", "allocated_bytes")}
         return dataclasses.replace(self, **more, reserved_bytes=self.reserved_bytes + size_bytes)
 
@@ -209,7 +209,7 @@ class _Step:
 
 
 def _is_any_of(graph: Graph, names: frozenset[str]) -> np.ndarray:
-    """For every operator of the step whether it is one of these."""
+    """Mark the operators of the step that are one of these."""
     return np.array([kind.name in names for kind in graph.kinds], dtype=bool)[np.asarray(graph.op_kind)]
 
 
@@ -222,7 +222,7 @@ def _written_over(graph: Graph, lives: Lives, real: np.ndarray) -> dict[int, int
 
 
 def _first_products(graph: Graph, lives: Lives) -> np.ndarray:
-    """Where on the timeline forward's thread asks cuBLAS first, and where backward's does."""
+    """Return the positions of the first cuBLAS calls of forward's thread and of backward's."""
     asks = products(graph)[lives.op] & lives.executed
     in_forward = (lives.op < graph.forward_end) & (lives.region < 0)
     in_backward = ~in_forward & (lives.op < graph.backward_end)

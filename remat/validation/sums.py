@@ -157,7 +157,7 @@ def _as_product_takes(run: ChunkedRows, i: int, value: Tensor) -> Tensor:
 
 
 def _allowed(found: _Distances, gradient: Tensor) -> float:
-    """How far the two may be apart by the triangle's inequality, and by two roundings to its dtype."""
+    """Return the allowed distance by the triangle inequality, and by two roundings to its dtype."""
     rounding = 2 * torch.finfo(gradient.dtype).eps * float(gradient.double().norm())
     return found.factor * (found.in_slices + found.at_once) + rounding
 

@@ -91,7 +91,7 @@ class Training:
         apply(self.model, plan, verify_first_step=False)  # whoever trains here compares more
 
     def call_as(self, prepare: Callable[[nn.Module], nn.Module]) -> None:
-        """From now on steps call what `prepare` makes of the model as it is (`Execution.prepare`)."""
+        """Let steps call the module that `prepare` makes of the model (`Execution.prepare`)."""
         self._called = prepare(self.model)
 
     def set_batch(self, batch_size: int, seed: int) -> None:
@@ -102,7 +102,7 @@ class Training:
         self.batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), batch)
 
     def leave_cache_out(self) -> bool:
-        """From now on build no key-value cache; returns whether the model asked for one."""
+        """Build no key-value cache; returns whether the model asked for one."""
         self._cacheless += cache_builders(self.model)
         self._turn_caches_off()
         return bool(self._cacheless)
@@ -262,7 +262,7 @@ class Training:
         return [tensor for tensor in found if tensor.device.type == self.device.type]
 
     def _bytes_in(self, before: tuple[int, Tracker]) -> int:
-        """Of what was there before a step that has run. On the CPU the profiler did not see it freed."""
+        """Count the bytes that existed before a step that has run; on the CPU also those that it has freed."""
         lasting, tracker = before
         on_cpu = self.device.type == "cpu"
         return lasting + sum(each.size_bytes for each in tracker.older.values() if each.death is None or not on_cpu)

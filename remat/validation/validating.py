@@ -188,7 +188,7 @@ class _Sizes:
         return self._known[batch_size]
 
     def planned_load(self, recorded: _Recorded) -> tuple[float, str]:
-        """How many times too much the planned step is, in memory or in time, and why."""
+        """Return the factor by which the planned step is too large, in memory or in time, and the reason."""
         graph, regions = recorded.graph, recorded.regions
         load, why = self._memory_load(graph, recorded.memory().curve(regions).peak_bytes, "the planned step")
         costs = estimated_costs(graph, self._place.target)
@@ -386,7 +386,7 @@ class _Comparison:
 
 
 def _observed_nodes(counts: Counts, recorded: _Recorded) -> int | None:
-    """How many nodes ran again. Modules are counted whole, each as many nodes as early stop leaves of it.
+    """Count the nodes that ran again. Modules count whole, less the nodes that early stop leaves out.
 
     None where that cannot be seen: in compiled regions, of which at least one must have run.
     """
@@ -615,7 +615,7 @@ class _Validation:
         )
 
     def _moved(self, training: Training) -> dict[str, int]:
-        """How many storages went to the host and came back in the step that has just run."""
+        """Count the storages that went to the host and came back in the last step."""
         if not self.plan.offloads:
             return {}
         offloader = planned_forward(training.model).calls.offloader

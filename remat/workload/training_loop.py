@@ -100,7 +100,7 @@ class TrainingLoop:
         return self.holds == "outputs"
 
     def to_json(self) -> dict[str, Any]:
-        """For `Graph.about`: what differs from the plain loop, and always the accumulation."""
+        """Return the entries of `Graph.about`: differences from the plain loop, and always the accumulation."""
         plain = TrainingLoop()
         changed = {name: value for name, value in vars(self).items() if value != getattr(plain, name)}
         return {"accumulation": self.accumulation, **changed}

@@ -180,7 +180,7 @@ _OTHER_WHY = {
 
 
 def _other_name(first: Estimate) -> str:
-    """How the loop of `_other_loop` differs from that of `first`."""
+    """Name the difference of the loop of `_other_loop` from that of `first`."""
     if first.about.get("step_in_backward"):
         return "step after backward"
     return "accumulating" if first.about["accumulation"] == 1 else "no accumulation"

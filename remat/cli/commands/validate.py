@@ -56,7 +56,7 @@ def _device(name: str) -> str | None:
 
 
 def _spec_of(plan: Plan, path: Path, options: ModelOptions) -> ModelSpec:
-    """How to make a plan's workload: as when it was planned, except for what is given now."""
+    """Return the spec of a plan's workload: as planned, except for options that are given now."""
     from remat.cli.model_spec import ModelSpec
 
     spec = spec_in(plan.about, path)

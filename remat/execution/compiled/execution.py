@@ -77,7 +77,7 @@ class CompiledExecution(Execution):
         return None
 
     def without_plan(self, problem: Problem, replayed: Callable[[], int] | None) -> int:
-        """Of the step without a plan, compiled."""
+        """Return the peak of the step without a plan, compiled."""
         return super().without_plan(problem, replayed) if replayed is None else replayed()
 
     def first_budget(self, problem: Problem, least_bytes: Callable[[], int]) -> int:

@@ -164,7 +164,7 @@ class _Packed:
         self._is_conj = tensor.is_conj()
 
     def leave(self) -> None:
-        """From now on the parcel has the data."""
+        """Leave the data to the parcel."""
         tensor = self._unchanged()
         layout = tensor.size(), tensor.stride(), tensor.storage_offset()
         self._layout, self.tensor = (tensor.dtype, layout), None
@@ -280,7 +280,7 @@ class OffloadedForward:
         parcel.send(tensor, self._place_of(planned, tensor))
 
     def _place_of(self, planned: OffloadRef, tensor: Tensor) -> tuple[Host, int]:
-        """Where it goes on the host; what is larger than planned, as the plan warns of, to memory of its own."""
+        """Return the place on the host; a storage larger than planned gets memory of its own."""
         copies, nbytes = self.copies_on(tensor.device), tensor.untyped_storage().nbytes()
         if nbytes > planned.size_bytes:
             return copies.host(nbytes), 0

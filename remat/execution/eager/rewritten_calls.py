@@ -68,7 +68,7 @@ class RewrittenCalls:
         self._rewritten: dict[tuple[int, int], fx.GraphModule] = {}
 
     def bring(self, weights: HostWeights | None) -> None:
-        """From now on bring these to the device where nodes use them; no call has run yet."""
+        """Bring these weights to the device where nodes use them; no call has run yet."""
         self._options = dataclasses.replace(self._options, weights=weights)
 
     def __call__(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:

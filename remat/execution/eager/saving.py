@@ -115,7 +115,7 @@ class Tape:
             kept.fetch()
 
     def note_versions(self) -> None:
-        """From now on, a write to a kept tensor changes it. A replay's own writes advance versions too."""
+        """Note versions, to find later writes to a kept tensor. A replay's own writes advance versions too."""
         for kept in self.kept:
             kept.version = kept.tensor._version
 

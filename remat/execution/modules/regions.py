@@ -172,7 +172,7 @@ class ModuleRegion:
 
 @torch.compiler.disable
 def _refuse_trace() -> None:
-    """Where a compiler's trace ends: it would not see the regions, and nothing would be recomputed."""
+    """Refuse a compiler's trace: it would not see the regions, and nothing would be recomputed."""
     raise UsageError(
         "a plan of modules runs in eager mode only: leave torch.compile out, or make a plan of nodes for it "
         '(`depth=1`, without `execution="modules"`).'

@@ -25,7 +25,7 @@ def replay_modules(
     alignment_bytes: int = 1,
     workspace_of: Mapping[tuple[str, str], int] | None = None,
 ) -> np.ndarray:
-    """As `replay.replay`, for regions that are modules."""
+    """Replay as `replay.replay` does, for regions that are modules."""
     return track_untraced(step, regions, alignment_bytes=alignment_bytes).alive(workspace_of)
 
 
