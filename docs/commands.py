@@ -19,9 +19,10 @@ def reference() -> Iterator[str]:
         yield f"\n## remat {name}\n"
         yield command.help or ""
         yield ""
-        for parameter in command.params:
-            if not getattr(parameter, "hidden", False) and parameter.name != "help":
-                yield _line(parameter)
+        shown = [each for each in command.params if not getattr(each, "hidden", False) and each.name != "help"]
+        for panel in dict.fromkeys(getattr(each, "rich_help_panel", None) for each in shown):
+            yield f"\n**{panel or 'Options'}**\n"
+            yield from (_line(each) for each in shown if getattr(each, "rich_help_panel", None) == panel)
 
 
 def _line(parameter: Any) -> str:
