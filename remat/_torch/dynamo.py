@@ -398,3 +398,9 @@ def passed_on(failure: BaseException, kind: type[Exception]) -> Exception | None
     passed.args = found.args
     vars(passed).update(vars(found), first_useful_frame=None)
     return passed
+
+
+def compiled_frame() -> Any:
+    """The frame that is being compiled, one for all of its compilations; None outside a compilation."""
+    compilation = internal("_guards.CompileContext.current_compile_id", "know which graphs a step has")()
+    return None if compilation is None else compilation.frame_id

@@ -211,10 +211,25 @@ def compiled_halves(forward: fx.GraphModule, backward: fx.GraphModule, results: 
     compile_inner = internal("_inductor.compile_fx.compile_fx_inner", purpose)
     graphs, donated = internal("_inductor.graph", purpose), _donated(forward, backward, results)
     internal("_inductor.graph.get_donated_idxs", purpose)
-    first = compile_inner(_copied(forward, range(results)), _values(forward.graph.find_nodes(op="placeholder")))
+    reporting = internal("_guards.TracingContext.report_output_strides", purpose)
+    with reporting() as strides:
+        first = compile_inner(_copied(forward, range(results)), _values(forward.graph.find_nodes(op="placeholder")))
+    laid_out = {
+        node.name: tuple(map(int, stride))
+        for node, stride in zip(_results_of(forward), strides or (), strict=False)
+        if isinstance(node, fx.Node) and stride is not None
+    }
+    given = [_with_stride(node, laid_out.get(node.name)) for node in backward.graph.find_nodes(op="placeholder")]
     with mock.patch.object(graphs, "get_donated_idxs", lambda: donated):
-        given = _values(backward.graph.find_nodes(op="placeholder"))
         return first, compile_inner(_copied(backward, ()), given, is_backward=True)
+
+
+def _with_stride(node: fx.Node, stride: tuple[int, ...] | None) -> Any:
+    """The value of a node, laid out as Inductor lays it out."""
+    value = node.meta.get("val")
+    if stride is None or not isinstance(value, torch.Tensor) or value.stride() == stride:
+        return value
+    return value.as_strided(value.size(), stride)
 
 
 def _donated(forward: fx.GraphModule, backward: fx.GraphModule, results: int) -> list[int] | None:

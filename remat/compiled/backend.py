@@ -21,7 +21,7 @@ from remat._torch.inductor import chosen_decompositions, compiling_with, inducto
 from remat.errors import RematError, UsageError
 from remat.units import parse_bytes
 
-_OURS = ("budget", "optimizer", "accumulation", "outside", "model")
+_OURS = ("budget", "optimizer", "accumulation", "outside", "model", "uses", "cuts")
 
 
 def compile(
@@ -31,6 +31,7 @@ def compile(
     optimizer: Any = torch.optim.AdamW,
     accumulation: int = 1,
     outside: str | int = 0,
+    uses: int = 1,
     **options: Any,
 ) -> Any:
     """`torch.compile(model)` that trains within a budget.
@@ -39,6 +40,7 @@ def compile(
     optimizer     the one that trains, or its class; None where none does
     accumulation  micro-batches per step: with more than one, gradients are there while forward runs
     outside       bytes to set aside for what runs beside the model, such as a loss that is not compiled
+    uses          how often a step runs what is compiled, such as one block of a model that has many
     options       of `torch.compile`, such as `dynamic=`; those of Inductor as `options={...}`
 
     Returns the compiled model, which is planned as it runs for the first time. That raises Infeasible where no choice
@@ -49,6 +51,7 @@ def compile(
         "optimizer": optimizer,
         "accumulation": accumulation,
         "outside": outside,
+        "uses": uses,
         "model": model,
     }
     _bytes(budget)
@@ -64,18 +67,20 @@ def remat(
 ) -> Callable[..., Any]:
     """Compile a captured graph so that training keeps a budget.
 
-    options  budget, and `optimizer`, `accumulation`, `outside` as `remat.compile` takes them; others are Inductor's. Or
-             plan: a Plan or its file, see `execution.compiled.backend`
+    options  budget, and `optimizer`, `accumulation`, `outside`, `uses` as `remat.compile` takes them; others are
+             Inductor's. Or plan: a Plan or its file, see `execution.compiled.backend`
     mode     Inductor's
 
     Returns what runs the graph. Raises UsageError without budget and plan, Infeasible where no choice fits.
     """
-    given = dict(options or {})
-    if "budget" not in given:
+    if "budget" not in (options or {}):
         from remat.execution.compiled.backend import remat as with_plan
 
         return with_plan(graph_module, example_inputs, options=options, mode=mode)
-    asked = {name: given.pop(name) for name in _OURS if name in given}
+    assert options is not None
+    options.setdefault("cuts", {})  # of all graphs that are captured with these options: they share the budget
+    asked = {name: value for name, value in options.items() if name in _OURS}
+    given = {name: value for name, value in options.items() if name not in _OURS}
     inductor = inductor_with(mode, given)
     if not torch.is_grad_enabled():
         return inductor(graph_module, list(example_inputs))
@@ -93,14 +98,14 @@ def _partitioner(asked: dict[str, Any], example_inputs: Sequence[Any]) -> Any:
     from remat.compiled.partitioner import Partitioner
 
     model = asked.get("model")
-    tensors = [*example_inputs, *(() if model is None else (*model.parameters(), *model.buffers()))]
     outside = outside_of(
-        tensors,
+        example_inputs,
         asked.get("optimizer", torch.optim.AdamW),
+        model=() if model is None else (*model.parameters(), *model.buffers()),
         more=_bytes(asked.get("outside", 0)),
         kept=asked.get("accumulation", 1) > 1,
     )
-    return Partitioner(_bytes(asked["budget"]), outside)
+    return Partitioner(_bytes(asked["budget"]), outside, asked.get("uses", 1), asked["cuts"])
 
 
 def _bytes(size: str | int) -> int:

@@ -71,12 +71,14 @@ class Value:
 class Joint:
     """values  in the order of the forward; each has inputs before it
     own_bytes  what backward itself has, gradients among it, in each stage
+    uses       how often a step runs the graph: the first backward runs while all others' values are saved
     parts      of views: the value that they are views of
     calls      of backward's calls of libraries: their stages
     """
 
     values: tuple[Value, ...]
     own_bytes: tuple[int, ...]
+    uses: int = 1
     parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     calls: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
@@ -114,7 +116,7 @@ class _Builder:
     def joint(self) -> Joint:
         parts = {node.name: _base(node).name for node in self.nodes if _is_view(node)}
         calls = {node.name: stage for node, stage in self.stage.items() if calls_library(node)}
-        return Joint(tuple(map(self._value, self.made)), tuple(self._own_bytes()), parts, calls)
+        return Joint(tuple(map(self._value, self.made)), tuple(self._own_bytes()), 1, parts, calls)
 
     def _stages(self) -> dict[fx.Node, int]:
         """Of every node of backward. (Rule 2)"""

@@ -26,18 +26,20 @@ class Outside:
 
     always     parameters, buffers, the batch, the optimizer's state, what the caller sets aside
     gradients  of all parameters; they are there as forward begins if `are_kept`
+    others     those of parameters that the graph is not given: its backward may run last
     stepping   the optimizer's temporaries
     """
 
     always: int
     gradients: int
     stepping: int
+    others: int = 0
     are_kept: bool = False
 
     @property
     def during_graphs(self) -> int:
         """There while forward and backward run, beside what these make."""
-        return self.always + (self.gradients if self.are_kept else 0)
+        return self.always + (self.gradients if self.are_kept else self.others)
 
     @property
     def while_stepping(self) -> int:
@@ -48,20 +50,24 @@ def outside_of(
     tensors: Iterable[Any],
     optimizer: MakeOptimizer | torch.optim.Optimizer | None,
     *,
+    model: Iterable[Tensor] = (),
     more: int = 0,
     kept: bool = False,
 ) -> Outside:
     """What is there outside the graphs that are given `tensors`, once training is under way.
 
-    tensors    parameters, buffers and the batch   more  bytes that the caller sets aside for what else runs
+    tensors    parameters, buffers and the batch   model  all parameters and buffers, where they are known
+    more       bytes that the caller sets aside for what else runs
     optimizer  one, or what makes one of parameters, None for none     kept  gradients are there from the step before
     """
-    found = {id(each): each for each in tensors if isinstance(each, Tensor)}
+    given = {id(each): each for each in tensors if isinstance(each, Tensor)}
+    found = given | {id(each): each for each in model}
     storages = {id(each.untyped_storage()): each.untyped_storage().nbytes() for each in found.values()}
     parameters = [each for each in found.values() if isinstance(each, nn.Parameter) and each.requires_grad]
-    gradients = sum(parameter.numel() * parameter.itemsize for parameter in parameters)
+    gradients = sum(parameter.nbytes for parameter in parameters)
+    others = sum(parameter.nbytes for parameter in parameters if id(parameter) not in given)
     state, stepping = _stepped(parameters, optimizer)
-    return Outside(sum(storages.values()) + state + more, gradients, stepping, kept)
+    return Outside(sum(storages.values()) + state + more, gradients, stepping, others, kept)
 
 
 def _stepped(parameters: Sequence[nn.Parameter], optimizer: Any) -> tuple[int, int]:

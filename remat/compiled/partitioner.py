@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from remat._torch.dynamo import compiled_frame
 from remat._torch.inductor import hash_of, partition_saving, partitioner_class
 from remat.compiled.joint import joint_of
 from remat.compiled.outside import Outside
@@ -37,6 +38,7 @@ from remat.units import gib, ms
 log = logging.getLogger(__name__)
 RATIOS = tuple(tenth / 10 for tenth in range(10))
 ROUNDS = 6
+CLOSE = 0.98  # of what a graph may need: a choice that needs as much is not improved on
 NO_LIMIT = 1 << 62
 _HOMES = ("joint", "peak", "program", "partitioner")
 
@@ -45,13 +47,15 @@ _HOMES = ("joint", "peak", "program", "partitioner")
 class Cut:
     """A graph as it was cut.
 
-    peak_bytes   predicted, of the whole step           halves  of the graph alone
+    peak_bytes   predicted, of the whole step           kept_bytes  between forward and backward
+    halves       what one run of the graph needs
     choice       what is saved, and its price           default  what PyTorch would save
     bound_us     below which no choice of the program's is priced; None where PyTorch's own was kept
     seconds      that planning took beyond compiling
     """
 
     peak_bytes: int
+    kept_bytes: int
     halves: Halves
     choice: Choice
     default: Choice
@@ -76,40 +80,42 @@ class Partitioner(partitioner_class()):  # type: ignore[misc]
     """A partitioner for Inductor that keeps a budget.
 
     budget_bytes  of the whole step           outside  what is not in the graphs
-    cuts          the graphs that were cut, in order
+    uses          how often a step runs the graph
+    cuts          the graphs of the step that were cut, by the frame that each was captured from
     """
 
-    def __init__(self, budget_bytes: int, outside: Outside):
-        self.budget_bytes, self.outside = budget_bytes, outside
-        self.cuts: list[Cut] = []
+    def __init__(self, budget_bytes: int, outside: Outside, uses: int = 1, cuts: dict[Any, Cut] | None = None):
+        self.budget_bytes, self.outside, self.uses = budget_bytes, outside, uses
+        self.cuts = {} if cuts is None else cuts
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"budget_bytes": self.budget_bytes, "outside": self.outside}  # it is in settings, which are copied
+        return {"asked": (self.budget_bytes, self.outside, self.uses)}  # it is in settings, which are copied
 
     def uuid(self) -> Any:
         return hash_of(*(__file__.replace("partitioner", home) for home in _HOMES)) + repr(self.__getstate__()).encode()
 
-    @property
-    def graph_bytes(self) -> int:
-        """What the next graph may need."""
-        return self.budget_bytes - self.outside.during_graphs - sum(cut.halves.kept for cut in self.cuts)
+    def _beside_bytes(self, frame: Any) -> int:
+        """What is there beside a graph while it runs: what earlier graphs of the step have saved, among others."""
+        return self.outside.during_graphs + sum(cut.kept_bytes for other, cut in self.cuts.items() if other != frame)
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **options: Any) -> Any:
         """(forward, backward). Raises Infeasible where no choice keeps the budget."""
-        started = time.monotonic()
-        search = _Search(gm, joint_inputs, options, self.graph_bytes)
+        started, frame = time.monotonic(), compiled_frame()
+        beside = self._beside_bytes(frame)
+        search = Search(gm, joint_inputs, options, self.budget_bytes - beside, self.uses)
         found = search.run()
         if self.outside.while_stepping > self.budget_bytes or found is None:
-            raise self._infeasible(search)
+            raise self._infeasible(beside + min(map(search.needs, search.lowered.values())))
         choice, bound = found
         lowered = search.lower(choice)
-        peak = max(self.budget_bytes - self.graph_bytes + lowered.peak, self.outside.while_stepping)
-        self.cuts.append(Cut(peak, lowered, choice, search.default, bound, time.monotonic() - started))
-        log.info("%s", self.cuts[-1])
+        peak = max(beside + search.needs(lowered), self.outside.while_stepping)
+        seconds = time.monotonic() - started
+        cut = Cut(peak, self.uses * lowered.kept, lowered, choice, search.default, bound, seconds)
+        self.cuts[frame] = cut
+        log.info("%s", cut)
         return search.cut(choice)
 
-    def _infeasible(self, search: _Search) -> Infeasible:
-        least = self.budget_bytes - self.graph_bytes + min(lowered.peak for lowered in search.lowered.values())
+    def _infeasible(self, least: int) -> Infeasible:
         least = max(least, self.outside.while_stepping)
         return Infeasible(
             f"the compiled step does not fit {gib(self.budget_bytes)}: the least peak found is {gib(least)}. Of it "
@@ -123,11 +129,13 @@ Own = Callable[[float], list[fx.Node]]  # what PyTorch would save itself at a ra
 Halved = tuple[fx.GraphModule, fx.GraphModule]
 
 
-class _Search:
+class Search:
     """Choices for one joint graph; `lowered` has what their compiled code needs."""
 
-    def __init__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], options: dict[str, Any], most_bytes: int):
-        self.gm, self.inputs, self.options, self.most_bytes = gm, joint_inputs, options, most_bytes
+    def __init__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[Any], options: dict[str, Any], most_bytes: int, uses: int
+    ):
+        self.gm, self.inputs, self.options, self.most_bytes, self.uses = gm, joint_inputs, options, most_bytes, uses
         self.lowered: dict[frozenset[str], Halves] = {}
         halved = self._partition(self._look)
         self.known = {self.default.saved: self.default}
@@ -141,7 +149,8 @@ class _Search:
         values = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
         device = next((value.device for value in values if isinstance(value, torch.Tensor)), torch.device("cpu"))
         target = find_planning_device(device.type).target
-        self.joint = joint_of(graph, lambda n: info.is_required_bw(n) and not info.is_required_fw(n), target)
+        joint = joint_of(graph, lambda n: info.is_required_bw(n) and not info.is_required_fw(n), target)
+        self.joint = dataclasses.replace(joint, uses=self.uses)
         chosen = own(1.0)
         self._by_default = [node.name for node in chosen]
         self.default = judged(self.joint, self.joint.values_of(self._by_default))
@@ -182,8 +191,12 @@ class _Search:
             self.lowered[choice.saved] = self._halves(self.cut(choice))
         return self.lowered[choice.saved]
 
+    def needs(self, lowered: Halves) -> int:
+        """The most bytes while a step runs the graph, as often as it does."""
+        return lowered.peak + (self.uses - 1) * lowered.kept
+
     def fits(self, choice: Choice) -> bool:
-        return self.lower(choice).peak <= self.most_bytes
+        return self.needs(self.lower(choice)) <= self.most_bytes
 
     def run(self) -> tuple[Choice, float | None] | None:
         """(the cheapest choice found that fits, the bound); None where none was found."""
@@ -200,6 +213,8 @@ class _Search:
                 break
             last = found
             self.known[last.saved] = last
+            if self.fits(last) and self.needs(self.lower(last)) >= CLOSE * self.most_bytes:
+                break
             more = self._more(last) if self.fits(last) else more.at_least(self._more(last))
         best = self._cheapest()
         return None if best is None else (best, bound)
@@ -210,16 +225,19 @@ class _Search:
         A stage may need more because of what this choice saves, and another would not.
         """
         seen = self.lower(choice)
-        overall = seen.backward - max(choice.alive_bytes, default=0)
+        others = (self.uses - 1) * seen.kept
+        overall = others + seen.backward - max(choice.alive_bytes, default=0)
         by_stage: dict[int, int] = {}
         for name, size in seen.calls.items():
             if (stage := self.joint.calls.get(name)) is not None:
-                by_stage[stage] = max(by_stage.get(stage, 0), size)
+                by_stage[stage] = max(by_stage.get(stage, 0), others + size)
         found, backward = overall, list[int]()
         for stage, alive in reversed(list(enumerate(choice.alive_bytes))):
-            found = min(by_stage[stage] - alive, overall) if stage in by_stage else found
+            if stage in by_stage:
+                is_over = by_stage[stage] > self.most_bytes and choice is not self.default
+                found = by_stage[stage] - alive if is_over else min(by_stage[stage] - alive, overall)
             backward.insert(0, found)
-        return More(seen.forward - choice.kept_bytes, tuple(backward))
+        return More(others + seen.forward - choice.kept_bytes, tuple(backward))
 
     def _next(self, choices: Sequence[Choice], more: More) -> Choice | None:
         """The choice to lower next: the cheapest that should fit, else the one that needs least."""

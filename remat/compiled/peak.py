@@ -59,8 +59,8 @@ def halves(forward: fx.GraphModule, backward: fx.GraphModule, results: int) -> H
         with tracker:
             made = first(list(given))
             ended, kept = tracker.op_count, tracker.alive_now
-            by_name = dict(zip((getattr(node, "name", None) for node in _outputs(forward)), made, strict=True))
-            by_name |= dict(zip((node.name for node in inputs), given, strict=True))
+            by_name = dict(zip((node.name for node in inputs), given, strict=True))
+            by_name |= dict(zip((getattr(node, "name", "") for node in _outputs(forward)), made, strict=True))
             held = made[:results]
             taken = backward.graph.find_nodes(op="placeholder")
             tangents = {node.name: _fresh(node) for node in taken if node.name not in by_name}  # autograd holds them

@@ -9,8 +9,10 @@ Minimise   sum c[v] s[v] + p[v] r[v, due[v]]                                    
 s.t.       s[v] + r[v, first[v]] >= 1                     where backward reads v               (2)
            r[v,t] <= s[u] + r[u,t]                        for every input u of v               (3)
            r[v,t] <= r[v,t+1]                                                                  (4)
-           sum w[v] s[v] + f <= M                            as forward ends                      (5)
-           sum w[v] s[v] + w'[v] r[v,t] + b[t] + g[t] <= M  over v that is read in t or later    (6)
+           k + sum w[v] s[v] + f <= M                           as forward ends                      (5)
+           k + sum w[v] s[v] + w'[v] r[v,t] + b[t] + g[t] <= M  over v that is read in t or later    (6)
+
+k is what other runs of the graph have saved: (uses - 1) times the sum in (5).
 
 A value that is made again is made once, when it is first needed, and stays until it was last needed: so does torch's
 partitioner. due[v] is the stage by which v is made if at all: first[v], or that of the values made of it. The last need
@@ -80,8 +82,9 @@ def judged(joint: Joint, saved: Collection[str]) -> Choice:
         change[0 if is_saved else first] += value.size_bytes if is_saved else value.remade_bytes
         change[last[v] + 1] -= value.size_bytes if is_saved else value.remade_bytes
     alive = itertools.accumulate(change[:stages])
-    curve = tuple(bytes_ + own for bytes_, own in zip(alive, joint.own_bytes, strict=True))
-    return Choice(frozenset(needed), price + remade, remade, kept, curve)
+    others = (joint.uses - 1) * kept
+    curve = tuple(others + each + own for each, own in zip(alive, joint.own_bytes, strict=True))
+    return Choice(frozenset(needed), price + remade, remade, others + kept, curve)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +152,6 @@ def solve(
     least: bool = False,
     gap: float = 0.005,
     time_s: float = 20.0,
-    workers: int = 2,
 ) -> Answer:
     """The cheapest choice whose forward and backward need `most_bytes` at most. Needs OR-tools.
 
@@ -165,7 +167,7 @@ def solve(
         if each is not None and start:
             program.model.add_hint(each, value.name in start)
     solver = cp_model.CpSolver()
-    solver.parameters.num_workers, solver.parameters.random_seed = workers, 0
+    solver.parameters.num_workers, solver.parameters.linearization_level = 1, 2  # the bound is the relaxation's
     solver.parameters.relative_gap_limit, solver.parameters.max_time_in_seconds = gap, time_s
     status = solver.solve(program.model)
     if status == cp_model.INFEASIBLE:
@@ -210,16 +212,19 @@ class _Program:
     def limit_memory(self, most_bytes: int, more: More) -> None:
         """(5) and (6), with the highest of all sums as a variable."""
         values, unit = self.joint.values, max(sum(value.size_bytes for value in self.joint.values) // _UNITS, 1)
-        total = sum(value.size_bytes + value.remade_bytes for value in values) + max(self.joint.own_bytes, default=0)
+        total = sum(self.joint.uses * value.size_bytes + value.remade_bytes for value in values) + max(
+            self.joint.own_bytes, default=0
+        )
         most = min(most_bytes, total + max(more.forward, *more.backward, 0))
         self.most = self.model.new_int_var(0, max(most // unit, 0), "M")
         kept = [(each, v.size_bytes) for each, v in zip(self.s, values, strict=True) if each is not None]
-        self._limit(kept, more.forward, unit)
+        others = [(each, (self.joint.uses - 1) * size) for each, size in kept if self.joint.uses > 1]
+        self._limit([*others, *kept], more.forward, unit)
         for t, own_bytes in enumerate(map(operator.add, self.joint.own_bytes, more.backward)):
             alive = [v for v, span in enumerate(self.spans) if span is not None and t <= span.last]
             terms = [(each, values[v].size_bytes) for v in alive if (each := self.s[v]) is not None]
             made = [(self._made(v, t), values[v].remade_bytes) for v in alive if values[v].remade_bytes]
-            self._limit([*terms, *(term for term in made if term[0] is not None)], own_bytes, unit)
+            self._limit([*others, *terms, *(term for term in made if term[0] is not None)], own_bytes, unit)
 
     def _limit(self, terms: Sequence[tuple[Any, int]], more: int, unit: int) -> None:
         weights = [-(-size // unit) for _, size in terms]
