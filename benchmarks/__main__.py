@@ -17,6 +17,7 @@ LONG = (
     "peers",
     "machinery",
     "compiled",
+    "compiled_budgets",
     "fits",
     "fragmentation",
     "published",

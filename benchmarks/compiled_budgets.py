@@ -1,12 +1,12 @@
 """Compiled budgets: `remat.compile` on the CPU, beside PyTorch's own memory budget.
 
-For each workload at test size, and for shares of what the step needs beside its fixed bytes when it is compiled as
-PyTorch does by default: the peak that `remat` promised and the one that was measured; and the highest ratio of
+For each family at two layers, and for shares of what the step needs beside its fixed bytes when it is compiled as
+PyTorch does by default, the peak that `remat` promised and the one that was measured; and the highest ratio of
 `activation_memory_budget` whose compiled code fits too, by the same lowering, with its measured peak. Prices are those
 of the program: traffic of saved values and time to make the others again, by this machine's roofline. Steps are timed in
 turns. Gradients are compared with those of the default compilation under one seed.
 
-`python -m benchmarks compiled_budgets:gpt2,vit-l16,share=0.7,share=0.5`
+`python -m benchmarks compiled_budgets:gpt2,vit,share=0.7,share=0.5`
 """
 
 from __future__ import annotations
@@ -25,12 +25,22 @@ from remat._torch.inductor import chosen_decompositions, compiling_with, inducto
 from remat.compiled.outside import Outside
 from remat.compiled.partitioner import RATIOS, Cut, Partitioner, Search
 from remat.costing.device_allocator import measure_peak, time_once_us
-from remat.models import TEST_SIZES
+from remat.models import bert, convnext, gpt2, llama, resnet, vit
 from remat.recording.fake_step import autocast_context
 from remat.units import MIB
 from remat.workload.workload import Workload
 
 CPU = torch.device("cpu")
+_TEXT: dict[str, Any] = {"width": 128, "layers": 2, "heads": 4, "batch_size": 8, "positions": 128, "vocab": 512}
+_CONVOLUTIONS: dict[str, Any] = {"batch_size": 16, "image_size": 64, "labels": 10}
+FAMILIES: dict[str, Callable[[], Workload]] = {
+    "gpt2": lambda: gpt2.workload("gpt2-2", **_TEXT),
+    "llama": lambda: llama.workload("llama-2", kv_heads=2, mlp=384, tied=True, seq_len=128, **_TEXT),
+    "bert": lambda: bert.workload("bert-2", **_TEXT),
+    "vit": lambda: vit.workload("vit-2", width=128, layers=2, heads=4, batch_size=16, image_size=128, labels=10),
+    "resnet": lambda: resnet.workload("resnet-2", stem=16, widths=(32, 64), depths=(1, 1), **_CONVOLUTIONS),
+    "convnext": lambda: convnext.workload("convnext-2", widths=(32, 64), depths=(1, 1), **_CONVOLUTIONS),
+}
 REPEATS = 5
 COLUMNS = [
     "workload",
@@ -101,8 +111,8 @@ class Step:
 def main(*arguments: str) -> None:
     shares = [float(given.partition("=")[2]) for given in arguments if given.startswith("share=")] or [0.7, 0.5]
     rows: list[dict[str, Any]] = []
-    for name in [given for given in arguments if not given.startswith("share=")] or ["gpt2", "vit-l16"]:
-        for row in _rows(TEST_SIZES[name](), shares):
+    for name in [given for given in arguments if not given.startswith("share=")] or list(FAMILIES):
+        for row in _rows(FAMILIES[name](), shares):
             rows.append(row)
             print({key: row[key] for key in COLUMNS if key in row}, flush=True)
             report.write(report.stem("compiled_budgets", CPU), report.provenance(CPU), rows, COLUMNS)  # so far
