@@ -3,8 +3,8 @@
 For each family at two layers, and for shares of what the step needs beside its fixed bytes when it is compiled as
 PyTorch does by default, the peak that `remat` promised and the one that was measured; and the highest ratio of
 `activation_memory_budget` whose compiled code fits too, by the same lowering, with its measured peak. Prices are those
-of the program: traffic of saved values and time to make the others again, by this machine's roofline. Steps are timed in
-turns. Gradients are compared with those of the default compilation under one seed.
+of the program: traffic of saved values and time to make the others again, by this machine's roofline. Steps are timed
+in turns. Gradients are compared with those of the default compilation under one seed.
 
 `python -m benchmarks compiled_budgets:gpt2,vit,share=0.7,share=0.5`
 """
@@ -23,7 +23,7 @@ import remat
 from benchmarks import report
 from remat._torch.inductor import chosen_decompositions, compiling_with, inductor_with
 from remat.compiled.outside import Outside
-from remat.compiled.partitioner import RATIOS, Cut, Partitioner, Search
+from remat.compiled.partitioner import RATIOS, BudgetPartitioner, Cut, Search
 from remat.costing.device_allocator import measure_peak, time_once_us
 from remat.models import bert, convnext, gpt2, llama, resnet, vit
 from remat.recording.fake_step import autocast_context
@@ -63,7 +63,7 @@ COLUMNS = [
 ]
 
 
-class Ratios(Partitioner):
+class Ratios(BudgetPartitioner):
     """Notes what PyTorch would have at every ratio, and cuts by default."""
 
     found: tuple[tuple[float, int, float], ...] = ()  # ratio, bytes of the graph, price

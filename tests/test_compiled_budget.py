@@ -14,7 +14,7 @@ from torch import nn
 import remat
 from remat.compiled.joint import Joint, Value
 from remat.compiled.outside import outside_of
-from remat.compiled.partitioner import Partitioner
+from remat.compiled.partitioner import BudgetPartitioner
 from remat.compiled.program import judged, solve
 from remat.costing.device_allocator import measure_peak
 from remat.errors import Infeasible, UsageError
@@ -47,16 +47,16 @@ def batch(rows: int = 256, width: int = 16) -> torch.Tensor:
 
 
 @pytest.fixture
-def cuts(monkeypatch: pytest.MonkeyPatch) -> list[Partitioner]:
+def cuts(monkeypatch: pytest.MonkeyPatch) -> list[BudgetPartitioner]:
     """The partitioners that were made."""
-    made: list[Partitioner] = []
-    init = Partitioner.__init__
+    made: list[BudgetPartitioner] = []
+    init = BudgetPartitioner.__init__
 
-    def noting(self: Partitioner, *args: Any, **kwargs: Any) -> None:
+    def noting(self: BudgetPartitioner, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         made.append(self)
 
-    monkeypatch.setattr(Partitioner, "__init__", noting)
+    monkeypatch.setattr(BudgetPartitioner, "__init__", noting)
     return made
 
 
@@ -87,7 +87,7 @@ def trained(
 
 @pytest.mark.parametrize("share", [pytest.param(2.0, id="roomy"), pytest.param(0.85, id="tight")])
 def test_a_planned_step_keeps_its_budget_and_computes_what_an_unplanned_one_does(
-    share: float, cuts: list[Partitioner]
+    share: float, cuts: list[BudgetPartitioner]
 ) -> None:
     x, model = batch(), built()
     expected, untouched = trained(model, torch.compile(model), x)

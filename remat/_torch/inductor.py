@@ -183,7 +183,7 @@ def partition_saving(choose: Callable[[fx.Graph, Any, Callable[[float], list[fx.
 
 
 def policy_of(node: fx.Node) -> str | None:
-    """What a user's checkpoint wants of a node of a joint graph: "save", "recompute", or nothing."""
+    """Return the decision of a user's checkpoint on a node of a joint graph: "save", "recompute", or None."""
     wanted = node.meta.get("recompute")
     return "save" if wanted in _SAVE else "recompute" if wanted in _RECOMPUTE else None
 

@@ -34,17 +34,27 @@ def compile(
     uses: int = 1,
     **options: Any,
 ) -> Any:
-    """`torch.compile(model)` that trains within a budget.
+    """Compile a model with `torch.compile` so that a training step keeps a memory budget.
 
-    budget        most bytes of a whole training step: "20GiB", or a number of bytes
-    optimizer     the one that trains, or its class; None where none does
-    accumulation  micro-batches per step: with more than one, gradients are there while forward runs
-    outside       bytes to set aside for what runs beside the model, such as a loss that is not compiled
-    uses          how often a step runs what is compiled, such as one block of a model that has many
-    options       of `torch.compile`, such as `dynamic=`; those of Inductor as `options={...}`
+    The first forward plans, on the machine that trains. Needs OR-tools.
 
-    Returns the compiled model, which is planned as it runs for the first time. That raises Infeasible where no choice
-    keeps the budget. Raises UsageError for a budget that cannot be read.
+    Args:
+        model: The model to compile.
+        budget: Most bytes of a whole training step: "20GiB", or a number of bytes.
+        optimizer: The optimizer that trains, or its class; None where none does.
+        accumulation: Micro-batches per step. With more than one, gradients are alive while forward runs.
+        outside: Bytes to set aside for what runs beside the model, such as a loss that is not compiled.
+        uses: How often a step runs what is compiled, such as one block of a model that has many.
+        options: Options of `torch.compile`, such as `dynamic=`; those of Inductor as `options={...}`.
+
+    Returns:
+        The compiled model. Its first forward raises Infeasible where no choice of saved values keeps the budget.
+
+    Raises:
+        UsageError: The budget cannot be read.
+
+    Example:
+        >>> model = remat.compile(model, budget="20GiB", optimizer=optimizer)
     """
     given = dict(options.pop("options", None) or {}) | {
         "budget": budget,
@@ -95,7 +105,7 @@ def remat(
 
 def _partitioner(asked: dict[str, Any], example_inputs: Sequence[Any]) -> Any:
     from remat.compiled.outside import outside_of
-    from remat.compiled.partitioner import Partitioner
+    from remat.compiled.partitioner import BudgetPartitioner
 
     model = asked.get("model")
     outside = outside_of(
@@ -105,7 +115,7 @@ def _partitioner(asked: dict[str, Any], example_inputs: Sequence[Any]) -> Any:
         more=_bytes(asked.get("outside", 0)),
         kept=asked.get("accumulation", 1) > 1,
     )
-    return Partitioner(_bytes(asked["budget"]), outside, asked.get("uses", 1), asked["cuts"])
+    return BudgetPartitioner(_bytes(asked["budget"]), outside, asked.get("uses", 1), asked["cuts"])
 
 
 def _bytes(size: str | int) -> int:

@@ -45,7 +45,7 @@ _MOST_STAGES = 160
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """What the forward makes at one node, and backward may need.
+    """A result of one node of the forward that backward may need.
 
     name         of the node                         size_bytes  of its storage
     save_us      traffic if it is saved              remake_us   time if backward makes it again
@@ -69,7 +69,9 @@ class Value:
 
 @dataclasses.dataclass(frozen=True)
 class Joint:
-    """values  in the order of the forward; each has inputs before it
+    """A joint graph as a table.
+
+    values     in the order of the forward; each has inputs before it
     own_bytes  what backward itself has, gradients among it, in each stage
     uses       how often a step runs the graph: the first backward runs while all others' values are saved
     parts      of views: the value that they are views of
@@ -180,7 +182,7 @@ class _Builder:
         )
 
     def _own_bytes(self) -> Iterator[int]:
-        """What backward makes and has, stage by stage. (Rules 2 and 3)"""
+        """Return the bytes that backward makes and has, stage by stage. (Rules 2 and 3)"""
         end = max(self.stage.values(), default=0)
         change = [0] * (end + 2)
         for node in self.backward:
@@ -203,7 +205,7 @@ class _Builder:
 
 
 def _base(node: fx.Node) -> fx.Node:
-    """What a node is a view of, itself if of nothing. (Rule 1)"""
+    """Return the node that a node is a view of, itself if of none. (Rule 1)"""
     while _is_view(node):
         node = node.all_input_nodes[0]
     return node

@@ -1,4 +1,4 @@
-"""What a compiled step needs outside its graphs: parameters, their gradients, the optimizer's state and its step.
+"""Bytes that a compiled step needs outside its graphs: parameters, their gradients, the optimizer's state and its step.
 
 The optimizer is stepped on fake tensors, so its state and its temporaries are those of its own code.
 """
@@ -54,7 +54,7 @@ def outside_of(
     more: int = 0,
     kept: bool = False,
 ) -> Outside:
-    """What is there outside the graphs that are given `tensors`, once training is under way.
+    """Return the bytes outside the graphs that are given `tensors`, once training is under way.
 
     tensors    parameters, buffers and the batch   model  all parameters and buffers, where they are known
     more       bytes that the caller sets aside for what else runs

@@ -76,7 +76,7 @@ class Cut:
         )
 
 
-class Partitioner(partitioner_class()):  # type: ignore[misc]
+class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
     """A partitioner for Inductor that keeps a budget.
 
     budget_bytes  of the whole step           outside  what is not in the graphs
@@ -95,7 +95,7 @@ class Partitioner(partitioner_class()):  # type: ignore[misc]
         return hash_of(*(__file__.replace("partitioner", home) for home in _HOMES)) + repr(self.__getstate__()).encode()
 
     def _beside_bytes(self, frame: Any) -> int:
-        """What is there beside a graph while it runs: what earlier graphs of the step have saved, among others."""
+        """Return the bytes beside a graph while it runs: those that earlier graphs of the step saved, among others."""
         return self.outside.during_graphs + sum(cut.kept_bytes for other, cut in self.cuts.items() if other != frame)
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **options: Any) -> Any:
@@ -158,7 +158,7 @@ class Search:
 
     @functools.cached_property
     def portfolio(self) -> list[Choice]:
-        """What PyTorch's own memory budget would save, at every ratio."""
+        """Return the values that PyTorch's own memory budget would save, at every ratio."""
         found: list[Choice] = []
 
         def note(graph: fx.Graph, info: Any, own: Own) -> list[fx.Node]:
@@ -186,7 +186,7 @@ class Search:
         return halves(*halved, self.options["num_fwd_outputs"])
 
     def lower(self, choice: Choice) -> Halves:
-        """What the compiled code of a choice needs."""
+        """Return the bytes that the compiled code of a choice needs."""
         if choice.saved not in self.lowered:
             self.lowered[choice.saved] = self._halves(self.cut(choice))
         return self.lowered[choice.saved]
@@ -220,7 +220,7 @@ class Search:
         return None if best is None else (best, bound)
 
     def _more(self, choice: Choice) -> More:
-        """What the compiled code of a choice needs beside what the table says: by stage, but no more than overall.
+        """Return the bytes that compiled code needs beside the table's: by stage, but no more than overall.
 
         A stage may need more because of what this choice saves, and another would not.
         """

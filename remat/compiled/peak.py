@@ -44,7 +44,9 @@ class Halves:
 
 
 def halves(forward: fx.GraphModule, backward: fx.GraphModule, results: int) -> Halves:
-    """What both halves of a joint graph need; a user sees, and holds, the first `results` that forward gives.
+    """Return the bytes that both halves of a joint graph need.
+
+    A user sees, and holds, the first `results` that forward gives.
 
     Raises RematError where this torch's generated code is not known.
     """

@@ -58,7 +58,7 @@ class Choice:
 
 
 def judged(joint: Joint, saved: Collection[str]) -> Choice:
-    """What saving `saved` costs and needs, and with them what backward reads and cannot make again."""
+    """Judge a choice: the price and the bytes of saving `saved`, and of all else that cannot be made again."""
     values, stages = joint.values, len(joint.own_bytes)
     need: list[int | None] = [value.first for value in values]
     last: list[int] = [-1 if value.last is None else value.last for value in values]
@@ -98,12 +98,12 @@ class More:
         return More(max(self.forward, other.forward), tuple(map(max, self.backward, other.backward)))
 
     def peak_bytes(self, choice: Choice) -> int:
-        """What the compiled code of a choice should need."""
+        """Return the bytes that the compiled code of a choice should need."""
         return max(choice.kept_bytes + self.forward, *map(operator.add, choice.alive_bytes, self.backward), 0)
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class Solved:
     """saved  the best choice found, if there is one    bound_us  below which the program has no choice"""
 
     saved: frozenset[str] | None
@@ -152,7 +152,7 @@ def solve(
     least: bool = False,
     gap: float = 0.005,
     time_s: float = 20.0,
-) -> Answer:
+) -> Solved:
     """The cheapest choice whose forward and backward need `most_bytes` at most. Needs OR-tools.
 
     more         what compiled code needs beside what the program counts
@@ -171,12 +171,12 @@ def solve(
     solver.parameters.relative_gap_limit, solver.parameters.max_time_in_seconds = gap, time_s
     status = solver.solve(program.model)
     if status == cp_model.INFEASIBLE:
-        return Answer(None, math.inf)
+        return Solved(None, math.inf)
     bound = 0.0 if least else max(solver.best_objective_bound - program.rounded, 0.0) / program.scale
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return Answer(None, bound)
+        return Solved(None, bound)
     pairs = zip(program.s, joint.values, strict=True)
-    return Answer(frozenset(value.name for each, value in pairs if each is not None and solver.value(each)), bound)
+    return Solved(frozenset(value.name for each, value in pairs if each is not None and solver.value(each)), bound)
 
 
 class _Program:

@@ -227,8 +227,8 @@ class _Reasons:
             idle = failed.before.reserved_bytes - failed.before.requested_bytes
             if idle >= failed.size_bytes:
                 sentence = (
-                    f"fragmentation: {gib(failed.size_bytes)} were refused while {gib(idle)} were free in pieces within "
-                    f"the {gib(failed.before.reserved_bytes)} that the process held"
+                    f"fragmentation: {gib(failed.size_bytes)} were refused while {gib(idle)} were free in pieces "
+                    f"within the {gib(failed.before.reserved_bytes)} that the process held"
                 )
                 yield Finding("fragmentation", sentence, remedy, idle)
             return
