@@ -20,8 +20,9 @@ from remat._torch.dynamo import passed_on
 from remat._torch.inductor import chosen_decompositions, compiling_with, inductor_with
 from remat.errors import RematError, UsageError
 from remat.units import parse_bytes
+from remat.workload.training_loop import Holds
 
-_OURS = ("budget", "optimizer", "accumulation", "outside", "model", "uses", "cuts")
+_OURS = ("budget", "optimizer", "accumulation", "outside", "model", "uses", "holds", "cuts")
 
 
 def compile(
@@ -32,6 +33,7 @@ def compile(
     accumulation: int = 1,
     outside: str | int = 0,
     uses: int = 1,
+    holds: Holds = "outputs",
     **options: Any,
 ) -> Any:
     """Compile a model with `torch.compile` so that a training step keeps a memory budget.
@@ -44,6 +46,7 @@ def compile(
         optimizer: The optimizer that trains, or its class; None where none does.
         accumulation: Micro-batches per step. With more than one, gradients are alive while forward runs.
         outside: Bytes to set aside for what runs beside the model, such as a loss that is not compiled.
+        holds: All "outputs" of the model where the loop holds them while backward runs, or the "loss" alone.
         uses: How often a step runs what is compiled, such as one block of a model that has many.
         options: Options of `torch.compile`, such as `dynamic=`; those of Inductor as `options={...}`.
 
@@ -62,6 +65,7 @@ def compile(
         "accumulation": accumulation,
         "outside": outside,
         "uses": uses,
+        "holds": holds,
         "model": model,
     }
     _bytes(budget)
@@ -77,8 +81,8 @@ def remat(
 ) -> Callable[..., Any]:
     """Compile a captured graph so that training keeps a budget.
 
-    options  budget, and `optimizer`, `accumulation`, `outside`, `uses` as `remat.compile` takes them; others are
-             Inductor's. Or plan: a Plan or its file, see `execution.compiled.backend`
+    options  budget, and `optimizer`, `accumulation`, `outside`, `uses`, `holds` as `remat.compile` takes them; others
+             are Inductor's. Or plan: a Plan or its file, see `execution.compiled.backend`
     mode     Inductor's
 
     Returns what runs the graph. Raises UsageError without budget and plan, Infeasible where no choice fits.
@@ -114,6 +118,7 @@ def _partitioner(asked: dict[str, Any], example_inputs: Sequence[Any]) -> Any:
         model=() if model is None else (*model.parameters(), *model.buffers()),
         more=_bytes(asked.get("outside", 0)),
         kept=asked.get("accumulation", 1) > 1,
+        holds_results=asked.get("holds", "outputs") == "outputs",
     )
     return BudgetPartitioner(_bytes(asked["budget"]), outside, asked.get("uses", 1), asked["cuts"])
 

@@ -26,6 +26,7 @@ class Outside:
 
     always     parameters, buffers, the batch, the optimizer's state, what the caller sets aside
     gradients  of all parameters; they are there as forward begins if `are_kept`
+    holds_results  whether the caller holds all results of a forward while backward runs
     others     those of parameters that the graph is not given: its backward may run last
     stepping   the optimizer's temporaries
     """
@@ -35,6 +36,7 @@ class Outside:
     stepping: int
     others: int = 0
     are_kept: bool = False
+    holds_results: bool = True
 
     @property
     def during_graphs(self) -> int:
@@ -53,6 +55,7 @@ def outside_of(
     model: Iterable[Tensor] = (),
     more: int = 0,
     kept: bool = False,
+    holds_results: bool = True,
 ) -> Outside:
     """Return the bytes outside the graphs that are given `tensors`, once training is under way.
 
@@ -67,7 +70,7 @@ def outside_of(
     gradients = sum(parameter.nbytes for parameter in parameters)
     others = sum(parameter.nbytes for parameter in parameters if id(parameter) not in given)
     state, stepping = _stepped(parameters, optimizer)
-    return Outside(sum(storages.values()) + state + more, gradients, stepping, others, kept)
+    return Outside(sum(storages.values()) + state + more, gradients, stepping, others, kept, holds_results)
 
 
 def _stepped(parameters: Sequence[nn.Parameter], optimizer: Any) -> tuple[int, int]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -102,7 +101,9 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
         """(forward, backward). Raises Infeasible where no choice keeps the budget."""
         started, frame = time.monotonic(), compiled_frame()
         beside = self._beside_bytes(frame)
-        search = Search(gm, joint_inputs, options, self.budget_bytes - beside, self.uses)
+        search = Search(gm, joint_inputs, options, self.budget_bytes - beside, self.uses, self.outside.holds_results)
+        if not search.has_choice:
+            return search.by_default
         found = search.run()
         if self.outside.while_stepping > self.budget_bytes or found is None:
             raise self._infeasible(beside + min(map(search.needs, search.lowered.values())))
@@ -133,13 +134,26 @@ class Search:
     """Choices for one joint graph; `lowered` has what their compiled code needs."""
 
     def __init__(
-        self, gm: fx.GraphModule, joint_inputs: Sequence[Any], options: dict[str, Any], most_bytes: int, uses: int
+        self,
+        gm: fx.GraphModule,
+        joint_inputs: Sequence[Any],
+        options: dict[str, Any],
+        most_bytes: int,
+        uses: int,
+        holds_results: bool,
     ):
-        self.gm, self.inputs, self.options, self.most_bytes, self.uses = gm, joint_inputs, options, most_bytes, uses
+        self.gm, self.inputs, self.options = gm, joint_inputs, options
+        self.most_bytes, self.uses, self.holds_results = most_bytes, uses, holds_results
         self.lowered: dict[frozenset[str], Halves] = {}
-        halved = self._partition(self._look)
-        self.known = {self.default.saved: self.default}
-        self.lowered[self.default.saved] = self._halves(halved)
+        self.by_default = self._partition(self._look)
+        if self.has_choice:
+            self.known = {self.default.saved: self.default}
+            self.lowered[self.default.saved] = self._halves(self.by_default)
+
+    @property
+    def has_choice(self) -> bool:
+        """Whether torch asked what to save; it does not where backward needs nothing."""
+        return hasattr(self, "default")
 
     def _partition(self, choose: Callable[[fx.Graph, Any, Own], list[fx.Node]]) -> Halved:
         return partition_saving(choose)(self.gm, self.inputs, **self.options)
@@ -183,7 +197,7 @@ class Search:
         return self._partition(choose)
 
     def _halves(self, halved: Halved) -> Halves:
-        return halves(*halved, self.options["num_fwd_outputs"])
+        return halves(*halved, self.options["num_fwd_outputs"], self.holds_results)
 
     def lower(self, choice: Choice) -> Halves:
         """Return the bytes that the compiled code of a choice needs."""
@@ -199,13 +213,15 @@ class Search:
         return self.needs(self.lower(choice)) <= self.most_bytes
 
     def run(self) -> tuple[Choice, float | None] | None:
-        """(the cheapest choice found that fits, the bound); None where none was found."""
+        """(the cheapest choice found that fits, the bound); None where none was found.
+
+        The bound is for a table that is corrected by the code of that choice.
+        """
         if self.fits(self.default):
             return self.default, None
-        last, more, bound = self.default, self._more(self.default), math.inf
+        last, more = self.default, self._more(self.default)
         for _ in range(ROUNDS):
             answers = [solve(self.joint, self.most_bytes, more, start=last.saved)]
-            bound = min(bound, answers[0].bound_us)
             if answers[0].saved is None:
                 answers.append(solve(self.joint, NO_LIMIT, more, start=last.saved, least=True))
             made = [judged(self.joint, answer.saved) for answer in answers if answer.saved is not None]
@@ -217,7 +233,11 @@ class Search:
                 break
             more = self._more(last) if self.fits(last) else more.at_least(self._more(last))
         best = self._cheapest()
-        return None if best is None else (best, bound)
+        return (
+            None
+            if best is None
+            else (best, solve(self.joint, self.most_bytes, self._more(best), start=best.saved).bound_us)
+        )
 
     def _more(self, choice: Choice) -> More:
         """Return the bytes that compiled code needs beside the table's: by stage, but no more than overall.

@@ -43,10 +43,12 @@ class Halves:
         return max(self.forward, self.backward)
 
 
-def halves(forward: fx.GraphModule, backward: fx.GraphModule, results: int) -> Halves:
+def halves(forward: fx.GraphModule, backward: fx.GraphModule, results: int, holds_results: bool = True) -> Halves:
     """Return the bytes that both halves of a joint graph need.
 
-    A user sees, and holds, the first `results` that forward gives.
+    A user sees the first `results` that forward gives.
+
+    holds_results  whether the caller holds all of them while backward runs, or single numbers only
 
     Raises RematError where this torch's generated code is not known.
     """
@@ -63,7 +65,7 @@ def halves(forward: fx.GraphModule, backward: fx.GraphModule, results: int) -> H
             ended, kept = tracker.op_count, tracker.alive_now
             by_name = dict(zip((node.name for node in inputs), given, strict=True))
             by_name |= dict(zip((getattr(node, "name", "") for node in _outputs(forward)), made, strict=True))
-            held = made[:results]
+            held = [each for each in made[:results] if holds_results or each is None or each.numel() == 1]
             taken = backward.graph.find_nodes(op="placeholder")
             tangents = {node.name: _fresh(node) for node in taken if node.name not in by_name}  # autograd holds them
             saved = [(by_name | tangents)[node.name] for node in taken]
