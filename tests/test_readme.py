@@ -318,6 +318,13 @@ def compiled(snippet: str, here: Path) -> None:
             refused(**next(iter(loader())))
 
 
+def within_a_budget(snippet: str, here: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    execute(snippet, model=model, optimizer=optimizer)["model"](torch.ones(4, 8)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
 def trainer(snippet: str, here: Path) -> None:
     from transformers import Trainer, TrainingArguments
 
@@ -502,7 +509,9 @@ def in_a_test(snippet: str, here: Path) -> None:
 
 HANDLERS: dict[str, Callable[[str, Path], None]] = {  # by what stands in the snippet
     "for batch in loader:": plain_loop,
-    'backend="remat"': compiled,
+    '"inner": "inductor"': compiled,
+    "remat.compile(model, budget": within_a_budget,
+    '"optimizer": optimizer})': within_a_budget,
     "remat.integrations.transformers": trainer,
     "remat.integrations.accelerate": accelerated,
     "remat.integrations.lightning": lightning,
@@ -521,7 +530,9 @@ HANDLERS: dict[str, Callable[[str, Path], None]] = {  # by what stands in the sn
 
 
 SLOW = {
-    'backend="remat"': "compiles C++, twice",
+    '"inner": "inductor"': "compiles C++, twice",
+    "remat.compile(model, budget": "compiles C++; test_compiled_budget.py",
+    '"optimizer": optimizer})': "compiles C++; test_compiled_budget.py",
     "remat.integrations.transformers": "trains four steps; test_trainers.py makes and trains such a plan",
     "remat.integrations.lightning": "test_frameworks.py runs the same as an example",
 }

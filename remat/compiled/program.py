@@ -20,7 +20,7 @@ that (6) counts is the latest that any choice can bring about.
 
 `judged` is the same in plain words, for one choice: what is made again and when, its price and its peaks. Choices of
 any origin are compared by it. r[v,t] is left out where t is long before due[v], so that there are `VARIABLES` of them:
-values that far away are made again from something saved in between. The bound is for the choices that the program knows.
+values that far away are made again from something saved in between. The bound is for choices that the program knows.
 """
 
 from __future__ import annotations
