@@ -318,13 +318,6 @@ def compiled(snippet: str, here: Path) -> None:
             refused(**next(iter(loader())))
 
 
-def within_a_budget(snippet: str, here: Path) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
-    optimizer = torch.optim.AdamW(model.parameters())
-    execute(snippet, model=model, optimizer=optimizer)["model"](torch.ones(4, 8)).sum().backward()
-    assert all(p.grad is not None for p in model.parameters())
-
-
 def trainer(snippet: str, here: Path) -> None:
     from transformers import Trainer, TrainingArguments
 
@@ -495,6 +488,15 @@ def whole_step(snippet: str, here: Path) -> None:
     assert all(p.grad is not None for p in found["model"].parameters())
 
 
+def budgeted(snippet: str, here: Path) -> None:
+    for line in snippet.strip().splitlines():
+        torch._dynamo.reset()
+        model = build_model()
+        compiled = execute(line, model=model, optimizer=torch.optim.AdamW(model.parameters()))["model"]
+        compiled(**next(iter(loader()))).loss.backward()
+        assert any(p.grad is not None for p in model.parameters())
+
+
 def checked(snippet: str, here: Path) -> None:
     pytest.importorskip("fastjsonschema")
     with planned():
@@ -509,9 +511,8 @@ def in_a_test(snippet: str, here: Path) -> None:
 
 HANDLERS: dict[str, Callable[[str, Path], None]] = {  # by what stands in the snippet
     "for batch in loader:": plain_loop,
-    '"inner": "inductor"': compiled,
-    "remat.compile(model, budget": within_a_budget,
-    '"optimizer": optimizer})': within_a_budget,
+    'options={"plan"': compiled,
+    "remat.compile(": budgeted,
     "remat.integrations.transformers": trainer,
     "remat.integrations.accelerate": accelerated,
     "remat.integrations.lightning": lightning,
@@ -530,9 +531,8 @@ HANDLERS: dict[str, Callable[[str, Path], None]] = {  # by what stands in the sn
 
 
 SLOW = {
-    '"inner": "inductor"': "compiles C++, twice",
-    "remat.compile(model, budget": "compiles C++; test_compiled_budget.py",
-    '"optimizer": optimizer})': "compiles C++; test_compiled_budget.py",
+    'options={"plan"': "compiles C++, twice",
+    "remat.compile(": "plans and compiles C++, twice",
     "remat.integrations.transformers": "trains four steps; test_trainers.py makes and trains such a plan",
     "remat.integrations.lightning": "test_frameworks.py runs the same as an example",
 }

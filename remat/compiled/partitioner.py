@@ -26,6 +26,7 @@ from torch import fx
 
 from remat._torch.dynamo import compiled_frame
 from remat._torch.inductor import hash_of, partition_saving, partitioner_class
+from remat._torch.training import without_modes
 from remat.compiled.joint import joint_of
 from remat.compiled.outside import Outside
 from remat.compiled.peak import Halves, halves
@@ -162,7 +163,8 @@ class Search:
         """Make the table of the graph, and note what PyTorch would save."""
         values = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
         device = next((value.device for value in values if isinstance(value, torch.Tensor)), torch.device("cpu"))
-        target = find_planning_device(device.type).target
+        with without_modes():  # the device's rates are measured where they are not known
+            target = find_planning_device(device.type).target
         joint = joint_of(graph, lambda n: info.is_required_bw(n) and not info.is_required_fw(n), target)
         self.joint = dataclasses.replace(joint, uses=self.uses)
         chosen = own(1.0)
