@@ -177,7 +177,7 @@ class Broken(MLP):
     ],
 )
 def test_whatever_is_trained_keeps_its_budget(
-    make: Callable[[], nn.Module], share: float, graphs: int, options: dict[str, Any], cuts: list[Partitioner]
+    make: Callable[[], nn.Module], share: float, graphs: int, options: dict[str, Any], cuts: list[BudgetPartitioner]
 ) -> None:
     images = torch.randn(4, 8, 16, 16, generator=torch.Generator().manual_seed(1))
     given = {Tied: torch.arange(256).view(8, 32) % 64, Convolutions: images}.get(make, batch())  # type: ignore[call-overload]
@@ -202,7 +202,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.exhaustive
-def test_one_block_that_a_step_runs_often_is_planned_once_for_all_of_them(cuts: list[Partitioner]) -> None:
+def test_one_block_that_a_step_runs_often_is_planned_once_for_all_of_them(cuts: list[BudgetPartitioner]) -> None:
     def make() -> nn.Module:
         return nn.Sequential(*(Block() for _ in range(6)))
 
