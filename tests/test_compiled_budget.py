@@ -180,7 +180,8 @@ def test_whatever_is_trained_keeps_its_budget(
     make: Callable[[], nn.Module], share: float, graphs: int, options: dict[str, Any], cuts: list[BudgetPartitioner]
 ) -> None:
     images = torch.randn(4, 8, 16, 16, generator=torch.Generator().manual_seed(1))
-    given = {Tied: torch.arange(256).view(8, 32) % 64, Convolutions: images}.get(make, batch())  # type: ignore[call-overload]
+    own: dict[Any, torch.Tensor] = {Tied: torch.arange(256).view(8, 32) % 64, Convolutions: images}
+    given = own.get(make, batch())
     model = built(make)
     expected, untouched = trained(model, torch.compile(model, **options), given)
     torch._dynamo.reset()
@@ -209,13 +210,14 @@ def test_one_block_that_a_step_runs_often_is_planned_once_for_all_of_them(cuts: 
     x = batch()
     budgets: list[int] = []
     results = []
-    for options in ({}, {"budget": 0, "uses": 6}):
+    asked: list[dict[str, Any]] = [{}, {"budget": 0, "uses": 6}]
+    for options in asked:
         torch._dynamo.reset()
         model = built(make)
         if options:
             options |= {"budget": int(0.85 * budgets[0]), "model": model}
         for block in model.children():
-            block.compile(**({"backend": "remat", "options": options} if options else {}))  # type: ignore[arg-type]
+            block.compile(**({"backend": "remat", "options": options} if options else {}))
         gradients, measured = trained(model, lambda *inputs, model=model: model(*inputs).square().mean(), x)
         results.append(gradients)
         budgets.append(measured)
