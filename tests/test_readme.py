@@ -403,14 +403,14 @@ class MyModel(torch.nn.Sequential):
 
 
 def write_mine(here: Path) -> None:
-    """The README's `mine.py`, and the model that it leaves out."""
+    """Write the `mine.py` of the guide."""
     (snippet,) = [text for text in snippets() if "# mine.py" in text]
-    (here / "mine.py").write_text(snippet + MY_MODEL)
+    (here / "mine.py").write_text(snippet)
 
 
 def own_model(snippet: str, here: Path) -> None:
     write_mine(here)
-    names = execute(snippet + MY_MODEL)
+    names = execute(snippet)
     calls = [code for code in INLINE if code.startswith("remat.plan(workload()")]
     assert calls
     for call in calls:
