@@ -28,7 +28,7 @@ from remat.chunking.chunk import chunk, chunked_losses
 from remat.chunking.chunked_loss import ALIGNED_ROWS, ChunkedLoss, Given, cuts
 from remat.chunking.heads import find_heads, whole_losses
 from remat.chunking.products import round_alike
-from remat.chunking.withheld import Withheld
+from remat.chunking.withheld import WithheldLogits
 from remat.cli.screen import plan_text
 from remat.costing.planning_device import find_planning_device
 from remat.errors import Infeasible, NoPlanInTime, PlanMismatch, RematError
@@ -468,8 +468,8 @@ def test_frozen_weights_get_no_gradient() -> None:
 
 def test_logits_are_withheld_and_say_so() -> None:
     logits = in_slices(Language(plain), 2)(*batch(4, 40))["logits"]
-    assert isinstance(logits, Withheld)
-    assert isinstance(copy.deepcopy(logits), Withheld)
+    assert isinstance(logits, WithheldLogits)
+    assert isinstance(copy.deepcopy(logits), WithheldLogits)
     assert not hasattr(logits, "dtype")  # as libraries ask that convert outputs
     reading: Sequence[Callable[[Any], Any]] = (
         lambda found: found.argmax(-1),
@@ -480,7 +480,7 @@ def test_logits_are_withheld_and_say_so() -> None:
         lambda found: found.shape,
     )
     for read in reading:
-        with pytest.raises(RematError, match="the logits are not there"):
+        with pytest.raises(RematError, match="the logits do not exist"):
             read(logits)
 
 

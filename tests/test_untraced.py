@@ -17,7 +17,7 @@ from remat.costing.planning_device import PlanningDevice, find_planning_device
 from remat.costing.profile import Profile
 from remat.errors import NoPlanInTime
 from remat.evaluation.evaluator import Memory
-from remat.evaluation.graph import NOT_UNTRACED
+from remat.evaluation.graph import TRACED_ONLY
 from remat.evaluation.plan import Plan
 from remat.formulation.solution import NONE_NEEDED, TRACING_ALONE
 from remat.models import TEST_SIZES
@@ -165,7 +165,7 @@ def test_a_model_that_runs_traced_only_is_planned_all_the_same() -> None:
 
     place = find_planning_device("h100-80gb")
     profile = profile_step(fake_step(dataclasses.replace(TOY, build=Asking), place), place)
-    assert "item()" in profile.graph.about[NOT_UNTRACED]
+    assert "item()" in profile.graph.about[TRACED_ONLY]
     plan = plan_profile(profile, Budget(1 << 40, 1 << 40))
     memory = Memory(profile.graph, profile.costs.workspace_per_op(profile.graph))
     assert plan.without_checkpointing["peak_bytes"] == memory.peak_without_regions

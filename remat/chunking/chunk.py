@@ -15,7 +15,7 @@ from remat.chunking.chunked_loss import ChunkedLoss
 from remat.chunking.chunked_rows import ChunkedRows
 from remat.chunking.heads import CASTS, LOSSES, Head, chain_of, find_heads, kind_of, linear_arguments, loss_arguments
 from remat.chunking.rows import RowRun, find_row_runs
-from remat.chunking.withheld import Withheld
+from remat.chunking.withheld import WithheldLogits
 
 WITHHELD = "withheld_logits"  # attribute of the graph module
 CHUNKED = "chunked_loss"  # what the node of a head calls, and the key of its meta for the `ChunkedLoss`
@@ -63,7 +63,7 @@ class _Chunker:
         replaced = {node for head, *_ in self._chunked.values() for node in _nodes_of(head)}
         read = {user for node in replaced for user in node.users} - replaced
         if any(node.op == "output" for node in read):
-            setattr(self._source, WITHHELD, Withheld(max(count for *_, count in self._chunked.values())))
+            setattr(self._source, WITHHELD, WithheldLogits(max(count for *_, count in self._chunked.values())))
             self._copies = dict.fromkeys(replaced, self._graph.get_attr(WITHHELD))
         inside = {node for run, _ in self._runs.values() for node in run.nodes}
         for node in self._source.graph.nodes:

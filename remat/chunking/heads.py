@@ -10,7 +10,7 @@ Rule 2  Its logits are made by one product with a weight that the graph is given
         but the last, or selects rows. Its other arguments are numbers, or constants: tensors that need no gradient and
         are the same for every row, such as a scale or a mask of the vocabulary.
 Rule 3  Nothing else in the graph reads what lies between. The graph may give it out: in slices it never exists at once,
-        so a caller gets a `Withheld` in its place.
+        so a caller gets a `WithheldLogits` in its place.
 Rule 4  Multiplications and divisions of the loss by numbers that need no gradient belong to the head, so that each
         slice's gradients begin as those of the eager baseline do. What comes after may add to the loss, and
         nothing else.

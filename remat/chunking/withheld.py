@@ -12,11 +12,11 @@ from remat.errors import RematError
 class LogitsWithheld(RematError, AttributeError):
     """The caller reads logits that do not exist.
 
-    An AttributeError too: who only asks whether there is a dtype hears no.
+    An AttributeError too: a check for a dtype finds none.
     """
 
 
-class Withheld:
+class WithheldLogits:
     """Stand in for the logits of a chunked head. Reading it raises `LogitsWithheld`."""
 
     def __init__(self, slices: int):
@@ -24,9 +24,8 @@ class Withheld:
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise LogitsWithheld(
-            f"the logits are not there in training: the plan computes the loss slice by slice ({self.slices}), and "
-            "keeps none. Do not read them, or make a plan that leaves the loss whole (exact=True, --exact). "
-            "In evaluation they are there."
+            f"the logits do not exist in training: the plan computes the loss in {self.slices} chunks. Do not read "
+            "them, or make a plan that does not chunk the loss (exact=True, --exact). They exist in evaluation."
         )
 
     @classmethod

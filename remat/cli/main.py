@@ -48,7 +48,8 @@ from remat.streams import stdout_to_stderr
 
 INTERNAL_ERROR = 1
 ERROR = "bold red"
-SELDOM = (100_000, 20, 100)  # objects before garbage is looked for, which took a tenth of planning: graphs live long
+# Graphs live long: with Python's own thresholds, searching for garbage took a tenth of planning.
+GC_THRESHOLDS = (100_000, 20, 100)
 PACKAGES = ("matplotlib", "numpy", "ortools", "plotly", "torch", "transformers")
 
 # The base of what typer raises for a bad command line; its module depends on typer's version.
@@ -65,7 +66,7 @@ app = typer.Typer(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in `argv` and return its exit code."""
     if argv is None:  # the process is ours
-        gc.set_threshold(*SELDOM)
+        gc.set_threshold(*GC_THRESHOLDS)
     arguments = sys.argv[1:] if argv is None else list(argv)
     as_json = "--json" in arguments
     try:

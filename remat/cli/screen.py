@@ -24,7 +24,7 @@ from rich.table import Column
 from rich.text import Text
 
 from remat.evaluation.form import CAPTURED, LEFT_WHOLE, SLICED, WHOLE, form_of
-from remat.evaluation.graph import CHUNKED_ROWS, NOT_UNTRACED
+from remat.evaluation.graph import CHUNKED_ROWS, TRACED_ONLY
 from remat.units import gib, ms
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def _promise(plan: Plan) -> list[tuple[str, ...]]:
     left = f"less {gib(headroom_bytes)} of headroom: {gib(plan.budget_bytes)}" if headroom_bytes else ""
     return [
         ("without checkpointing", gib(plain["peak_bytes"]), _labelled(f"{ms(plain['step_time_us'])} a step", plan)),
-        *([("", "", _TRACED)] if NOT_UNTRACED in plan.about else []),
+        *([("", "", _TRACED)] if TRACED_ONLY in plan.about else []),
         ("budget", gib(plan.budget_bytes + headroom_bytes), left),
         ("predicted peak", gib(predicted["peak_bytes"]), _labelled(f"{ms(predicted['step_time_us'])} a step", plan)),
         *_evaluator_row(plan),

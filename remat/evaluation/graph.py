@@ -46,7 +46,7 @@ CALLED_MODULES = "called_modules"  # key of `Graph.about`: paths of the modules 
 IDENTITY = ("anchor", "tensors", "draws", "made_bytes")  # fields of a Node that its `NodeId` has too
 UNKNOWN = -1  # Node.tensors in a record from before nodes had an identity
 FORWARD_ALONE = "forward_alone_bytes"  # ... the most that the forward makes, where nothing is kept for backward
-NOT_UNTRACED = "not_untraced"  # ... why nothing is known of the step untraced
+TRACED_ONLY = "not_untraced"  # ... why only the traced step is known
 
 
 @dataclasses.dataclass(frozen=True)

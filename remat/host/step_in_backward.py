@@ -33,13 +33,13 @@ from torch import Tensor, nn
 from remat.errors import UsageError
 from remat.host.optimizer_state import Stepping, offloaded_state, require_steps_by_parameter
 
-Before = Callable[[nn.Parameter], Any]
+BeforeStep = Callable[[nn.Parameter], Any]
 Around = Callable[[nn.Parameter], contextlib.AbstractContextManager[Any]]
 _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
 _stepping: weakref.WeakKeyDictionary[torch.optim.Optimizer, StepInBackward] = weakref.WeakKeyDictionary()
 
 
-def step_in_backward(optimizer: _Optimizer, before: Before | None = None) -> _Optimizer:
+def step_in_backward(optimizer: _Optimizer, before: BeforeStep | None = None) -> _Optimizer:
     """Step each parameter of `optimizer` as soon as its gradient is complete, and free the gradient.
 
     Call `optimizer.step()` after each backward as before: it only ends the step. After backward `p.grad` is None, so
@@ -90,7 +90,7 @@ class StepInBackward:
     group_of  index of its group, by the id of a parameter
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, before: Before | None = None):
+    def __init__(self, optimizer: torch.optim.Optimizer, before: BeforeStep | None = None):
         require_steps_by_parameter(optimizer, "step in backward")
         self.before = before
         self.around: Around = _nothing_more

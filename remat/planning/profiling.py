@@ -15,7 +15,7 @@ from remat.costing.costs import Costs, assumptions, estimated_costs, with_librar
 from remat.costing.planning_device import PlanningDevice, find_planning_device
 from remat.costing.profile import Profile
 from remat.evaluation.form import Form
-from remat.evaluation.graph import FORWARD_ALONE, LIBRARY_WORKSPACES, NOT_UNTRACED, Graph
+from remat.evaluation.graph import FORWARD_ALONE, LIBRARY_WORKSPACES, TRACED_ONLY, Graph
 from remat.evaluation.sharding import shard
 from remat.planning.untraced import with_untraced
 from remat.recording.fake_step import FakeStep
@@ -121,7 +121,7 @@ class VariantProfiles:
         if alike not in self._records:
             self._records[alike] = Resliced(self._step, alignment_bytes=alignment_bytes, whole=known)
         whole, costs = _costed(self._records[alike].record(form), self._place)
-        about = {name: known.about[name] for name in (FORWARD_ALONE, NOT_UNTRACED) if name in known.about}
+        about = {name: known.about[name] for name in (FORWARD_ALONE, TRACED_ONLY) if name in known.about}
         whole = dataclasses.replace(whole, untraced_bytes=known.untraced_bytes, about={**whole.about, **about})
         return _profile(whole, costs, self._step, self._place)
 

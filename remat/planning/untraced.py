@@ -16,7 +16,7 @@ from remat.costing.costs import Costs
 from remat.costing.operator_timing import measured_workspaces
 from remat.costing.workspaces import workspace_bytes
 from remat.errors import CaptureError
-from remat.evaluation.graph import NOT_UNTRACED, Graph
+from remat.evaluation.graph import TRACED_ONLY, Graph
 from remat.execution.modules.replay import track_untraced
 from remat.recording.fake_step import FakeStep
 from remat.workload.target import Target
@@ -33,7 +33,7 @@ def with_untraced(
     try:
         tracked = track_untraced(step, (), alignment_bytes=target.alignment_bytes)
     except CaptureError as error:
-        return dataclasses.replace(graph, about={**graph.about, NOT_UNTRACED: str(error)})
+        return dataclasses.replace(graph, about={**graph.about, TRACED_ONLY: str(error)})
     known = costs.workspace_of(graph)
     workspace_of = {kind.key: workspace_bytes(kind, target) for kind in tracked.tracker.kinds.values()} | known
     if device is not None:
