@@ -189,7 +189,7 @@ def test_a_plan_file_that_needs_slices_is_of_a_version_that_older_readers_refuse
     made.save(tmp_path / "plan.json")
     written = json.loads((tmp_path / "plan.json").read_text())
     assert written["version"] == 5 and Plan.load(tmp_path / "plan.json") == made
-    assert "let go after slice 2 of " in offloads_text(made)
+    assert "freed after slice 2 of " in offloads_text(made)
     behind = dataclasses.replace(
         made, offloads=tuple(dataclasses.replace(each, after_slices=0) for each in made.offloads)
     )

@@ -208,7 +208,7 @@ def test_strategies_are_compared_and_the_curve_is_traced_as_the_step_runs_compil
 def test_the_screen_says_that_there_is_no_bound(plan: Plan) -> None:
     text = screen.plan_text(plan)
     assert "compiled by aot_eager on cpu" in text
-    assert "best replayed under aot_eager, no bound" in text
+    assert "best replayed under aot_eager, no lower bound" in text
     assert "gap" not in text and "at the peak of its eager execution" in text
 
 

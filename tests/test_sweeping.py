@@ -197,7 +197,7 @@ def test_without_a_plan_in_time_the_neighbours_stands_in(profile: Profile) -> No
 
 def test_a_solver_that_denies_what_there_is_is_wrong(profile: Profile) -> None:
     liar = changing(exact.solve, lambda solution, number: Solution("liar", "infeasible"))
-    with pytest.raises(RematError, match="solver liar says that no plan keeps"):
+    with pytest.raises(RematError, match="solver liar claims that no plan keeps"):
         traced(profile, points=4, limits=LIMITS, solver=liar)
 
 
