@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import logging
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -76,6 +77,13 @@ class Cut:
         )
 
 
+UNPROVEN = (
+    "the compiled step draws random numbers, and the budget asks for another choice of saved values than PyTorch's. "
+    "Gradients were bitwise those of the default compilation in tests, and 0.2 % off in one run of GPT-2 under "
+    "autocast, unexplained. Compare a few steps with and without the budget, or train without dropout."
+)
+
+
 class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
     """A partitioner for Inductor that keeps a budget.
 
@@ -115,6 +123,8 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
         cut = Cut(peak, self.uses * lowered.kept, lowered, choice, search.default, bound, seconds)
         self.cuts[frame] = cut
         log.info("%s", cut)
+        if choice != search.default and _draws(gm):
+            warnings.warn(UNPROVEN, stacklevel=2)
         return search.cut(choice)
 
     def _infeasible(self, least: int) -> Infeasible:
@@ -125,6 +135,11 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
             "batch.",
             least,
         )
+
+
+def _draws(gm: fx.GraphModule) -> bool:
+    """Whether the graph draws random numbers, as dropout does."""
+    return any(node.op == "call_function" and "random" in str(node.target) for node in gm.graph.nodes)
 
 
 Own = Callable[[float], list[fx.Node]]  # what PyTorch would save itself at a ratio of its memory budget
