@@ -321,10 +321,11 @@ class _Replacement:
         ends = {
             new: int(death) for (_, new), death in zip(kept, self._moved_op(own[[i for i, _ in kept]]), strict=True)
         }
+        written_over = {new: int(table.over[begin + old]) for old, new in kept}  # after the node
         new = [
             (
                 *(each.size_bytes, self._first + each.birth, ends.get(i, self._first + (each.death or 0))),
-                *(int(each.cast), int(each.over)),
+                *(int(each.cast), written_over.get(i, int(each.over))),
             )
             for i, each in enumerate(self._new.storages)
         ]
