@@ -1,6 +1,6 @@
 """TRL's SFTTrainer as people run it: LoRA, packed rows, bf16 autocast, accumulation; one line of it plans the step.
 
-python examples/trl_sft.py [--steps 50] [--budget 90MiB]
+python examples/trl_sft.py [--steps 50] [--budget 93MiB]
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> tuple[TrainingResult, Traini
             trainer.train()
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
-    ours = RematCallback(budget=given.budget or "90MiB")
+    ours = RematCallback(budget=given.budget or "93MiB")
     with tempfile.TemporaryDirectory() as folder:
         script(folder, 1, ours).train()  # plans, and keeps the plan
     print(ours.plan)
