@@ -51,6 +51,14 @@ def test_where_it_does_not_fit_a_plan_is_named_that_fits() -> None:
     assert checked(int(0.9 * needed()), headroom=0, plan=plan).fits
 
 
+def test_a_plan_that_does_not_fit_is_answered_by_one_for_the_same_limit() -> None:
+    options: dict[str, Any]
+    budget, options = int(0.88 * needed()), {"headroom": "1%", "target": TARGET}
+    too_large = library.plan(WORKLOAD, budget=needed(), target=TARGET)
+    found = library.check(WORKLOAD, budget=budget, plan=too_large, **options)
+    assert found.added == library.plan(WORKLOAD, budget=budget, **options).predicted["overhead"]
+
+
 def test_where_no_plan_fits_the_refusal_is_named() -> None:
     found = checked(1 << 20, headroom=0)
     assert not found.fits and found.added is None and "below the least possible peak" in str(found)

@@ -120,7 +120,9 @@ def test_a_step_that_fits_compiled_needs_no_regions(larger: tuple[FakeStep, Prof
 
 @pytest.mark.exhaustive
 def test_a_budget_that_no_replay_keeps_is_refused_with_what_is_needed(larger: tuple[FakeStep, Profile]) -> None:
-    with pytest.raises(NoPlanInTime, match=r"as it runs \(execution aot_eager\)\. Best replayed peak: .* A budget of .* will do"):
+    with pytest.raises(
+        NoPlanInTime, match=r"as it runs \(execution aot_eager\)\. Best replayed peak: .* A budget of .* will do"
+    ):
         planned(*larger, "aot_eager", 0.01)
 
 

@@ -19,12 +19,11 @@ from remat.capture.model_state import generators_kept
 from remat.costing.planning_device import PlanningDevice, find_planning_device
 from remat.costing.profile import Profile
 from remat.errors import Infeasible, NoPlanInTime
-from remat.evaluation.form import form_of
+from remat.evaluation.form import CAPTURED, form_of
 from remat.evaluation.plan import Plan
 from remat.execution.regions_in_graph import require_regions_in
 from remat.planning.budget import Budget
 from remat.planning.estimate import Estimate, estimate_of
-from remat.planning.planner import plan as make_plan
 from remat.planning.planner import plan_study, study_of
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.request import PlanRequest
@@ -117,52 +116,41 @@ def check(
     step = fake_step(workload, place, loop=loop)
     if plan is not None:
         step.form = form_of(plan.about)
-    profile = profile_step(step, place)
-    found = verdict_of(profile, request, place, plan)
-    if found.fits:
-        return found
-    return with_change(found, profile, request, place, step if plan is None else None, workload)
+    return verdict_of(profile_step(step, place), step, request, place, plan)
 
 
-def verdict_of(profile: Profile, request: PlanRequest, place: PlanningDevice, plan: Plan | None = None) -> Verdict:
-    """Whether the step of `profile` fits, under `plan` if there is one. (Rules 1 and 2)"""
-    regions = None if plan is None else require_regions_in(plan, profile.graph)
-    found = estimate_of(profile, regions, request.allocator)
-    limit = request.limit(place, profile.peak_without_checkpointing)
-    assert limit is not None
-    needed, is_reserved = _needed_bytes(found, limit)
-    return Verdict(found.about["workload"], found.target, needed, _limit_bytes(limit), is_reserved)
-
-
-def with_change(
-    found: Verdict,
-    profile: Profile,
-    request: PlanRequest,
-    place: PlanningDevice,
-    step: FakeStep | None,
-    workload: Workload,
+def verdict_of(
+    profile: Profile, step: FakeStep | None, request: PlanRequest, place: PlanningDevice, plan: Plan | None = None
 ) -> Verdict:
-    """`found`, of a step that does not fit, with the least change that fits. (Rule 3)
-
-    step  as recorded, where it has no plan yet
-    """
+    """Whether the step of `profile` fits, under `plan` if there is one, and otherwise the least change that fits."""
     limit = request.limit(place, profile.peak_without_checkpointing)
     assert limit is not None
-    if step is not None and (setting := setting_that_fits(estimate_of(profile, None, request.allocator), limit)):
-        return dataclasses.replace(found, change=f"It fits with PYTORCH_CUDA_ALLOC_CONF={setting}.", added=0.0)
+    found = estimate_of(profile, None if plan is None else require_regions_in(plan, profile.graph), request.allocator)
+    needed, is_reserved = _needed_bytes(found, limit)
+    verdict = Verdict(found.about["workload"], found.target, needed, _limit_bytes(limit), is_reserved)
+    if verdict.fits:
+        return verdict
+    if plan is None and (setting := setting_that_fits(found, limit)):
+        return dataclasses.replace(verdict, change=f"It fits with PYTORCH_CUDA_ALLOC_CONF={setting}.", added=0.0)
+    if plan is not None and step is not None and step.form != CAPTURED:
+        step.form = CAPTURED
+        profile = profile_step(step, place)
+    return _with_plan(verdict, profile, step, request, place)
+
+
+def _with_plan(
+    verdict: Verdict, profile: Profile, step: FakeStep | None, request: PlanRequest, place: PlanningDevice
+) -> Verdict:
+    """`verdict` with a plan as its change, or with the reason why none fits."""
     try:
-        if step is not None:
-            made = plan_study(study_of(profile, request, place, step))
-        else:
-            loop = TrainingLoop.of(profile.graph.about)
-            made = make_plan(workload, budget=limit.given_bytes, target=place.target.name, loop=loop)
+        made = plan_study(study_of(profile, request, place, step))
     except (Infeasible, NoPlanInTime) as refusal:
-        return dataclasses.replace(found, change=f"No plan fits: {refusal}")
+        return dataclasses.replace(verdict, change=f"No plan fits: {refusal}")
     added, peak = made.predicted["overhead"], made.predicted["peak_bytes"]
     change = (
         f"Activation checkpointing fits it: a plan takes {gib(peak)} and adds {100 * added:.1f} % of the step's time."
     )
-    return dataclasses.replace(found, change=change, added=added)
+    return dataclasses.replace(verdict, change=change, added=added)
 
 
 def _needed_bytes(found: Estimate, limit: Budget) -> tuple[int, bool]:

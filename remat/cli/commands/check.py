@@ -8,7 +8,7 @@ import typer
 
 from remat.cli.commands import Answer
 from remat.cli.commands.options import Allocator, Json, PlanInPlaceOfModel, SourceOptions
-from remat.cli.commands.source import allocator_of, opened_step, workload_of
+from remat.cli.commands.source import allocator_of, opened_step
 from remat.errors import DoesNotFit
 
 
@@ -29,18 +29,15 @@ def check(
     with live_line() as line:
         found, loaded = opened_step(source, plan, line)
         from remat.costing.planning_device import PlanningDevice
-        from remat.planning.checking import verdict_of, with_change
+        from remat.planning.checking import verdict_of
         from remat.planning.request import PlanRequest
 
         place = found.place or PlanningDevice(found.target, None)
         settings = allocator_of(loaded, allocator)
         request = PlanRequest.of(budget=budget, headroom=headroom, allocator=settings)
-        request.limit(place)
+        request.require(place, found.loop, has_model=found.place is not None)
         profile, step = found.record()
-        verdict = verdict_of(profile, request, place, loaded)
-        if not verdict.fits and found.spec is not None:
-            line.say("searching for the least change")
-            again = None if loaded is not None else step
-            verdict = with_change(verdict, profile, request, place, again, workload_of(found.spec))
+        line.say("comparing with the limit")
+        verdict = verdict_of(profile, step, request, place, loaded)
     failure = None if verdict.fits else DoesNotFit("the training step does not fit.")
     return Answer(verdict.to_json(), str(verdict), failure)
