@@ -18,7 +18,7 @@ from torch import nn
 
 from remat.costing import kernel_calls
 from remat.costing.costs import estimated_costs
-from remat.costing.kernel_calls import read_table
+from remat.costing.kernel_calls import DeviceLost, TableRow, read_table
 from remat.costing.kernel_files import load_table, save_table
 from remat.costing.kernel_table import KernelTable
 from remat.costing.profile import Profile
@@ -133,6 +133,21 @@ def test_the_script_fills_in_what_is_missing_and_says_what_it_cannot_measure(tmp
     assert [row.time_us is None for row in rows] == [False, False, True] and rows[0].time_us == 123.0
     assert rows[1].time_us and rows[1].time_us > 0
     assert "2 of 3 kernels measured" in run.stdout and "not measured: aten.made_up.default" in run.stdout
+
+
+def test_a_kernel_that_makes_the_device_unusable_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "t.csv"
+    save_table(path, [vector(32), vector(64), vector(128)], [None, None, None], {})
+
+    def median_us(row: TableRow, device: torch.device) -> float:
+        if row.signature == read_table(path)[1][1].signature:
+            raise DeviceLost("aten.add made the device unusable for this process")
+        return 5.0
+
+    monkeypatch.setattr(kernel_calls, "_median_us", median_us)
+    with pytest.raises(SystemExit, match=r"unusable .* Run the command again"):
+        kernel_calls.main(str(path))
+    assert [row.time_us for row in read_table(path)[1]] == [5.0, None]
 
 
 # The library and the command

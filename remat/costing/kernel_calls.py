@@ -20,7 +20,6 @@ import sys
 if __name__ == "__main__":
     del sys.path[0]  # modules beside this file have names of Python's own
 
-import contextlib
 import csv
 import functools
 import io
@@ -299,15 +298,32 @@ def table_text(about: dict[str, str], rows: Iterable[TableRow]) -> str:
     return found.getvalue()
 
 
+class DeviceLost(RuntimeError):
+    """A kernel ended in an error after which nothing runs on the device in this process."""
+
+
 def measured(rows: Iterable[TableRow], device: torch.device) -> Iterator[TableRow]:
-    """`rows` with times on `device`; those that have one, and those that cannot be called, as they are."""
+    """`rows` with times on `device`; those that have one, and those that cannot be called, as they are.
+
+    Raises DeviceLost.
+    """
     for row in rows:
-        if row.time_us is None:
-            with torch.no_grad(), contextlib.suppress(Exception):  # whatever an operator raises on made-up arguments
-                call = Call(overload(row.name), row, device)
-                call()
-                row = row._replace(time_us=statistics.median(samples_us(call, device, 15, 0.15)))
-        yield row
+        yield row if row.time_us is not None else row._replace(time_us=_median_us(row, device))
+
+
+def _median_us(row: TableRow, device: torch.device) -> float | None:
+    try:
+        with torch.no_grad():
+            call = Call(overload(row.name), row, device)
+            call()
+            return statistics.median(samples_us(call, device, 15, 0.15))
+    except Exception:  # whatever an operator raises on made-up arguments
+        if device.type == "cuda":
+            try:
+                torch.cuda.synchronize(device)
+            except RuntimeError as lost:
+                raise DeviceLost(f"{row.name} made the device unusable for this process: {lost}") from lost
+        return None
 
 
 def main(path: str) -> None:
@@ -315,12 +331,24 @@ def main(path: str) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     _, rows = read_table(Path(path))
-    about = {"device": name, "torch": torch.__version__}
-    for number, row in enumerate(measured(list(rows), device)):
-        rows[number] = row
-        if number % 100 == 99 or number == len(rows) - 1:
-            Path(path).write_text(table_text(about, rows), encoding="utf-8")
-            print(f"{number + 1} of {len(rows)}", file=sys.stderr)
+
+    def write() -> None:
+        Path(path).write_text(table_text({"device": name, "torch": torch.__version__}, rows), encoding="utf-8")
+
+    done = 0
+    try:
+        for row in measured(list(rows), device):
+            rows[done] = row
+            done += 1
+            if done % 100 == 0 or done == len(rows):
+                write()
+                print(f"{done} of {len(rows)}", file=sys.stderr)
+    except DeviceLost as lost:
+        del rows[done]
+        write()
+        raise SystemExit(
+            f"{lost}. Run the command again: {path} has all times so far, and leaves this kernel out."
+        ) from None
     missing = sorted({row.name for row in rows if row.time_us is None})
     print(f"{path}: {sum(row.time_us is not None for row in rows)} of {len(rows)} kernels measured on {name}")
     if missing:
