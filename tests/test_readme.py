@@ -428,7 +428,8 @@ def own_model_in_the_readme(snippet: str, here: Path) -> None:
     def step(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
-    found = execute(snippet, MyModel=names["MyModel"], make_batch=make_batch, step=step)
+    mine = names["MyModel"]
+    found = execute(snippet, MyModel=mine, model=mine(), make_batch=make_batch, step=step)
     step(found["model"], make_batch(32, None)).backward()
     assert all(p.grad is not None for p in found["model"].parameters())
 
