@@ -242,6 +242,16 @@ def test_state_that_a_forward_keeps_goes_on_as_if_it_had_run_once() -> None:
     assert (model.calls, len(model.seen), model.counts) == (1, 1, {"hooked": 1})
 
 
+def test_a_forward_that_takes_values_of_an_iterator_runs_once() -> None:
+    model = Remembering().train()
+    turns = itertools.cycle([1.0, 2.0])
+    model.layers[1].register_forward_hook(lambda module, given, out: out * next(turns))
+    x = torch.ones(4, 8)
+    with pytest.warns(UserWarning, match="not verified: a forward more would change `.*turns` of the model for good"):
+        first_step_of(model).run(0, lambda: model(x), model, ((x,), {}), lambda: False)
+    assert next(turns) == 2.0
+
+
 class Following(nn.Module):
     """A second layer that a forward moves towards the first; it also moves one that learns."""
 
@@ -482,6 +492,15 @@ def test_digests_are_equal_where_all_bits_are(name: str) -> None:
         flat = other.view(-1)
         flat[i] = ~flat[i] if name == "bool" else flat[i] + 1
         assert not digest_of(tensor).is_equal(digest_of(other))
+
+
+@pytest.mark.parametrize("size", [2, 64, LONGEST // 2])
+def test_digests_of_permutations_are_others(size: int) -> None:
+    """Their plain sums along each dimension are the same."""
+    one = torch.eye(size)
+    for other in (one.roll(1, 0), one.flip(0)):
+        assert not digest_of(one).is_equal(digest_of(other))
+        assert not digest_of(one.expand(2, 3, -1, -1)).is_equal(digest_of(other.expand(2, 3, -1, -1)))
 
 
 def test_digests_tell_how_far_two_tensors_are_apart() -> None:

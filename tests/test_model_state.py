@@ -20,9 +20,18 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from remat.capture import model_state
 from remat.capture.copies import copied
-from remat.capture.model_state import GROWN, NUMBER, OTHER, TENSOR, Appended, ModelState, Numbers, SharedState
+from remat.capture.model_state import (
+    GROWN,
+    NUMBER,
+    OTHER,
+    TENSOR,
+    Appended,
+    ModelState,
+    Numbers,
+    SharedState,
+    StateLost,
+)
 from remat.capture.model_state import generators_kept as kept
-from remat.errors import CaptureError
 from remat.host.weights import _load
 
 COUNT: dict[str, Any] = {"calls": 0}
@@ -65,6 +74,7 @@ class Model(nn.Module):
         self.pair = (torch.zeros(1), Plain())
         self.queue, self.ids = collections.deque([torch.zeros(1)], maxlen=2), {1}
         self.slotted, self.array, self.turns = Slotted(), np.zeros(3), itertools.count()
+        self.listed = iter([1, 2])
         self.generators = [torch.Generator(), random.Random(0), np.random.default_rng(0), np.random.RandomState(0)]
         self.name = types.SimpleNamespace(text="before")
         count = 0
@@ -106,6 +116,7 @@ CHANGES: dict[str, tuple[Callable[[Model], Any], dict[str, str]]] = {
     "new slot": (lambda m: setattr(m.slotted, "unset", 1), {"slotted.unset": OTHER}),
     "array": (lambda m: m.array.__iadd__(1), {"array": NUMBER}),
     "iterator": (lambda m: next(m.turns), {"turns": NUMBER}),
+    "iterator of a list": (lambda m: next(m.listed), {"listed": OTHER}),
     "closure": (lambda m: m.counted(), {"counted.count": NUMBER}),
     "namespace": (lambda m: setattr(m.name, "text", "after"), {"name.text": NUMBER}),
     "hook's": (lambda m: m.layer(torch.ones(3, 2)) if m.eval() else None, {}),
@@ -190,28 +201,96 @@ def test_what_is_written_into_parameters_stays_and_is_said() -> None:
     assert state.changes() == {"layer.0.weight": TENSOR, "layer.0.bias": TENSOR}
 
 
-def test_a_python_generator_that_has_gone_on_is_refused_by_name() -> None:
+ONCE: dict[str, Callable[[], Any]] = {
+    "generator": lambda: (i for i in range(3)),
+    "cycle": lambda: itertools.cycle([1, 2]),
+    "enumerate": lambda: enumerate([1, 2]),
+    "zip": lambda: zip([1, 2], [3, 4], strict=True),
+    "map": lambda: map(abs, [1, 2]),
+    "islice": lambda: itertools.islice([1, 2], 2),
+    "chain": lambda: itertools.chain([1], [2]),
+    "of iterators": lambda: zip(itertools.count(), itertools.cycle([1, 2]), strict=False),
+}
+
+
+@pytest.mark.parametrize("kind", ONCE)
+def test_what_gives_a_value_once_is_known_and_refused_by_name_where_it_has_gone_on(kind: str) -> None:
     model = Model()
-    model.turns = (i for i in range(3))
+    model.turns = ONCE[kind]()
     state = ModelState(model)
+    assert state.only_once == ["turns"]
     state.put_back()
     next(model.turns)
-    with pytest.raises(CaptureError, match="`turns` of the model is a Python generator"):
+    model.steps = 1
+    assert state.changes() == {"turns": OTHER, "steps": NUMBER}
+    with pytest.raises(StateLost, match="`turns` of the model is a Python generator or an iterator"):
         state.put_back()
+    assert model.steps == 0  # all else is put back
+
+
+def test_what_cannot_be_put_back_keeps_nothing_else_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    state = ModelState(model)
+    drawn = torch.rand(1).item()
+    model.steps = 1
+    with torch.no_grad():
+        model.plain.add_(1)
+    put_back = model_state._KeptTensor.put_back
+
+    def fail(kept: Any) -> None:
+        if kept.name == "plain":
+            raise RuntimeError("no kernel for this")
+        put_back(kept)
+
+    monkeypatch.setattr(model_state._KeptTensor, "put_back", fail)
+    with pytest.raises(StateLost, match=r"`plain` of the model cannot be put back .* no kernel for this"):
+        state.put_back()
+    assert model.steps == 0 and torch.rand(1).item() == drawn
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CS. tensor support is in beta")
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda t: t.to_sparse(), id="coo"),
+        pytest.param(lambda t: t.to_sparse_csr(), id="csr"),
+        pytest.param(lambda t: t.to_sparse_csc(), id="csc"),
+        pytest.param(lambda t: t.to(torch.cfloat).conj(), id="conjugate"),
+        pytest.param(torch._neg_view, id="negative"),
+    ],
+)
+def test_tensors_of_every_layout_are_compared_and_put_back(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    model = Model()
+    model.plain = model.tied = make(torch.eye(3))
+    state = ModelState(model)
+    assert state.changes() == {}
+    with torch.no_grad():
+        (model.plain.values() if model.plain.layout == torch.sparse_csr else model.plain).mul_(2)
+    assert state.changes() == {"plain": TENSOR}
+    state.put_back()
+    assert state.changes() == {} and torch.equal(model.plain.to_dense(), make(torch.eye(3)).to_dense())
+
+
+def test_a_model_of_its_own_is_known_however_large_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_state, "MOST_OBJECTS", 10)
+    model = Counts()
+    models = nn.ModuleList([model, Counts()])
+    state = ModelState(models)
+    model.steps = 1
+    state.put_back()
+    assert model.steps == 0 and any("what is reached from" in name for name in state.only_once)
 
 
 class Owner:
     """As a trainer: it refers to much that is no state of the model."""
 
 
-def test_the_machinery_of_libraries_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_machinery_of_libraries_is_left_alone() -> None:
     model = Model()
     model.logger, model.optimizer = logging.getLogger("x"), torch.optim.SGD(model.parameters(), lr=1.0)
     state = ModelState(model)
     model.optimizer.param_groups[0]["lr"] = 2.0
     assert state.changes() == {}
-    monkeypatch.setattr(model_state, "MOST_OBJECTS", 10)
-    assert len(ModelState(model)._seen) <= 10
 
 
 def test_hooks_of_this_library_are_no_state_of_the_model() -> None:

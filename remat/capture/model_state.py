@@ -12,6 +12,8 @@ Rule 2  What holds references is noted with those that it holds, and gets them b
 Rule 3  Data of tensors and arrays is copied to the host, and put back where it has changed. Parameters are too large
         for that: what was written into them stays, and `changes` says so. `written_parameters.py` undoes it.
 Rule 4  Generators get their states back: the global ones of torch, Python and numpy, and those that are reached.
+Rule 5  Iterators over what can be counted are copied. Others, and Python generators, give a value once: `only_once`
+        names them, and `put_back` refuses where one has gone on.
 
 `changes` says by name what is other than it was. A copy of the model in place of all this was rejected: it would take
 as much memory again, and who refers to the model's parts would refer to the old ones.
@@ -42,7 +44,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from remat._torch.training import without_modes
 from remat.errors import CaptureError
 
-MOST_OBJECTS = 100_000  # that are looked into
+MOST_OBJECTS = 100_000  # that are looked into, of those that are reached through code
 LARGEST_BYTES = 1 << 24  # of a tensor or an array that is reached through code
 NUMBER, TENSOR, GROWN, OTHER = "number", "tensor", "list", "other"  # kinds of what changes; a list that has grown
 Change = tuple[str, str]  # its name and kind
@@ -59,6 +61,10 @@ _LEFT_ALONE = (
     *("transformers.trainer", "transformers.tokenization_utils_base", "torchvision.datasets", "wandb"),
 )
 _LOOKED_INTO = ("torch.nn", "torch.distributions")  # of what is left alone
+
+
+class StateLost(CaptureError):
+    """State of a model could not be put back: it is not what it was."""
 
 
 class ModelState:
@@ -96,6 +102,8 @@ class ModelState:
         self.torch_generators: list[torch.Generator] = []
         self._code: list[tuple[str, Any]] = []  # functions and classes that are not looked into yet
         self._named: dict[int, set[str]] = {}  # globals that were noted, by the id of their table
+        self._most = MOST_OBJECTS
+        self._not_looked_into: str | None = None
 
     def shared(self) -> ModelState:
         """Return the state that the same model shares with the rest of the program now, reached through code alone.
@@ -112,13 +120,21 @@ class ModelState:
         return found
 
     def put_back(self) -> None:
-        """Make the state what it was; raises CaptureError, naming it, where a Python generator has gone on."""
+        """Make the state what it was. Raises StateLost, naming what is not, after all else is."""
+        failures: list[tuple[str, Exception]] = []
         with without_modes():
-            for holder in self._holders:
-                holder.put_back()
-            for tensor in self._tensors:
-                tensor.put_back()
-        self.put_generators_back()
+            everything: list[_Holder | _KeptTensor | _Generator] = [*self._holders, *self._tensors, *self._generators]
+            for kept in everything:
+                try:
+                    kept.put_back()
+                except Exception as error:  # whatever an object of a user may raise when it is written to
+                    failures.append((kept.name, error))
+        for name, failure in failures:
+            if isinstance(failure, StateLost):
+                raise failure
+            raise StateLost(
+                f"`{name}` of the model cannot be put back to what it was before a forward: {failure}."
+            ) from failure
 
     def put_statistics_back(self) -> None:
         """Put back the data of registered buffers, and generators: what a forward may change and stay as it is."""
@@ -143,6 +159,12 @@ class ModelState:
             found = dict(sorted(changes, key=lambda change: change[1] != GROWN))  # a list that was replaced, too
             tensors = [t for t in self._tensors if statistics or id(t.value) not in self._buffers]
             return found | {tensor.name: TENSOR for tensor in tensors if tensor.has_changed()}
+
+    @property
+    def only_once(self) -> list[str]:
+        """Names of what gives each value once, and of what is not known: one forward more would change it for good."""
+        once = [holder.name for holder in self._holders if isinstance(holder, _GivenOnce)]
+        return once + [f"what is reached from {self._not_looked_into}"] * (self._not_looked_into is not None)
 
     @property
     def shared_generators(self) -> list[_Generator]:
@@ -182,14 +204,17 @@ class ModelState:
 
     def _look_into_code(self) -> None:
         """After all else, so that the model's own state is known as such."""
-        self._is_shared = True
+        self._is_shared, self._most = True, len(self._seen) + MOST_OBJECTS
         while self._code:
             for name, value in self._of_code(*self._code.pop(0)):
                 self._look_from(name, value)
 
     def _noted(self, name: str, value: Any) -> Iterable[tuple[str, Any]]:
         """Note `value`, and return what is reached from it, with names."""
-        if isinstance(value, _ATOMS) or id(value) in self._seen or len(self._seen) >= MOST_OBJECTS:
+        if isinstance(value, _ATOMS) or id(value) in self._seen:
+            return ()
+        if self._is_shared and len(self._seen) >= self._most:
+            self._not_looked_into = self._not_looked_into or name
             return ()
         if (self._without_models and isinstance(value, nn.Module)) or (self._is_shared and _is_large(value)):
             return ()
@@ -382,10 +407,10 @@ class _Holder:
     read  what is held now        write  hold this, and nothing else        named  what is held under a key is called
     """
 
-    __slots__ = ("_held", "_iterators", "_name", "was")
+    __slots__ = ("_held", "_iterators", "name", "was")
 
     def __init__(self, name: str, held: Any):
-        self._name, self._held = name, held
+        self.name, self._held = name, held
         self.was = self.read()
         self._iterators = {key: copied for key, each in self.was.items() if (copied := _copied(each)) is not None}
 
@@ -396,7 +421,7 @@ class _Holder:
         raise NotImplementedError
 
     def named(self, key: Any) -> str:
-        return self._name
+        return self.name
 
     def put(self, key: Any, value: Any) -> None:
         """Hold `value` under a key that there is."""
@@ -419,20 +444,23 @@ class _Holder:
         now = self.read()
         for key in {**self.was, **now}:
             one, other = self.was.get(key, _NOTHING), now.get(key, _NOTHING)
-            if isinstance(one, itertools.count):
-                is_same = _is_at(other, self._iterators.get(key))
-            else:
-                is_same = one is other or _are_equal(one, other)
+            copied = self._iterators.get(key)
+            is_same = _is_at(other, copied) if copied is not None else one is other or _are_equal(one, other)
             if not is_same:
                 yield self.named(key), _kind_of(one, other)
 
 
 _NOTHING = object()
+_COPIED = (
+    *map(type, (iter([]), iter(()), iter(range(0)), reversed([]), iter(""), iter(b""))),
+    itertools.count,
+    itertools.repeat,
+)
 
 
 def _is_at(iterator: Any, copied: Any) -> bool:
-    """Whether an iterator is where it was copied; only `itertools.count` shows that."""
-    return isinstance(copied, itertools.count) and repr(iterator) == repr(copied)
+    """Whether an iterator is where it was copied."""
+    return type(iterator) is type(copied) and _position(iterator) == _position(copied)
 
 
 def _are_equal(one: Any, other: Any) -> bool:
@@ -447,15 +475,14 @@ def _kind_of(one: Any, other: Any) -> str:
 
 
 def _copied(value: Any) -> Any:
-    """A copy of an iterator, that goes on from where it is; None for what is none, or cannot be copied."""
-    if not hasattr(type(value), "__next__") or isinstance(value, types.GeneratorType) or hasattr(value, "__dict__"):
-        return None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python 3.12 announces that copies of `itertools` will go
-        try:
-            return copy.copy(value)
-        except TypeError:
-            return None
+    """A copy of an iterator, that goes on from where it is; None for what is none, or cannot be copied. (Rule 5)"""
+    return copy.copy(value) if type(value) in _COPIED else None
+
+
+def _gives_once(value: Any) -> bool:
+    """Whether `value` is a Python generator, or an iterator whose copy would take values of the same source."""
+    kind = type(value)
+    return kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__") and kind not in _COPIED
 
 
 def _made_of(value: Any, make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -479,7 +506,7 @@ class _Attributes(_Holder):
         self._held.update(items)
 
     def named(self, key: Any) -> str:
-        return _joined(self._name, key)
+        return _joined(self.name, key)
 
 
 class _Globals(_Attributes):
@@ -543,7 +570,7 @@ class _Dict(_Holder):
         self._held.update(items | own)
 
     def named(self, key: Any) -> str:
-        return f"{self._name}[{key!r}]"
+        return f"{self.name}[{key!r}]"
 
 
 class _List(_Holder):
@@ -564,7 +591,7 @@ class _List(_Holder):
             a is b for a, b in zip(self.was.values(), self._held, strict=False)
         )
         if keeps and len(self._held) > before:
-            yield self._name, GROWN
+            yield self.name, GROWN
         else:
             yield from super().changes()
 
@@ -611,17 +638,43 @@ class _Array(_Holder):
         self._held[...] = np.frombuffer(items[""], dtype=self._held.dtype).reshape(self._held.shape)
 
 
-class _PythonGenerator(_Holder):
+class _GivenOnce(_Holder):
+    """A Python generator or an iterator, and where it is, as far as that can be seen."""
+
     __slots__ = ()
 
     def read(self) -> dict[Any, Any]:
-        return {"": -2 if self._held.gi_frame is None else self._held.gi_frame.f_lasti}
+        return {"": _position(self._held)}
+
+    def changes(self) -> Iterator[Change]:
+        if self.was != self.read():
+            yield self.name, OTHER
 
     def write(self, items: dict[Any, Any]) -> None:
-        raise CaptureError(
-            f"`{self._name}` of the model is a Python generator, which a forward has taken values of: it cannot be put "
-            "back to where it was. Keep the values in a list and count, or draw with a torch.Generator."
+        raise StateLost(
+            f"`{self.name}` of the model is a Python generator or an iterator, which a forward has taken values of: it "
+            "cannot be put back to where it was. Keep the values in a list and count, or draw with a torch.Generator."
         )
+
+
+def _position(value: Any) -> Any:
+    """Where an iterator is: its own state, and that of the iterators which it takes values of."""
+    if isinstance(value, types.GeneratorType):
+        return -2 if value.gi_frame is None else value.gi_frame.f_lasti
+    if not hasattr(type(value), "__next__"):
+        is_plain = value is None or isinstance(value, _NUMBERS)
+        return value if is_plain else tuple(map(_position, value)) if isinstance(value, tuple) else _length(value)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12 announces that `itertools` will not be copied any more
+        try:
+            made = value.__reduce__()
+        except TypeError:
+            return None
+    return (type(value), *map(_position, made[1:]))
+
+
+def _length(value: Any) -> int | None:
+    return len(value) if hasattr(type(value), "__len__") else None
 
 
 _CONTAINERS: tuple[tuple[Any, type[_Holder]], ...] = (
@@ -630,12 +683,13 @@ _CONTAINERS: tuple[tuple[Any, type[_Holder]], ...] = (
     (set, _Set),
     (types.CellType, _Cell),
     (np.ndarray, _Array),
-    (types.GeneratorType, _PythonGenerator),
 )
 
 
 def _container(name: str, value: Any) -> _Holder | None:
-    """Hold a container, a closure's variable, an array or a Python generator; None for other objects."""
+    """Hold a container, a closure's variable, an array or an iterator; None for other objects."""
+    if _gives_once(value):
+        return _GivenOnce(name, value)
     return next((holder(name, value) for kinds, holder in _CONTAINERS if isinstance(value, kinds)), None)
 
 
@@ -659,7 +713,8 @@ class _KeptTensor:
 
     def put_back(self) -> None:
         if self._data is not None and self._is_other:
-            self.value.detach().copy_(self._data)
+            with torch.no_grad():
+                self.value.copy_(self._data)  # not into `detach()`: that of a sparse tensor has other indices then
 
     @property
     def _is_elsewhere(self) -> bool:
@@ -669,15 +724,42 @@ class _KeptTensor:
 
     @property
     def _is_other(self) -> bool:
-        """Whether the data is other, bit by bit."""
-        return self._data is not None and not are_bitwise_equal(self.value.detach().cpu(), self._data)
+        """Whether the data is other, bit by bit, as far as bits can be seen."""
+        if self._data is None or not can_be_compared(self.value):
+            return self._version != _version_of(self.value)
+        return not are_bitwise_equal(self.value.detach().cpu(), self._data)
 
 
 def are_bitwise_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors hold the same bits; not known of those that are not strided."""
-    if one.layout is not torch.strided or (one.dtype, one.shape) != (other.dtype, other.shape):
+    """Whether two tensors hold the same bits; False where that cannot be seen."""
+    return can_be_compared(one) and _are_bitwise_equal(one, other)
+
+
+def can_be_compared(tensor: torch.Tensor) -> bool:
+    """Whether the bits of `tensor` can be seen."""
+    return (tensor.layout is torch.strided or tensor.layout in _PARTS) and not tensor.is_quantized
+
+
+_COMPRESSED = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), _COMPRESSED[0]),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), _COMPRESSED[1]),
+}
+
+
+def _are_bitwise_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if (one.layout, one.dtype, one.shape) != (other.layout, other.dtype, other.shape):
         return False
-    return torch.equal(*(each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (one, other)))
+    if one.layout in _PARTS:
+        parts = ((getattr(one, part)(), getattr(other, part)()) for part in _PARTS[one.layout])
+        return all(_are_bitwise_equal(*both) for both in parts)
+    return torch.equal(*map(_bytes_of, (one, other)))
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _version_of(tensor: torch.Tensor) -> int:
@@ -689,6 +771,8 @@ def _version_of(tensor: torch.Tensor) -> int:
 
 class _Generator:
     """A generator, and the state that it had."""
+
+    name = "a generator"
 
     def __init__(self, get: Callable[[], Any], put: Callable[[Any], Any]):
         self._put, self._was = put, get()

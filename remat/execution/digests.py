@@ -2,7 +2,8 @@
 
 Two are equal where the tensors are, bit by bit; two that differ have equal ones as seldom as chance has it. Making one
 takes next to no memory: a tensor is summed along each of its dimensions as integers, in words as wide as its numbers,
-and only the sums are copied to the host. A hash of the memory itself would need it on the host, or as much again.
+and only the sums are copied to the host. Sums along the last dimension take each word times a number of its place:
+plain ones are the same for all permutations. A hash of the memory itself would need it on the host, or as much again.
 
 Where numbers may differ in rounding, sums of each column with random signs are kept too. Of two tensors that are
 apart by rounding they are apart as much; of two that have nothing in common, by more than their norm. A GPU's kernels
@@ -12,6 +13,7 @@ fill the last columns of some results up to a multiple, and leave there what was
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 
@@ -21,6 +23,7 @@ from torch import Tensor
 from remat._torch.training import is_wrapper, without_modes
 
 LONGEST = 4096  # dimension that is summed along as it is; longer ones are taken apart
+SLICES = 32  # in which a tensor is multiplied by numbers of its places
 FILLED = 31  # columns at the end of a result that nobody may have written
 _BROKEN = 1e-6  # apart, where NaN takes part: the bits of one need not be those of another
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -116,11 +119,35 @@ def _sums(words: Tensor) -> Iterator[Tensor]:
             if whole < length:
                 yield from _sums(words.narrow(i, whole, length - whole))
             return
-    for i in range(words.dim()):
-        others = [j for j in range(words.dim()) if j != i]
-        yield words.sum(others, dtype=words.dtype) if others else words
-    if not words.dim():
+    if words.dim() < 2:
         yield words
+        return
+    for i in range(words.dim() - 1):
+        yield words.sum([j for j in range(words.dim()) if j != i], dtype=words.dtype)
+    yield _placed_sum(words)
+
+
+def _placed_sum(words: Tensor) -> Tensor:
+    """Sums along the last dimension, each word times odd numbers of its place in all others; in slices, for memory."""
+    others = range(words.dim() - 1)
+    longest = max(others, key=lambda i: words.shape[i])
+    step = -(-words.shape[longest] // SLICES)
+    found = words.new_zeros(words.shape[-1])
+    for begin in range(0, words.shape[longest], step):
+        part = words.narrow(longest, begin, min(step, words.shape[longest] - begin))
+        for i in others:
+            first = begin if i == longest else 0
+            numbers = _odd_numbers(words.shape[i], words.dtype, words.device)[first : first + part.shape[i]]
+            numbers = numbers.view(-1, *[1] * (words.dim() - 1 - i))
+            part = part.mul_(numbers) if i else part * numbers
+        found += part.sum(list(others), dtype=words.dtype)
+    return found
+
+
+@functools.cache
+def _odd_numbers(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    drawn = torch.randint(1 << 30, (count,), generator=torch.Generator().manual_seed(count))
+    return (2 * drawn + 1).to(dtype).to(device)
 
 
 def _with_signs(tensor: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from remat._torch.recording import unwrapped
 from remat._torch.training import fakes_are_on, is_wrapper, without_modes
 from remat.capture.dynamo import without_cache
-from remat.capture.model_state import ModelState
+from remat.capture.model_state import ModelState, StateLost
 from remat.capture.trl_head import selects_rows
 from remat.capture.written_parameters import WrittenParameters
 from remat.chunking.chunked_loss import Watch
@@ -159,12 +159,16 @@ class FirstStep:
                 return "the plan is of an older version, and does not say how much memory that takes"
             return f"the forward without the plan has no room in the budget of {gib(self._plan.budget_bytes)}"
         before = ModelState(self._model)
+        if once := before.only_once:
+            return f"a forward more would change `{once[0]}` of the model for good: it gives each value once"
         run = functools.partial(_untouched, self._model, before, forward, given, heads, ends)
         for under in (_saving_nothing, torch.no_grad):  # the first forbids to differentiate inside
             try:
                 narrow = self._plan.about.get("autocast") or _are_narrow(self._model)
                 again = functools.partial(_again, self._model, before, functools.partial(run, under))
                 return _ForwardComparison(run(under), again, NEAR[bool(narrow)])
+            except StateLost:
+                raise
             except Exception as error:
                 failure = error
         return f"the forward without the plan {_said_of(failure)}"
