@@ -14,6 +14,7 @@ from remat.errors import UsageError
 from remat.integrations import pytest_plugin
 from remat.planning.budget import Budget
 from remat.planning.checking import Verdict, setting_that_fits
+from remat.workload.training_loop import TrainingLoop
 from tests.cached import cached
 from tests.command_line import Remat
 from tests.test_chunking import LANGUAGE
@@ -57,6 +58,14 @@ def test_a_plan_that_does_not_fit_is_answered_by_one_for_the_same_limit() -> Non
     too_large = library.plan(WORKLOAD, budget=needed(), target=TARGET)
     found = library.check(WORKLOAD, budget=budget, plan=too_large, **options)
     assert found.added == library.plan(WORKLOAD, budget=budget, **options).predicted["overhead"]
+
+
+def test_a_plan_is_judged_with_its_offloads_and_in_its_loop() -> None:
+    how: dict[str, Any] = {"loop": TrainingLoop(accumulation=4), "exact": True, "offload": "activations"}
+    plan = library.plan(WORKLOAD, budget="95%step", target=TARGET, **how)
+    assert plan.offloads
+    found = checked("80GiB", headroom=0, plan=plan)
+    assert found.needed_bytes == plan.predicted["peak_bytes"] <= plan.budget_bytes
 
 
 def test_where_no_plan_fits_the_refusal_is_named() -> None:

@@ -19,13 +19,13 @@ from remat.capture.model_state import generators_kept
 from remat.costing.planning_device import PlanningDevice, find_planning_device
 from remat.costing.profile import Profile
 from remat.errors import Infeasible, NoPlanInTime
-from remat.evaluation.form import CAPTURED, form_of
+from remat.evaluation.form import CAPTURED
 from remat.evaluation.plan import Plan
-from remat.execution.regions_in_graph import require_regions_in
+from remat.execution.executions import load
 from remat.planning.budget import Budget
-from remat.planning.estimate import Estimate, estimate_of
+from remat.planning.estimate import Estimate, allocator_of, estimate_under, recorded_for
 from remat.planning.planner import plan_study, study_of
-from remat.planning.profiling import fake_step, profile_step
+from remat.planning.profiling import profile_step
 from remat.planning.request import PlanRequest
 from remat.recording.fake_step import FakeStep
 from remat.units import gib
@@ -110,13 +110,11 @@ def check(
         >>> verdict = remat.check(workload, budget="24GiB", target="rtx4090")
         >>> verdict.needed_bytes, verdict.change
     """
-    request = PlanRequest.of(budget=budget, headroom=headroom, allocator=allocator)
+    request = PlanRequest.of(budget=budget, headroom=headroom, allocator=allocator_of(plan, allocator))
     place = find_planning_device(target, costs)
     request.require(place, loop)
-    step = fake_step(workload, place, loop=loop)
-    if plan is not None:
-        step.form = form_of(plan.about)
-    return verdict_of(profile_step(step, place), step, request, place, plan)
+    step, profile = recorded_for(plan, workload, place, loop)
+    return verdict_of(profile, step, request, place, plan)
 
 
 def verdict_of(
@@ -125,8 +123,10 @@ def verdict_of(
     """Whether the step of `profile` fits, under `plan` if there is one, and otherwise the least change that fits."""
     limit = request.limit(place, profile.peak_without_checkpointing)
     assert limit is not None
-    found = estimate_of(profile, None if plan is None else require_regions_in(plan, profile.graph), request.allocator)
+    found = estimate_under(plan, profile, request.allocator)
     needed, is_reserved = _needed_bytes(found, limit)
+    if plan is not None and not load(plan.execution).runs_as_evaluated:
+        needed = max(needed, plan.predicted["peak_bytes"])  # replayed
     verdict = Verdict(found.about["workload"], found.target, needed, _limit_bytes(limit), is_reserved)
     if verdict.fits:
         return verdict

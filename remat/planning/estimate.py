@@ -17,16 +17,18 @@ import numpy as np
 
 from remat.capture.model_state import generators_kept
 from remat.costing.host_time import REGION_US, launches_us
-from remat.costing.planning_device import find_planning_device
+from remat.costing.planning_device import PlanningDevice, find_planning_device
 from remat.costing.profile import Profile
 from remat.evaluation import breakdown
 from remat.evaluation.evaluator import Curve, Memory
 from remat.evaluation.form import form_of
 from remat.evaluation.graph import Graph
-from remat.evaluation.plan import Plan, Region
-from remat.execution.regions_in_graph import require_regions_in
+from remat.evaluation.plan import Offload, Plan, Region
+from remat.execution.regions_in_graph import places_in, require_regions_in
+from remat.offloading.refs import from_offload_refs
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.refusals import where
+from remat.recording.fake_step import FakeStep
 from remat.reservation.fragmentation import Footprint, assumed_settings, footprints
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
@@ -137,21 +139,49 @@ def estimate(
         >>> print(remat.estimate(workload, target="h100-80gb"))
     """
     place = find_planning_device(target, costs)
-    step = fake_step(workload, place, loop=loop)
+    _, profile = recorded_for(plan, workload, place, loop)
+    return estimate_under(plan, profile, allocator_of(plan, allocator))
+
+
+def recorded_for(
+    plan: Plan | None, workload: Workload, place: PlanningDevice, loop: TrainingLoop | None
+) -> tuple[FakeStep, Profile]:
+    """Record the step in the form that `plan` runs, in its loop if none is given."""
+    step = fake_step(workload, place, loop=loop or (None if plan is None else TrainingLoop.of(plan.about)))
     if plan is not None:
         step.form = form_of(plan.about)
-    profile = profile_step(step, place)
-    return estimate_of(profile, None if plan is None else require_regions_in(plan, profile.graph), allocator)
+    return step, profile_step(step, place)
 
 
-def estimate_of(profile: Profile, planned: Sequence[Region] | None = None, allocator: str | None = None) -> Estimate:
-    """Estimate the step of `profile` under the regions of a plan; without a plan also as Python runs it.
+def allocator_of(plan: Plan | None, given: str | None) -> str | None:
+    """The allocator's settings to assume: those given, or else those that the plan assumes."""
+    if given is not None or plan is None or not plan.predicted.get("allocator"):
+        return given
+    return str(plan.predicted["allocator"][0]["settings"])
+
+
+def estimate_under(plan: Plan | None, profile: Profile, allocator: str | None = None) -> Estimate:
+    """Estimate the step of `profile` under `plan`, if there is one. Raises PlanMismatch."""
+    if plan is None:
+        return estimate_of(profile, None, allocator)
+    regions = require_regions_in(plan, profile.graph)
+    offloads = from_offload_refs(profile.graph, plan.offloads, places_in(plan, profile.graph))
+    return estimate_of(profile, regions, allocator, offloads)
+
+
+def estimate_of(
+    profile: Profile,
+    planned: Sequence[Region] | None = None,
+    allocator: str | None = None,
+    offloads: Sequence[Offload] = (),
+) -> Estimate:
+    """Estimate the step of `profile` under the regions and offloads of a plan; without a plan also as Python runs it.
 
     allocator  settings of PYTORCH_CUDA_ALLOC_CONF; those of the environment by default. Raises UsageError
     """
     settings, regions = assumed_settings(profile.target, allocator), planned or ()
     graph = profile.graph
-    memory = Memory(graph, profile.costs.workspace_per_op(graph))
+    memory = Memory(graph, profile.costs.workspace_per_op(graph)).offloading(offloads)
     return Estimate(
         about=graph.about,
         target=profile.target.name,

@@ -8,7 +8,7 @@ import typer
 
 from remat.cli.commands import Answer
 from remat.cli.commands.options import Allocator, Json, PlanInPlaceOfModel, SourceOptions
-from remat.cli.commands.source import allocator_of, opened_step
+from remat.cli.commands.source import opened_step
 from remat.errors import DoesNotFit
 
 
@@ -30,6 +30,7 @@ def check(
         found, loaded = opened_step(source, plan, line)
         from remat.costing.planning_device import PlanningDevice
         from remat.planning.checking import verdict_of
+        from remat.planning.estimate import allocator_of
         from remat.planning.request import PlanRequest
 
         place = found.place or PlanningDevice(found.target, None)

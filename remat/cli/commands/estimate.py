@@ -10,13 +10,14 @@ import typer
 
 from remat.cli.commands import Answer
 from remat.cli.commands.options import Allocator, Json, PlanInPlaceOfModel, SourceOptions
-from remat.cli.commands.source import Source, allocator_of, levers_of, opened_step
+from remat.cli.commands.source import Source, levers_of, opened_step
 from remat.errors import UsageError
 from remat.units import gib, ms, parse_count
 
 if TYPE_CHECKING:
     from remat.cli.screen import LiveLine
     from remat.costing.profile import Profile
+    from remat.evaluation.plan import Plan
     from remat.planning.advice import Lever
     from remat.planning.estimate import Estimate, Peaks
     from remat.recording.fake_step import FakeStep
@@ -49,16 +50,14 @@ def estimate(
     with live_line() as line:
         found, loaded = opened_step(source, plan, line)
         profile, step = found.record()
-        from remat.execution.regions_in_graph import require_regions_in
-        from remat.planning.estimate import estimate_of
+        from remat.planning.estimate import allocator_of, estimate_under
 
-        regions = require_regions_in(loaded, profile.graph) if loaded is not None else None
-        allocator = allocator_of(loaded, allocator)
-        estimates = [estimate_of(profile, regions, allocator)]
+        settings = allocator_of(loaded, allocator)
+        estimates = [estimate_under(loaded, profile, settings)]
         if step is not None and found.loop is not None:
             again = _other_loop(found.loop)
-            estimates.append(estimate_of(_recorded_again(step, found, again), regions, allocator=allocator))
-        levers = _advice(found, profile, step, regions, line) if advice else None
+            estimates.append(estimate_under(loaded, _recorded_again(step, found, again), settings))
+        levers = _advice(found, profile, step, loaded, line) if advice else None
     return _answer(estimates, levers)
 
 
@@ -80,10 +79,10 @@ def _recorded_again(step: FakeStep, found: Source, loop: TrainingLoop) -> Profil
         step.loop = before
 
 
-def _advice(found: Source, profile: Profile, step: FakeStep | None, regions: Any, line: LiveLine) -> list[Lever]:
+def _advice(found: Source, profile: Profile, step: FakeStep | None, plan: Plan | None, line: LiveLine) -> list[Lever]:
     if found.spec is None or found.place is None or found.loop is None or step is None:
         raise UsageError("--advice records the step again with each remedy, and needs --model.")
-    if regions:
+    if plan is not None:
         raise UsageError("--advice is about the step without a plan; leave --plan out.")
     return levers_of(found, profile, line)
 

@@ -116,13 +116,6 @@ def opened_step(options: SourceOptions, plan: Path | None, line: LiveLine) -> tu
     return opened_plan(plan, line)
 
 
-def allocator_of(plan: Plan | None, given: str | None) -> str | None:
-    """The allocator's settings to assume: those given, or else those that the plan assumes."""
-    if given is not None or plan is None or not plan.predicted.get("allocator"):
-        return given
-    return str(plan.predicted["allocator"][0]["settings"])
-
-
 def _from_profile(path: Path, line: LiveLine) -> Source:
     line.say(f"reading {path}")
     from remat.costing.profile import Profile

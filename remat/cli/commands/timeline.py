@@ -11,7 +11,7 @@ import typer
 from remat.cli.commands import Answer
 from remat.cli.commands.files import require_writable
 from remat.cli.commands.options import Allocator, Json, PlanInPlaceOfModel, SourceOptions
-from remat.cli.commands.source import allocator_of, opened_step, workload_of
+from remat.cli.commands.source import opened_step, workload_of
 from remat.errors import UsageError
 from remat.units import gib, ms, parse_bytes
 
@@ -57,6 +57,7 @@ def timeline(
         profile, _ = found.record()
         from remat.execution.regions_in_graph import places_in, require_regions_in
         from remat.offloading.refs import from_offload_refs
+        from remat.planning.estimate import allocator_of
         from remat.planning.timeline import save_snapshot, timeline
 
         regions = require_regions_in(loaded, profile.graph) if loaded is not None else ()
