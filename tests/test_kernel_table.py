@@ -135,6 +135,15 @@ def test_the_script_fills_in_what_is_missing_and_says_what_it_cannot_measure(tmp
     assert "2 of 3 kernels measured" in run.stdout and "not measured: aten.made_up.default" in run.stdout
 
 
+def test_a_table_of_another_device_is_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    save_table(path, [vector(32), vector(64)], [123.0, None], {"device": "another card"})
+    before = path.read_text()
+    with pytest.raises(SystemExit, match="was measured on another card, and this is cpu"):
+        kernel_calls.main(str(path))
+    assert path.read_text() == before
+
+
 def test_a_kernel_that_makes_the_device_unusable_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "t.csv"
     save_table(path, [vector(32), vector(64), vector(128)], [None, None, None], {})

@@ -330,7 +330,10 @@ def main(path: str) -> None:
     """Measure what a table lacks, and write it in place, every hundred rows."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    _, rows = read_table(Path(path))
+    about, rows = read_table(Path(path))
+    before = about.get("device", name)
+    if name not in before and any(row.time_us is not None for row in rows):
+        raise SystemExit(f"{path} was measured on {before}, and this is {name}: measure a table without times.")
 
     def write() -> None:
         Path(path).write_text(table_text({"device": name, "torch": torch.__version__}, rows), encoding="utf-8")
