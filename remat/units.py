@@ -1,8 +1,9 @@
-"""Bytes and microseconds: integers inside, GiB and milliseconds where a person reads."""
+"""Bytes and microseconds: integers inside, GiB and milliseconds where a person reads; short lists."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from remat.errors import UsageError
 
@@ -63,6 +64,12 @@ def gib(count: int) -> str:
         if abs(count) >= unit:
             return f"{count / unit:.2f} {name}"
     return f"{count} B"
+
+
+def first_few(said: Iterable[str], most: int = 3, between: str = ", ") -> str:
+    """The first few of a list, and how many more there are."""
+    said = [*said]
+    return between.join(said[:most]) + (f" and {len(said) - most} more" if said[most:] else "")
 
 
 def ms(time_us: float) -> str:

@@ -39,8 +39,6 @@ def given_to(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
     """Describe the arguments of a forward by name: tensors as dtype and shape, numbers and text as they are.
 
     Arguments that are None are left out.
-
-    What is None is left out.
     """
     try:
         bound = dict(inspect.signature(forward).bind(*args, **kwargs).arguments)

@@ -31,6 +31,7 @@ from remat.capture.eager_answers import Answers
 from remat.capture.model_state import NUMBER, ModelState
 from remat.capture.opaque_functions import functions_behind
 from remat.errors import CaptureError, RematError
+from remat.units import first_few
 
 
 class Unsettled(RematError):
@@ -182,10 +183,9 @@ def _unsteady(carried: Mapping[str, str]) -> CaptureError:
     )
 
 
-def listed(names: Iterable[str], most: int = 3) -> str:
-    """The first few names."""
-    names = [*names]
-    return ", ".join(f"`{name}`" for name in names[:most]) + (f" and {len(names) - most} more" if names[most:] else "")
+def listed(names: Iterable[str]) -> str:
+    """The first few names, as code."""
+    return first_few(f"`{name}`" for name in names)
 
 
 def _captured(step: SteadyStep, answers: Answers | None) -> _Capture:

@@ -152,7 +152,7 @@ def _names(kind: KernelKind, args: list[Any]) -> list[str]:
 
 
 def _draw_probabilities(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.uniform_(0.5, 1.0)  # Rule 3
+    return tensor.uniform_(0.5, 1.0)
 
 
 def _tensor(

@@ -23,7 +23,7 @@ import dataclasses
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -46,13 +46,12 @@ from remat.execution.digests import Digest, digest_of
 from remat.execution.eager.rewrite import RegionWatch
 from remat.execution.recomputed import REMEDY, Recomputed
 from remat.host.weights import weights_on_host
-from remat.units import gib
+from remat.units import first_few, gib
 from remat.workload.held_outputs import output_tensors
 
 NEAR = {False: 1e-3, True: 0.1}  # of a norm, by whether the step rounds to 16 bits: what other roundings explain
 NOISE = 4.0
 LOCALS = 1.35  # what the untouched forward may take, over the same traced: names of Python's functions hold values
-MOST_SAID = 3
 
 Forward = Callable[..., Any]
 
@@ -244,14 +243,18 @@ class _Given:
             self._tensors = [(t, t._version, t.detach().to("cpu", copy=True)) for t in _tensors(given)]
 
     def copied(self) -> Any:
-        """The same tensors in containers of their own."""
-        return tree_map(lambda leaf: copy.copy(leaf) if isinstance(leaf, MutableMapping) else leaf, self._given)
+        return in_own_containers(self._given)
 
     def put_back(self) -> None:
         with torch.no_grad(), without_modes():
             for tensor, version, was in self._tensors:
                 if tensor._version != version:
                     tensor.copy_(was)
+
+
+def in_own_containers(given: Any) -> Any:
+    """Return the same tensors in copies of their containers, which a forward may write into."""
+    return tree_map(lambda leaf: copy.copy(leaf) if isinstance(leaf, MutableMapping) else leaf, given)
 
 
 def _tensors(given: Any) -> list[Tensor]:
@@ -325,8 +328,8 @@ class _ForwardComparison:
         if not differ:
             return
         raise FirstStepMismatch(
-            f"the first forward under the plan is not that of the model: {_listed(differ, '; ')}. The "
-            f"plan does not announce that, and training would go on with wrong numbers. {REMEDY}"
+            f"the first forward under the plan is not that of the model: {first_few(sorted(differ), between='; ')}. "
+            f"The plan does not announce that, and training would go on with wrong numbers. {REMEDY}"
         )
 
     def _different(self, found: _Seen, allowed: Mapping[str, float], of_heads: float) -> list[str]:
@@ -344,8 +347,8 @@ class _ForwardComparison:
             ]
         if self.expected.reached is not None and found.reached is not None:
             gone, new = self.expected.reached - found.reached, found.reached - self.expected.reached
-            said += [f"no gradient reaches {_listed(gone)}, and without the plan one does"] if gone else []
-            said += [f"a gradient reaches {_listed(new)}, and without the plan none does"] if new else []
+            said += [f"no gradient reaches {first_few(sorted(gone))}, and without the plan one does"] if gone else []
+            said += [f"a gradient reaches {first_few(sorted(new))}, and without the plan none does"] if new else []
         return said
 
     def _noise(self) -> dict[str, float] | None:
@@ -358,12 +361,6 @@ class _ForwardComparison:
             return None
         both = self.expected.values.keys() & again.values.keys()
         return {name: self.expected.values[name].apart(again.values[name]) for name in both}
-
-
-def _listed(said: Iterable[str], between: str = ", ") -> str:
-    """The first few, in order."""
-    said = sorted(said)
-    return between.join(said[:MOST_SAID]) + (f" and {len(said) - MOST_SAID} more" if said[MOST_SAID:] else "")
 
 
 def _are_narrow(model: nn.Module) -> bool:

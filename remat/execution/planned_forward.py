@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from remat._torch.dynamo import compiler_behind, frame_callback, frames_traced
 from remat.capture.attention_masks import PADDING, Masks, takes_mask
@@ -59,7 +59,7 @@ from remat.execution.compiled.compiling import (
 from remat.execution.eager.rewrite import Counts, RegionWatch
 from remat.execution.eager.rewritten_calls import RewrittenCalls
 from remat.execution.early_forwards import EarlyForwards, complete
-from remat.execution.first_step import FirstStep
+from remat.execution.first_step import FirstStep, in_own_containers
 from remat.execution.forwards import ModuleForward, Now, StepForwards, modules_of
 from remat.execution.optimizer_as_planned import unlike_planned
 from remat.execution.placing import Placer
@@ -230,8 +230,8 @@ class PlannedForward:
             return original(*args, **kwargs)
 
     def _alone_on_copies(self, args: Any, kwargs: Any) -> Any:
-        """`_alone`, on copies of the containers that it is given: it may write into them."""
-        args, kwargs = tree_map(lambda leaf: leaf, (args, kwargs))
+        """`_alone`, on copies of the containers that it is given."""
+        args, kwargs = in_own_containers((args, kwargs))
         return self._alone(*args, **kwargs)
 
     def _graphs_of(self, inner: Backend | None, *, less_open: GraphCalls | None = None) -> GraphCalls:

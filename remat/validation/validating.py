@@ -32,7 +32,7 @@ import copy
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
 from remat.reservation.allocator_settings import AllocatorSettings
 from remat.reservation.fragmentation import footprint
-from remat.units import gib
+from remat.units import first_few, gib
 from remat.validation.groups import GroupsSeen, far_from
 from remat.validation.kernel_log import KernelLog, kernel_differences, without_heads
 from remat.validation.report import Report
@@ -323,11 +323,6 @@ class _FirstStep:
     loss: torch.Tensor
     gradients: list[torch.Tensor | None]
     kernels: list[str]
-
-
-def _first_few(names: Collection[str], most: int = 3) -> str:
-    more = len(names) - most
-    return ", ".join([*names][:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def _first_step(training: Training, kernels: KernelLog | None) -> _FirstStep:
@@ -598,10 +593,10 @@ class _Validation:
             kernels_expected, kernels_found = without_heads(kernels_expected, found.kernels)
             self.notes.append("Kernels are compared outside of the chunked loss.")
         if groups.not_finite:
-            self.notes.append(f"Not compared, because no result is finite in float64: {_first_few(groups.not_finite)}.")
+            self.notes.append(f"Not compared, because no result is finite in float64: {first_few(groups.not_finite)}.")
         if sums.ratios:
             self.notes.append(
-                f"Gradients of {_first_few(sums.ratios)} are summed in chunks: they are compared with float64."
+                f"Gradients of {first_few(sums.ratios)} are summed in chunks: they are compared with float64."
             )
         return _Comparison(
             bool(_distance([expected.loss], [found.loss]).equal),

@@ -250,8 +250,6 @@ def signature_of(args: Any, kwargs: Any) -> tuple[Any, ...] | None:
     """Return the properties of arguments that decide which operators a call runs; None where they cannot be told.
 
     Under autocast they cannot: it may or may not have cached a cast.
-
-    Autocast is: it remembers casts, or does not.
     """
     found: list[Any] = [torch.is_grad_enabled(), *kwargs]
     for value in (*args, *kwargs.values()):
