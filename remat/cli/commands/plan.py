@@ -90,17 +90,21 @@ def menu_text(plan: Plan) -> str:
     from remat.cli.screen import columns
     from remat.units import gib, ms
 
-    rows = []
+    rows, forms, above = [], [], ""
     for each in plan.alternatives:
-        mark = ">" if each.taken else ""
-        if each.overhead is None or each.peak_bytes is None or each.step_time_us is None:
-            rows.append((mark, each.options, each.why, "", "", ""))
-            continue
-        added = f"{100 * each.overhead:+.1f} %"
-        rows.append((mark, each.options, each.form, gib(each.peak_bytes), ms(each.step_time_us), added))
-    header, lines = columns(("", "options", "form of the step", "peak", "step", "added"), rows, names=3)
+        options = (
+            each.options.replace(above, "  +", 1) if above and each.options.startswith(f"{above} ") else each.options
+        )
+        above = above if options != each.options else each.options
+        known = ("", "", "")
+        if each.overhead is not None and each.peak_bytes is not None and each.step_time_us is not None:
+            known = (gib(each.peak_bytes), ms(each.step_time_us), f"{100 * each.overhead:+.1f} %")
+        rows.append((">" if each.taken else "", options, *known))
+        forms.append(each.form or each.why)
+    (header,), lines = columns(("", "options", "peak", "step", "added"), rows, names=2)
+    table = [f"{line}   {form}" for line, form in zip((header, *lines), ("form of the step", *forms), strict=True)]
     estimated = " (estimated)" if plan.costs == "estimated" else ""
-    return "\n".join([f"other plans within this budget{estimated}; > marks the plan above", *header, *lines])
+    return "\n".join([f"other plans within this budget{estimated}; > marks the plan above", *table])
 
 
 def _answer(plan: Plan, path: Path, *, replayed: bool) -> Answer:
