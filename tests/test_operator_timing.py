@@ -378,13 +378,6 @@ def test_libraries_keep_the_same_in_a_process_that_has_multiplied_before() -> No
     assert kept[0] == kept[1] > 0
 
 
-def test_what_only_its_forward_can_feed_is_not_measured() -> None:
-    """With any other notes than its forward's, the backward of an LSTM kills the process."""
-    kind = OpKind("aten.mkldnn_rnn_layer_backward.default", [[], {}], 0, 0, "float32")
-    with pytest.raises(NotMeasurable, match="only its forward can make"):
-        time_operator(kind, torch.device("cpu"))
-
-
 @pytest.mark.parametrize(
     ("driver_name", "target"),
     [

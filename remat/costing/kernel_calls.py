@@ -64,11 +64,17 @@ _BATCH = 100
 _BATCH_IN_PLACE = 8  # 0.5 ** 8 is no denormal number, not even in float16 (Rule 2)
 _LONG_US = 1e6  # a call that takes longer is timed once
 
-_OPAQUE = {  # backwards of recurrent layers: one argument is the library's own notes
-    "aten.mkldnn_rnn_layer_backward.default",
-    "aten._cudnn_rnn_backward.default",
-    "aten.miopen_rnn_backward.default",
+_RENAMED = {**{f"weight{i}": f"weight{i + 1}" for i in range(4)}, "cx_": "cx_tmp"}
+
+# Backwards of recurrent layers read what a library kept in their forward, and die of anything else: each with the
+# forward, the argument that takes what that kept (its fourth result), and arguments of forward by their names here.
+_AFTER_FORWARD: dict[str, tuple[str, str, dict[str, str]]] = {
+    "aten.mkldnn_rnn_layer_backward.default": ("aten.mkldnn_rnn_layer.default", "workspace", _RENAMED),
+    "aten._cudnn_rnn_backward.default": ("aten._cudnn_rnn.default", "reserve", {}),
+    "aten.miopen_rnn_backward.default": ("aten.miopen_rnn.default", "reserve", {}),
 }
+_FORWARDS = {forward for forward, _, _ in _AFTER_FORWARD.values()}
+_KEPT = 3
 
 # Arguments that a kernel reads on the host. The seed and offset of dropout are made there by the forward of
 # memory-efficient attention, and on the device by those of flash attention (a uint64 pair) and cuDNN's; the backward
@@ -87,7 +93,7 @@ class Call:
     """An operator with arguments made from a kind's signature; calling it drops the result."""
 
     def __init__(self, function: Any, kind: KernelKind, device: torch.device):
-        self.function = function
+        self.function = _keeping(function) if kind.name in _FORWARDS else function
         self.in_place = bool(function._schema.is_mutable)
         self._kind = kind
         self._device = device
@@ -108,8 +114,6 @@ class Call:
 
 def overload(name: str) -> Any:
     """The overload called "aten.mm.default"; raises `NotMeasurable` where there is none."""
-    if name in _OPAQUE:
-        raise NotMeasurable("it takes what only its forward can make, and dies of anything else")
     try:
         return functools.reduce(getattr, name.split("."), torch.ops)
     except (AttributeError, RuntimeError) as error:
@@ -141,7 +145,23 @@ def arguments(kind: KernelKind, device: torch.device) -> tuple[list[Any], dict[s
     made = list(map(value, args, places)), {name: value(v) for name, v in kwargs.items()}
     if kind.name.startswith("aten._grouped_mm."):
         _spread_groups(made[0])
+    if kind.name in _AFTER_FORWARD:
+        _run_forward(kind.name, made[0])
     return made
+
+
+def _run_forward(name: str, args: list[Any]) -> None:
+    """Put what the forward of this backward keeps into `args`."""
+    forward, kept, renamed = _AFTER_FORWARD[name]
+    places = {argument.name: place for place, argument in enumerate(overload(name)._schema.arguments)}
+    function = overload(forward)
+    given = [args[places[renamed.get(argument.name, argument.name)]] for argument in function._schema.arguments]
+    args[places[kept]] = _keeping(function)(*given)[_KEPT]
+
+
+def _keeping(function: Any) -> Any:
+    """`function`, which keeps what its backward needs: oneDNN does so only where gradients are enabled."""
+    return torch.enable_grad()(function)
 
 
 def _names(kind: KernelKind, args: list[Any]) -> list[str]:

@@ -28,6 +28,7 @@ from remat._torch.recording import DEVICE, memory_format_of, untraced, unwrapped
 from remat._torch.training import UnseenMode
 from remat.evaluation.graph import FROM_HOST, OpKind
 from remat.recording.in_place import InPlace
+from remat.recording.reserves import with_reserve
 from remat.recording.traffic import moved_bytes, workspace_bytes
 
 FIXED = -1
@@ -171,7 +172,7 @@ class Tracker(UnseenMode):
             return self._answer(args[0])
         if func is _SET:
             self.replaced(args[0])
-        out = _as_kernel(func, args, func(*args, **kwargs))
+        out = with_reserve(func, args, _as_kernel(func, args, func(*args, **kwargs)))
         if self.alignment_bytes == 1:  # of a CPU
             out = _laid_out(func, args, out)
         op = self.op_count
@@ -337,11 +338,14 @@ def _as_kernel(func: Any, args: Any, out: Any) -> Any:
 
     Normalisation of 16-bit inputs with fp32 weights keeps its statistics in fp32; the gradient of layer
     normalisation is contiguous whatever the strides of the incoming one. Some losses are reduced into the first of
-    their elements, on every device: the scalar keeps the memory of all (`ATen/native/Loss.cpp`).
+    their elements, on every device: the scalar keeps the memory of all (`ATen/native/Loss.cpp`). Two results of an
+    operator are two tensors, also the gradients of an LSTM's two biases, which are equal.
     """
     if func in _REDUCED_IN_PLACE and isinstance(out, FakeTensor) and out.dim() == 0:
         elements = torch.broadcast_shapes(args[0].shape, args[1].shape)
         return out.new_empty(elements).as_strided((), ())
+    if isinstance(out, tuple) and len(out) > len({*map(id, out)}):
+        out = _apart(out)
     if not isinstance(out, (tuple, list)) or not isinstance(out[0], FakeTensor) or out[0].device.type != "cpu":
         return out
     if func in _NORMALISATIONS:
@@ -351,6 +355,15 @@ def _as_kernel(func: Any, args: Any, out: Any) -> Any:
     elif func is torch.ops.aten.native_layer_norm_backward.default:
         return (out[0].contiguous(), *out[1:])
     return out
+
+
+def _apart(out: tuple[Any, ...]) -> tuple[Any, ...]:
+    """`out` with another tensor in place of one that stands in it before."""
+    again = [any(value is before for before in out[:place]) for place, value in enumerate(out)]
+    return tuple(
+        torch.empty_like(value) if second and isinstance(value, FakeTensor) else value
+        for value, second in zip(out, again, strict=True)
+    )
 
 
 def _laid_out(func: Any, args: Any, out: Any) -> Any:
