@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -154,6 +155,19 @@ def test_a_model_of_speech_trains_alike_under_a_plan_and_at_the_predicted_peak()
     graph = graph_of(SPEECH)
     report = validate(SPEECH, plan_by_hand(graph, every_block(graph)), device=CPU)
     assert report.passed and graph.forward_end
+
+
+def test_lengths_that_the_batch_draws_are_named_by_the_plan() -> None:
+    """Another draw needs another peak; a mask that is drawn, or tokens that are, are no lengths."""
+
+    def drawn(samples: int, length: int | None) -> tuple[torch.Tensor, ...]:
+        x, _, targets = utterances(samples, length)
+        longest = (torch.rand(samples) * 6).long() + 6
+        return x, torch.arange(length or 0) < longest[:, None], targets
+
+    graphs = [graph_of(SPEECH), graph_of(dataclasses.replace(SPEECH, batch=drawn))]
+    said = [str(plan_by_hand(graph, ())) for graph in graphs]
+    assert ["lengths of sequences depend on random numbers" in text for text in said] == [False, True]
 
 
 class LossInside(nn.Module):

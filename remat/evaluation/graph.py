@@ -42,6 +42,7 @@ CHUNKED_ROWS = "chunked_rows("  # how `Node.op` of a run of nodes in slices begi
 OUTSIDE = -1  # Node.call of what the step computes outside the captured graphs
 CAST = "aten._to_copy.default"  # the operator kind that changes the dtype
 MADE_AGAIN = (CAST, "aten.lift_fresh.default")  # kinds whose result is never saved; the second brings in a constant
+DRAWN_LENGTHS = "drawn_lengths"  # key of `Graph.about`: whether lengths of sequences depend on what the batch draws
 CALLED_MODULES = "called_modules"  # key of `Graph.about`: paths of the modules whose forward was called
 IDENTITY = ("anchor", "tensors", "draws", "made_bytes")  # fields of a Node that its `NodeId` has too
 UNKNOWN = -1  # Node.tensors in a record from before nodes had an identity

@@ -26,7 +26,7 @@ from remat.errors import UsageError
 from remat.evaluation.alternative import Alternative, alternatives_of
 from remat.evaluation.form import CAPTURED, form_of
 from remat.evaluation.forwards import PASSES
-from remat.evaluation.graph import OUTSIDE, Graph
+from remat.evaluation.graph import DRAWN_LENGTHS, OUTSIDE, Graph
 from remat.evaluation.identity import Identity, from_lines, to_lines
 from remat.units import gib, ms
 
@@ -334,6 +334,7 @@ class Plan:
                 f"  solver     {self.solver['name']}: {self.solver['status']}, gap {100 * self.solver['gap']:.2f} %",
                 *(f"  host       {sentence}" for sentence in bound_by_host(self)),
                 *(f"  traced     {sentence}" for sentence in traced_branches(self.about)),
+                *(f"  lengths    {sentence}" for sentence in drawn_lengths(self.about)),
             ]
         )
 
@@ -356,7 +357,7 @@ class Plan:
         ]
         title = f"Plan for {self.about.get('workload')} on {self.target} within {gib(self.budget_bytes)}"
         predicted_from = f"Peak and time are predicted, the time from {self.costs} costs."
-        notes = [predicted_from, *bound_by_host(self), *traced_branches(self.about)]
+        notes = [predicted_from, *bound_by_host(self), *traced_branches(self.about), *drawn_lengths(self.about)]
         return shown.as_html(title, rows, ("", "under the plan", "without"), notes)
 
 
@@ -369,6 +370,16 @@ def bound_by_host(plan: Plan) -> list[str]:
     planned_us = max(host_us + again_us, predicted["step_time_us"])
     added = f"; under the plan {ms(planned_us)}, {100 * (planned_us / host_us - 1):+.1f} %" if again_us else ""
     return [f"bound by the host: launching kernels takes {ms(host_us)}, running them {ms(device_us)}{added}"]
+
+
+def drawn_lengths(about: Mapping[str, Any]) -> list[str]:
+    """A sentence where the peak is that of lengths which the batch drew while planning."""
+    if not about.get(DRAWN_LENGTHS):
+        return []
+    return [
+        "lengths of sequences depend on random numbers that `batch` draws, and longer ones need more memory: "
+        "let `batch` give the longest that training has"
+    ]
 
 
 def traced_branches(about: Mapping[str, Any]) -> list[str]:

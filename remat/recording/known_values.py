@@ -10,6 +10,7 @@ Rule 1  In the making of a batch random numbers are known too: drawn from a gene
         is anything that depends on one, on a weight or on a buffer.
 Rule 2  Twins are views of each other where the fakes are. What is written into with unknown values is unknown.
 Rule 3  Only small results are known (`MOST_INTEGERS`, `MOST_FLOATS`): what decides a shape is not large.
+Rule 4  What is drawn in the making of a batch, or computed out of that, is known to be so: training draws others.
 
 `torch.tensor` reads numbers off the tensors in a list beneath all dispatch; meanwhile it is handed their values. So is
 who asks a tensor for a list.
@@ -56,7 +57,9 @@ class KnownValues(UnseenMode):
         )
         self._stale: dict[int, torch.UntypedStorage] = {}  # storages of twins; kept, so that an address stays its own
         self._generator: torch.Generator | None = None
-        self._drawn: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()  # of random floats of a batch
+        self._drawn: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()  # (Rule 4)
+        self._floats: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()  # of random floats of a batch
+        self.drawn_lengths = False  # whether lengths were read that are drawn
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
@@ -77,9 +80,9 @@ class KnownValues(UnseenMode):
                 yield
         finally:
             self._generator = None
-            for storage in self._drawn:
+            for storage in self._floats:
                 self._twins.pop(storage, None)
-            self._drawn.clear()
+            self._floats.clear()
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The values of a fake tensor, on the host; None where they are not known."""
@@ -90,6 +93,12 @@ class KnownValues(UnseenMode):
         """`copy` stands for `tensor` from now on."""
         if (value := self.of(tensor)) is not None:
             self.note(copy, value)
+            if self.is_drawn(tensor):
+                self._drawn.add(copy.untyped_storage())
+
+    def is_drawn(self, tensor: torch.Tensor) -> bool:
+        """Whether the values of a fake tensor depend on random numbers of the batch. (Rule 4)"""
+        return tensor.untyped_storage() in self._drawn
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE and isinstance(args[0], FakeTensor):
@@ -109,8 +118,11 @@ class KnownValues(UnseenMode):
             out = tree_map(lambda value: self._fake_of(value, device), values)
         if known:
             self.note(out, values)
-            if self._generator is not None and self._is_random(func, args, kwargs):
-                self._drawn.update(leaf.untyped_storage() for leaf in _floats_in(out))
+            drawn = torch.Tag.nondeterministic_seeded in func.tags
+            if drawn or any(map(self.is_drawn, _fakes_in((args, kwargs)))):
+                self._drawn.update(leaf.untyped_storage() for leaf in _fakes_in(out))
+            if self._generator is not None and (drawn or self._takes_random_floats(args, kwargs)):
+                self._floats.update(leaf.untyped_storage() for leaf in _floats_in(out))
         elif func._schema.is_mutable:
             self._forget(func, args, kwargs)
         return out
@@ -145,10 +157,8 @@ class KnownValues(UnseenMode):
             self._generator.set_state(torch.get_rng_state())
             torch.set_rng_state(before)
 
-    def _is_random(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether what `func` gives is drawn, or computed out of random floats."""
-        drawn = torch.Tag.nondeterministic_seeded in func.tags
-        return drawn or any(leaf.untyped_storage() in self._drawn for leaf in _floats_in((args, kwargs)))
+    def _takes_random_floats(self, args: Any, kwargs: Any) -> bool:
+        return any(leaf.untyped_storage() in self._floats for leaf in _floats_in((args, kwargs)))
 
     def _value_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         if isinstance(tensor, FakeTensor):
@@ -221,6 +231,12 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return next((values for each in _following if (values := each.of(tensor)) is not None), None)
 
 
+def note_length(tensor: torch.Tensor) -> None:
+    """The values of `tensor` are lengths, which decide sizes."""
+    for each in _following:
+        each.drawn_lengths |= isinstance(tensor, FakeTensor) and each.is_drawn(tensor)
+
+
 def give_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Say what the values of a fake tensor are, where an operator that is followed cannot tell."""
     for each in _following:
@@ -264,8 +280,12 @@ def _makes_little(func: Any, args: Any, kwargs: Any) -> bool:
     return all(map(_is_small, made))
 
 
+def _fakes_in(value: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, FakeTensor))
+
+
 def _floats_in(value: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, FakeTensor) and leaf.is_floating_point())
+    return (leaf for leaf in _fakes_in(value) if leaf.is_floating_point())
 
 
 def _is_small(tensor: torch.Tensor) -> bool:

@@ -40,6 +40,7 @@ from remat.evaluation.forwards import EVALUATES, FORWARDS, PASSES, is_plain
 from remat.evaluation.graph import (
     CALLED_MODULES,
     CAST,
+    DRAWN_LENGTHS,
     FORWARD_ALONE,
     IDENTITY,
     OPTIMIZER_STATE,
@@ -159,6 +160,7 @@ def _about(step: FakeStep) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": versions(),
         "batch": first.given,
+        **({DRAWN_LENGTHS: True} if step.known.drawn_lengths else {}),
         **({EVALUATES: True} if step.evaluates else {}),
         **({PASSES: step.deferred.count} if step.deferred is not None else {}),
         **({} if is_plain(forwards) else {FORWARDS: [forward.to_json() for forward in forwards]}),

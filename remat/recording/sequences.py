@@ -25,7 +25,7 @@ from remat._torch.recording import functions_of_lengths, untraced
 from remat._torch.training import without_modes
 from remat.capture.eager_answers import traced_as
 from remat.errors import CaptureError
-from remat.recording.known_values import give_values, values_of
+from remat.recording.known_values import give_values, note_length, values_of
 
 _VF = functions_of_lengths()
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -41,6 +41,12 @@ class LengthsNotKnown(CaptureError, DynamicOutputShapeException):
     def __init__(self, message: str):
         CaptureError.__init__(self, message)
         self.func = torch.ops.aten._ctc_loss.Tensor
+
+
+def _sizes(tensor: torch.Tensor, reader: str) -> list[int]:
+    """`_numbers` that decide how much memory is needed."""
+    note_length(tensor)
+    return _numbers(tensor, reader)
 
 
 def _numbers(tensor: torch.Tensor, reader: str) -> list[int]:
@@ -107,7 +113,7 @@ def _runs_of_equal(sizes: list[int]) -> Iterator[tuple[int, int, int]]:
 
 @untraced
 def _packed(padded: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    numbers = _numbers(lengths, "`pack_padded_sequence`")
+    numbers = _sizes(lengths, "`pack_padded_sequence`")
     steps, samples = padded.shape[:2][:: -1 if batch_first else 1]
     with without_modes():  # torch checks the lengths
         sizes = _pack(torch.empty(steps, samples, 1), torch.tensor(numbers, dtype=torch.int64), False)[1].tolist()
@@ -144,8 +150,8 @@ def _loss_of_numbers(
 ) -> torch.Tensor:
     """`torch.ctc_loss`, which in training too reads its lengths off tensors; the mean is over symbols, then samples."""
     lengths = [
-        _numbers(each.reshape(-1), "`ctc_loss`") if isinstance(each, torch.Tensor) else list(each)
-        for each in (input_lengths, target_lengths)
+        read(each.reshape(-1), "`ctc_loss`") if isinstance(each, torch.Tensor) else list(each)
+        for read, each in ((_numbers, input_lengths), (_sizes, target_lengths))
     ]
     if reduction != _MEAN:
         return _ctc_loss(log_probs, targets, *lengths, blank, reduction, zero_infinity)

@@ -48,7 +48,7 @@ from remat.evaluation.evaluator import Memory
 from remat.evaluation.form import form_of
 from remat.evaluation.forwards import PASSES, without_sizes
 from remat.evaluation.graph import Graph
-from remat.evaluation.plan import Offload, Plan, Region, RegionRef, to_refs, traced_branches
+from remat.evaluation.plan import Offload, Plan, Region, RegionRef, drawn_lengths, to_refs, traced_branches
 from remat.execution import executions
 from remat.execution.apply import counts_of, planned_forward, remove
 from remat.execution.base import Execution
@@ -421,6 +421,7 @@ class _Validation:
 
     def report(self, sizes: _Sizes, on_progress: Progress | None) -> Report:
         self.notes += [f"The planned step runs a traced branch: {text}." for text in traced_branches(self.plan.about)]
+        self.notes += [f"{text[0].upper()}{text[1:]}." for text in drawn_lengths(self.plan.about)]
         if self._is_own_checkpointing:
             self.notes.append(
                 "The model calls torch.utils.checkpoint itself, so the eager baseline recomputes too: kernels are not "
