@@ -75,6 +75,22 @@ def test_a_loss_keeps_the_memory_that_the_real_one_keeps(loss: str) -> None:
     assert on_fakes == kept()
 
 
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_a_fold_keeps_the_memory_of_its_columns(step: int) -> None:
+    """Overlapping columns are more than the image: nine for each place, with steps of one."""
+
+    def kept() -> list[int]:
+        x = torch.ones(2, 4, 12, 12, requires_grad=True)
+        columns = F.unfold(x, 3, stride=step)
+        y = F.fold(columns, (12, 12), 3, stride=step)
+        (gradient,) = torch.autograd.grad(y, x, torch.ones(y.shape))
+        return [tensor.untyped_storage().nbytes() for tensor in (y, gradient)]
+
+    with FakeTensorMode(), Tracker():
+        on_fakes = kept()
+    assert on_fakes == kept()
+
+
 def test_a_product_that_is_given_the_dtype_of_its_result_is_counted() -> None:
     """TRL's head adds up its gradients so."""
     with FakeTensorMode(), Tracker() as tracker:

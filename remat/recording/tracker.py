@@ -39,6 +39,7 @@ _REDUCED_IN_PLACE = {
     torch.ops.aten.smooth_l1_loss.default,
     torch.ops.aten.soft_margin_loss.default,
 }
+_FOLD = torch.ops.aten.col2im.default
 _SET = torch.ops.aten.set_.source_Tensor
 _PRODUCTS = {"aten::mul_", "aten::_foreach_mul_"}
 _MADE_AGAIN = {torch.ops.aten._to_copy.default, torch.ops.aten.lift_fresh.default}  # graph.MADE_AGAIN
@@ -338,12 +339,15 @@ def _as_kernel(func: Any, args: Any, out: Any) -> Any:
 
     Normalisation of 16-bit inputs with fp32 weights keeps its statistics in fp32; the gradient of layer
     normalisation is contiguous whatever the strides of the incoming one. Some losses are reduced into the first of
-    their elements, on every device: the scalar keeps the memory of all (`ATen/native/Loss.cpp`). Two results of an
-    operator are two tensors, also the gradients of an LSTM's two biases, which are equal.
+    their elements, on every device: the scalar keeps the memory of all (`ATen/native/Loss.cpp`). What folds columns
+    into an image makes a tensor like the columns and shrinks it, which keeps its memory (`Col2Im.cpp`, `Col2Im.cu`).
+    Two results of an operator are two tensors, also the gradients of an LSTM's two biases, which are equal.
     """
     if func in _REDUCED_IN_PLACE and isinstance(out, FakeTensor) and out.dim() == 0:
         elements = torch.broadcast_shapes(args[0].shape, args[1].shape)
         return out.new_empty(elements).as_strided((), ())
+    if func is _FOLD and isinstance(out, FakeTensor) and args[0].numel() > out.numel():
+        return out.new_empty(args[0].numel()).as_strided(out.shape, out.stride())
     if isinstance(out, tuple) and len(out) > len({*map(id, out)}):
         out = _apart(out)
     if not isinstance(out, (tuple, list)) or not isinstance(out[0], FakeTensor) or out[0].device.type != "cpu":
