@@ -452,7 +452,7 @@ def test_the_untouched_forward_needs_what_is_predicted() -> None:
 def test_without_room_for_logits_the_forward_ends_in_front_of_them(
     spoiler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FirstStep, "_has_room", lambda self, given: False)
+    monkeypatch.setattr(FirstStep, "_has_room", lambda self: False)
     if spoiler:
         SPOILT[spoiler].spoil(monkeypatch)
     with pytest.raises(FirstStepMismatch) if spoiler else contextlib.nullcontext():
@@ -460,7 +460,7 @@ def test_without_room_for_logits_the_forward_ends_in_front_of_them(
 
 
 def test_without_any_room_it_says_so_and_compares_what_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FirstStep, "_has_room", lambda self, given: False)
+    monkeypatch.setattr(FirstStep, "_has_room", lambda self: False)
     model, run = planned(TRANSFORMER, "every-block")
     SPOILT["drawn-anew"].spoil(monkeypatch)
     with pytest.warns(UserWarning, match="is not verified: .* no room"), pytest.raises(FirstStepMismatch):

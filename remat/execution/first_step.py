@@ -152,7 +152,7 @@ class FirstStep:
         """The untouched forward, run; or why it cannot be. None where weights are only there while graphs run."""
         if weights_on_host(self._model) is not None:
             return None
-        heads, ends = self._linear_heads(), not self._has_room(given)
+        heads, ends = self._linear_heads(), not self._has_room()
         if ends and (not heads or self._form.rows):
             if FORWARD_ALONE not in self._plan.about:
                 return "the plan is of an older version, and does not say how much memory that takes"
@@ -172,15 +172,19 @@ class FirstStep:
                 failure = error
         return f"the forward without the plan {_said_of(failure)}"
 
-    def _has_room(self, given: Any) -> bool:
-        """Whether the budget has room for what the untouched forward makes."""
+    def _has_room(self) -> bool:
+        """Whether the budget has room for what the untouched forward makes.
+
+        All ranks have the same answer, whatever their batches: a forward may wait for the others.
+        """
         needed_bytes = self._plan.about.get(FORWARD_ALONE)
         if needed_bytes is None:  # a plan from before this was known
             return self._form == CAPTURED
-        there = [*self._model.parameters(), *self._model.buffers(), *2 * _tensors(given)]
+        there = [*self._model.parameters(), *self._model.buffers()]
         there += [p.grad for p in self._model.parameters() if p.grad is not None]
+        planned = self._plan.predicted.get("breakdown", {})
         state_bytes = sum(tensor.nbytes for tensor in there)
-        state_bytes += self._plan.predicted.get("breakdown", {}).get(OPTIMIZER_STATE, 0)
+        state_bytes += planned.get(OPTIMIZER_STATE, 0) + 2 * planned.get("batch", 0)
         return state_bytes + LOCALS * needed_bytes <= max(self._plan.budget_bytes, self._plan.predicted["peak_bytes"])
 
     def _linear_heads(self) -> list[nn.Module]:
