@@ -14,6 +14,9 @@ Rule 4  Saving a value costs its read in backward, and its write where forward w
         again costs a kernel's time by the roofline, or its traffic where it fuses.
 Rule 5  Random operators, effects, collectives and operators that are not torch's own run once. So does what reads an
         input that the forward writes.
+Rule 6  Backward decides as forward did. Where kernels fuse, a 16-bit value is rounded only as it is written. So random
+        numbers are not saved in 16 bits: forward would compare them unrounded, and backward rounded. Integers made of
+        floats, such as the experts of a token, run once.
 
 Sizes that are open have the values that the first batch gave them.
 """
@@ -40,6 +43,7 @@ from remat.workload.target import Target
 _UNSAFE_VIEWS = (torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default)
 _OWN = ("aten", "prims")  # namespaces of operators that may run again
 _DRAWS = ("inductor_seed", "inductor_seeds")  # the others of Inductor's random operators follow from a seed
+_RANDOM = ("inductor_random", "inductor_randint")  # what they make of it
 _MOST_STAGES = 160
 
 
@@ -113,6 +117,7 @@ class _Builder:
         ]
         self.position = {node: i for i, node in enumerate(self.made)}
         self.written = {written for node in nodes for written in _written(node)}
+        self.random = _random(nodes)
         self.stage = self._stages()
 
     def joint(self) -> Joint:
@@ -151,7 +156,7 @@ class _Builder:
             inputs=tuple(sorted(inputs)),
             first=min(stages, default=None),
             last=max(stages, default=None),
-            can_save=not is_tuple and policy != "recompute",
+            can_save=not is_tuple and policy != "recompute" and (policy == "save" or not self._is_rounded(node)),
             can_remake=policy == "recompute" or (policy != "save" and self._may_run_again(node)),
         )
 
@@ -167,8 +172,14 @@ class _Builder:
         read = sum(map(_bytes, set(map(_base, node.all_input_nodes))))
         return self._traffic_us(read + _bytes(node)) if is_materialized else self._traffic_us(read) / 16
 
+    def _is_rounded(self, node: fx.Node) -> bool:
+        """Whether a value is random numbers in 16 bits. (Rule 6)"""
+        value = node.meta["val"]
+        return node in self.random and value.is_floating_point() and value.itemsize < 4
+
     def _may_run_again(self, node: fx.Node) -> bool:
-        """Rule 5."""
+        """Rules 5 and 6."""
+        result = node
         if node.target is operator.getitem:
             node = node.all_input_nodes[0]
         target = node.target
@@ -176,9 +187,10 @@ class _Builder:
             isinstance(target, torch._ops.OpOverload)
             and target.namespace in _OWN
             and torch.Tag.nondeterministic_seeded not in target.tags
-            and target._schema.name.partition("::")[2] not in _DRAWS
+            and _named(target) not in _DRAWS
             and not target._schema.is_mutable
             and not self.written & set(map(_base, node.all_input_nodes))
+            and not _decides(result, node)
         )
 
     def _own_bytes(self) -> Iterator[int]:
@@ -246,6 +258,27 @@ def _written(node: fx.Node) -> Iterator[fx.Node]:
         of = {id(given.meta["val"]): given for given in node.all_input_nodes}
         args = tree_map(lambda given: given.meta["val"] if isinstance(given, fx.Node) else given, node.args)
         yield from (_base(of[id(tensor)]) for tensor in written(node.target, args, node.kwargs))
+
+
+def _random(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return the nodes that are made of random numbers alone."""
+    found = set[fx.Node]()
+    for node in nodes:
+        draws = isinstance(node.target, torch._ops.OpOverload) and _named(node.target) in _RANDOM
+        if draws or (node.all_input_nodes and found.issuperset(node.all_input_nodes)):
+            found.add(node)
+    return found
+
+
+def _named(target: torch._ops.OpOverload) -> str:
+    return target._schema.name.partition("::")[2]
+
+
+def _decides(result: fx.Node, node: fx.Node) -> bool:
+    """Whether a result of an operator is integers made of floats. (Rule 6)"""
+    value, given = result.meta.get("val"), [each.meta.get("val") for each in node.all_input_nodes]
+    is_integer = isinstance(value, Tensor) and not value.is_floating_point() and value.dtype != torch.bool
+    return is_integer and any(isinstance(each, Tensor) and each.is_floating_point() for each in given)
 
 
 def _bytes(node: fx.Node) -> int:

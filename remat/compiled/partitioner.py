@@ -18,7 +18,6 @@ import dataclasses
 import functools
 import logging
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -77,13 +76,6 @@ class Cut:
         )
 
 
-UNPROVEN = (
-    "the compiled step draws random numbers, and the budget asks for another choice of saved values than PyTorch's. "
-    "Gradients were bitwise those of the default compilation in tests, and 0.2 % off in one run of GPT-2 under "
-    "autocast, unexplained. Compare a few steps with and without the budget, or train without dropout."
-)
-
-
 class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
     """A partitioner for Inductor that keeps a budget.
 
@@ -123,8 +115,6 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
         cut = Cut(peak, self.uses * lowered.kept, lowered, choice, search.default, bound, seconds)
         self.cuts[frame] = cut
         log.info("%s", cut)
-        if choice != search.default and _draws(gm):
-            warnings.warn(UNPROVEN, stacklevel=2)
         return search.cut(choice)
 
     def _infeasible(self, least: int) -> Infeasible:
@@ -135,11 +125,6 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
             "batch.",
             least,
         )
-
-
-def _draws(gm: fx.GraphModule) -> bool:
-    """Whether the graph draws random numbers, as dropout does."""
-    return any(node.op == "call_function" and "random" in str(node.target) for node in gm.graph.nodes)
 
 
 Own = Callable[[float], list[fx.Node]]  # what PyTorch would save itself at a ratio of its memory budget
@@ -164,7 +149,6 @@ class Search:
         self.by_default = self._partition(self._look)
         if self.has_choice:
             self.known = {self.default.saved: self.default}
-            self.lowered[self.default.saved] = self._halves(self.by_default)
 
     @property
     def has_choice(self) -> bool:
@@ -183,8 +167,7 @@ class Search:
         joint = joint_of(graph, lambda n: info.is_required_bw(n) and not info.is_required_fw(n), target)
         self.joint = dataclasses.replace(joint, uses=self.uses)
         chosen = own(1.0)
-        self._by_default = [node.name for node in chosen]
-        self.default = judged(self.joint, self.joint.values_of(self._by_default))
+        self.default = judged(self.joint, self.joint.values_of(node.name for node in chosen))
         return chosen
 
     @functools.cached_property
@@ -202,13 +185,11 @@ class Search:
 
     def cut(self, choice: Choice) -> Halved:
         """(forward, backward) where what `choice` says, and what takes nothing, is saved."""
-        names = self._by_default if choice.saved == self.default.saved else choice.saved
+        if choice.saved == self.default.saved:
+            return self.by_default
 
         def choose(graph: fx.Graph, info: Any, own: Own) -> list[fx.Node]:
-            if names is self._by_default:
-                by_name = {node.name: node for node in graph.nodes}
-                return [by_name[name] for name in self._by_default]
-            chosen = [node for node in graph.nodes if node.name in names or _is_size(node, info)]
+            chosen = [node for node in graph.nodes if node.name in choice.saved or _is_size(node, info)]
             return list(dict.fromkeys([*info.inputs, *chosen]))
 
         return self._partition(choose)

@@ -69,7 +69,7 @@ def judged(joint: Joint, saved: Collection[str]) -> Choice:
         value, first = values[v], need[v]
         if first is None:
             continue
-        is_saved = value.name in saved or (value.can_save and not value.can_remake)
+        is_saved = value.can_save and (value.name in saved or not value.can_remake)
         if is_saved:
             needed.add(value.name)
             kept += value.size_bytes
