@@ -8,8 +8,8 @@ Rule 1  A value is a storage. Views of one, and the outputs of an operator that 
         parts of.
 Rule 2  Backward is cut into stages at the operators that call kernels of libraries (products, convolutions,
         attention). What fuses runs in the stage of the kernel before it.
-Rule 3  A value is materialized where such a kernel makes or reads it, or where it lives through several stages. Others
-        stay in registers of a fused kernel: they take no memory and no traffic.
+Rule 3  A value is materialized where such a kernel makes or reads it, or where it lives through several stages; random
+        numbers always are, by Inductor. Others stay in registers of a fused kernel: they take no memory and no traffic.
 Rule 4  Saving a value costs its read in backward, and its write where forward would not have written it. Making it
         again costs a kernel's time by the roofline, or its traffic where it fuses.
 Rule 5  Random operators, effects, collectives and operators that are not torch's own run once. So does what reads an
@@ -43,7 +43,7 @@ from remat.workload.target import Target
 _UNSAFE_VIEWS = (torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default)
 _OWN = ("aten", "prims")  # namespaces of operators that may run again
 _DRAWS = ("inductor_seed", "inductor_seeds")  # the others of Inductor's random operators follow from a seed
-_RANDOM = ("inductor_random", "inductor_randint")  # what they make of it
+_RANDOM = ("inductor_random", "inductor_randint")  # make numbers of it
 _MOST_STAGES = 160
 
 
@@ -144,7 +144,8 @@ class _Builder:
         is_tuple, size = not isinstance(node.meta["val"], Tensor), _bytes(node)
         in_forward = [reader for reader in readers if reader not in self.in_backward]
         is_written = _is_of_library(node) or is_result or any(map(calls_library, in_forward))
-        is_materialized = _is_of_library(node) or any(map(calls_library, readers)) or len(set(stages)) > 1
+        is_read_by_library = any(map(calls_library, readers))
+        is_materialized = _is_of_library(node) or is_read_by_library or _is_drawn(node) or len(set(stages)) > 1
         inputs = {self.position[base] for base in map(_base, node.all_input_nodes) if base in self.position}
         policy = policy_of(node)
         return Value(
@@ -264,10 +265,14 @@ def _random(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Return the nodes that are made of random numbers alone."""
     found = set[fx.Node]()
     for node in nodes:
-        draws = isinstance(node.target, torch._ops.OpOverload) and _named(node.target) in _RANDOM
-        if draws or (node.all_input_nodes and found.issuperset(node.all_input_nodes)):
+        if _is_drawn(node) or (node.all_input_nodes and found.issuperset(node.all_input_nodes)):
             found.add(node)
     return found
+
+
+def _is_drawn(node: fx.Node) -> bool:
+    """Whether a node makes random numbers of a seed."""
+    return isinstance(node.target, torch._ops.OpOverload) and _named(node.target) in _RANDOM
 
 
 def _named(target: torch._ops.OpOverload) -> str:
