@@ -184,8 +184,8 @@ def test_accumulation_is_refused_before_a_weight_changes() -> None:
     before = [p.clone() for p in model.parameters()]
     with pytest.raises(UsageError, match="cannot be accumulated over micro-batches"):
         model(torch.ones(1, WIDTH)).sum().backward()
-    assert all(map(torch.equal, before, model.parameters()))
     optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
 
 
 def test_a_learning_rate_that_changes_after_backward_is_refused() -> None:
@@ -195,6 +195,45 @@ def test_a_learning_rate_that_changes_after_backward_is_refused() -> None:
     optimizer.param_groups[0]["lr"] = 0.1
     with pytest.raises(UsageError, match="lr of parameter group 0 changed between backward and"):
         optimizer.step()
+
+
+class Failing(torch.autograd.Function):
+    """Its backward runs out of memory."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError
+
+
+def test_a_backward_that_failed_is_told_of_before_another_steps() -> None:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = step_in_backward(torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1))
+    settings = copy.deepcopy(optimizer.state_dict())
+
+    def fail() -> None:
+        with pytest.raises(torch.OutOfMemoryError):
+            second(Failing.apply(first(torch.ones(1, 2)))).sum().backward()
+        optimizer.zero_grad()
+
+    def train() -> None:
+        second(first(torch.ones(1, 2))).sum().backward()
+
+    fail()
+    before = [*map(torch.clone, [*first.parameters(), *second.parameters()])]
+    with pytest.raises(
+        UsageError, match=r": 2 of 4 parameters have stepped already\..* failed, .* checkpoint, or call"
+    ):
+        train()
+    assert all(map(torch.equal, before, [*first.parameters(), *second.parameters()]))
+    for go_on in (optimizer.step, lambda: optimizer.load_state_dict(settings)):
+        go_on()
+        train()
+        optimizer.step()
+        fail()
 
 
 @pytest.mark.parametrize("fused", [False, True])

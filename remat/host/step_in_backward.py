@@ -7,8 +7,8 @@ Rule 1  When autograd has summed the gradient of a parameter over all its uses, 
         the step, for schedulers, hooks and Rule 3.
 Rule 2  What steps a parameter is the optimizer itself, in the form that it chooses, with the settings of the
         parameter's group, as for `offload_optimizer`. So the numbers are bitwise those of the ordinary step.
-Rule 3  One backward a step. A second one before `optimizer.step()` would step again where the script accumulates, so it
-        is refused before it changes a weight.
+Rule 3  One backward a step. A second one before `optimizer.step()` would step again where the script accumulates, or
+        goes on after a backward that failed, so it is refused before it changes a weight.
 Rule 4  Settings are read in backward. Where they are changed between backward and `step()`, that is refused: the
         ordinary step would have used the new ones.
 Rule 5  State on the host (`offload_optimizer`) comes parameter by parameter, that of the next one while backward
@@ -55,8 +55,8 @@ def step_in_backward(optimizer: _Optimizer, before: BeforeStep | None = None) ->
 
     Raises:
         UsageError: The class is not one of `torch.optim`, or is LBFGS or SparseAdam; parameters are sharded, or
-            `differentiable=True`. In backward: gradients are accumulated. In `step()`: settings changed since backward,
-            or a GradScaler.
+            `differentiable=True`. In backward: gradients are accumulated, or the backward before failed. In
+            `step()`: settings changed since backward, or a GradScaler.
 
     Example:
         >>> optimizer = remat.step_in_backward(torch.optim.AdamW(model.parameters()))
@@ -103,6 +103,7 @@ class StepInBackward:
         self._handles: list[Any] = [
             optimizer.register_step_pre_hook(self._begin),
             optimizer.register_step_post_hook(self._end),
+            optimizer.register_load_state_dict_post_hook(self._forget),
         ]
         _stepping[optimizer] = self
         self._find_parameters(optimizer)
@@ -158,10 +159,14 @@ class StepInBackward:
     def _require_first(self, parameter: nn.Parameter) -> None:
         """Rule 3."""
         if id(parameter) in self._stepped:
+            parameter.grad = None  # or `optimizer.step()` would step with it
             raise UsageError(
-                "a second backward before `optimizer.step()`: an optimizer that steps in backward lets each gradient "
-                "go at once, so gradients cannot be accumulated over micro-batches. Call `optimizer.step()` after each "
-                "backward, or leave `remat.step_in_backward` out."
+                f"a second backward before `optimizer.step()`: {len(self._stepped)} of {len(self.group_of)} parameters "
+                "have stepped already. An optimizer that steps in backward lets each gradient go at once, so gradients "
+                "cannot be accumulated over micro-batches: call `optimizer.step()` after each backward, or leave "
+                "`remat.step_in_backward` out. If the backward before failed, out of memory say, the other parameters "
+                "have not stepped: load the last checkpoint, or call `optimizer.step()` where the script catches the "
+                "error, to train on with the weights as they are."
             )
         if parameter.grad is None:
             raise UsageError("a hook has let a gradient go before the optimizer could step in backward.")
@@ -185,8 +190,12 @@ class StepInBackward:
         """`optimizer.step()` is over."""
         if self._stepped:
             self._following = {id(p): after for p, after in itertools.pairwise(self._stepped.values())}
-        self._stepped, self._settings = {}, {}
+        self._forget(optimizer)
         self._find_parameters(optimizer)
+
+    def _forget(self, _: torch.optim.Optimizer) -> None:
+        """No backward is waiting for its `optimizer.step()`: it has come, or another state was loaded."""
+        self._stepped, self._settings = {}, {}
 
 
 def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
