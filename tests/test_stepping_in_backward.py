@@ -6,13 +6,15 @@ import copy
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import remat
 from remat.costing.planning_device import find_planning_device
@@ -236,14 +238,87 @@ def test_a_backward_that_failed_is_told_of_before_another_steps() -> None:
         fail()
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_gradient_scaler_does_not_pass(fused: bool) -> None:
+@pytest.fixture
+def alone_in_a_group() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("late", [False, True])
+def test_parameters_of_ddp_are_refused_before_a_weight_changes(
+    late: bool, static: bool, alone_in_a_group: None
+) -> None:
+    """Also where the model is wrapped after the call, as `accelerate.prepare` does."""
     model = made_of().cpu()
+    before = [*map(torch.clone, model.parameters())]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if late:
+        step_in_backward(optimizer)
+    parallel = DistributedDataParallel(model, static_graph=static)
+    step_in_backward(optimizer)
+    with pytest.raises(UsageError, match=r"ranks would diverge\. .* No weight has changed"):
+        parallel(torch.ones(1, WIDTH)).sum().backward()
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_ddp_that_comes_after_the_first_step_is_refused_by_the_next(alone_in_a_group: None) -> None:
+    model = made_of().cpu()
+    optimizer = step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
+    trained(model, optimizer, 1)
+    with pytest.raises(UsageError, match=r"have gradients again, .* Weights have changed"):
+        trained(DistributedDataParallel(model), optimizer, 1)
+
+
+def test_ddp_that_is_gone_or_of_another_model_or_ignores_the_parameters_passes(alone_in_a_group: None) -> None:
+    model, other = made_of().cpu(), nn.Linear(2, 2)
+    DistributedDataParallel(model)
+    both = nn.ModuleDict({"model": model, "other": other})
+    names = [name for name, _ in both.named_parameters() if name.startswith("model")]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(both, names)
+    alive = DistributedDataParallel(both), DistributedDataParallel(other)
+    trained(model, step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1)), 2)
+    assert all(each.training for each in alive)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_gradient_scaler_is_refused_before_a_weight_changes(fused: bool) -> None:
+    model = made_of().cpu()
+    before = [*map(torch.clone, model.parameters())]
     optimizer = step_in_backward(torch.optim.AdamW(model.parameters(), fused=fused))
     scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(UsageError, match=r"a GradScaler scales gradients .* No weight has changed"):
+        scaler.scale(model(torch.ones(1, WIDTH)).sum()).backward()
+    assert all(map(torch.equal, before, model.parameters())) and not optimizer.state
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_gradient_scaler_that_comes_after_the_first_step_is_refused_by_the_next(unscales: bool, fused: bool) -> None:
+    model, scaler = made_of().cpu(), torch.amp.GradScaler("cpu")
+    optimizer = step_in_backward(torch.optim.AdamW(model.parameters(), fused=fused))
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    off.scale(model(torch.ones(1, WIDTH)).sum()).backward()
+    off.step(optimizer)
     scaler.scale(model(torch.ones(1, WIDTH)).sum()).backward()
-    with pytest.raises((UsageError, AssertionError), match=r"GradScaler scales|No inf checks"):
+    if unscales:
+        scaler.unscale_(optimizer)
+    with pytest.raises(UsageError, match=r"a GradScaler scales gradients .* Weights have changed"):
         scaler.step(optimizer)
+
+
+def test_an_optimizer_that_is_let_go_of_works_with_a_gradient_scaler() -> None:
+    model, scaler = made_of().cpu(), torch.amp.GradScaler("cpu")
+    optimizer = step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
+    stepping = stepping_of(optimizer)
+    assert stepping is not None
+    stepping.let_go()
+    scaler.scale(model(torch.full((1, WIDTH), torch.inf)).sum()).backward()
+    before = [*map(torch.clone, model.parameters())]
+    scaler.step(optimizer)
+    assert all(map(torch.equal, before, model.parameters()))
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,15 @@ def test_where_torch_does_not_say_the_graph_is_kept(monkeypatch: pytest.MonkeyPa
     assert training.keeps_graph()
 
 
+def test_a_scaler_has_scaled_when_it_says_so_or_torch_does_not_say() -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    assert not training.has_scaled(scaler)
+    scaler.scale(torch.ones(1))
+    assert training.has_scaled(scaler)
+    del scaler._scale
+    assert training.has_scaled(scaler)
+
+
 def test_a_detached_tensor_shares_its_version_below_autograd() -> None:
     x = torch.ones(2)
     with Seen(), training.sharing_versions():

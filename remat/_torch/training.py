@@ -89,6 +89,11 @@ def keeps_graph() -> bool:
     return True if found is None else bool(found())
 
 
+def has_scaled(scaler: torch.amp.GradScaler) -> bool:
+    """Whether `scaler` has scaled a loss. Where torch does not say: yes."""
+    return getattr(scaler, "_scale", True) is not None
+
+
 @contextlib.contextmanager
 def compared_when_recomputed(describe: Callable[[torch.Tensor], Any]) -> Iterator[str]:
     """The name under which a `torch.utils.checkpoint` made meanwhile compares what it saves by.

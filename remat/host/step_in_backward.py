@@ -13,6 +13,10 @@ Rule 4  Settings are read in backward. Where they are changed between backward a
         ordinary step would have used the new ones.
 Rule 5  State on the host (`offload_optimizer`) comes parameter by parameter, that of the next one while backward
         computes. The order is that of the backward before.
+Rule 6  Gradients are for this step alone. DistributedDataParallel sums them over ranks, and a GradScaler divides
+        them, after this step has used them. Neither leaves a trace on a parameter, so the first backward looks for
+        both among the objects of the process. One that comes later is seen in `optimizer.step()`, when weights have
+        changed: the first leaves gradients after backward, the second hands its scale to an optimizer that takes it.
 
 LOMO (Lv et al. 2023) and torchtune do the same. Clipping to a global norm needs every gradient before the first step:
 this is impossible here. `before` clips a single parameter's gradient.
@@ -21,6 +25,7 @@ this is impossible here. `before` clips a single parameter's gradient.
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import itertools
 import weakref
@@ -29,7 +34,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 
+from remat._torch.training import fakes_are_on, has_scaled
 from remat.errors import UsageError
 from remat.host.optimizer_state import Stepping, offloaded_state, require_steps_by_parameter
 
@@ -37,6 +45,15 @@ BeforeStep = Callable[[nn.Parameter], Any]
 Around = Callable[[nn.Parameter], contextlib.AbstractContextManager[Any]]
 _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
 _stepping: weakref.WeakKeyDictionary[torch.optim.Optimizer, StepInBackward] = weakref.WeakKeyDictionary()
+_TAKES_SCALED = "_step_supports_amp_scaling"  # of an optimizer: a GradScaler calls its step in any case
+_SCALED = (
+    "a GradScaler scales gradients until all are checked, and an optimizer that steps in backward uses them before. "
+    "Train in bfloat16, or leave `remat.step_in_backward` out."
+)
+_SUMMED = (
+    "DistributedDataParallel sums gradients over ranks, and an optimizer that steps in backward uses those of its own "
+    "rank before: ranks would diverge. Leave `remat.step_in_backward` out."
+)
 
 
 def step_in_backward(optimizer: _Optimizer, before: BeforeStep | None = None) -> _Optimizer:
@@ -55,8 +72,10 @@ def step_in_backward(optimizer: _Optimizer, before: BeforeStep | None = None) ->
 
     Raises:
         UsageError: The class is not one of `torch.optim`, or is LBFGS or SparseAdam; parameters are sharded, or
-            `differentiable=True`. In backward: gradients are accumulated, or the backward before failed. In
-            `step()`: settings changed since backward, or a GradScaler.
+            `differentiable=True`. In the first backward, before a weight changes: DistributedDataParallel has a
+            parameter, or a GradScaler of this process has scaled a loss. In a later backward: gradients are
+            accumulated, or the backward before failed. In `step()`, when weights have changed: settings changed since
+            backward, or a GradScaler or DistributedDataParallel came after the first backward.
 
     Example:
         >>> optimizer = remat.step_in_backward(torch.optim.AdamW(model.parameters()))
@@ -100,6 +119,9 @@ class StepInBackward:
         self._stepped: dict[int, nn.Parameter] = {}  # in this backward, by id, in order
         self._following: dict[int, nn.Parameter] = {}  # by id: the one that came next in the backward before
         self._settings: dict[int, dict[str, Any]] = {}  # of the groups that this backward used
+        self._is_alone = False  # Rule 6, once it is known
+        self._took_scaled = getattr(optimizer, _TAKES_SCALED, False)
+        setattr(optimizer, _TAKES_SCALED, True)
         self._handles: list[Any] = [
             optimizer.register_step_pre_hook(self._begin),
             optimizer.register_step_post_hook(self._end),
@@ -114,6 +136,7 @@ class StepInBackward:
             handle.remove()
         if (optimizer := self._reference()) is not None:
             _stepping.pop(optimizer, None)
+            setattr(optimizer, _TAKES_SCALED, self._took_scaled)
 
     @contextlib.contextmanager
     def noting(self, around: Around) -> Iterator[None]:
@@ -139,6 +162,7 @@ class StepInBackward:
         if optimizer is None:
             return
         self._require_first(parameter)
+        self._require_alone()
         index = self.group_of[id(parameter)]
         group = optimizer.param_groups[index]
         self._settings.setdefault(index, _settings_of(group))
@@ -171,12 +195,26 @@ class StepInBackward:
         if parameter.grad is None:
             raise UsageError("a hook has let a gradient go before the optimizer could step in backward.")
 
+    def _require_alone(self) -> None:
+        """Rule 6, before the first weight changes."""
+        if self._is_alone or fakes_are_on():
+            return
+        for each in _alive(GradScaler, DistributedDataParallel):
+            if isinstance(each, GradScaler):
+                if each.is_enabled() and has_scaled(each):
+                    raise UsageError(f"{_SCALED} No weight has changed. If it is another training's, delete it.")
+            elif any(id(parameter) in self.group_of for parameter in _summed_by(each)):
+                raise UsageError(f"{_SUMMED} No weight has changed.")
+        self._is_alone = True
+
     def _begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """`optimizer.step()` begins. (Rule 4)"""
         if getattr(optimizer, "found_inf", None) is not None:
+            raise UsageError(f"{_SCALED} Weights have changed: load the last checkpoint.")
+        if any(parameter.grad is not None for parameter in self._stepped.values()):
             raise UsageError(
-                "a GradScaler scales gradients until all are checked, and an optimizer that steps in backward has used "
-                "them by then; train in bfloat16, or leave `remat.step_in_backward` out."
+                "parameters that stepped in backward have gradients again, as DistributedDataParallel leaves them. "
+                f"{_SUMMED} Weights have changed: load the last checkpoint."
             )
         for index, before in self._settings.items():
             now = _settings_of(optimizer.param_groups[index])
@@ -205,3 +243,24 @@ def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
         for name, value in group.items()
         if name != "params"
     }
+
+
+def _alive(*kinds: type) -> list[Any]:
+    """Return the objects of `kinds`, and of classes derived from them, that something refers to."""
+
+    def found() -> list[Any]:
+        objects = gc.get_objects()
+        wanted = {kind for kind in set(map(type, objects)) if issubclass(kind, kinds)}
+        return [each for each in objects if type(each) in wanted] if wanted else []
+
+    if not found():
+        return []
+    gc.collect()
+    return found()
+
+
+def _summed_by(parallel: DistributedDataParallel) -> list[nn.Parameter]:
+    """Return the parameters whose gradients `parallel` sums; none where making it has failed."""
+    if not hasattr(parallel, "reducer"):
+        return []
+    return [p for name, p in parallel.module.named_parameters() if name not in parallel.parameters_to_ignore]
