@@ -82,7 +82,7 @@ BUDGET = "81MiB"  # 64 of them workspaces of cuBLAS; without checkpointing a ste
 ON_CPU = "24MiB"  # where one needs 34
 
 _BIG = "remat plan --model llama-8b --dtype bf16"
-_IN_BACKWARD = "--loop step-in-backward --budget 24GiB --target rtx4090"
+_IN_BACKWARD = "--optimizer-step backward --budget 24GiB --target rtx4090"
 _A_MINUTE = "takes a minute; see `python -m benchmarks step_in_backward:plans`"
 NOT_RUN = {
     'python -m pip install ".[models]"': "installs packages; test_packaging.py installs",

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import remat
+from remat.cli.commands.options import StepOptions
 from remat.costing.planning_device import find_planning_device
 from remat.errors import CaptureError, PlanMismatch, UsageError
 from remat.evaluation.evaluator import Memory
@@ -478,6 +479,15 @@ def test_no_region_is_recomputed_with_a_parameter_that_was_stepped() -> None:
     kept = (Region(first, second - 1),)
     replayed = replay(step, to_refs(graph, kept)) + graph.unseen_bytes
     assert np.array_equal(replayed, Memory(graph).curve(kept).alive_bytes)
+
+
+def test_the_option_has_two_values_and_an_older_name() -> None:
+    for given in (StepOptions(optimizer_step="backward"), StepOptions(steps="step-in-backward")):
+        assert given.loop(TrainingLoop()) == STEPPING
+    for given in (StepOptions(optimizer_step="whole"), StepOptions(steps="whole")):
+        assert given.loop(STEPPING) == TrainingLoop()
+    with pytest.raises(UsageError, match="--optimizer-step is whole or backward, not 'backwards'"):
+        StepOptions(optimizer_step="backwards").loop(STEPPING)
 
 
 def test_an_optimizer_that_steps_in_backward_needs_such_a_loop() -> None:

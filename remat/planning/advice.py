@@ -140,7 +140,7 @@ def _in_backward(workload: Workload, place: PlanningDevice, loop: TrainingLoop) 
     step.loop = dataclasses.replace(loop, step_in_backward=True)
     graph = record(step, alignment_bytes=place.target.alignment_bytes)
     yield (
-        "parameters stepped in backward (--loop step-in-backward)",
+        "parameters stepped in backward (--optimizer-step backward)",
         with_library_workspaces(graph, place.target),
     )
 

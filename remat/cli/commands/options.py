@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from remat.workload.training_loop import TrainingLoop
 
 STEP, LOOP, PLAN, EXPERT = "The training step", "The training loop", "The plan", "For experts"  # titles in --help
-STEPS = WHOLE, STEP_IN_BACKWARD = "whole", "step-in-backward"
+STEPS_IN_BACKWARD = {"whole": False, "backward": True, "step-in-backward": True}  # the last by `--loop`
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and everything else on stderr.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Hide progress; errors and warnings remain.")]
@@ -183,17 +183,17 @@ class StepOptions(ModelOptions):
         ),
     ] = None
 
-    steps: Annotated[
+    optimizer_step: Annotated[
         str | None,
         _option(
-            "--loop",
             panel=LOOP,
-            metavar="step-in-backward",
+            metavar="backward",
             show_default="whole",
-            help="Time of the optimizer step. whole: after backward. step-in-backward: each parameter as soon as "
-            "its gradient is complete.",
+            help="Time of the optimizer step. whole: after backward. backward: each parameter as soon as its gradient "
+            "is complete.",
         ),
     ] = None
+    steps: Annotated[str | None, _option("--loop", hidden=True, help="Now --optimizer-step.")] = None
 
     offload: Annotated[
         str | None,
@@ -214,10 +214,10 @@ class StepOptions(ModelOptions):
 
         names = (field.name for field in dataclasses.fields(own))
         said = {name: value for name in names if (value := getattr(self, name, None)) is not None}
-        if self.steps is not None:
-            if self.steps not in STEPS:
-                raise UsageError(f"--loop is {' or '.join(STEPS)}, not {self.steps!r}.")
-            said["step_in_backward"] = self.steps == STEP_IN_BACKWARD
+        if (time := self.steps if self.optimizer_step is None else self.optimizer_step) is not None:
+            if time not in STEPS_IN_BACKWARD:
+                raise UsageError(f"--optimizer-step is whole or backward, not {time!r}.")
+            said["step_in_backward"] = STEPS_IN_BACKWARD[time]
         found = loop_with(dataclasses.replace(own, **said), self.offload)
         assert found is not None
         return found
