@@ -13,6 +13,7 @@ from torch import nn
 
 from remat.errors import CaptureError, RematError, UsageError
 from remat.evaluation.graph import OPTIMIZER_STATE
+from remat.execution.apply import apply, counts_of
 from remat.recording.fake_step import WHILE_REPEATED
 from remat.validation.validating import validate
 from remat.workload.any_optimizer import AnyOptimizer
@@ -116,6 +117,63 @@ class Climbing(Sharp):
         self.base.step()
 
 
+class Silent(Sharp):
+    """As published: it says nothing when it has no closure, and has begun its step by then."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> None:  # type: ignore[override]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for p in parameters:
+            assert p.grad is not None
+            self.state[p]["old"] = p.detach().clone()
+            p.add_(p.grad, alpha=0.05)
+            p.grad = None
+        torch.enable_grad()(closure)()  # type: ignore[type-var, misc]
+        for p in parameters:
+            p.data = self.state[p]["old"]
+        self.base.step()
+
+
+class Asserting(Sharp):
+    @torch.no_grad()
+    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> None:  # type: ignore[override]
+        assert closure is not None
+        super().step(closure)
+
+
+class Wrapping:
+    """No Optimizer, around one; it hands on what it is given."""
+
+    def __init__(self, parameters: Parameters):
+        self.inside = Asserting(parameters)
+
+    def step(self, *given: Any) -> None:
+        self.inside.step(*given)
+
+    def zero_grad(self) -> None:
+        self.inside.zero_grad()
+
+
+class InTwo(Sharp):
+    """The script calls the two halves of a step, with a forward and a backward between them."""
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            assert p.grad is not None
+            self.state[p]["old"] = p.detach().clone()
+            p.add_(p.grad, alpha=0.05)
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.data = self.state[p]["old"]
+        self.base.step()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise NotImplementedError
+
+
 def several(parameters: Parameters) -> Any:
     parameters = list(parameters)
     first = torch.optim.SGD(parameters[:6], lr=0.1, momentum=0.9)
@@ -152,9 +210,10 @@ def test_state_that_a_step_makes_anew_is_measured_once() -> None:
     assert report.measured["peak_bytes"] == pytest.approx(report.predicted["peak_bytes"], rel=1e-3)
 
 
-def test_what_is_alive_while_a_step_is_repeated_is_counted_too() -> None:
+@pytest.mark.parametrize("optimizer", [Sharp, Asserting, Silent, Wrapping])
+def test_what_is_alive_while_a_step_is_repeated_is_counted_too(optimizer: Any) -> None:
     """SAM has the parameters twice while forward and backward run again."""
-    workload = dataclasses.replace(WORKLOAD, optimizer=Sharp)
+    workload = dataclasses.replace(WORKLOAD, optimizer=optimizer)
     _, graph = recorded(workload)
     assert graph.fixed_bytes[OPTIMIZER_STATE] == BYTES and graph.fixed_bytes[WHILE_REPEATED] == BYTES
     report = validate(workload, plan_by_hand(graph, every_block(graph)), device=CPU)
@@ -178,6 +237,59 @@ def test_a_closure_is_given_to_who_cannot_step_without() -> None:
     assert calls == ["again"] and parameter.item() == 0.0
 
 
+def with_closure(optimizer: Any, again: Callable[[], torch.Tensor]) -> None:
+    optimizer.step(again)
+
+
+def after_backward(optimizer: Any, again: Callable[[], torch.Tensor]) -> None:
+    again()
+    optimizer.step(again)
+
+
+def in_two(optimizer: Any, again: Callable[[], torch.Tensor]) -> None:
+    again()
+    optimizer.first_step()
+    again()
+    optimizer.second_step()
+
+
+@pytest.mark.parametrize(
+    ("make", "run", "planned_with"),
+    [
+        pytest.param(Asserting, after_backward, Asserting, id="asserting"),
+        pytest.param(Silent, after_backward, Silent, id="silent"),
+        pytest.param(Wrapping, after_backward, Wrapping, id="no-optimizer"),
+        pytest.param(InTwo, in_two, None, id="in-two"),
+        pytest.param(lambda p: torch.optim.LBFGS(p, max_iter=4), with_closure, None, id="l-bfgs"),
+    ],
+)
+def test_a_script_that_repeats_the_step_trains_under_a_plan_bit_by_bit(make: Any, run: Any, planned_with: Any) -> None:
+    graph = recorded(dataclasses.replace(WORKLOAD, optimizer=planned_with))[1]
+    plan = plan_by_hand(graph, every_block(graph))
+
+    def trained(planned: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Layers()
+        if planned:
+            apply(model, plan)
+        optimizer = make(model.parameters())
+        for _ in range(5):
+            batch = WORKLOAD.batch(64, None)
+
+            def again(batch: Any = batch) -> torch.Tensor:
+                optimizer.zero_grad()
+                found = loss(model, batch)
+                found.backward()
+                return found
+
+            run(optimizer, again)
+        if planned:
+            assert counts_of(model).regions >= 10 * len(plan.regions) > 0
+        return [p.detach() for p in model.parameters()]
+
+    assert all(map(torch.equal, trained(False), trained(True)))
+
+
 def _fails() -> None:
     raise ZeroDivisionError("by zero")
 
@@ -197,6 +309,7 @@ class Fails:
         pytest.param(lambda p: [], UsageError, "in which nothing has a `step", id="nothing"),
         # 2 x 100 + 4 copies of 25,536 bytes
         pytest.param(torch.optim.LBFGS, UsageError, "Plan with `optimizer=None`.* 204 copies", id="l-bfgs"),
+        pytest.param(InTwo, CaptureError, "fails on fake tensors: NotImplementedError.*`optimizer=None`", id="in-two"),
         pytest.param(Fails, CaptureError, "fails on fake tensors: ZeroDivisionError.*`optimizer=None`", id="fails"),
     ],
 )

@@ -5,12 +5,14 @@ optimizers and schedulers. A step asks two things of whatever `optimizer` gave: 
 Those are found by looking through what it refers to, parameters aside; no class is known by name but L-BFGS.
 
 An optimizer whose `step` wants a closure runs forward and backward again within its step, with more alive than before
-it. It is handed a closure; see `recording/fake_step.py` for the one on fakes.
+it. It is handed a closure; see `recording/fake_step.py` for the one on fakes. Many that want one say so neither in
+their signature (`step(closure=None)`) nor in words (`assert closure is not None`): a step that fails is tried with one.
 """
 
 from __future__ import annotations
 
 import inspect
+import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -19,7 +21,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from remat.errors import UsageError
+from remat.errors import RematError, UsageError, is_out_of_memory
 from remat.units import gib
 
 Closure = Callable[[], torch.Tensor]
@@ -39,6 +41,8 @@ class AnyOptimizer:
         self.made = made
         self.steppers = tuple(_steppers(made))
         self._parameters = {id(parameter): parameter for parameter in parameters}
+        self._known: set[int] = set()  # steppers that have stepped, and of those the ones that did with a closure alone
+        self._repeating: set[int] = set()
         if made is not None and not self.steppers:
             raise UsageError(f"`optimizer` gave a {type(made).__name__}, in which nothing has a `step()`. {_REMEDY}")
         for each in _reached(self.steppers):
@@ -67,7 +71,30 @@ class AnyOptimizer:
     def step(self, closure: Closure) -> None:
         """One step of everything; `closure` runs forward and backward again, for who asks for that."""
         for each in self.steppers:
-            _step(each, closure)
+            self._step(each, closure)
+
+    def _step(self, stepper: Any, closure: Closure) -> None:
+        """Step, with the closure where there is no step without: by the signature, or because the first one fails.
+
+        A first step that fails may have begun, and taken gradients away: they are made anew.
+        """
+        may, must = _arguments_of(stepper.step)
+        if must or id(stepper) in self._repeating:
+            stepper.step(closure)
+            return
+        try:
+            stepper.step()
+        except Exception as error:
+            if not may or id(stepper) in self._known or is_out_of_memory(error) or isinstance(error, RematError):
+                raise
+            traceback.clear_frames(error.__traceback__)
+            try:
+                closure()
+                stepper.step(closure)
+            except Exception:
+                raise error from None
+            self._repeating.add(id(stepper))
+        self._known.add(id(stepper))
 
     @property
     def state(self) -> list[torch.Tensor]:
@@ -81,27 +108,15 @@ class AnyOptimizer:
         return list(_tensors(states, skipped=self._parameters.keys()))
 
 
-def _step(stepper: Any, closure: Closure) -> None:
-    """Step, with the closure where there is no step without: by the signature, or because the step says so at once."""
-    if _requires_argument(stepper.step):
-        stepper.step(closure)
-        return
+def _arguments_of(function: Callable[..., Any]) -> tuple[bool, bool]:
+    """Whether a `step` can be given a closure, and whether it must be."""
     try:
-        stepper.step()
-    except Exception as error:
-        if "closure" not in str(error):
-            raise
-        stepper.step(closure)
-
-
-def _requires_argument(function: Callable[..., Any]) -> bool:
-    try:
-        parameters = inspect.signature(function).parameters.values()
+        parameters = [each for each in inspect.signature(function).parameters.values() if each.name != "self"]
     except (TypeError, ValueError):
-        return False
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    asked = (each for each in parameters if each.kind in kinds and each.default is inspect.Parameter.empty)
-    return any(each.name != "self" for each in asked)  # a scheduler puts a function in place of the method
+        return False, False
+    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    taken = [each for each in parameters if each.kind in (*named, inspect.Parameter.VAR_POSITIONAL)]
+    return bool(taken), any(each.kind in named and each.default is inspect.Parameter.empty for each in taken)
 
 
 def _steppers(made: Any) -> Iterator[Any]:
