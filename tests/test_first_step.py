@@ -541,9 +541,6 @@ def every_architecture() -> list[Any]:
     return [pytest.param(each, id=each.model) for each in found.ALL]
 
 
-SAVES_UNDER_VMAP = ("Gemma3ForConditionalGeneration",)  # which no region can
-
-
 OFTEN = (
     *(
         "MistralForCausalLM",
@@ -566,8 +563,7 @@ def test_no_architecture_gives_a_false_alarm(architecture: Any) -> None:
         graph = record(FakeStep(workload, device=CPU))
     except CaptureError as error:
         pytest.skip(f"has no plan: {error}")
-    choices = [tricky_layers.largest, tricky_layers.saving]
-    for choose in choices[: 1 if architecture.model in SAVES_UNDER_VMAP else 2]:
+    for choose in (tricky_layers.largest, tricky_layers.saving):
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = apply(workload.build().train(), plan_by_hand(graph, choose(graph)))
