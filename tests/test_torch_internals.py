@@ -7,6 +7,7 @@ import importlib
 import inspect
 import logging
 import math
+import random
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -622,6 +623,22 @@ def test_what_numpy_computes_of_a_number_is_a_number_in_our_captures_alone() -> 
     assert numbers_as_tensors(ours.graphs[0]) == 0 < numbers_as_tensors(other.graphs[0])
 
 
+def test_a_number_that_a_kept_generator_draws_is_an_input_in_our_captures_alone() -> None:
+    generator = random.Random(0)
+    expected = [1 + generator.uniform(0, 1) for _ in range(3)]
+
+    def draws(compiler: Compiler) -> list[float]:
+        generator.seed(0)
+        scaled = torch.compile(lambda x: x * (1 + generator.uniform(0, 1)), backend=compiler, fullgraph=True)
+        return [scaled(torch.ones(1, dtype=torch.float64)).item() for _ in range(3)]
+
+    ours, other = Compiler(), Compiler()
+    with dynamo.draws_as_inputs(lambda tx: ours.is_asked(tx) or None):
+        assert draws(ours) == expected and len(ours.graphs) == 1
+        with pytest.raises(dynamo.trace_error()):
+            draws(other)
+
+
 def test_dynamo_follows_again_into_what_raised_while_it_was_traced() -> None:
     """And only there: what else was compiled is not compiled anew."""
     traced: list[int] = []
@@ -906,6 +923,22 @@ GONE: dict[str, tuple[str, Callable[[], Any]]] = {
     "_dynamo.variables.misc.NumpyVariable": (
         "let numpy compute with numbers as eager mode does",
         lambda: dynamo.numpy_of_numbers(lambda tx: True).__enter__(),
+    ),
+    "_dynamo.variables.misc.RandomVariable": (
+        "draw Python's random numbers as eager mode does",
+        lambda: dynamo.draws_as_inputs(lambda tx: True).__enter__(),
+    ),
+    "_dynamo.variables.user_defined.call_random_fn": (
+        "draw Python's random numbers as eager mode does",
+        lambda: dynamo.draws_as_inputs(lambda tx: True).__enter__(),
+    ),
+    "_dynamo.variables.builder.wrap_fx_proxy": (
+        "draw Python's random numbers as eager mode does",
+        lambda: dynamo.draws_as_inputs(lambda tx: True).__enter__(),
+    ),
+    "_dynamo.guards.install_guard": (
+        "draw Python's random numbers as eager mode does",
+        lambda: dynamo.draws_as_inputs(lambda tx: True).__enter__(),
     ),
     "_C._dynamo.eval_frame.set_code_exec_strategy": (
         "capture a forward again after one that raised",

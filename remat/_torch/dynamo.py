@@ -11,6 +11,7 @@ import inspect
 import logging
 import math
 import os
+import random
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
@@ -251,6 +252,75 @@ def numpy_of_numbers(where: Callable[[Translator], bool]) -> Iterator[None]:
 
     with mock.patch.object(variable, "call_function", call_function):
         yield
+
+
+_DRAWS = frozenset(  # methods of Python's generators that return a number
+    (
+        *("random", "uniform", "triangular", "randint", "randrange", "getrandbits", "gauss", "normalvariate"),
+        *("lognormvariate", "expovariate", "vonmisesvariate", "gammavariate", "betavariate"),
+        *("paretovariate", "weibullvariate"),
+    )
+)
+
+
+@contextlib.contextmanager
+def draws_as_inputs(where: Callable[[Translator], bool | None]) -> Iterator[None]:
+    """While it lasts, numbers that Python's generators draw are inputs of a graph, in a trace that `where` says so of.
+
+    Where that is False, the graph ends at them; where it is None, they are Dynamo's. It has them drawn before the graph
+    runs for some functions of the global generator, and breaks the graph at the others. The state of a generator that
+    a model keeps becomes a part of the trace: it draws the same numbers every time.
+    """
+    purpose = "draw Python's random numbers as eager mode does"
+    kept = internal("_dynamo.variables.misc.RandomVariable", purpose)
+    bound = ("UserDefinedObjectVariable", "SkipFunctionVariable")  # what stands for `random.gauss`, for `random.random`
+    unknown = internal("_dynamo.variables.base.VariableTracker", purpose)
+    drawn = internal("_dynamo.variables.user_defined.call_random_fn", purpose)
+    wrapped = internal("_dynamo.variables.builder.wrap_fx_proxy", purpose)
+    is_same = internal("_dynamo.guards.GuardBuilder.ID_MATCH", purpose)
+    guarded = internal("_dynamo.guards.install_guard", purpose)
+    begin, called = kept.__init__, kept.call_method
+
+    def draw(tx: Translator, generator: random.Random, name: str, args: Any, kwargs: Any) -> Variable:
+        state = generator.getstate()  # an example is drawn
+        try:
+            tensor = drawn(tx, getattr(generator, name), args, kwargs)
+            number = tx.output.create_proxy("call_method", "item", (tensor.as_proxy(),), {})
+            with mock.patch.object(tx.fake_mode, "allow_scalar_outputs", True):
+                return cast(Variable, wrapped(tx, number))
+        finally:
+            generator.setstate(state)
+
+    def init(self: Variable, rand: random.Random | None = None, *args: Any, **kwargs: Any) -> None:
+        begin(self, rand, *args, **kwargs)
+        self.generator = rand
+
+    def call_method(self: Variable, tx: Translator, name: str, args: Any, kwargs: Any) -> Variable:
+        if not isinstance(getattr(self, "generator", None), random.Random) or (opens := where(tx)) is None:
+            return cast(Variable, called(self, tx, name, args, kwargs))
+        if name not in _DRAWS or not _are_constant(args, kwargs) or not opens:
+            return cast(Variable, unknown.call_method(self, tx, name, args, kwargs))
+        guarded(self.source.make_guard(is_same))
+        return draw(tx, self.generator, name, args, kwargs)
+
+    def calling(original: Callable[..., Variable]) -> Callable[..., Variable]:
+        def call_function(self: Variable, tx: Translator, args: Any, kwargs: Any) -> Variable:
+            generator, name = (getattr(self.value, each, None) for each in ("__self__", "__name__"))
+            if type(generator) is random.Random and name in _DRAWS and _are_constant(args, kwargs) and where(tx):
+                return draw(tx, generator, name, args, kwargs)
+            return original(self, tx, args, kwargs)
+
+        return call_function
+
+    with contextlib.ExitStack() as changes:
+        changes.enter_context(mock.patch.multiple(kept, __init__=init, call_method=call_method))
+        for variable in (internal(f"_dynamo.variables.{name}", purpose) for name in bound):
+            changes.enter_context(mock.patch.object(variable, "call_function", calling(variable.call_function)))
+        yield
+
+
+def _are_constant(args: Any, kwargs: Any) -> bool:
+    return all(each.is_python_constant() for each in (*args, *kwargs.values()))
 
 
 def _symbolic(function: Callable[[float], float]) -> Any:

@@ -76,6 +76,10 @@ class ForeignMask(RematError):
     """The model makes an attention mask of its own, whose data is not known before the trace."""
 
 
+class _DrawNotOpen(RematError):
+    """No graph can be traced with the numbers that Python draws as inputs."""
+
+
 class ExecuteCall(Protocol):
     """Executes graph call number `call` of a forward on `args`."""
 
@@ -137,6 +141,7 @@ class GraphCalls:
         self._change = change
         self._compiled: dict[Masks, Callable[..., Any]] = {}
         self._given: list[torch.Tensor] = []
+        self.opens_draws = True
         self._is_whole = False  # whether a forward was traced that broke nowhere
         self.count = self.first = 0
         self.elements: dict[str, int] = {}
@@ -146,8 +151,10 @@ class GraphCalls:
         """The function, traced for batches of these `masks` alone: Dynamo shares traces of equal backends."""
         if masks not in self._compiled:
             dynamic = None if self.opens_sizes or self.opens_numbers else False
-            backend = _Backend(self, masks).compile
-            self._compiled[masks] = torch.compile(self.function, backend=backend, dynamic=dynamic, **_ISOLATED)
+            self._backend = _Backend(self, masks)
+            self._compiled[masks] = torch.compile(
+                self.function, backend=self._backend.compile, dynamic=dynamic, **_ISOLATED
+            )
         return self._compiled[masks]
 
     def compile(self, graph_module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
@@ -161,7 +168,7 @@ class GraphCalls:
         call = self.first + self.count
         if self._change is not None:
             graph_module = self._change(call, graph_module)
-        if self.opens_any and has_sizes(graph_module) and not self._will_do(graph_module):
+        if has_sizes(graph_module) and not self._will_do(graph_module) and self.opens_any:
             raise SizesNotOpen("the graph depends on the sizes of the batch.")
         if self._compile_call is not None:
             execute = self._compile_call(call, graph_module, example_inputs)
@@ -196,6 +203,10 @@ class GraphCalls:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.look(args, kwargs)
         try:
+            return self._call(args, kwargs)
+        except _DrawNotOpen as error:
+            self.opens_draws = False
+            self.forget(error)
             return self._call(args, kwargs)
         except ForeignMask as error:
             if self.count:
@@ -252,6 +263,8 @@ class GraphCalls:
             except trace_error() as error:
                 if isinstance(reason := getattr(error, "inner_exception", None), RematError):
                     raise reason from error
+                if self.opens_draws and self._backend.has_drawn and not self.count:
+                    raise _DrawNotOpen(str(error)) from error
                 raise CaptureError(f"the model cannot be captured: {_first_line(error)}") from error
             except AssertionError as error:  # a float that is left open, and computed in another order than by Python
                 if self.opens_numbers and str(error).startswith("Guard failed on the same frame"):
@@ -267,6 +280,7 @@ class _Backend(Capture):
     def __init__(self, calls: GraphCalls, masks: Masks):
         self.answers, self.elsewhere, self.opens_sizes = calls.answers, calls.elsewhere, calls.opens_sizes
         self.opens_numbers = calls.opens_numbers and not calls.compiles
+        self.opens_draws = calls.opens_draws
         self._calls = calls
         self._masks = TracedMasks(masks)
 

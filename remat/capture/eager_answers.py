@@ -140,11 +140,12 @@ class Capture:
 
     elsewhere  the device that it is for, where its tensors are on another (`elsewhere.py`)
     opens_sizes, opens_numbers  whether it leaves sizes of tensors and Python numbers open that change
+    opens_draws  whether numbers that Python draws are inputs of its graphs; `has_drawn` once one is
     """
 
     answers: Answers | None
     elsewhere: Elsewhere | None = None
-    opens_sizes = opens_numbers = False
+    opens_sizes = opens_numbers = opens_draws = has_drawn = False
 
     def instead(self, asker: str, function: Callable[..., Any]) -> Callable[..., Any] | None:
         """Return the function to trace in place of `function`, called by module `asker`; None to trace it itself."""

@@ -33,9 +33,13 @@ def replace_target(node: fx.Node, function: Callable[..., Any]) -> None:
 
 
 def captured_nodes(graph_module: fx.GraphModule) -> list[fx.Node]:
-    """The operators of a captured graph, in order: what plans count as nodes. Open sizes are none."""
-    others = ("placeholder", "get_attr", "output")
-    return [n for n in graph_module.graph.nodes if n.op not in others and not is_size(n)]
+    """The operators of a captured graph, in order: what plans count as nodes."""
+    return [node for node in graph_module.graph.nodes if is_captured(node)]
+
+
+def is_captured(node: fx.Node) -> bool:
+    """Whether `node` is an operator; what computes open sizes is none."""
+    return node.op not in ("placeholder", "get_attr", "output") and not is_size(node)
 
 
 def called(node: fx.Node) -> str:

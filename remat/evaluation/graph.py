@@ -48,6 +48,7 @@ IDENTITY = ("anchor", "tensors", "draws", "made_bytes")  # fields of a Node that
 UNKNOWN = -1  # Node.tensors in a record from before nodes had an identity
 FORWARD_ALONE = "forward_alone_bytes"  # ... the most that the forward makes, where nothing is kept for backward
 TRACED_ONLY = "not_untraced"  # ... why only the traced step is known
+DRAWN_OUTSIDE = "drawn_outside"  # ... lines of forwards that draw numbers outside of torch, where a graph ends
 
 
 @dataclasses.dataclass(frozen=True)

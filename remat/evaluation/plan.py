@@ -26,7 +26,7 @@ from remat.errors import UsageError
 from remat.evaluation.alternative import Alternative, alternatives_of
 from remat.evaluation.form import CAPTURED, form_of
 from remat.evaluation.forwards import PASSES
-from remat.evaluation.graph import DRAWN_LENGTHS, OUTSIDE, Graph
+from remat.evaluation.graph import DRAWN_LENGTHS, DRAWN_OUTSIDE, OUTSIDE, Graph
 from remat.evaluation.identity import Identity, from_lines, to_lines
 from remat.units import gib, ms
 
@@ -334,7 +334,7 @@ class Plan:
                 f"  solver     {self.solver['name']}: {self.solver['status']}, gap {100 * self.solver['gap']:.2f} %",
                 *(f"  host       {sentence}" for sentence in bound_by_host(self)),
                 *(f"  traced     {sentence}" for sentence in traced_branches(self.about)),
-                *(f"  lengths    {sentence}" for sentence in drawn_lengths(self.about)),
+                *(f"  drawn      {sentence}" for sentence in drawn(self.about)),
             ]
         )
 
@@ -357,7 +357,7 @@ class Plan:
         ]
         title = f"Plan for {self.about.get('workload')} on {self.target} within {gib(self.budget_bytes)}"
         predicted_from = f"Peak and time are predicted, the time from {self.costs} costs."
-        notes = [predicted_from, *bound_by_host(self), *traced_branches(self.about), *drawn_lengths(self.about)]
+        notes = [predicted_from, *bound_by_host(self), *traced_branches(self.about), *drawn(self.about)]
         return shown.as_html(title, rows, ("", "under the plan", "without"), notes)
 
 
@@ -370,6 +370,11 @@ def bound_by_host(plan: Plan) -> list[str]:
     planned_us = max(host_us + again_us, predicted["step_time_us"])
     added = f"; under the plan {ms(planned_us)}, {100 * (planned_us / host_us - 1):+.1f} %" if again_us else ""
     return [f"bound by the host: launching kernels takes {ms(host_us)}, running them {ms(device_us)}{added}"]
+
+
+def drawn(about: Mapping[str, Any]) -> list[str]:
+    """Sentences about random numbers that a plan depends on."""
+    return [*drawn_lengths(about), *drawn_outside(about)]
 
 
 def drawn_lengths(about: Mapping[str, Any]) -> list[str]:
@@ -387,6 +392,16 @@ def traced_branches(about: Mapping[str, Any]) -> list[str]:
     return [
         f"{asker} asks {predicate}, and its eager branch cannot be traced: kernels and roundings may differ"
         for asker, predicate in (about.get("traced_branches") or {}).items()
+    ]
+
+
+def drawn_outside(about: Mapping[str, Any]) -> list[str]:
+    """Say where a forward draws numbers that torch does not, what that costs, and the remedy; empty where none does."""
+    if not (lines := about.get(DRAWN_OUTSIDE)):
+        return []
+    return [
+        f"the graph ends where the forward draws numbers outside of torch ({', '.join(lines)}), and no region goes "
+        "past that: draw them with torch, or before the step and pass them in the batch"
     ]
 
 

@@ -9,7 +9,8 @@ import numpy as np
 from remat.errors import Infeasible, NoPlanInTime
 from remat.evaluation.breakdown import at_peak
 from remat.evaluation.forwards import forwards_of, is_plain
-from remat.evaluation.graph import Graph
+from remat.evaluation.graph import OUTSIDE, Graph
+from remat.evaluation.plan import drawn_outside
 from remat.formulation.problem import Problem
 from remat.formulation.solution import Limits, Solution
 from remat.solvers.least_peak import LeastPeak
@@ -27,8 +28,8 @@ def infeasible(problem: Problem, least: LeastPeak) -> Infeasible:
     return Infeasible(
         f"budget {gib(problem.budget_bytes)} is below the least possible peak{_least(least, problem.budget_bytes)} "
         f"({where(problem.graph, int(curve.op[curve.peak_at]))}): {listing}. "
-        f"{_differentiated(problem.graph)}Raise the budget, reduce the batch, or shrink the largest item."
-        f"{_of_forwards(problem.graph)}",
+        f"{_outside(problem.graph)}"
+        f"Raise the budget, reduce the batch, or shrink the largest item.{_of_forwards(problem.graph)}",
         minimum_budget_bytes=least.peak_bytes,
         breakdown=parts,
     )
@@ -41,7 +42,7 @@ def not_found(
 
     enough_bytes  what a plan is known to keep        option  by which more time is given
     """
-    advice = _differentiated(problem.graph).rstrip()
+    advice = _outside(problem.graph).rstrip()
     said = f"no plan within {gib(problem.budget_bytes)} was found in {found.wall_s:.0f} s"
     if found.interrupted or limits.time_s is None or found.wall_s >= ENDED * limits.time_s:
         return NoPlanInTime(f"{said}; raise the time limit (`{option}`).{f' {advice}' if advice else ''}")
@@ -70,6 +71,13 @@ def _differentiated(graph: Graph) -> str:
     )
 
 
+def _outside(graph: Graph) -> str:
+    """Describe why regions do not reach parts of the step; empty if there are none."""
+    return _differentiated(graph) + "".join(
+        f"{sentence[0].upper()}{sentence[1:]}. " for sentence in drawn_outside(graph.about)
+    )
+
+
 def _least(least: LeastPeak, budget_bytes: int) -> str:
     """The least peak; where it is not proved to be one, what is known of it."""
     if gib(least.bound_bytes) == gib(least.peak_bytes):
@@ -93,6 +101,8 @@ def where(graph: Graph, op: int) -> str:
     """An operator for a person: the node that it belongs to, and the phase."""
     if op >= graph.backward_end:
         return "the optimizer step"
-    node = graph.nodes[graph.op_node[op]]
+    node, phase = graph.nodes[graph.op_node[op]], "forward" if op < graph.forward_end else "backward"
+    if node.call == OUTSIDE:
+        return f"outside of the captured graphs, {phase}"
     module = f" in {node.module}" if node.module else ""
-    return f"node `{node.name}`{module}, {'forward' if op < graph.forward_end else 'backward'}"
+    return f"node `{node.name}`{module}, {phase}"

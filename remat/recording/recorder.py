@@ -30,7 +30,7 @@ from remat._torch.recording import autograd_node, backward_number, next_sequence
 from remat._torch.training import without_modes
 from remat.capture.anchors import module_path, module_paths, updates_statistics
 from remat.capture.circumstances import state_of, versions
-from remat.capture.nodes import as_function, bracket_of, called, captured_nodes, replace_target
+from remat.capture.nodes import as_function, bracket_of, called, captured_nodes, is_captured, replace_target
 from remat.capture.schemas import draws_random_numbers
 from remat.capture.settling import recording_models
 from remat.chunking.chunk import CHUNKED
@@ -41,6 +41,7 @@ from remat.evaluation.graph import (
     CALLED_MODULES,
     CAST,
     DRAWN_LENGTHS,
+    DRAWN_OUTSIDE,
     FORWARD_ALONE,
     IDENTITY,
     OPTIMIZER_STATE,
@@ -125,8 +126,11 @@ def record_with(step: FakeStep, *, alignment_bytes: int, whole: Graph | None) ->
         held_outputs=(*held, *replaced),
     )
     if repeats is not None:
+        forwards = step.forwards
         step.trails.append(trail_of(recorder, recorder.forward_end))
         repeats.require()
+        if drawn := repeats.drawn_outside(forwards):
+            graph = dataclasses.replace(graph, about={**graph.about, DRAWN_OUTSIDE: drawn})
         step.held_numbers = numbers  # every other record, and every replay, is of the same step
     return graph, recorder
 
@@ -623,7 +627,7 @@ def _instrumented(graph_module: fx.GraphModule, recorder: Recorder, call: int) -
 def _recorded(node: fx.Node, function: Callable[..., Any], recorder: Recorder, call: int) -> Callable[..., Any]:
     effect = "batch_norm" if updates_statistics(node) else "other" if CHUNKED in node.meta else ""
     bracket, text, module, known = bracket_of(node), called(node), module_path(node), node.meta["identity"]
-    names = [argument.name for argument in node.all_input_nodes if argument.op not in ("placeholder", "get_attr")]
+    names = [argument.name for argument in node.all_input_nodes if is_captured(argument)]
     wiring = tree_leaves((node.args, node.kwargs))
 
     def recorded(*args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ A model that completes itself in its first forwards (`settling.py`) is no such s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from remat._torch.training import UnseenMode
 from remat.capture.schemas import makes_nothing
 from remat.errors import CaptureError, RematError
+from remat.evaluation.forwards import Forward
 from remat.recording.fake_step import FakeStep
 from remat.recording.sources import Sources, numbers_of, same
 from remat.recording.trails import MOST_SAID, reads_of, said_of
@@ -70,9 +71,19 @@ class Repeats:
                 self._compare_untraced()
 
     @property
+    def _drawn(self) -> bool:
+        return not same(self._states, self._sources.states())
+
+    @property
     def _may_change(self) -> bool:
-        drawn = not same(self._states, self._sources.states())
-        return drawn or self._sources.has_clock or self._before != self._numbers()
+        return self._drawn or self._sources.has_clock or self._before != self._numbers()
+
+    def drawn_outside(self, forwards: Iterable[Forward]) -> list[str]:
+        """The lines of `forwards` that draw what torch does not, where one of them is not one graph."""
+        if not self._drawn or all(forward.calls == 1 for forward in forwards):
+            return []
+        reads = reads_of(self._step.run_untraced, self._sources, lambda: self._step.calls.inside)
+        return list(map(str, reads[:MOST_SAID]))
 
     def _compare_untraced(self) -> None:
         first: list[Any] | None = None

@@ -196,14 +196,15 @@ def _is_of_library(kind: type) -> bool:
 
 
 @contextlib.contextmanager
-def watched(sources: Sources) -> Iterator[list[Read]]:
-    """The lines that read a source while it lasts, known when it ends."""
+def watched(sources: Sources, within: Callable[[], bool] = lambda: True) -> Iterator[list[Read]]:
+    """The lines that read a source while it lasts and is `within`, known when it ends."""
     found: dict[Read, None] = {}
     seen: list[Read] = []
     states = sources.states()
 
     def note(frame: Any, line: int) -> None:
-        found[Read(frame.f_code.co_filename, line)] = None
+        if within():
+            found[Read(frame.f_code.co_filename, line)] = None
 
     def compare(frame: Any, line: int) -> None:
         nonlocal states

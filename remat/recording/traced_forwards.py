@@ -31,7 +31,8 @@ from remat.workload.replaced_forward import ReplacedForward, own_forwards
 class TracedForwards:
     """The forwards at some paths of a model.
 
-    made     those of the step at hand, in order          running  whether one of them is under way
+    made     those of the step at hand, in order          running  whether one of them is under way, traced
+    inside   whether one is under way, traced or not
     answers  see `GraphCalls`
     """
 
@@ -48,7 +49,7 @@ class TracedForwards:
     ):
         self.answers = answers
         self._device_type = device_type
-        self.running = False
+        self.running = self.inside = False
         self.made: list[Forward] = []
         self._replaced = replaced
         self._calls = {
@@ -82,8 +83,12 @@ class TracedForwards:
     @contextlib.contextmanager
     def alone(self, path: str) -> Iterator[None]:
         """While it lasts, the forward at `path` runs, and what it calls has its own forward."""
-        with own_forwards(each for other, each in self._replaced.items() if other != path):
-            yield
+        self.inside = True
+        try:
+            with own_forwards(each for other, each in self._replaced.items() if other != path):
+                yield
+        finally:
+            self.inside = False
 
     def run(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One forward, traced."""

@@ -41,9 +41,9 @@ def _shapes(value: Any) -> Any:
     return tuple(map(_shapes, value)) if isinstance(value, (list, tuple)) else None
 
 
-def reads_of(forward: Callable[[], None], sources: Sources) -> list[Read]:
-    """The lines that read one of `sources` while `forward` runs."""
-    with sources.kept(), watched(sources) as reads, contextlib.suppress(RematError):
+def reads_of(forward: Callable[[], None], sources: Sources, within: Callable[[], bool] = lambda: True) -> list[Read]:
+    """The lines that read one of `sources` while `forward` runs and is `within`."""
+    with sources.kept(), watched(sources, within) as reads, contextlib.suppress(RematError):
         forward()
     return reads
 
