@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -164,6 +165,39 @@ def test_a_memory_that_the_script_empties_now_and_then_runs_its_first_forward_ea
     plan = tight(work)
     model = is_bitwise(work, plan, 9, between=between)
     assert counts_of(model).regions == 6 * len(plan.regions)
+
+
+class Turning(Stack):
+    """A loop that yields stands at the same place each time, and has another number there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = self.turning()
+
+    def turning(self) -> Iterator[float]:
+        turn = 0
+        while True:
+            yield 1 + 0.1 * (turn % 3)
+            turn += 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = next(self.turns)
+        for layer in self.layers:
+            x = layer(x) * scale
+        y: torch.Tensor = self.head(x)
+        return y
+
+
+class Cycling(Turning):
+    def turning(self) -> Iterator[float]:
+        return itertools.cycle([1.0, 1.1, 1.2])
+
+
+@pytest.mark.parametrize("model", [Turning, Cycling])
+def test_what_gives_a_value_once_and_a_forward_takes_from_is_refused_by_name(model: type[Turning]) -> None:
+    """It trained with other numbers: the check of the first step took from it too."""
+    with pytest.raises(CaptureError, match=r"`turns` of the model is a Python generator.*Keep the values in"):
+        recorded(workload(model))
 
 
 def test_a_plan_is_applied_in_the_middle_of_a_training(queue_plan: Plan) -> None:

@@ -346,6 +346,12 @@ class SharedState:
             self._inside = self._model.shared()
             outside.put_back()
 
+    def require_kept(self) -> None:
+        """Raise StateLost where the model has taken values of what gives each value once."""
+        for holder in self._model.holders:
+            if isinstance(holder, _GivenOnce):
+                holder.put_back()
+
 
 def _is_large(value: Any) -> bool:
     """Whether `value` is rather data that a program has than state that a model changes."""
@@ -659,11 +665,15 @@ class _GivenOnce(_Holder):
 
 def _position(value: Any) -> Any:
     """Where an iterator is: its own state, and that of the iterators which it takes values of."""
-    if isinstance(value, types.GeneratorType):
-        return -2 if value.gi_frame is None else value.gi_frame.f_lasti
+    if isinstance(value, types.GeneratorType):  # a loop that yields stands at the same line each time
+        frame = value.gi_frame
+        return None if frame is None else (frame.f_lasti, *map(_position, frame.f_locals.values()))
+    if isinstance(value, (*_NUMBERS, type(None))):
+        return value
+    if isinstance(value, tuple):
+        return tuple(map(_position, value))
     if not hasattr(type(value), "__next__"):
-        is_plain = value is None or isinstance(value, _NUMBERS)
-        return value if is_plain else tuple(map(_position, value)) if isinstance(value, tuple) else _length(value)
+        return len(value) if isinstance(value, list) else None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python 3.12 announces that `itertools` will not be copied any more
         try:
@@ -671,10 +681,6 @@ def _position(value: Any) -> Any:
         except TypeError:
             return None
     return (type(value), *map(_position, made[1:]))
-
-
-def _length(value: Any) -> int | None:
-    return len(value) if hasattr(type(value), "__len__") else None
 
 
 _CONTAINERS: tuple[tuple[Any, type[_Holder]], ...] = (

@@ -132,6 +132,7 @@ def record_with(step: FakeStep, *, alignment_bytes: int, whole: Graph | None) ->
         if drawn := repeats.drawn_outside(forwards):
             graph = dataclasses.replace(graph, about={**graph.about, DRAWN_OUTSIDE: drawn})
         step.held_numbers = numbers  # every other record, and every replay, is of the same step
+        step.shared.require_kept()
     return graph, recorder
 
 
