@@ -56,6 +56,10 @@ def test_a_constant_on_the_gpu_is_known(known: KnownValues) -> None:
         pytest.param(lambda e: torch.empty(3, 5)[e > 0].shape, (2, 5), id="picked-from-what-is-unknown"),
         pytest.param(lambda e: torch.tensor([e[1], e[2]]).tolist(), [6, 10], id="made-of-a-list"),
         pytest.param(lambda e: (e / 2).round().long().tolist(), [0, 3, 5], id="by-way-of-floats"),
+        pytest.param(
+            lambda e: torch.ones_like(torch.empty(2, 5), dtype=torch.long).sum(-1).tolist(), [5, 5], id="shape"
+        ),
+        pytest.param(lambda e: torch.empty(3).new_full((2,), 7, dtype=torch.int).tolist(), [7, 7], id="filled"),
         pytest.param(lambda e: e.to("meta").tolist(), [0, 6, 10], id="on-another-device"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -63,6 +64,7 @@ class Model(nn.Module):
     logger: Any
     optimizer: Any
     generators: Any
+    helper: Any
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,6 +283,16 @@ def test_a_model_of_its_own_is_known_however_large_it_is(monkeypatch: pytest.Mon
     assert model.steps == 0 and any("what is reached from" in name for name in state.only_once)
 
 
+@contextlib.contextmanager
+def entered() -> Iterator[None]:
+    yield
+
+
+@entered()
+def decorated() -> None:
+    """A function as those of `transformers` are."""
+
+
 class Owner:
     """As a trainer: it refers to much that is no state of the model."""
 
@@ -288,7 +300,9 @@ class Owner:
 def test_the_machinery_of_libraries_is_left_alone() -> None:
     model = Model()
     model.logger, model.optimizer = logging.getLogger("x"), torch.optim.SGD(model.parameters(), lr=1.0)
+    model.helper = decorated
     state = ModelState(model)
+    assert state.only_once == []  # a context manager that decorates begins anew in each call
     model.optimizer.param_groups[0]["lr"] = 2.0
     assert state.changes() == {}
 

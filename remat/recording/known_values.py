@@ -39,6 +39,10 @@ from remat.recording.ctc_shapes import CTC_SHAPES
 
 MOST_INTEGERS = 1 << 20
 MOST_FLOATS = 1 << 16
+_OF_SHAPES = {  # what they make depends on their first argument's shape alone
+    *(torch.ops.aten.ones_like.default, torch.ops.aten.zeros_like.default, torch.ops.aten.full_like.default),
+    *(torch.ops.aten.new_ones.default, torch.ops.aten.new_zeros.default, torch.ops.aten.new_full.default),
+}
 _WITHOUT_VALUES = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 _HOST = {"device": torch.device("cpu"), "pin_memory": False}
 
@@ -119,7 +123,7 @@ class KnownValues(UnseenMode):
         if known:
             self.note(out, values)
             drawn = torch.Tag.nondeterministic_seeded in func.tags
-            if drawn or any(map(self.is_drawn, _fakes_in((args, kwargs)))):
+            if drawn or (func not in _OF_SHAPES and any(map(self.is_drawn, _fakes_in((args, kwargs))))):
                 self._drawn.update(leaf.untyped_storage() for leaf in _fakes_in(out))
             if self._generator is not None and (drawn or self._takes_random_floats(args, kwargs)):
                 self._floats.update(leaf.untyped_storage() for leaf in _floats_in(out))
@@ -129,6 +133,8 @@ class KnownValues(UnseenMode):
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
         """Whether what `func` is given is known, and what it makes of that."""
+        if func in _OF_SHAPES:
+            args = (_stand_in(args[0], kwargs.get("dtype")), *args[1:])
         if any(isinstance(arg, FakeTensor) and self.of(arg) is None for arg in args):  # as nearly always, and at once
             return False, None
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -272,6 +278,16 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 def _view_of(tensor: torch.Tensor) -> _View:
     return tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+
+
+def _stand_in(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """A tensor like a fake one, for what makes few integers of its shape; otherwise the fake one."""
+    dtype = dtype or tensor.dtype
+    is_plain = isinstance(tensor, FakeTensor) and all(isinstance(size, int) for size in tensor.shape)
+    if not is_plain or dtype.is_floating_point or dtype.is_complex or tensor.numel() > MOST_INTEGERS:
+        return tensor
+    with without_modes():
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
 
 
 def _makes_little(func: Any, args: Any, kwargs: Any) -> bool:
