@@ -5,17 +5,22 @@ The optimizer is stepped on fake tensors, so its state and its temporaries are t
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from remat.errors import RematError, UsageError
 from remat.recording.optimizer_forms import forms_of
-from remat.recording.tracker import Tracker
+from remat.recording.remedies import describe
+from remat.recording.repeated_step import RepeatedStep
+from remat.recording.tracker import FIXED, Tracker
+from remat.workload.any_optimizer import AnyOptimizer
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Any]
 
@@ -29,6 +34,7 @@ class Outside:
     holds_results  whether the caller holds all results of a forward while backward runs
     others     those of parameters that the graph is not given: its backward may run last
     stepping   the optimizer's temporaries
+    repeating  what an optimizer that runs forward and backward again holds meanwhile
     """
 
     always: int
@@ -37,11 +43,12 @@ class Outside:
     others: int = 0
     are_kept: bool = False
     holds_results: bool = True
+    repeating: int = 0
 
     @property
     def during_graphs(self) -> int:
         """There while forward and backward run, beside what these make."""
-        return self.always + (self.gradients if self.are_kept else self.others)
+        return self.always + self.repeating + (self.gradients if self.are_kept else self.others)
 
     @property
     def while_stepping(self) -> int:
@@ -50,7 +57,7 @@ class Outside:
 
 def outside_of(
     tensors: Iterable[Any],
-    optimizer: MakeOptimizer | torch.optim.Optimizer | None,
+    optimizer: MakeOptimizer | Any,
     *,
     model: Iterable[Tensor] = (),
     more: int = 0,
@@ -61,7 +68,10 @@ def outside_of(
 
     tensors    parameters, buffers and the batch   model  all parameters and buffers, where they are known
     more       bytes that the caller sets aside for what else runs
-    optimizer  one, or what makes one of parameters, None for none     kept  gradients are there from the step before
+    optimizer  one or several, or what makes one of parameters, None for none
+    kept       gradients are there from the step before
+
+    Raises UsageError for an optimizer that cannot be stepped on fake tensors.
     """
     given = {id(each): each for each in tensors if isinstance(each, Tensor)}
     found = given | {id(each): each for each in model}
@@ -69,42 +79,67 @@ def outside_of(
     parameters = [each for each in found.values() if isinstance(each, nn.Parameter) and each.requires_grad]
     gradients = sum(parameter.nbytes for parameter in parameters)
     others = sum(parameter.nbytes for parameter in parameters if id(parameter) not in given)
-    state, stepping = _stepped(parameters, optimizer)
-    return Outside(sum(storages.values()) + state + more, gradients, stepping, others, kept, holds_results)
+    state, stepping, repeating = _stepped(parameters, optimizer)
+    always = sum(storages.values()) + state + more
+    return Outside(always, gradients, stepping, others, kept, holds_results, repeating)
 
 
-def _stepped(parameters: Sequence[nn.Parameter], optimizer: Any) -> tuple[int, int]:
-    """(bytes of state, bytes of temporaries) of an optimizer for `parameters`."""
+def _stepped(parameters: Sequence[nn.Parameter], optimizer: Any) -> tuple[int, int, int]:
+    """Bytes of an optimizer for `parameters`: its state, its temporaries, and while it repeats a step."""
     if optimizer is None or not parameters:
-        return 0, 0
+        return 0, 0, 0
+    try:
+        return _stepped_on_fakes(parameters, optimizer)
+    except RematError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"`optimizer=` cannot be stepped on tensors without data: {describe(error).rstrip('.')}. Say "
+            "`optimizer=None`, and set the bytes of its state and of its step aside with `outside=`."
+        ) from error
+
+
+def _stepped_on_fakes(parameters: Sequence[nn.Parameter], optimizer: Any) -> tuple[int, int, int]:
     tracker, kind = Tracker(), parameters[0].device.type
     with FakeTensorMode(), tracker, tracker.answering(), forms_of(kind, kind):
         fakes = [nn.Parameter(_like(parameter)) for parameter in parameters]
         for fake in fakes:
             fake.grad = torch.empty_like(fake)
-        made = _made(optimizer, parameters, fakes)
-        before = tracker.alive_now
-        made.step()
-        state, first = tracker.alive_now - before, tracker.op_count
-        made.step()
+        made = AnyOptimizer(_made(optimizer, parameters, fakes), fakes)
+        again = RepeatedStep(fakes, fakes[0].device)
+        for _ in range(2):
+            before, first = tracker.alive_now, tracker.op_count
+            again.begin(tracker)
+            made.step(again)
         alive = tracker.alive()[first:]
-    return state, max(int(alive.max(initial=0)) - before - state, 0)
+        stepping = int(alive.max(initial=0)) - before
+        kept = {tracker.storage_of(tensor) for tensor in made.state} - {FIXED}
+        state = sum(tracker.storages[index].size_bytes for index in kept)
+        return state, max(stepping, 0), again.beside_bytes(made.state)
 
 
-def _like(parameter: Tensor) -> Tensor:
-    return torch.empty(tuple(map(int, parameter.shape)), dtype=parameter.dtype, device=parameter.device)
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty(tuple(map(int, tensor.shape)), dtype=tensor.dtype, device=tensor.device)
 
 
 def _made(optimizer: Any, parameters: Sequence[nn.Parameter], fakes: Sequence[nn.Parameter]) -> Any:
-    """The optimizer for fake parameters; of one that is there, another with its groups and settings."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    """The optimizer for fake parameters; of one that is there, a copy that has them in place of its own.
+
+    A copy has all settings, whatever its class is made of. Parameters that are none of these take nothing in it.
+    """
+    if isinstance(optimizer, type) or (callable(optimizer) and not hasattr(optimizer, "step")):
         return optimizer(fakes)
-    fake_of = dict(zip(map(id, parameters), fakes, strict=True))
-    known = inspect.signature(type(optimizer).__init__).parameters
-    groups = []
-    for group in optimizer.param_groups:
-        taken = [fake_of[id(parameter)] for parameter in group["params"] if id(parameter) in fake_of]
-        if taken:
-            groups.append({**{name: value for name, value in group.items() if name in known}, "params": taken})
-    make: Any = type(optimizer)
-    return make(groups)
+    with (
+        mock.patch.object(Tensor, "__deepcopy__", lambda tensor, memo: _like(tensor)),
+        mock.patch.object(nn.Parameter, "__deepcopy__", lambda parameter, memo: nn.Parameter(torch.empty(0))),
+        mock.patch.object(torch.optim.Optimizer, "__getstate__", _whole),
+    ):
+        return copy.deepcopy(optimizer, dict(zip(map(id, parameters), fakes, strict=True)))
+
+
+def _whole(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """All that a step may read: torch's own leaves out what a subclass keeps beside groups and state.
+
+    Hooks stay behind, and the `step` that a scheduler puts in the method's place, which steps the original.
+    """
+    return {n: value for n, value in vars(optimizer).items() if n != "step" and not n.startswith("_optimizer_")}
