@@ -87,7 +87,10 @@ class ValidationFailed(RematError):
 
 
 class NoPlanInTime(RematError):
-    """The time limit or an interrupt came before any plan was found.
+    """The search ended before any plan was found, by its time limit, an interrupt or its rounds. Nothing is proved.
+
+    Attributes:
+        least_peak_bytes: The least peak that the search saw; None if it saw none. Other plans may need less.
 
     Example:
         >>> try:
@@ -97,6 +100,10 @@ class NoPlanInTime(RematError):
     """
 
     exit_code = 5
+
+    def __init__(self, message: str, least_peak_bytes: int | None = None):
+        super().__init__(message)
+        self.least_peak_bytes = least_peak_bytes
 
 
 class PlanMismatch(RematError):

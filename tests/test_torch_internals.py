@@ -845,6 +845,10 @@ GONE: dict[str, tuple[str, Callable[[], Any]]] = {
         lambda: training.is_wrapper(torch.ones(1)),
     ),
     "_C._current_autograd_node": ("tell whose backward an operator is", recording.autograd_node),
+    "_C._autograd._top_saved_tensors_default_hooks": (
+        "see whether a checkpoint is around a graph",
+        training.saved_tensors_are_hooked,
+    ),
     "_C._autograd._get_sequence_nr": ("tell whose backward an operator is", recording.next_sequence_number),
     "_C._functorch.is_functorch_wrapped_tensor": (
         "find storages under torch.func",

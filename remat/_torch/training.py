@@ -39,6 +39,12 @@ class UnseenMode(TorchDispatchMode):
         return True
 
 
+def saved_tensors_are_hooked() -> bool:
+    """Whether autograd hands what it saves to hooks, as within `torch.utils.checkpoint`."""
+    top = internal("_C._autograd._top_saved_tensors_default_hooks", "see whether a checkpoint is around a graph")
+    return top(False) is not None
+
+
 class LeanMode(UnseenMode):
     """A dispatch mode that is entered for a few operators, thousands of times a step, within a checkpoint.
 

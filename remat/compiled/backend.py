@@ -11,18 +11,21 @@ that no graph takes are not counted. `remat.compile` knows the model.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
 
-from remat._torch.dynamo import passed_on
+from remat._torch.dynamo import compiled_frame, passed_on
 from remat._torch.inductor import chosen_decompositions, compiling_with, inductor_with
+from remat.compiled.asked import NAMES, Asked
+from remat.compiled.promise import CompiledStep, Promise
 from remat.errors import RematError, UsageError
-from remat.units import parse_bytes
+from remat.execution.planned_forward import OnLarger
 from remat.workload.training_loop import Holds
 
-_OURS = ("budget", "optimizer", "accumulation", "outside", "model", "uses", "holds", "cuts")
+if TYPE_CHECKING:
+    from remat.compiled.outside import Outside
 
 
 def compile(
@@ -34,6 +37,8 @@ def compile(
     outside: str | int = 0,
     uses: int = 1,
     holds: Holds = "outputs",
+    on_larger: OnLarger = "warn",
+    mode: str | None = None,
     **options: Any,
 ) -> Any:
     """Compile a model with `torch.compile` so that a training step keeps a memory budget.
@@ -43,32 +48,31 @@ def compile(
     Args:
         model: The model to compile.
         budget: Most bytes of a whole training step: "20GiB", or a number of bytes.
-        optimizer: The optimizer that trains, or its class; None where none does.
+        optimizer: The optimizer that trains, several in a list, or what makes one of parameters, such as its class;
+            None where none does.
         accumulation: Micro-batches per step. With more than one, gradients are alive while forward runs.
         outside: Bytes to set aside for what runs beside the model, such as a loss that is not compiled.
+        uses: How often a step runs what is compiled, such as one block of a model that has many. A step that runs it
+            more often than its budget allows raises UsageError.
         holds: All "outputs" of the model where the loop holds them while backward runs, or the "loss" alone.
-        uses: How often a step runs what is compiled, such as one block of a model that has many.
+        on_larger: "warn" or "refuse" (raise PlanMismatch) a batch larger than the plan is for, where sizes are open.
+        mode: That of `torch.compile`, such as "max-autotune-no-cudagraphs".
         options: Options of `torch.compile`, such as `dynamic=`; those of Inductor as `options={...}`.
 
     Returns:
-        The compiled model. Its first forward raises Infeasible where no choice of saved values keeps the budget.
+        The compiled model. Its first forward raises Infeasible where the budget is less than any choice of saved values
+        needs, and NoPlanInTime where the search found none that keeps it.
 
     Raises:
-        UsageError: The budget cannot be read.
+        UsageError: An argument cannot be read.
 
     Example:
         >>> model = remat.compile(model, budget="20GiB", optimizer=optimizer)
     """
-    given = dict(options.pop("options", None) or {}) | {
-        "budget": budget,
-        "optimizer": optimizer,
-        "accumulation": accumulation,
-        "outside": outside,
-        "uses": uses,
-        "holds": holds,
-        "model": model,
-    }
-    _bytes(budget)
+    of_inductor = dict(options.pop("options", None) or {})
+    asked = Asked(budget, optimizer, accumulation, outside, uses, holds, on_larger, model, mode)
+    _inductor(mode, of_inductor)
+    given = of_inductor | {name: getattr(asked, name) for name in NAMES}
     return torch.compile(model, backend=remat, options=given, **options)
 
 
@@ -81,51 +85,64 @@ def remat(
 ) -> Callable[..., Any]:
     """Compile a captured graph so that training keeps a budget.
 
-    options  budget, and `optimizer`, `accumulation`, `outside`, `uses`, `holds` as `remat.compile` takes them; others
-             are Inductor's. Or plan: a Plan or its file, see `execution.compiled.backend`
+    options  budget, and others as `remat.compile` takes them; unknown ones are Inductor's. Or plan: a Plan or its file,
+             see `execution.compiled.backend`
     mode     Inductor's
 
-    Returns what runs the graph. Raises UsageError without budget and plan, Infeasible where no choice fits.
+    Returns what runs the graph. Raises UsageError without budget and plan, Infeasible and NoPlanInTime as
+    `remat.compile` does.
     """
     if "budget" not in (options or {}):
         from remat.execution.compiled.backend import remat as with_plan
 
         return with_plan(graph_module, example_inputs, options=options, mode=mode)
     assert options is not None
-    options.setdefault("cuts", {})  # of all graphs that are captured with these options: they share the budget
-    asked = {name: value for name, value in options.items() if name in _OURS}
-    given = {name: value for name, value in options.items() if name not in _OURS}
-    inductor = inductor_with(mode, given)
-    if not torch.is_grad_enabled():
-        return inductor(graph_module, list(example_inputs))
     try:
-        with compiling_with(_partitioner(asked, example_inputs), chosen_decompositions):
-            return inductor(graph_module, list(example_inputs))
+        return _compiled(graph_module, list(example_inputs), options, mode)
     except Exception as failure:
         if (told := passed_on(failure, RematError)) is None:
             raise
         raise told from None
 
 
-def _partitioner(asked: dict[str, Any], example_inputs: Sequence[Any]) -> Any:
+def _compiled(
+    graph_module: fx.GraphModule, example_inputs: list[Any], options: dict[str, Any], mode: str | None
+) -> Callable[..., Any]:
+    step = options.setdefault(
+        "step", CompiledStep()
+    )  # of all graphs that are captured with these options: they share the budget
+    asked = Asked(**{name: value for name, value in options.items() if name in NAMES})
+    given = {name: value for name, value in options.items() if name not in (*NAMES, "step")}
+    inductor = _inductor(mode or asked.mode, given)
+    if not torch.is_grad_enabled():
+        return inductor(graph_module, example_inputs)
+    outside = _outside(asked, example_inputs)
+    promise = Promise(compiled_frame(), step, asked, outside, graph_module.graph, example_inputs)
+    with compiling_with(_partitioner(asked, outside, step), chosen_decompositions):
+        return promise.kept_by(inductor(graph_module, example_inputs))
+
+
+def _inductor(mode: str | None, options: dict[str, Any]) -> Callable[..., Any]:
+    try:
+        return inductor_with(mode, options)
+    except RuntimeError as error:  # of an option, or a mode, that it does not know
+        raise UsageError(f"Inductor does not take these options: {error}") from error
+
+
+def _outside(asked: Asked, example_inputs: Sequence[Any]) -> Outside:
     from remat.compiled.outside import outside_of
-    from remat.compiled.partitioner import BudgetPartitioner
 
-    model = asked.get("model")
-    outside = outside_of(
+    return outside_of(
         example_inputs,
-        asked.get("optimizer", torch.optim.AdamW),
-        model=() if model is None else (*model.parameters(), *model.buffers()),
-        more=_bytes(asked.get("outside", 0)),
-        kept=asked.get("accumulation", 1) > 1,
-        holds_results=asked.get("holds", "outputs") == "outputs",
+        asked.optimizer,
+        model=() if asked.model is None else (*asked.model.parameters(), *asked.model.buffers()),
+        more=asked.outside_bytes,
+        kept=asked.accumulation > 1,
+        holds_results=asked.holds == "outputs",
     )
-    return BudgetPartitioner(_bytes(asked["budget"]), outside, asked.get("uses", 1), asked["cuts"])
 
 
-def _bytes(size: str | int) -> int:
-    if isinstance(size, str):
-        return parse_bytes(size, what="budget")
-    if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-        raise UsageError(f"`budget=` is a size such as '20GiB' or a number of bytes, not {size!r}.")
-    return size
+def _partitioner(asked: Asked, outside: Outside, step: CompiledStep) -> Any:
+    from remat.compiled.partitioner import BudgetPartitioner  # which needs OR-tools
+
+    return BudgetPartitioner(asked.budget_bytes, outside, asked.uses, step.cuts)

@@ -9,7 +9,8 @@ torch's partitioner cuts, and all that it does afterwards is its own; only the c
    cheapest that really fits is handed out.
 
 So no choice is handed out whose compiled code exceeds the budget, and none of PyTorch's that was lowered and fits is
-cheaper. Where nothing fits, `Infeasible` names the least peak that was seen.
+cheaper. Where nothing fits, `NoPlanInTime` names the least peak that was seen: another choice may need less. Where the
+budget is too small for the bytes that no choice changes, `Infeasible` is raised before any search.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from remat.compiled.outside import Outside
 from remat.compiled.peak import Halves, halves
 from remat.compiled.program import Choice, More, judged, solve
 from remat.costing.planning_device import find_planning_device
-from remat.errors import Infeasible
+from remat.errors import Infeasible, NoPlanInTime
 from remat.units import gib, ms
 
 log = logging.getLogger(__name__)
@@ -91,6 +92,9 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
     def __getstate__(self) -> dict[str, Any]:
         return {"asked": (self.budget_bytes, self.outside, self.uses)}  # it is in settings, which are copied
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        (self.budget_bytes, self.outside, self.uses), self.cuts = state["asked"], {}
+
     def uuid(self) -> Any:
         return hash_of(*(__file__.replace("partitioner", home) for home in _HOMES)) + repr(self.__getstate__()).encode()
 
@@ -98,16 +102,26 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
         """Return the bytes beside a graph while it runs: those that earlier graphs of the step saved, among others."""
         return self.outside.during_graphs + sum(cut.kept_bytes for other, cut in self.cuts.items() if other != frame)
 
+    def _earlier_bytes(self, frame: Any) -> int:
+        """Return the most bytes that an earlier graph needs beside what it saves.
+
+        Where a step runs its graphs several times, an earlier one's last run has what later ones saved beside it.
+        """
+        earlier = [cut.halves for other, cut in self.cuts.items() if other != frame] if self.uses > 1 else []
+        return max((each.peak - each.kept for each in earlier), default=0)
+
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **options: Any) -> Any:
-        """(forward, backward). Raises Infeasible where no choice keeps the budget."""
+        """(forward, backward). Raises Infeasible where none can keep the budget, NoPlanInTime where none was found."""
         started, frame = time.monotonic(), compiled_frame()
-        beside = self._beside_bytes(frame)
-        search = Search(gm, joint_inputs, options, self.budget_bytes - beside, self.uses, self.outside.holds_results)
+        self._require_room()
+        beside, held = self._beside_bytes(frame), self.outside.holds_results
+        earlier = self._earlier_bytes(frame)
+        search = Search(gm, joint_inputs, options, self.budget_bytes - beside, self.uses, held, earlier)
         if not search.has_choice:
             return search.by_default
         found = search.run()
-        if self.outside.while_stepping > self.budget_bytes or found is None:
-            raise self._infeasible(beside + min(map(search.needs, search.lowered.values())))
+        if found is None:
+            raise self._nothing_found(beside + min(map(search.needs, search.lowered.values())))
         choice, bound = found
         lowered = search.lower(choice)
         peak = max(beside + search.needs(lowered), self.outside.while_stepping)
@@ -117,13 +131,29 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
         log.info("%s", cut)
         return search.cut(choice)
 
-    def _infeasible(self, least: int) -> Infeasible:
+    def _require_room(self) -> None:
+        """Raise Infeasible where the bytes that no choice changes exceed the budget."""
+        if (least := max(self.outside.during_graphs, self.outside.while_stepping)) > self.budget_bytes:
+            raise Infeasible(
+                f"the compiled step does not fit {gib(self.budget_bytes)}: it needs more than {gib(least)}, whatever "
+                f"forward saves. {self._fixed}. Raise the budget, or train with an optimizer that keeps less."
+            )
+
+    def _nothing_found(self, least: int) -> NoPlanInTime:
         least = max(least, self.outside.while_stepping)
-        return Infeasible(
-            f"the compiled step does not fit {gib(self.budget_bytes)}: the least peak found is {gib(least)}. Of it "
-            f"{gib(self.outside.always)} are parameters, optimizer state and batch. Raise the budget, or reduce the "
-            "batch.",
+        return NoPlanInTime(
+            f"no plan was found that keeps the compiled step within {gib(self.budget_bytes)}, and nothing proves that "
+            f"there is none: the least peak that was seen is {gib(least)}. {self._fixed}. Raise the budget, or reduce "
+            "the batch.",
             least,
+        )
+
+    @property
+    def _fixed(self) -> str:
+        of = self.outside
+        return (
+            f"{gib(of.always)} of it are parameters, optimizer state and batch, {gib(of.gradients)} gradients, and "
+            f"{gib(of.stepping)} the optimizer's temporaries"
         )
 
 
@@ -142,7 +172,9 @@ class Search:
         most_bytes: int,
         uses: int,
         holds_results: bool,
+        earlier: int = 0,
     ):
+        self.earlier = earlier  # bytes that earlier graphs of the step need while this one's are saved
         self.gm, self.inputs, self.options = gm, joint_inputs, options
         self.most_bytes, self.uses, self.holds_results = most_bytes, uses, holds_results
         self.lowered: dict[frozenset[str], Halves] = {}
@@ -195,7 +227,8 @@ class Search:
         return self._partition(choose)
 
     def _halves(self, halved: Halved) -> Halves:
-        return halves(*halved, self.options["num_fwd_outputs"], self.holds_results)
+        found = halves(*halved, self.options["num_fwd_outputs"], self.holds_results)
+        return dataclasses.replace(found, forward=max(found.forward, self.earlier))
 
     def lower(self, choice: Choice) -> Halves:
         """Return the bytes that the compiled code of a choice needs."""

@@ -1,0 +1,62 @@
+"""The options of compiled training under a budget, read and checked in one place."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, get_args
+
+import torch
+from torch import nn
+
+from remat.errors import UsageError
+from remat.execution.planned_forward import OnLarger
+from remat.units import parse_bytes
+from remat.workload.training_loop import HOLDS, Holds
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """The arguments of `remat.compile`, which explains them. Raises UsageError for one that cannot be meant.
+
+    mode  Inductor's
+    """
+
+    budget: str | int
+    optimizer: Any = torch.optim.AdamW
+    accumulation: int = 1
+    outside: str | int = 0
+    uses: int = 1
+    holds: Holds = "outputs"
+    on_larger: OnLarger = "warn"
+    model: nn.Module | None = None
+    mode: str | None = None
+
+    def __post_init__(self) -> None:
+        _bytes("budget", self.budget)
+        _bytes("outside", self.outside)
+        for name in ("accumulation", "uses"):
+            count = getattr(self, name)
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                raise UsageError(f"`{name}=` is a number of times, 1 or more, not {count!r}.")
+        for name, known in {"holds": HOLDS, "on_larger": get_args(OnLarger)}.items():
+            if (chosen := getattr(self, name)) not in known:
+                raise UsageError(f"`{name}=` is {' or '.join(map(repr, known))}, not {chosen!r}.")
+
+    @property
+    def budget_bytes(self) -> int:
+        return _bytes("budget", self.budget)
+
+    @property
+    def outside_bytes(self) -> int:
+        return _bytes("outside", self.outside)
+
+
+NAMES = tuple(field.name for field in dataclasses.fields(Asked))
+
+
+def _bytes(name: str, size: str | int) -> int:
+    if isinstance(size, str):
+        return parse_bytes(size, what=name)
+    if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+        raise UsageError(f"`{name}=` is a size such as '20GiB' or a number of bytes, not {size!r}.")
+    return size

@@ -1,0 +1,140 @@
+"""The promise at run time: whether a step runs its compiled graphs as often, and with sizes as large, as planned.
+
+Rule 1  A run is alive from its forward until its backward begins, or until autograd lets go of it. A plan counts on
+        `uses` runs of each graph at once. More keep what they save beside the planned peak, and where that exceeds the
+        budget the next forward is refused.
+Rule 2  Open sizes are planned for as the batch had them that the graph was compiled for. A batch with more elements
+        brings a warning, or is refused, unless it keeps the budget even if all that grows does so with the square of
+        its elements, as the scores of attention may.
+
+Runs under saved-tensor hooks are not counted: `torch.utils.checkpoint` around a block keeps nothing that it saves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+from remat._torch.symbols import hinted
+from remat._torch.training import saved_tensors_are_hooked
+from remat.compiled.asked import Asked
+from remat.errors import PlanMismatch, UsageError
+from remat.units import gib
+
+if TYPE_CHECKING:
+    from remat.compiled.outside import Outside
+
+
+class _Run:
+    """One run of a graph whose backward has not begun; its nodes of autograd hold it."""
+
+
+@dataclasses.dataclass
+class CompiledStep:
+    """A step's graphs, which share its budget.
+
+    cuts  how each was cut, by the frame that it was captured from    runs  of each, those that are alive
+    """
+
+    cuts: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    runs: dict[Any, weakref.WeakSet[_Run]] = dataclasses.field(default_factory=dict)
+
+    def peak_bytes(self, uses: int, next_frame: Any) -> tuple[int, int]:
+        """(peak once `next_frame` runs again, its bytes more than planned). (Rule 1)"""
+        counts = {frame: len(runs) + (frame == next_frame) for frame, runs in self.runs.items()}
+        more = sum(max(count - uses, 0) * self.cuts[frame].halves.kept for frame, count in counts.items())
+        return more + max(cut.peak_bytes for cut in self.cuts.values()), more
+
+
+class Promise:
+    """A graph's promise, with which each of its runs is compared.
+
+    frame  that the graph was captured from; the promise is made while it is compiled, before the compiler changes it
+    """
+
+    def __init__(
+        self, frame: Any, step: CompiledStep, asked: Asked, outside: Outside, graph: fx.Graph, inputs: Sequence[Any]
+    ):
+        self.frame, self.step, self.asked, self.outside = frame, step, asked, outside
+        self.place, self.opened = place_of(graph), _opened(graph)
+        self.planned = sum(hinted(inputs[i].numel()) for i in self.opened)
+        self.largest = self.planned  # that a warning was given for
+
+    def kept_by(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the compiled graph with a comparison before each run; itself where it has nothing to save."""
+        return functools.partial(self._run, run) if self.frame in self.step.cuts else run
+
+    def _run(self, run: Callable[..., Any], *inputs: Any) -> Any:
+        if self.opened:
+            self._compare_sizes(inputs)
+        if not torch.is_grad_enabled() or saved_tensors_are_hooked():
+            return run(*inputs)
+        self._compare_runs()
+        results = run(*inputs)
+        self._note(results)
+        return results
+
+    def _compare_runs(self) -> None:
+        """Rule 1."""
+        runs = self.step.runs.setdefault(self.frame, weakref.WeakSet())
+        peak, more = self.step.peak_bytes(self.asked.uses, self.frame)
+        if more and peak > self.asked.budget_bytes:
+            raise UsageError(
+                f"a step runs the compiled graph at {self.place} {len(runs) + 1} times or more before the first "
+                f"backward, and the plan is for `uses={self.asked.uses}`: the peak would be {gib(peak)} or more, and "
+                f"the budget is {gib(self.asked.budget_bytes)}. Compile with `uses=` as often as a step runs it."
+            )
+
+    def _note(self, results: Iterable[Any]) -> None:
+        """A run begins to be alive; its nodes of autograd say when that ends. (Rule 1)"""
+        run, runs = _Run(), self.step.runs[self.frame]
+        nodes = {each.grad_fn for each in results if isinstance(each, Tensor) and each.grad_fn is not None}
+        for node in nodes:
+            node.register_prehook(lambda _: runs.discard(run))  # it is called before what is saved is taken apart
+        if nodes:
+            runs.add(run)
+
+    def _compare_sizes(self, inputs: Sequence[Any]) -> None:
+        """Rule 2."""
+        found, planned = sum(inputs[i].numel() for i in self.opened), self.planned
+        if found <= self.largest:
+            return
+        times = found / planned
+        peak = self.step.cuts[self.frame].peak_bytes
+        grows = max(peak - self.outside.always - self.outside.gradients, 0)
+        if peak + grows * (times**2 - 1) <= self.asked.budget_bytes:
+            return
+        text = (
+            f"this batch has {found} elements, the compiled step was planned for {planned} ({self.place}): its peak "
+            f"will exceed the planned {gib(peak)} and be about {gib(int(peak + grows * (times - 1)))}; the budget is "
+            f"{gib(self.asked.budget_bytes)}. Compile with `dynamic=True` and run the largest batch first, or with "
+            "`dynamic=False`, which plans each size by itself."
+        )
+        if self.asked.on_larger == "refuse":
+            raise PlanMismatch(text)
+        self.largest = found
+        warnings.warn(text, stacklevel=4)  # the model's own code, as Dynamo has rewritten it
+
+
+def _opened(graph: fx.Graph) -> tuple[int, ...]:
+    """Positions of the inputs of a captured graph that have open sizes."""
+    values = [node.meta.get("example_value") for node in graph.find_nodes(op="placeholder")]
+    return tuple(
+        i
+        for i, value in enumerate(values)
+        if isinstance(value, Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape)
+    )
+
+
+def place_of(graph: fx.Graph) -> str:
+    """The line of the model's code that the last operator of a captured graph comes from."""
+    traces = [node.meta["stack_trace"] for node in graph.nodes if node.meta.get("stack_trace")]
+    lines = [line.strip() for line in traces[-1].splitlines() if line.strip().startswith("File ")] if traces else []
+    return lines[-1].removeprefix("File ") if lines else "a place that is not known"

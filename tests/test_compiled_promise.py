@@ -1,0 +1,294 @@
+"""The promise of compiled training under a budget: what is asked is checked, and a step that differs is told."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import remat
+from remat.compiled import backend, partitioner
+from remat.compiled.outside import Outside, outside_of
+from remat.compiled.partitioner import BudgetPartitioner
+from remat.compiled.promise import CompiledStep
+from remat.costing.device_allocator import measure_peak
+from remat.errors import Infeasible, NoPlanInTime, PlanMismatch, UsageError
+from tests.graphs import DYNAMO_LOOKS_AT_GRAD
+from tests.test_any_optimizer import Pair, Sharp
+
+pytestmark = [pytest.mark.usefixtures("fresh_dynamo", "one_thread"), pytest.mark.filterwarnings(DYNAMO_LOOKS_AT_GRAD)]
+WIDTH, ROWS = 16, 256
+ROW = WIDTH * 4
+PARAMETERS = 2 * (WIDTH * WIDTH + WIDTH) * 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+def batch(rows: int = ROWS) -> torch.Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def compiled(budget: int | str, **options: Any) -> Any:
+    return remat.compile(Block(), budget, **{"optimizer": None, **options})
+
+
+# As often as planned
+
+
+def stepped(run: Callable[..., torch.Tensor], times: int) -> None:
+    x = batch()
+    for _ in range(times):
+        x = run(x)
+    x.sum().backward()
+
+
+@pytest.fixture
+def of_one_run() -> int:
+    """The peak of a step that runs the block once, as PyTorch saves values."""
+    step = CompiledStep()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "CompiledStep", lambda: step)
+        stepped(compiled("1GiB"), 1)
+    torch._dynamo.reset()
+    (cut,) = step.cuts.values()
+    return int(cut.peak_bytes)
+
+
+def test_a_graph_that_a_step_runs_more_often_than_its_budget_allows_is_refused(of_one_run: int) -> None:
+    run = compiled(of_one_run)
+    for _ in range(3):
+        stepped(run, 1)  # one run at a time is as planned,
+        run(batch())  # and so is one that no backward follows
+    with pytest.raises(UsageError, match=r"test_compiled_promise.* 2 times or more .*`uses=1`.* Compile with `uses=`"):
+        stepped(run, 3)
+
+
+def test_a_graph_runs_as_often_as_its_budget_allows(of_one_run: int) -> None:
+    stepped(compiled(3 * of_one_run), 3)
+
+
+def test_runs_within_a_checkpoint_save_nothing_and_are_not_counted(of_one_run: int) -> None:
+    run = compiled(of_one_run)
+    stepped(lambda x: checkpoint(run, x.requires_grad_(), use_reentrant=False), 3)
+
+
+class Broken(nn.Module):
+    """Blocks that are two graphs each."""
+
+    class Half(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x + nn.functional.gelu(self.up(x))
+            torch._dynamo.graph_break()
+            return x + nn.functional.gelu(self.down(x))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Half() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def peak_of(model: nn.Module, run: Callable[..., torch.Tensor]) -> int:
+    """The peak of a later step, with all that is there before it."""
+    x = batch()
+
+    def step() -> None:
+        run(x).backward()
+        model.zero_grad()
+
+    step()
+    return sum(each.nbytes for each in (*model.parameters(), x)) + measure_peak(step, torch.device("cpu"))
+
+
+@pytest.mark.exhaustive
+def test_blocks_of_several_graphs_keep_a_budget_with_their_number_and_are_refused_without() -> None:
+    model = Broken()
+    budget = int(0.9 * peak_of(model, torch.compile(model)))
+    torch._dynamo.reset()
+    with pytest.raises(UsageError, match="`uses=1`"):
+        peak_of(model, remat.compile(model, budget, optimizer=None))
+    torch._dynamo.reset()
+    assert peak_of(model, remat.compile(model, budget, optimizer=None, uses=4)) <= budget
+
+
+# For sizes as large as planned
+
+
+def test_a_batch_larger_than_planned_is_told_of_where_it_may_exceed_the_budget() -> None:
+    run = compiled(40 * ROWS * ROW, dynamic=True)
+    for rows in (ROWS, ROWS // 2):
+        run(batch(rows)).sum().backward()
+    with pytest.warns(UserWarning, match=rf"{8 * ROWS * WIDTH} elements.* planned for {ROWS * WIDTH} .*`dynamic=True`"):
+        run(batch(8 * ROWS)).sum().backward()
+    run(batch(8 * ROWS)).sum().backward()  # once
+
+
+def test_a_batch_larger_than_planned_is_refused_on_request() -> None:
+    run = compiled(40 * ROWS * ROW, dynamic=True, on_larger="refuse")
+    run(batch()).sum().backward()
+    with pytest.raises(PlanMismatch, match="this batch has"):
+        run(batch(8 * ROWS))
+
+
+def test_a_batch_that_keeps_the_budget_however_it_grows_is_not_told_of() -> None:
+    run = compiled("1GiB", dynamic=True)
+    for rows in (ROWS, 8 * ROWS):
+        run(batch(rows)).sum().backward()
+
+
+# Requests
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"budget": "20"}, "budget '20' is not .* 20GiB"),
+        ({"budget": -1}, "`budget=` is a size .* number of bytes, not -1"),
+        ({"outside": "banana"}, "outside 'banana' is not"),
+        ({"outside": 1.5}, "`outside=` is a size"),
+        ({"holds": "output"}, "`holds=` is 'loss' or 'outputs', not 'output'"),
+        ({"on_larger": "ignore"}, "`on_larger=` is 'warn' or 'refuse', not 'ignore'"),
+        ({"uses": 0}, "`uses=` is a number of times, 1 or more, not 0"),
+        ({"uses": True}, "`uses=` is a number"),
+        ({"accumulation": 0}, "`accumulation=` is a number of times"),
+        ({"mode": "fast"}, "Inductor does not take these options: .*fast"),
+        ({"options": {"no_such": 1}}, "Inductor does not take these options: .*no_such"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_a_request_that_cannot_be_meant_is_refused_at_once(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        compiled(**{"budget": "1GiB", **asked})
+
+
+def test_the_backend_checks_its_options_too() -> None:
+    with pytest.raises(UsageError, match="`holds=`"):
+        torch.compile(Block(), backend="remat", options={"budget": "1GiB", "holds": "output"})(batch())
+
+
+def test_a_mode_of_inductors_goes_with_a_budget() -> None:
+    compiled("1GiB", mode="default", options={"max_fusion_size": 8})(batch()).sum().backward()
+
+
+# What is not found, and what is proved
+
+
+def test_a_search_that_finds_nothing_names_the_least_peak_it_saw_and_claims_no_proof() -> None:
+    with pytest.raises(NoPlanInTime, match="nothing proves that there is none: the least peak that was seen") as caught:
+        compiled(2 * PARAMETERS + ROWS * ROW)(batch())  # with gradients, and nothing for activations
+    least = caught.value.least_peak_bytes
+    assert least is not None
+    torch._dynamo.reset()
+    compiled(least)(batch())  # that one fits
+
+
+@pytest.mark.parametrize("optimizer", [None, torch.optim.AdamW], ids=["graph", "optimizer"])
+def test_a_budget_below_what_no_choice_changes_is_infeasible_before_any_search(
+    optimizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partitioner, "Search", None)
+    room = -1 if optimizer is None else 3 * PARAMETERS  # for two of state, the gradients, and temporaries of the step
+    with pytest.raises(Infeasible, match="whatever forward saves") as caught:
+        compiled(PARAMETERS + ROWS * ROW + room, optimizer=optimizer)(batch())
+    assert caught.value.minimum_budget_bytes is None
+
+
+def test_a_partitioner_is_copied_with_what_it_was_asked() -> None:
+    made = BudgetPartitioner(8, Outside(1, 2, 3), uses=4)
+    found = copy.deepcopy(made)
+    assert (found.budget_bytes, found.outside, found.uses, found.cuts) == (8, Outside(1, 2, 3), 4, {})
+    assert found.uuid() == made.uuid()
+
+
+# Optimizers
+
+
+class Required(torch.optim.SGD):
+    """Keeps what its step reads beside groups and state."""
+
+    def __init__(self, parameters: Any, total_steps: int, **settings: Any):
+        super().__init__(parameters, **{"lr": 0.1, **settings})
+        self.total_steps = total_steps
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert self.total_steps
+        super().step(closure)
+
+
+def halves_of(model: nn.Module) -> list[torch.optim.Optimizer]:
+    first, second = itertools.islice(model.parameters(), 2), itertools.islice(model.parameters(), 2, None)
+    return [torch.optim.SGD(first, lr=0.1, momentum=0.9), torch.optim.SGD(second, lr=0.1, momentum=0.9)]
+
+
+def scheduled(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    torch.optim.lr_scheduler.ConstantLR(optimizer)  # which puts a function in place of `step`
+    return optimizer
+
+
+def under_way(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(batch(2)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda model: Required(model.parameters(), 10, momentum=0.9), id="settings-unnamed"),
+        pytest.param(halves_of, id="list"),
+        pytest.param(lambda model: Pair(model.parameters()), id="own-class"),
+        pytest.param(lambda model: Sharp(model.parameters()), id="sharpness-aware"),
+        pytest.param(scheduled, id="scheduled"),
+        pytest.param(under_way, id="under-way"),
+    ],
+)
+def test_an_optimizer_that_is_there_counts_with_all_its_state(make: Callable[[nn.Module], Any]) -> None:
+    model = Block()
+    there = make(model)
+    before = [parameter.clone() for parameter in model.parameters()]
+    found = outside_of(model.parameters(), there)
+    copies = {Pair: (WIDTH * WIDTH * 2 + WIDTH * 4) * 4, Sharp: 2 * PARAMETERS}.get(type(there), PARAMETERS)
+    assert 0 <= found.always - PARAMETERS - copies <= 32  # counters of steps
+    assert all(map(torch.equal, before, model.parameters()))
+    steps = there if isinstance(there, list) else [there]
+    assert make is under_way or not any(getattr(each, "state", None) for each in steps)
+
+
+def test_what_an_optimizer_holds_while_it_repeats_a_step_is_there_during_graphs() -> None:
+    """Like sharpness-aware minimisation that lets go of its copy after each step."""
+
+    class Forgetful(Sharp):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step(closure)
+            for kept in self.state.values():
+                kept.clear()
+
+    model = Block()
+    found = outside_of(model.parameters(), Forgetful(model.parameters()))
+    assert found.always == 2 * PARAMETERS  # momentum
+    assert found.during_graphs == found.always + PARAMETERS + found.others
+
+
+def test_an_optimizer_that_cannot_be_stepped_without_data_is_refused_with_a_remedy() -> None:
+    with pytest.raises(UsageError, match=r"`optimizer=` cannot be stepped .*total_steps.*`optimizer=None`.*`outside=`"):
+        outside_of(Block().parameters(), Required)
+    with pytest.raises(UsageError, match="nothing has a `step"):
+        outside_of(Block().parameters(), 3)
