@@ -26,7 +26,7 @@ from remat.evaluation.evaluator import Memory
 from remat.evaluation.form import chunks_of
 from remat.evaluation.graph import FORWARD_ALONE
 from remat.evaluation.plan import Plan, Region, to_refs
-from remat.execution.apply import apply, planned_forward
+from remat.execution.apply import apply, counts_of, planned_forward
 from remat.execution.compiled.compiling import CompiledCalls
 from remat.execution.digests import LONGEST, digest_of
 from remat.execution.eager.rewrite import RegionWatch
@@ -41,7 +41,18 @@ from remat.recording.recorder import record
 from remat.workload.workload import Workload
 from tests import tricky_layers
 from tests.spoiling import SPOILT
-from tests.toys import CHOICES, CPU, TRANSFORMER, WORKLOADS, Block, Transformer, graph_of, plan_by_hand, plan_for
+from tests.toys import (
+    CHOICES,
+    CPU,
+    TRANSFORMER,
+    WORKLOADS,
+    Block,
+    Transformer,
+    every_block,
+    graph_of,
+    plan_by_hand,
+    plan_for,
+)
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
 
@@ -422,6 +433,39 @@ def test_a_forward_that_fails_by_itself_raises_its_own_error() -> None:
 
 
 # Memory
+
+
+class Forces(nn.Module):
+    """A potential whose forward calls its backward, between two graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3 if i == 0 else 32, 32) for i in range(4)])
+        self.head = nn.Linear(32, 1)
+
+    def forward(self, positions: Tensor) -> Tensor:
+        x = positions
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        energy = self.head(x).sum()
+        return energy.square() + torch.autograd.grad(energy, positions, create_graph=True)[0].square().mean()
+
+
+def test_a_forward_that_differentiates_inside_runs_as_planned_in_its_first_step() -> None:
+    """What compares recomputed tensors runs in that backward, and is no graph of the model."""
+    workload = Workload(
+        "forces", Forces, lambda n, _: torch.randn(n, 3).requires_grad_(), lambda m, x: m(x), batch_size=64
+    )
+    plan = plan_by_hand(graph_of(workload), every_block(graph_of(workload)))
+    results = []
+    for verify in (False, True):
+        torch.manual_seed(0)
+        model, x = apply(Forces(), plan, verify_first_step=verify), torch.randn(64, 3).requires_grad_()
+        with contextlib.nullcontext() if not verify else pytest.warns(UserWarning, match="differentiates inside"):
+            model(x).backward()
+        assert counts_of(model).regions
+        results.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 def test_the_first_step_keeps_the_budget() -> None:

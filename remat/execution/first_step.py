@@ -53,6 +53,7 @@ NEAR = {False: 1e-3, True: 0.1}  # of a norm, by whether the step rounds to 16 b
 NOISE = 4.0
 LOCALS = 1.35  # what the untouched forward may take, over the same traced: names of Python's functions hold values
 
+_NOTHING_SAVED = "nothing was saved for a backward"
 Forward = Callable[..., Any]
 
 
@@ -160,6 +161,7 @@ class FirstStep:
         before = ModelState(self._model)
         if once := before.only_once:
             return f"a forward more would change `{once[0]}` of the model for good: it gives each value once"
+        failures: list[Exception] = []
         run = functools.partial(_untouched, self._model, before, forward, given, heads, ends)
         for under in (_saving_nothing, torch.no_grad):  # the first forbids to differentiate inside
             try:
@@ -169,8 +171,10 @@ class FirstStep:
             except StateLost:
                 raise
             except Exception as error:
-                failure = error
-        return f"the forward without the plan {_said_of(failure)}"
+                failures.append(error)
+        if any(_NOTHING_SAVED in str(error) for error in failures):
+            return "the forward differentiates inside, and without the plan that takes the memory which a plan saves"
+        return f"the forward without the plan {_said_of(failures[-1])}"
 
     def _has_room(self) -> bool:
         """Whether the budget has room for what the untouched forward makes.
@@ -272,7 +276,7 @@ def _saving_nothing() -> contextlib.AbstractContextManager[Any]:
     """Autograd makes its graph, and saves nothing in it."""
 
     def refuse(saved: None) -> Tensor:
-        raise RuntimeError("nothing was saved for a backward.")
+        raise RuntimeError(_NOTHING_SAVED)
 
     return saved_tensors_hooks(lambda tensor: None, refuse)
 

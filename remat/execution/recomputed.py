@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from remat._torch.recording import backward_number
+from remat._torch.recording import backward_number, untraced
 from remat._torch.training import compared_when_recomputed, is_wrapper, when_backward_ends
 from remat.errors import FirstStepMismatch
 from remat.execution.digests import Digest, digest_of, in_memory_order
@@ -46,14 +47,16 @@ class Recomputed:
 
     def watching(self, region: str) -> contextlib.AbstractContextManager[str]:
         """Return the context under which `torch.utils.checkpoint` compares the recomputed tensors of `region`."""
-        return compared_when_recomputed(lambda tensor: self._saved(region, tensor))
+        return compared_when_recomputed(functools.partial(self._saved, region))
 
+    @untraced  # as all of this: a forward may call its backward between two graphs
     def _saved(self, region: str, tensor: Tensor) -> _Saved:
         if is_wrapper(tensor) or storage_of(tensor) in self._known or _is_of_kernel(tensor):
             return _Saved(region, Digest(tensor.dtype, tuple(tensor.shape), None))
         found = digest_of(in_memory_order(tensor), signed=tensor.device.type != "cpu")
         return _Saved(region, dataclasses.replace(found, shape=tuple(tensor.shape)))
 
+    @untraced
     def begins(self) -> None:
         """A region begins to be recomputed. When its backward ends, buffers have to be what they are now."""
         if (number := backward_number()) >= 0 and number != self._backward:
@@ -81,6 +84,7 @@ class _Saved:
     region: str
     digest: Digest
 
+    @untraced
     def __ne__(self, other: Any) -> bool:
         found: Digest = other.digest
         if (self.digest.dtype, self.digest.shape) != (found.dtype, found.shape):
