@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -144,6 +145,15 @@ def test_dynamo_knows_the_function_that_is_stood_in_for_and_not_what_stands_in()
         instead = torch.tensor
     assert instead is not torch.tensor
     assert torch.tensor in handlers() and instead not in handlers()
+
+
+def test_it_knows_the_function_too_where_a_process_group_began_since() -> None:
+    """Then it looks for the functions of torch again."""
+    rules = importlib.import_module("torch._dynamo.trace_rules")
+    rules.clear_lru_cache()  # as `torch.distributed.init_process_group` does
+    with KnownValues().followed():
+        assert torch.tensor not in rules.get_torch_obj_rule_map()
+    assert torch.tensor in rules.get_torch_obj_rule_map()
 
 
 def test_a_stand_in_for_a_function_is_followed_as_the_function() -> None:

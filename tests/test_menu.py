@@ -76,7 +76,7 @@ def test_an_answer_that_cannot_be_had_says_why() -> None:
 def test_the_command_shows_it_with_the_options_that_take_each_row(remat: Remat) -> None:
     ran = remat("plan", "--model", "model.py:short", "--target", TARGET, "--budget", "76MiB", "--menu")
     assert ran.exit_code == 0
-    lines = [line for line in ran.stdout.splitlines() if "--numerics" in line]
+    lines = [line for line in ran.stdout.splitlines() if "--numerics" in line or "+ --offload" in line]
     assert len(lines) == 6 and lines[2].startswith(">  --numerics sums ")
     assert Plan.load("short.plan.json").about["alternatives"] == [
         dataclasses.asdict(row) for row in Plan.load("short.plan.json").alternatives

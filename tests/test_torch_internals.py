@@ -898,6 +898,7 @@ GONE: dict[str, tuple[str, Callable[[], Any]]] = {
     "_dynamo.config": ("capture whole graphs", dynamo.settings),
     "_dynamo.external_utils.is_compiling": ("capture the branches of eager mode", dynamo.predicates),
     "_dynamo.variables.TorchInGraphFunctionVariable": ("capture the branches of eager mode", dynamo.handlers),
+    "_dynamo.trace_rules.get_torch_obj_rule_map": ("stand in for a function of torch", dynamo.know_functions),
     "_dynamo.variables.ConstantVariable": ("capture the branches of eager mode", lambda: dynamo.constant(1)),
     "_dynamo.variables.TensorVariable": ("capture the branches of eager mode", lambda: dynamo.is_of_tensor(1)),
     "_dynamo.variables.UserFunctionVariable": (

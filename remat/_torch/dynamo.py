@@ -128,6 +128,15 @@ def handlers() -> dict[Any, Handler]:
     return known
 
 
+def know_functions() -> None:
+    """Let Dynamo find the functions of torch by now, before another stands in for one of them.
+
+    It finds them once, and again after `torch.distributed.init_process_group`.
+    """
+    handlers()
+    internal("_dynamo.trace_rules.get_torch_obj_rule_map", "stand in for a function of torch")()
+
+
 def constant(value: Any) -> Variable:
     """The variable of a constant."""
     return internal("_dynamo.variables.ConstantVariable", "capture the branches of eager mode")(value)

@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from remat._torch.door import Shared
-from remat._torch.dynamo import handlers, not_begun_at
+from remat._torch.dynamo import know_functions, not_begun_at
 from remat._torch.recording import DEVICE, untraced
 from remat._torch.training import UnseenMode, without_modes
 from remat.capture.eager_answers import traced_as
@@ -263,7 +263,7 @@ def _tolist_of_values(tensor: FakeTensor) -> Any:
 
 
 def _with_values() -> Any:
-    handlers()  # Dynamo registers them once, by the functions that it finds: `torch.tensor` must be its own by then
+    know_functions()  # by what they are: `torch.tensor` must be its own by then
     return mock.patch.object(torch, "tensor", _tensor_of_values)
 
 
