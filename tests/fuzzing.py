@@ -23,6 +23,7 @@ import copy
 import dataclasses
 import gc
 import random
+import warnings
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -69,8 +70,10 @@ def verdicts(number: int, plans: int, form: Form = CAPTURED, copies: Copies | No
     about = {"model": number, "of": str(made)}
     workload = workload_of(made, f"random-{number}", SAMPLES)
     try:
-        subject = Subject(workload, made.accumulation, form)
-        return [{**about, "plan": plan, **subject.judge(draw, copies)} for plan in range(plans)]
+        with warnings.catch_warnings():  # a plan that is drawn need not have room for the check of its first step
+            warnings.filterwarnings("ignore", "the first step under the plan is not verified: .* no room")
+            subject = Subject(workload, made.accumulation, form)
+            return [{**about, "plan": plan, **subject.judge(draw, copies)} for plan in range(plans)]
     except (RematError, RuntimeError) as error:
         return [{**about, "failures": [f"refused: {type(error).__name__}: {str(error)[:300]}"]}]
     finally:

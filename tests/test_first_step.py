@@ -435,6 +435,30 @@ def test_a_forward_that_fails_by_itself_raises_its_own_error() -> None:
 # Memory
 
 
+class Reentrant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=True))
+        return x.square().mean()
+
+
+def test_reentrant_checkpoints_of_a_model_give_no_false_alarm() -> None:
+    """Without a plan no graph shows the parameters within; under a plan these checkpoints do nothing."""
+    workload = Workload("own", Reentrant, lambda n, _: torch.randn(n, 16).requires_grad_(), lambda m, x: m(x), 64)
+    model, x = Reentrant(), torch.randn(64, 16).requires_grad_()
+    plan = plan_by_hand(graph_of(workload), every_block(graph_of(workload)))
+    model(x).backward()
+    expected = [p.grad for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    apply(model, plan)(x).backward()
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    assert counts_of(model).regions and len(found) == 8 and all(map(torch.equal, found, expected))
+
+
 class Forces(nn.Module):
     """A potential whose forward calls its backward, between two graphs."""
 
