@@ -476,7 +476,7 @@ class Forces(nn.Module):
 
 
 def test_a_forward_that_differentiates_inside_runs_as_planned_in_its_first_step() -> None:
-    """What compares recomputed tensors runs in that backward, and is no graph of the model."""
+    """The comparison of recomputed tensors runs in that backward, and is no graph of the model."""
     workload = Workload(
         "forces", Forces, lambda n, _: torch.randn(n, 3).requires_grad_(), lambda m, x: m(x), batch_size=64
     )
