@@ -20,8 +20,8 @@ WIDTH = 80
 
 
 def test_what_follows_is_set_below_the_last_column() -> None:
-    line = "  loss      4 slices   its logits are never there at once"
-    assert fitted(line, 44) == "  loss      4 slices   its logits are never\n                       there at once"
+    line = "  loss      4 chunks   its logits are never there at once"
+    assert fitted(line, 44) == "  loss      4 chunks   its logits are never\n                       there at once"
     assert fitted("short", 10) == "short"
 
 

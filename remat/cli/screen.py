@@ -189,10 +189,10 @@ def _form(plan: Plan) -> list[tuple[str, ...]]:
     form = form_of(plan.about)
     for each in form.chunks:
         what = f"{each.module or 'the head'}: logits are computed chunk by chunk, with their gradients"
-        rows.append(("" if rows else "loss", _count(each.slices, "slice"), what))
+        rows.append(("" if rows else "loss", _count(each.slices, "chunk"), what))
     if form.rows:
         runs = sum(node.op.startswith(CHUNKED_ROWS) for call in plan.identities for node in call)
-        what = f"in {form.rows} slices each, recomputed in backward"
+        what = f"in {form.rows} chunks each, recomputed in backward"
         rows.append(("MLPs", f"{runs}", what))
     if form.fused:
         groups = sum(node.op.startswith("fused(") for call in plan.identities for node in call)

@@ -32,7 +32,7 @@ class Chunk:
     module: str = ""
 
     def __str__(self) -> str:
-        return f"{self.module or 'the loss'} in {self.slices} slice{'s' if self.slices > 1 else ''}"
+        return f"{self.module or 'the loss'} in {self.slices} chunk{'s' if self.slices > 1 else ''}"
 
 
 def chunks_of(about: Mapping[str, Any]) -> tuple[Chunk, ...]:
@@ -53,7 +53,7 @@ class Form:
     rows: int = 0
 
     def __str__(self) -> str:
-        rows = [f"MLPs in {self.rows} slices"] if self.rows else []
+        rows = [f"MLPs in {self.rows} chunks"] if self.rows else []
         return ", ".join([*map(str, self.chunks[:1]), *rows, *(["groups fused"] if self.fused else [])]) or "unchanged"
 
     @property

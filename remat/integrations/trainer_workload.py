@@ -168,7 +168,7 @@ def _refuse(trainer: Any) -> None:
         raise UsageError(
             "on CUDA the head that this version of TRL puts on this model selects tokens by their labels: a shape that "
             "depends on data, which no plan can be made for. Use TRL 1.16, or train with transformers' own Trainer: "
-            "its loss may run in slices."
+            "its loss may run in chunks."
         )
 
 

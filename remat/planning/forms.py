@@ -238,7 +238,7 @@ def is_power_of_two(count: int) -> bool:
 def why_whole(execution: Execution, step: FakeStep) -> str | None:
     """Why no loss of `step` may run in slices; None where it may."""
     if not execution.runs_forms:
-        return f"execution {execution} runs no slices"
+        return f"execution {execution} runs no chunks"
     if step.loop.shard is not None:
         return "states are sharded"
     if not is_power_of_two(step.loop.accumulation):

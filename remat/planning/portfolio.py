@@ -302,7 +302,7 @@ class _FormSearch:
         refused = list(self._refused.values())
         if self.is_cut_short:
             return NoPlanInTime(
-                f"{min(refused, key=_least_budget)} That is with the loss whole or in few slices: there was no time to "
+                f"{min(refused, key=_least_budget)} That is with the loss whole or in few chunks: there was no time to "
                 "look for plans that cut it finer; raise --time-limit."
             )
         late = [error for error in refused if isinstance(error, NoPlanInTime)]

@@ -197,7 +197,7 @@ def _verdict(found: BatchFit) -> str:
 def _notes(found: BatchFit) -> list[str]:
     notes = []
     if slices := found.best.slices:
-        notes.append(f"the loss runs in {slices} slice{'s' if slices > 1 else ''}; --exact leaves it whole")
+        notes.append(f"the loss runs in {slices} chunk{'s' if slices > 1 else ''}; --exact leaves it whole")
     if found.best.fused:
         notes.append("groups of pointwise and reducing nodes are compiled, each by itself; the ladder fuses none")
     if sent := found.best.offloaded_bytes:
