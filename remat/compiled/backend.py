@@ -108,9 +108,8 @@ def remat(
 def _compiled(
     graph_module: fx.GraphModule, example_inputs: list[Any], options: dict[str, Any], mode: str | None
 ) -> Callable[..., Any]:
-    step = options.setdefault(
-        "step", CompiledStep()
-    )  # of all graphs that are captured with these options: they share the budget
+    # All graphs that are captured with these options share the budget.
+    step = options.setdefault("step", CompiledStep())
     asked = Asked(**{name: value for name, value in options.items() if name in NAMES})
     given = {name: value for name, value in options.items() if name not in (*NAMES, "step")}
     inductor = _inductor(mode or asked.mode, given)

@@ -162,7 +162,7 @@ class FirstStep:
             return f"the forward without the plan has no room in the budget of {gib(self._plan.budget_bytes)}"
         before = ModelState(self._model)
         if once := before.only_once:
-            return f"a forward more would change `{once[0]}` of the model for good: it gives each value once"
+            return f"a forward more would change `{once[0]}` of the model for good: it cannot be put back"
         failures: list[Exception] = []
         run = functools.partial(_untouched, self._model, before, forward, given, heads, ends)
         for under in (_saving_nothing, torch.no_grad):  # the first forbids to differentiate inside

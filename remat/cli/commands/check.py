@@ -38,7 +38,7 @@ def check(
         request = PlanRequest.of(budget=budget, headroom=headroom, allocator=settings)
         request.require(place, found.loop, has_model=found.place is not None)
         profile, step = found.record()
-        line.say("comparing with the limit")
+        line.say("comparing with the limit; searching for a change if it does not fit")
         verdict = verdict_of(profile, step, request, place, loaded)
     failure = None if verdict.fits else DoesNotFit("the training step does not fit.")
     return Answer(verdict.to_json(), str(verdict), failure)
