@@ -57,18 +57,8 @@ _TABLES = ("_modules", "_parameters", "_buffers")  # whose keys are attributes o
 _FORWARD = "forward"
 _LEFT_ALONE = (
     *("torch", "remat", "logging", "threading", "_thread", "multiprocessing", "concurrent", "asyncio", "weakref"),
-    *(
-        "io",
-        "re",
-        "inspect",
-        "contextlib",
-        "pathlib",
-        "lightning",
-        "pytorch_lightning",
-        "accelerate",
-        "datasets",
-        "tokenizers",
-    ),
+    *("io", "re", "inspect", "contextlib", "pathlib", "datasets", "tokenizers"),
+    *("lightning", "pytorch_lightning", "accelerate"),
     *("transformers.trainer", "transformers.tokenization_utils_base", "torchvision.datasets", "wandb"),
 )
 _LOOKED_INTO = ("torch.nn", "torch.distributions")  # of what is left alone
