@@ -8,6 +8,7 @@ Only eager runs whose hardware, batch, sequence, precision and checkpointing are
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -24,6 +25,13 @@ LAMBDA = "lambdal/deeplearning-benchmark, pytorch/pytorch-train-throughput-v2-fp
 NVIDIA = "NVIDIA/DeepLearningExamples, PyTorch/Classification/ConvNets/resnet50v1.5/README.md"
 TIMM = "huggingface/pytorch-image-models, results/benchmark-train-amp-nhwc-pt112-cu113-rtx3090.csv"
 TORCHTITAN = "pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, table 1"
+TORCHTITAN_A100 = "pytorch/torchtitan, docs/performance.md at 1ea476e, April 2024"
+FMS = "foundation-model-stack/fms-fsdp, README.md at 4ffb9bd, March 2024"
+SQUAD = "NVIDIA/DeepLearningExamples, PyTorch/LanguageModeling/BERT/README.md, container 21.11"
+BUILD_NANOGPT = "karpathy/build-nanogpt at 177e4cd, and the chapters of its video, June 2024"
+THUNDER = "Lightning-AI/lightning-thunder, issue 1506, comment of 4 December 2024"
+
+Checkpointing = Literal["none", "products", "every second layer", "every layer"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +41,7 @@ class PublishedRun:
     per_second     what the source prints: tokens, images or sequences, per second and GPU
     step_items     how many of those one micro-batch has
     optimizer_share  of the optimizer's time, what falls on one micro-batch of one rank
-    selective      every layer is checkpointed, and saves attention and every other product (torchtitan)
+    checkpointing  which layers are; "products": all, and each saves attention and every other product (torchtitan)
     differs        what the workload here does otherwise than the source's program
     """
 
@@ -47,7 +55,7 @@ class PublishedRun:
     settings: str
     differs: str
     optimizer_share: float = 1.0
-    selective: bool = False
+    checkpointing: Checkpointing = "none"
 
     @property
     def published_ms(self) -> float:
@@ -107,9 +115,9 @@ class _Block(nn.Module):
 class _Decoder(nn.Module):
     """MPT's shape: learned positions, layer norms before, GELU, tied embeddings, vocabulary of 50368."""
 
-    def __init__(self, width: int, layers: int, heads: int, positions: int):
+    def __init__(self, width: int, layers: int, heads: int, positions: int, vocab: int = 50368):
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(50368, width), nn.Embedding(positions, width)
+        self.tokens, self.positions = nn.Embedding(vocab, width), nn.Embedding(positions, width)
         self.layers = nn.ModuleList([_Block(width, heads) for _ in range(layers)])
         self.norm = nn.LayerNorm(width)
 
@@ -121,11 +129,10 @@ class _Decoder(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def _mpt(width: int, layers: int, heads: int, batch_size: int, length: int) -> Workload:
+def _mpt(width: int, layers: int, heads: int, batch_size: int, length: int, vocab: int = 50368) -> Workload:
     def batch(samples: int, seq_len: int | None) -> tuple[torch.Tensor, torch.Tensor]:
         assert seq_len is not None
-        ids = torch.randint(0, 50368, (samples, seq_len))
-        return ids, torch.randint(0, 50368, (samples, seq_len))
+        return torch.randint(0, vocab, (samples, seq_len)), torch.randint(0, vocab, (samples, seq_len))
 
     return Workload(
         f"mpt-{width}x{layers}",
@@ -136,6 +143,70 @@ def _mpt(width: int, layers: int, heads: int, batch_size: int, length: int) -> W
         length,
         autocast=torch.bfloat16,
     )
+
+
+class _ProductsBlock(_Block):
+    """The same with attention in products and a softmax, and the GELU of GPT-2."""
+
+    def __init__(self, width: int, heads: int, positions: int):
+        super().__init__(width, heads)
+        self.register_buffer("mask", torch.ones(positions, positions).tril().view(1, 1, positions, positions))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(2, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norms[0](x)).chunk(3, 2))
+        scores = (q @ k.transpose(-2, -1)) * k.shape[-1] ** -0.5
+        length = x.shape[1]
+        weights = F.softmax(scores.masked_fill(self.mask[:, :, :length, :length] == 0, float("-inf")), dim=-1)
+        x = x + self.out((weights @ v).transpose(1, 2).contiguous().flatten(2))
+        return x + self.down(F.gelu(self.up(self.norms[1](x)), approximate="tanh"))
+
+
+def _build_nanogpt(autocast: torch.dtype | None) -> Workload:
+    """GPT-2 of 124 million parameters, without dropout, 16 x 1024."""
+
+    def build() -> nn.Module:
+        model = _Decoder(768, 12, 12, 1024, vocab=50257)
+        model.layers = nn.ModuleList([_ProductsBlock(768, 12, 1024) for _ in range(12)])
+        return model
+
+    base = _mpt(768, 12, 12, 16, 1024, vocab=50257)
+    return dataclasses.replace(base, name="gpt2-124m", build=build, optimizer=torch.optim.AdamW, autocast=autocast)
+
+
+def _llama(
+    width: int,
+    layers: int,
+    heads: tuple[int, int],
+    mlp: int,
+    batch_size: int,
+    length: int,
+    *,
+    vocab: int = 32000,
+    fused_norms: bool = False,
+) -> Workload:
+    """Llama 2, or 3 by its vocabulary, with weights in bf16; `fused_norms`: each RMS norm is one kernel."""
+    base = llama.workload(
+        f"llama-{width}x{layers}",
+        width=width,
+        layers=layers,
+        heads=heads[0],
+        kv_heads=heads[1],
+        mlp=mlp,
+        tied=False,
+        vocab=vocab,
+        batch_size=batch_size,
+        seq_len=length,
+    )
+
+    def build() -> nn.Module:
+        model = base.build()
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                if type(child).__name__ == "LlamaRMSNorm":
+                    setattr(parent, name, nn.RMSNorm(width, eps=1e-5))
+        return model
+
+    return (dataclasses.replace(base, build=build) if fused_norms else base).with_dtype("bf16")
 
 
 def _squad(width: int, layers: int, heads: int, batch_size: int, dtype: torch.dtype) -> Workload:
@@ -280,8 +351,114 @@ def _torchtitan() -> PublishedRun:
         f"2 x 8192, 8 GPUs ({width}), FSDP2, bf16, selective checkpointing by operator, eager",
         "transformers' Llama; the card's clock under 500 W is not known: rates are those of 700 W",
         optimizer_share=1 / 8,
-        selective=True,
+        checkpointing="products",
     )
+
+
+_13B, _70B, _34B = (5120, 40, (40, 40), 13824), (8192, 80, (64, 8), 28672), (8192, 48, (64, 8), 22016)
+_7B, _LLAMA3_8B = (4096, 32, (32, 32), 11008), (4096, 32, (32, 8), 14336)
+
+_TITAN_RUNS: list[tuple[str, Workload, Checkpointing, float]] = [
+    ("llama-2-13b", _llama(*_13B, 2, 4096, fused_norms=True), "none", 2162),
+    ("llama-2-13b", _llama(*_13B, 2, 4096, fused_norms=True), "every second layer", 1914),
+    ("llama-2-13b", _llama(*_13B, 2, 4096, fused_norms=True), "products", 1904),
+    ("llama-2-70b", _llama(*_70B, 1, 4096), "products", 355),
+    ("llama-2-70b", _llama(*_70B, 2, 4096), "every layer", 353),
+    ("llama-3-8b", _llama(*_LLAMA3_8B, 1, 8192, vocab=128256, fused_norms=True), "every second layer", 2904),
+    ("llama-3-8b", _llama(*_LLAMA3_8B, 1, 8192, vocab=128256, fused_norms=True), "products", 2973),
+    ("llama-3-70b", _llama(*_70B, 1, 8192, vocab=128256), "every layer", 331),
+]
+_FMS_RUNS: list[tuple[str, str, Workload, Checkpointing, float]] = [
+    ("llama-2-7b", _A100, _llama(*_7B, 2, 4096), "none", 3700),
+    ("llama-2-7b", _H100, _llama(*_7B, 2, 4096), "none", 7500),
+    ("llama-34b", _A100, _llama(*_34B, 2, 4096), "every layer", 700),
+    ("llama-34b", _H100, _llama(*_34B, 2, 4096), "every layer", 1550),
+    ("llama-2-70b", _A100, _llama(*_70B, 2, 4096), "every layer", 370),
+    ("llama-2-70b", _H100, _llama(*_70B, 2, 4096), "every layer", 800),
+]
+
+
+def _sharded_llamas() -> Iterator[PublishedRun]:
+    """Llamas in bf16 on 64 to 128 GPUs: all of two tables but what one does not say the checkpointing of."""
+    for name, workload, checkpointing, per_second in _TITAN_RUNS:
+        norms = "" if "70b" in name else "fused RMS norms, "
+        yield PublishedRun(
+            f"{name}{'' if checkpointing == 'none' else f' {checkpointing}'} a100-80gb",
+            "check",
+            workload,
+            _card(_A100, "2.4"),
+            per_second,
+            workload.batch_size * (workload.seq_len or 1),
+            TORCHTITAN_A100,
+            f"{workload.batch_size} x {workload.seq_len}, 64 GPUs, FSDP2, bf16, {norms}checkpointing: {checkpointing}, "
+            "eager",
+            "transformers' Llama; positions are turned by complex numbers there; communication is not in the estimate",
+            optimizer_share=1 / 64,
+            checkpointing=checkpointing,
+        )
+    for name, card, workload, checkpointing, per_second in _FMS_RUNS:
+        ranks = 128 if card == _A100 else 96
+        sharded = "HSDP" if "7b" in name else "FSDP"
+        yield PublishedRun(
+            f"{name} fms {card}",
+            "check",
+            workload,
+            _card(card, "2.3"),
+            per_second,
+            workload.batch_size * (workload.seq_len or 1),
+            FMS,
+            f"2 x 4096, {ranks} GPUs, {sharded}, bf16, checkpointing: {checkpointing}, eager",
+            "transformers' Llama in place of theirs; communication is not in the estimate",
+            optimizer_share=1 / (8 if sharded == "HSDP" else ranks),
+            checkpointing=checkpointing,
+        )
+
+
+def _single_cards() -> Iterator[PublishedRun]:
+    """Language models on one GPU."""
+    for name, precision, autocast, target, step_ms in (
+        ("gpt2-124m-fp32", "fp32", None, _card(_A100, "2.3"), 1000),
+        ("gpt2-124m-tf32", "TF32", None, _tf32(_card(_A100, "2.3")), 333),
+        ("gpt2-124m-bf16", "bf16 autocast", torch.bfloat16, _card(_A100, "2.3"), 300),
+    ):
+        yield PublishedRun(
+            f"{name} a100-80gb",
+            "check",
+            _build_nanogpt(autocast),
+            target,
+            1e3 * 16 * 1024 / step_ms,
+            16 * 1024,
+            BUILD_NANOGPT,
+            f"16 x 1024, {precision}, attention in products, AdamW, 1 GPU, eager",
+            "published to three digits or fewer; the batch is copied within the step there",
+        )
+    yield PublishedRun(
+        "llama-3.2-1b h100-80gb",
+        "check",
+        dataclasses.replace(llama.llama_1b().with_dtype("bf16"), batch_size=1, seq_len=2048),
+        _card(_H100, "2.6"),
+        1e3 * 2048 / 53.6,
+        2048,
+        THUNDER,
+        "1 x 2048, bf16 weights, forward and backward, 1 GPU, eager",
+        "which H100 is not said; an older transformers there, which fills a cache",
+        optimizer_share=0.0,
+    )
+    for name, dtype, target, per_second in (
+        ("bert-large-squad", torch.float16, _card(_A100, "1.11"), 110.5),
+        ("bert-large-squad-tf32", torch.float32, _tf32(_card(_A100, "1.11")), 61.5),
+    ):
+        yield PublishedRun(
+            f"{name} a100-80gb",
+            "check",
+            _squad(1024, 24, 16, 32, dtype),
+            target,
+            per_second,
+            32,
+            SQUAD,
+            f"32 x 384, {'TF32' if dtype == torch.float32 else 'fp16 weights (apex O2)'}, 1 GPU, eager",
+            "apex's fused Adam and a padding mask there; master weights and loss scaling are not in the estimate",
+        )
 
 
 def published_runs() -> list[PublishedRun]:
@@ -367,6 +544,8 @@ def published_runs() -> list[PublishedRun]:
             for name, split, workload, batch_size, per_second in _timm_rows()
         ),
         _torchtitan(),
+        *_sharded_llamas(),
+        *_single_cards(),
     ]
 
 
