@@ -8,6 +8,7 @@ before=COMMIT    also prices by the roofline of that commit
 
 A row is a family of one set, once for all and once for its half to check with. "times" is predicted over measured.
 Of whole models and chains, which run eagerly and are timed by events, the host's launches count too (`host_time.py`).
+The family "launch-bound" is of whole models that the host takes longer to launch than the device to run.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 
 from benchmarks import report
 from benchmarks.measured import kernelbench, liger, phantora, vidur
+from benchmarks.measured.kernelbench import WHOLE_MODEL
 from benchmarks.measured.measurement import Measurement
 from remat.costing.host_time import LAUNCH_US
 from remat.costing.roofline import kernel_us
@@ -34,6 +36,7 @@ from remat.workload.target import Target
 
 Price = Callable[[OpKind, Target], float]
 ALL = "all"
+LAUNCH_BOUND = "launch-bound"
 COLUMNS = ["set", "family", "split", "n", "times", "p10-p90", "within 10 / 20 / 50 %", "typical factor", "before"]
 
 
@@ -50,7 +53,11 @@ def main(folder: str = "", *arguments: str) -> None:
         for row, other in zip(rows_of(found, kernel_us), rows_of(found, before) if before else _nothing(), strict=False)
     ]
     cpu = torch.device("cpu")
-    about = report.provenance(cpu) | {"before": options.get("before", ""), "launch_us": LAUNCH_US}
+    about = report.provenance(cpu) | {
+        "before": options.get("before", ""),
+        "launch_us": LAUNCH_US,
+        **launch_bound(found),
+    }
     report.write(report.stem("roofline", cpu), about, rows, COLUMNS)
     for row in rows:
         print(" | ".join(str(row[column]) for column in COLUMNS))
@@ -88,9 +95,27 @@ def roofline_of(commit: str) -> Price:
 
 def predicted_us(measurement: Measurement, price: Price) -> float:
     """Time of all kernels, or of launching them where that is longer and was measured."""
-    device_us = sum(count * price(kind, measurement.target) for kind, count in measurement.kernels)
     host_us = LAUNCH_US * measurement.launches if measurement.eager and price is kernel_us else 0.0
-    return max(device_us, host_us)
+    return max(device_us(measurement, price), host_us)
+
+
+def device_us(measurement: Measurement, price: Price) -> float:
+    """Time of all kernels."""
+    return sum(count * price(kind, measurement.target) for kind, count in measurement.kernels)
+
+
+def is_launch_bound(measurement: Measurement) -> bool:
+    """Whether it is a whole model that takes longer to launch than to run, at today's prices."""
+    host_us = LAUNCH_US * measurement.launches if measurement.eager else 0.0
+    return measurement.family == WHOLE_MODEL and host_us > device_us(measurement, kernel_us)
+
+
+def launch_bound(found: Sequence[Measurement]) -> dict[str, Any]:
+    """The launch-bound models one by one, and how many are within 30 percent."""
+    times = {each.name: predicted_us(each, kernel_us) / each.measured_us for each in found if is_launch_bound(each)}
+    inside = sum(abs(ratio - 1) <= 0.3 for ratio in times.values())
+    each = ", ".join(f"{name} {ratio:.2f}" for name, ratio in times.items())
+    return {"launch-bound, within 30 percent": f"{inside} of {len(times)}: {each}"} if times else {}
 
 
 def rows_of(found: Sequence[Measurement], price: Price) -> Iterator[dict[str, Any]]:
@@ -98,11 +123,11 @@ def rows_of(found: Sequence[Measurement], price: Price) -> Iterator[dict[str, An
     ratios: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for measurement in found:
         ratio = predicted_us(measurement, price) / measurement.measured_us
-        for family in (ALL, measurement.family):
+        for family in (ALL, measurement.family, *([LAUNCH_BOUND] if is_launch_bound(measurement) else [])):
             ratios[measurement.set, family, ALL].append(ratio)
             ratios[measurement.set, family, measurement.split].append(ratio)
     for (name, family, split), values in ratios.items():
-        if split == ALL or family == ALL:
+        if split == ALL or family in (ALL, LAUNCH_BOUND):
             yield {"set": name, "family": family, "split": split, **spread_of(np.array(values))}
 
 

@@ -22,6 +22,7 @@ from remat.capture.dynamo import fake_model
 
 _CHANGED = ("level1/12_", "level1/97_")
 _RECURRENT = tuple(f"level3/{number}_" for number in (35, 36, 37, 38, 39, 40, 41, 42))
+WHOLE_MODEL = "whole model"
 _FAMILIES = (  # of level 1, by name
     ("attention", "attention"),
     ("loss", "loss"),
@@ -59,7 +60,7 @@ def measurements(folder: Path, problems: Path) -> Iterator[Measurement]:
 
 def _family(level: str, file: str) -> str:
     if level == "level3":
-        return "whole model"
+        return WHOLE_MODEL
     if level == "level2":
         return "chain of a convolution" if "conv" in file.lower() else "chain of a product"
     return next((family for pattern, family in _FAMILIES if re.search(pattern, file.lower())), "pointwise")
