@@ -11,6 +11,7 @@ import pytest
 from remat.costing.planning_device import find_planning_device
 from remat.costing.profile import Profile
 from remat.errors import Infeasible, RematError, UsageError, ValidationFailed
+from remat.evaluation.plan import device_overhead
 from remat.execution.executions import load
 from remat.execution.modules.replay import replay_modules
 from remat.execution.modules.search_space import find_module_space
@@ -94,7 +95,9 @@ def test_what_fits_comes_first_by_its_time_and_what_does_not_last(found: Compari
     assert len(fitting) >= 3 and found.rows[: len(fitting)] == tuple(fitting)
     times = [row.step_time_us or 0 for row in fitting]
     assert times == sorted(times)
-    assert found.rows[0].strategy == "exact" and found.best is found.rows[0]
+    assert found.best is found.rows[0]
+    least = min(fitting, key=lambda row: row.recompute_time_us or 0)  # greedy launches fewer kernels, which are longer
+    assert least.strategy == "exact"
     assert not row_of(found, "none").fits
 
 
@@ -105,12 +108,12 @@ def test_a_row_says_what_the_evaluator_says(found: Comparison, problem: Problem)
     rounded_us = 0.0005 * problem.graph.op_count  # a problem counts whole nanoseconds for every operator
     assert (found_us := row.recompute_time_us) is not None
     assert found_us == pytest.approx(again_us, abs=rounded_us)
-    assert row.step_time_us == pytest.approx(problem.step_time_us + found_us)
-    assert row.overhead == pytest.approx(found_us / problem.step_time_us)
+    assert row.plan is not None and row.plan.predicted["judged_by"] == "replay"
+    assert row.plan.predicted["device_again_us"] == pytest.approx(found_us)
+    assert device_overhead(row.plan) == pytest.approx(found_us / problem.step_time_us)
     assert row.step_time_us and row.samples_per_s
     assert row.samples_per_s == pytest.approx(64 / row.step_time_us * 1e6)
     assert row.tokens_per_s == pytest.approx(row.samples_per_s * toys.LENGTH)
-    assert row.plan is not None and row.plan.predicted["judged_by"] == "replay"
 
 
 def test_only_exact_strategies_have_a_bound_and_all_are_held_against_it(found: Comparison) -> None:

@@ -11,9 +11,13 @@ recomputed is launched again, so recomputation is not free in such a step: it ta
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import Graph
+from remat.evaluation.plan import Region
 from remat.workload.target import Target
 
 LAUNCH_US = 19.0
@@ -25,6 +29,16 @@ def launches_us(graph: Graph, target: Target) -> np.ndarray:
     per_kind = [LAUNCH_US if kind.moved_bytes or kind.flops else 0.0 for kind in graph.kinds]
     times = np.array(per_kind, dtype=np.float64)[graph.op_kind]
     return times if target.device == "cuda" else np.zeros_like(times)
+
+
+def host_time_us(memory: Memory, target: Target, regions: Sequence[Region] = (), micro_batches: int = 1) -> float:
+    """The host's time for an optimizer step over so many micro-batches, each under `regions`; 0 off CUDA."""
+    if target.device != "cuda":
+        return 0.0
+    graph, times = memory.graph, launches_us(memory.graph, target)
+    again_us = memory.recompute_time_us(regions, times) + REGION_US * len(regions) if regions else 0.0
+    once_us, rest_us = float(times[: graph.backward_end].sum()), float(times[graph.backward_end :].sum())
+    return micro_batches * (once_us + again_us) + rest_us
 
 
 def along(device_us: np.ndarray, host_us: np.ndarray) -> float:

@@ -145,7 +145,9 @@ class Prediction(TypedDict, total=False):
     peak_bytes            of the replay, or of the evaluator if it was not replayed: `judged_by` says which
     evaluator_peak_bytes  where the evaluator expects another: of modules, of compiled steps
     peak_at               the operator, for a person
-    step_time_us          recomputation included; `recompute_time_us` and `overhead`, its share, are what it adds
+    step_time_us          recomputation included: the device's, or the host's where that takes longer
+    recompute_time_us     of it, the device's time for recomputation
+    overhead              what the plan adds, over the step without one
     breakdown             bytes at the peak, by category
     unmeasured_kernels    how many kinds of operators have estimated times in a measured profile
     allocator             under the settings assumed, and with or without expandable segments
@@ -158,8 +160,9 @@ class Prediction(TypedDict, total=False):
     weights_wait_us       what the step waits for them, in `overhead` too
     whole_loss_overhead   of the plan for the captured step, if one fits
     sliced_overhead       of the best plan with slices, where it is better by too little to be taken
-    host_us               what the host needs to launch the step without a plan, where that is more than the device
-                          needs to run it; `host_again_us` is what the plan adds
+    host_us               what the host needs to launch the step without a plan, where the host takes longer than the
+                          device with a plan or without; `host_again_us` is what the plan adds
+    device_us             what the device needs to run it; `device_again_us` is what the plan adds
     """
 
     peak_bytes: int
@@ -184,6 +187,8 @@ class Prediction(TypedDict, total=False):
     sliced_overhead: float
     host_us: float
     host_again_us: float
+    device_us: float
+    device_again_us: float
 
 
 class Proof(TypedDict, total=False):
@@ -363,13 +368,22 @@ class Plan:
 
 def bound_by_host(plan: Plan) -> list[str]:
     """A sentence where launching the step takes longer than running it: how long, and what the plan then costs."""
-    predicted, device_us = plan.predicted, plan.without_checkpointing["step_time_us"]
-    host_us, again_us = predicted.get("host_us", 0.0), predicted.get("host_again_us", 0.0)
-    if host_us <= device_us:
+    predicted = plan.predicted
+    if "device_us" not in predicted:
         return []
-    planned_us = max(host_us + again_us, predicted["step_time_us"])
-    added = f"; under the plan {ms(planned_us)}, {100 * (planned_us / host_us - 1):+.1f} %" if again_us else ""
-    return [f"bound by the host: launching kernels takes {ms(host_us)}, running them {ms(device_us)}{added}"]
+    host_us, device_us = predicted["host_us"], predicted["device_us"]
+    again_us = predicted["host_again_us"]
+    under = f"; under the plan {ms(host_us + again_us)} and {ms(device_us + predicted['device_again_us'])}"
+    without = f"launching kernels takes {ms(host_us)}, running them {ms(device_us)}"
+    return [f"bound by the host: {without}{under if again_us else ''}"]
+
+
+def device_overhead(plan: Plan) -> float:
+    """The share that the plan adds to the device's time, which is what bounds and curves are of."""
+    predicted = plan.predicted
+    if "device_us" not in predicted:
+        return predicted["overhead"]
+    return predicted["device_again_us"] / predicted["device_us"] if predicted["device_us"] else 0.0
 
 
 def drawn(about: Mapping[str, Any]) -> list[str]:

@@ -58,6 +58,7 @@ class Execution(abc.ABC):
     runs_as_evaluated  whether the step needs what the evaluator says
     compiler        the compiler that the step must run under; None where it must not run under any
     bound_carries   whether no plan within the budget, run this way, can recompute for less than the evaluator's bound
+    launches        whether Python launches every kernel, so that the host may take longer than the device
     runs_forms      whether the step may run in another form: losses in slices, groups fused
     runs_offloads   whether activations may be on the host between forward and backward
     most_tries      plans that are replayed for one budget, at most
@@ -68,6 +69,7 @@ class Execution(abc.ABC):
     runs_as_evaluated: bool = False
     compiler: str | None = None
     bound_carries: bool = True
+    launches: bool = False
     runs_forms: bool = False
     runs_offloads: bool = False
     most_tries: int = MOST_TRIES

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from remat.costing.host_time import REGION_US, launches_us
 from remat.evaluation.breakdown import at_peak
 from remat.evaluation.form import LEFT_WHOLE, SLICED, WHOLE
 from remat.evaluation.graph import CALLED_MODULES
@@ -16,8 +15,6 @@ from remat.planning.portfolio import BestPlan
 from remat.planning.refusals import where
 from remat.planning.study import FoundPlan, Study
 from remat.recording.fake_step import LAYERS_ON_HOST
-
-HOSTED = ("eager", "modules")  # executions in which Python launches every kernel
 
 
 def plan_of(study: Study, outcome: BestPlan, budget_bytes: int) -> Plan:
@@ -94,13 +91,15 @@ def predict(study: Study, found: FoundPlan) -> Prediction:
     recompute_us = memory.recompute_time_us(solution.regions, op_time_us)
     weights_us = wait_us(memory, solution.regions, op_time_us, layers, profile.target.host_bytes_per_us)
     added_us = recompute_us + solution.stall_us + weights_us
-    curve, step_us = memory.curve(solution.regions), study.step_time_us
+    curve, plain_us = memory.curve(solution.regions), study.step_time_us
+    device_us, host_us = problem.step_time_us + added_us, study.host_time_us(found.at, solution.regions)
+    step_us = max(device_us, host_us)
     predicted: Prediction = {
         "peak_bytes": curve.peak_bytes if solution.replayed_bytes is None else solution.replayed_bytes,
         "peak_at": where(graph, int(curve.op[curve.peak_at])),
-        "step_time_us": problem.step_time_us + added_us,
+        "step_time_us": step_us,
         "recompute_time_us": recompute_us,
-        "overhead": (added_us + found.at.extra_us) / step_us if step_us else 0.0,
+        "overhead": (step_us - plain_us) / plain_us if plain_us else 0.0,
         "recomputed_nodes": memory.recomputed_nodes(solution.regions),
         "breakdown": at_peak(memory, solution.regions),
         "judged_by": "replay" if found.is_judged else "evaluator",
@@ -109,12 +108,9 @@ def predict(study: Study, found: FoundPlan) -> Prediction:
         predicted["form_time_us"] = found.at.extra_us
     if unmeasured := len(profile.costs.about.get("not_measured", ())):
         predicted["unmeasured_kernels"] = unmeasured
-    plain_us = float(launches_us(study.captured.profile.graph, profile.target).sum())
-    if profile.costs.source == "estimated" and study.how.name in HOSTED and plain_us > step_us:
-        host = launches_us(graph, profile.target)
-        again_us = memory.recompute_time_us(solution.regions, host) + REGION_US * len(solution.regions)
-        predicted["host_us"] = plain_us
-        predicted["host_again_us"] = float(host.sum()) + again_us - plain_us
+    if step_us > device_us or plain_us > study.device_time_us:
+        predicted["host_us"], predicted["host_again_us"] = _with_added(study.host_time_us(study.captured), host_us)
+        predicted["device_us"], predicted["device_again_us"] = _with_added(study.device_time_us, device_us)
     if solution.stall_us:
         predicted["stall_us"] = solution.stall_us
     if solution.offloads:
@@ -128,3 +124,8 @@ def predict(study: Study, found: FoundPlan) -> Prediction:
     if predicted["peak_bytes"] != curve.peak_bytes:
         predicted["evaluator_peak_bytes"] = curve.peak_bytes
     return predicted
+
+
+def _with_added(plain_us: float, planned_us: float) -> tuple[float, float]:
+    """Time without the plan, and what the plan adds."""
+    return plain_us, planned_us - plain_us

@@ -18,7 +18,6 @@ from typing import Any, ClassVar, Unpack
 
 from remat.capture.model_state import generators_kept
 from remat.costing.planning_device import find_planning_device
-from remat.costing.profile import Profile
 from remat.errors import Infeasible, NoPlanInTime
 from remat.evaluation.plan import Plan, Prediction, Proof, Region
 from remat.formulation import check
@@ -61,8 +60,8 @@ class StrategyRow:
     """The result of one strategy. A field is None if it found no plan at all, or cannot know the value.
 
     fits         the peak keeps the budget; where not, the plan is the nearest that a heuristic comes to it
-    samples_per_s, tokens_per_s  of one rank, over all micro-batches of an optimizer step
-    overhead     recompute_time_us over the step time without checkpointing
+    step_time_us, overhead  of the device, or of the host where that takes longer
+    samples_per_s, tokens_per_s  of one rank, over all micro-batches of an optimizer step, likewise
     bound_us     what the strategy itself proves, and `gap` how far its plan is from that
     above_bound  recompute_time_us over the best bound of the comparison, less 1; None where that is 0
     measured     peak_bytes and step_time_us of the planned step, run at the size of `Comparison.measured_on`
@@ -368,7 +367,8 @@ class _Comparing:
         added_us = samples_per_s = None
         if again_us is not None:
             waited_us = again_us + predicted.get("stall_us", 0.0)
-            added_us, samples_per_s = waited_us + found.at.extra_us, _samples_per_s(found.at.profile, waited_us)
+            added_us = waited_us + found.at.extra_us
+            samples_per_s = self._samples_per_s(found, waited_us)
         return StrategyRow(
             strategy=name,
             status=status,
@@ -385,6 +385,14 @@ class _Comparing:
             wall_s=round(solution.wall_s, 3),
             plan=plan,
         )
+
+    def _samples_per_s(self, found: FoundPlan, added_us: float) -> float | None:
+        """Samples of one rank, over all micro-batches of an optimizer step."""
+        profile, regions = found.at.profile, found.solution.regions
+        about, accumulation = profile.graph.about, profile.graph.about["accumulation"]
+        device_us = profile.costs.update_time_us(profile.graph, accumulation, added_us)
+        update_us = max(device_us, self._study.host_time_us(found.at, regions, accumulation))
+        return about["batch_size"] * accumulation / update_us * 1e6 if update_us else None
 
 
 def offloaded_by_hand(problem: Problem, link: Link, name: str) -> Solution:
@@ -403,13 +411,6 @@ def offloaded_by_hand(problem: Problem, link: Link, name: str) -> Solution:
 def _above(price_us: float | None, bound_us: float) -> float | None:
     """Return the share by which a price exceeds the bound; None if that says nothing."""
     return None if price_us is None or bound_us <= 0 else max(price_us / bound_us - 1, 0.0)
-
-
-def _samples_per_s(profile: Profile, added_us: float) -> float | None:
-    """Samples of one rank, over all micro-batches of an optimizer step."""
-    about = profile.graph.about
-    update_us = profile.costs.update_time_us(profile.graph, about["accumulation"], added_us)
-    return about["batch_size"] * about["accumulation"] / update_us * 1e6 if update_us else None
 
 
 def solve(problem: Problem, name: str, limits: Limits) -> Solution:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from remat.capture.model_state import generators_kept
-from remat.costing.host_time import REGION_US, launches_us
+from remat.costing.host_time import host_time_us
 from remat.costing.planning_device import PlanningDevice, find_planning_device
 from remat.costing.profile import Profile
 from remat.evaluation import breakdown
@@ -60,8 +60,9 @@ class Peaks:
 class Speed:
     """One optimizer step on one rank; None where there are no tokens, or the target's rate is not known.
 
-    update_time_us  of all its micro-batches and the optimizer      samples  of all ranks
-    host_us         what the host needs to launch its kernels; None where costs were measured, and off CUDA
+    update_time_us  of all its micro-batches and the optimizer: the longer of the next two     samples  of all ranks
+    device_us       what the device needs to run its kernels
+    host_us         what the host needs to launch them; 0 where costs were measured, and off CUDA
     mfu, hfu        shares of the target's peak rate, the model's operations alone and with the recomputed ones
     """
 
@@ -74,7 +75,8 @@ class Speed:
     model_flops: int
     mfu: float | None
     hfu: float | None
-    host_us: float | None = None
+    device_us: float = 0.0
+    host_us: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +217,9 @@ def _phases(graph: Graph, curve: Curve) -> dict[str, int]:
 def _speed(profile: Profile, memory: Memory, regions: Sequence[Region]) -> Speed:
     graph, costs, loop = profile.graph, profile.costs, TrainingLoop.of(profile.graph.about)
     again_us = memory.recompute_time_us(regions, costs.per_op_us(graph))
-    time_us = costs.update_time_us(graph, loop.accumulation, again_us)
+    device_us = costs.update_time_us(graph, loop.accumulation, again_us)
+    host_us = host_time_us(memory, profile.target, regions, loop.accumulation) if costs.source == "estimated" else 0.0
+    time_us = max(device_us, host_us)
     samples = graph.about["batch_size"] * loop.accumulation * loop.ranks
     tokens = samples * graph.about["seq_len"] if graph.about["seq_len"] else None
     flops = np.array([kind.flops for kind in graph.kinds], dtype=np.int64)[graph.op_kind]
@@ -233,17 +237,9 @@ def _speed(profile: Profile, memory: Memory, regions: Sequence[Region]) -> Speed
         model_flops=own * loop.accumulation * loop.ranks,
         mfu=loop.accumulation * own / most if most else None,
         hfu=loop.accumulation * (own + again) / most if most else None,
-        host_us=_host_us(profile, memory, regions),
+        device_us=device_us,
+        host_us=host_us,
     )
-
-
-def _host_us(profile: Profile, memory: Memory, regions: Sequence[Region]) -> float | None:
-    graph, accumulation = profile.graph, TrainingLoop.of(profile.graph.about).accumulation
-    if profile.costs.source != "estimated" or profile.target.device != "cuda":
-        return None
-    host = launches_us(graph, profile.target)
-    once_us = float(host[: graph.backward_end].sum()) + memory.recompute_time_us(regions, host)
-    return accumulation * (once_us + REGION_US * len(regions)) + float(host[graph.backward_end :].sum())
 
 
 def _dtype(graph: Graph, flops: np.ndarray) -> str:

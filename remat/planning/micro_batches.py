@@ -23,6 +23,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from remat.costing.costs import estimated_costs, with_library_workspaces
+from remat.costing.host_time import host_time_us
 from remat.costing.planning_device import PlanningDevice
 from remat.costing.profile import Profile
 from remat.errors import Infeasible, NoPlanInTime, UsageError
@@ -60,6 +61,8 @@ RECORDED_AT = (2, 4)  # batch sizes
 SEVERAL = 2  # micro-batches: from the second on, all are alike
 NOTHING = Solution("exact", "unknown")
 MOST = 1 << 20  # samples in a micro-batch, or steps of a sequence
+
+_UpdateTime = Callable[[Profile, int, tuple[Region, ...]], float]  # of so many micro-batches and the optimizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -468,13 +471,17 @@ class MicroBatches:
         return (window.accumulation - 1) * solution.stall_us + last.stall_us
 
     def _time_us(self, window: Window, regions: tuple[Region, ...], form: Form = CAPTURED) -> float:
-        """Time of one optimizer step: the full micro-batches, the last one, and the optimizer."""
+        """Time of one optimizer step: what the device needs, or the host."""
+        return max(self._total_us(window, regions, form, of) for of in (self._device_us, self._host_us))
+
+    def _total_us(self, window: Window, regions: tuple[Region, ...], form: Form, update_us: _UpdateTime) -> float:
+        """The full micro-batches, the last one, and the optimizer."""
         full = self._profile_in(*_key(window), form)
         if window.last == window.micro_batch:
-            return self._update_us(full, window.accumulation, regions)
+            return update_us(full, window.accumulation, regions)
         last = self._profile_in(window.last, True, form)
-        rest = self._update_us(last, 1, regions) - self._update_us(last, 0, regions)
-        return self._update_us(full, window.accumulation - 1, regions) + rest
+        rest = update_us(last, 1, regions) - update_us(last, 0, regions)
+        return update_us(full, window.accumulation - 1, regions) + rest
 
     def _profile_in(self, micro_batch: int, accumulates: bool, form: Form) -> Profile:
         if form == CAPTURED:
@@ -483,10 +490,15 @@ class MicroBatches:
         assert forms is not None
         return forms.of(form).profile
 
-    def _update_us(self, profile: Profile, micro_batches: int, regions: tuple[Region, ...]) -> float:
+    def _device_us(self, profile: Profile, micro_batches: int, regions: tuple[Region, ...]) -> float:
         graph, costs = profile.graph, profile.costs
         again_us = Memory(graph).recompute_time_us(regions, costs.per_op_us(graph)) if regions else 0.0
         return costs.update_time_us(graph, micro_batches, again_us)
+
+    def _host_us(self, profile: Profile, micro_batches: int, regions: tuple[Region, ...]) -> float:
+        if profile.costs.source != "estimated" or not self.how.launches:
+            return 0.0
+        return host_time_us(Memory(profile.graph), profile.target, regions, micro_batches)
 
     # For real
 

@@ -256,7 +256,7 @@ class _FormSearch:
     @property
     def _worth_us(self) -> float:
         """How much another form has to save to be taken. (Rule 4)"""
-        return self._worth * self._study.step_time_us
+        return self._worth * self._study.device_time_us
 
     @property
     def _plans(self) -> list[FoundPlan]:
@@ -285,7 +285,7 @@ class _FormSearch:
 
     def _outcome(self, best: FoundPlan) -> BestPlan:
         if self.is_interrupted:
-            self.bounds_us.append(-self._study.step_time_us)  # a form that was not searched still takes some time
+            self.bounds_us.append(-self._study.device_time_us)  # a form that was not searched still takes some time
         peak_bytes = self._study.peak_bytes(best)
         floor_us = min([best.price_us, *self.bounds_us, *(each.bound_us for each in self._plans)])
         other, captured, left = self._best_other(), self.captured, None

@@ -12,9 +12,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from remat.costing.host_time import host_time_us
 from remat.costing.profile import Profile
 from remat.errors import Infeasible, NoPlanInTime, RematError
 from remat.evaluation.form import CAPTURED, Form
@@ -144,9 +145,20 @@ class Study:
         return self.forms is not None and self.forms.are_any
 
     @property
-    def step_time_us(self) -> float:
-        """Time of the captured step, without checkpointing."""
+    def device_time_us(self) -> float:
+        """What the device needs for the captured step, without checkpointing."""
         return self.profile.costs.step_time_us(self.profile.graph)
+
+    @property
+    def step_time_us(self) -> float:
+        """Time of the captured step, without checkpointing: the device's, or the host's where that is longer."""
+        return max(self.device_time_us, self.host_time_us(self.captured))
+
+    def host_time_us(self, at: StepForm, regions: Sequence[Region] = (), micro_batches: int = 1) -> float:
+        """What the host needs to launch a form's kernels; 0 where costs were measured, and where a compiler does."""
+        if at.profile.costs.source != "estimated" or not self.how.launches:
+            return 0.0
+        return host_time_us(self.problem(at, 0).memory, at.profile.target, regions, micro_batches)
 
     def within(self, budget: Budget) -> Study:
         """The same study, and the same memory, under another budget."""
@@ -210,7 +222,7 @@ class Study:
         problem = self.problem(self.captured, budget_bytes)
         judge = self.judge(self.captured) if judged else None
         peak_bytes = self.how.without_plan(problem, None if judge is None else lambda: judge.peak(problem, ()))
-        return {**problem.without_checkpointing, "peak_bytes": peak_bytes}
+        return {"peak_bytes": peak_bytes, "step_time_us": self.step_time_us}
 
     def peak_bytes(self, found: FoundPlan) -> int:
         """Peak of a plan, by the replay where it was replayed, else by the evaluator."""

@@ -64,6 +64,7 @@ CURVE = "exact"  # the strategy whose plans are the curve
 class CurvePoint:
     """The plan of one strategy under one budget.
 
+    step_time_us   of the device: where the host takes longer, a plan has the time that both need
     recompute_time_us, form_time_us  what it adds to the step: recomputation, and what the form takes longer than the
                    captured step (negative where fusing makes it faster); `overhead` is their share of the step
     bound_us, gap  what is proved of both together; None for heuristics
@@ -221,12 +222,14 @@ def sweep_study(
     curve, others = _with_bounds(_monotone(trace.curve)), trace.others
     if study.step is not None and not study.how.runs_as_evaluated:
         curve, others = _falling(trace.replayed(curve)), trace.replayed(others)
+    heading = Heading.fields_of(study, 0, judged=False)
+    heading["without_checkpointing"]["step_time_us"] = study.device_time_us
     return Sweep(
         points=tuple(map(trace.point, curve)),
         others=tuple(map(trace.point, others)),
         forms=tuple(str(at.form) for at in trace.forms),
         interrupted=interrupted,
-        **Heading.fields_of(study, 0, judged=False),
+        **heading,
     )
 
 
@@ -416,7 +419,7 @@ class _Trace:
         return min(max(bounds, default=0.0), solved.price_us)
 
     def point(self, solved: _Solved) -> CurvePoint:
-        solution, at, step_us = solved.solution, solved.found.at, self._study.step_time_us
+        solution, at, step_us = solved.solution, solved.found.at, self._study.device_time_us
         sizes, form = at.profile.graph.storages.size_bytes, at.form
         again_us = self._recompute_us(at, solution.regions)
         added_us = again_us + solution.stall_us + at.extra_us

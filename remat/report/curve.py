@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from remat.evaluation.form import CAPTURED, form_of
-from remat.evaluation.plan import Plan
+from remat.evaluation.plan import Plan, device_overhead
 from remat.report.material import Material
 from remat.report.scale import SIDE, Scale, Tick, unit_of
 from remat.units import gib, ms
@@ -148,7 +148,7 @@ def _own(material: Material) -> Iterator[Mark]:
             f"peak {gib(predicted['peak_bytes'])} within {gib(plan.budget_bytes)}",
             f"{ms(predicted['step_time_us'])} a step, {100 * predicted['overhead']:+.1f} %",
         )
-        at = (predicted["peak_bytes"], predicted["overhead"])
+        at = (predicted["peak_bytes"], device_overhead(plan))
         yield Mark("this plan", "plan", PLAN_GLYPH, -2, *at, facts, plan.budget_bytes)
 
 
@@ -205,7 +205,8 @@ def _bound(plan: Plan | None, scale_x: Scale, scale_y: Scale) -> tuple[float, fl
 
 def least_added(plan: Plan) -> float | None:
     """Return the proved lower bound on the share of the step that a plan adds; None if there is none."""
-    step_us, bound_us = plan.without_checkpointing["step_time_us"], plan.solver.get("bound_us")
+    step_us = plan.predicted.get("device_us", plan.without_checkpointing["step_time_us"])
+    bound_us = plan.solver.get("bound_us")
     if not step_us or not bound_us or plan.execution in ("inductor", "aot_eager"):
         return None
     return float(bound_us) / float(step_us)

@@ -212,10 +212,8 @@ def _speed_text(found: Estimate) -> str:
     rate = f"{speed.tokens_per_s:,.0f} tokens/s" if speed.tokens_per_s else f"{speed.samples_per_s:,.1f} samples/s"
     size = f"{speed.tokens:,} tokens" if speed.tokens else f"{speed.samples:,} samples"
     rows: list[tuple[str, ...]] = [("optimizer step", f"{ms(speed.update_time_us)}{estimated}", f"{size}, {rate}")]
-    if speed.host_us is not None and speed.host_us > speed.update_time_us:
-        rows.append(
-            ("bound by the host", f"{ms(speed.host_us)}{estimated}", "launching kernels takes longer than they run")
-        )
+    if speed.host_us > speed.device_us:
+        rows.append(("bound by the host", "", f"launching kernels takes that long, running them {ms(speed.device_us)}"))
     if speed.mfu is not None and speed.hfu is not None:
         recomputed = "" if speed.hfu == speed.mfu else f"; HFU {100 * speed.hfu:.1f} % with recomputation"
         flops = f"{speed.model_flops / 1e12:,.1f} TFLOP{recomputed}"

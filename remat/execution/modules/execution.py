@@ -28,6 +28,7 @@ from remat.recording.fake_step import FakeStep
 
 class ModulesExecution(Execution):
     name = "modules"
+    launches = True
     patience_s = 30.0  # half of it for the first plan: a proof may take long (the note on regions of modules)
 
     def require_step(self, graph: Graph) -> None:
