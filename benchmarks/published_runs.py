@@ -148,6 +148,8 @@ def _mpt(width: int, layers: int, heads: int, batch_size: int, length: int, voca
 class _ProductsBlock(_Block):
     """The same with attention in products and a softmax, and the GELU of GPT-2."""
 
+    mask: torch.Tensor
+
     def __init__(self, width: int, heads: int, positions: int):
         super().__init__(width, heads)
         self.register_buffer("mask", torch.ones(positions, positions).tril().view(1, 1, positions, positions))

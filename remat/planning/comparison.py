@@ -60,8 +60,8 @@ class StrategyRow:
     """The result of one strategy. A field is None if it found no plan at all, or cannot know the value.
 
     fits         the peak keeps the budget; where not, the plan is the nearest that a heuristic comes to it
-    step_time_us, overhead  of the device, or of the host where that takes longer
-    samples_per_s, tokens_per_s  of one rank, over all micro-batches of an optimizer step, likewise
+    step_time_us, overhead  of the device, or of the host where that takes longer; so are the next two
+    samples_per_s, tokens_per_s  of one rank, over all micro-batches of an optimizer step
     bound_us     what the strategy itself proves, and `gap` how far its plan is from that
     above_bound  recompute_time_us over the best bound of the comparison, less 1; None where that is 0
     measured     peak_bytes and step_time_us of the planned step, run at the size of `Comparison.measured_on`

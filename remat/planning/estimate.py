@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from remat.capture.model_state import generators_kept
-from remat.costing.host_time import host_time_us
 from remat.costing.planning_device import PlanningDevice, find_planning_device
 from remat.costing.profile import Profile
 from remat.evaluation import breakdown
@@ -218,7 +217,7 @@ def _speed(profile: Profile, memory: Memory, regions: Sequence[Region]) -> Speed
     graph, costs, loop = profile.graph, profile.costs, TrainingLoop.of(profile.graph.about)
     again_us = memory.recompute_time_us(regions, costs.per_op_us(graph))
     device_us = costs.update_time_us(graph, loop.accumulation, again_us)
-    host_us = host_time_us(memory, profile.target, regions, loop.accumulation) if costs.source == "estimated" else 0.0
+    host_us = profile.host_time_us(memory, regions, loop.accumulation)
     time_us = max(device_us, host_us)
     samples = graph.about["batch_size"] * loop.accumulation * loop.ranks
     tokens = samples * graph.about["seq_len"] if graph.about["seq_len"] else None

@@ -23,7 +23,6 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from remat.costing.costs import estimated_costs, with_library_workspaces
-from remat.costing.host_time import host_time_us
 from remat.costing.planning_device import PlanningDevice
 from remat.costing.profile import Profile
 from remat.errors import Infeasible, NoPlanInTime, UsageError
@@ -496,9 +495,7 @@ class MicroBatches:
         return costs.update_time_us(graph, micro_batches, again_us)
 
     def _host_us(self, profile: Profile, micro_batches: int, regions: tuple[Region, ...]) -> float:
-        if profile.costs.source != "estimated" or not self.how.launches:
-            return 0.0
-        return host_time_us(Memory(profile.graph), profile.target, regions, micro_batches)
+        return profile.host_time_us(Memory(profile.graph), regions, micro_batches) if self.how.launches else 0.0
 
     # For real
 

@@ -15,7 +15,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from remat.costing.host_time import host_time_us
 from remat.costing.profile import Profile
 from remat.errors import Infeasible, NoPlanInTime, RematError
 from remat.evaluation.form import CAPTURED, Form
@@ -146,7 +145,7 @@ class Study:
 
     @property
     def device_time_us(self) -> float:
-        """What the device needs for the captured step, without checkpointing."""
+        """Time that the device needs for the captured step, without checkpointing."""
         return self.profile.costs.step_time_us(self.profile.graph)
 
     @property
@@ -155,10 +154,10 @@ class Study:
         return max(self.device_time_us, self.host_time_us(self.captured))
 
     def host_time_us(self, at: StepForm, regions: Sequence[Region] = (), micro_batches: int = 1) -> float:
-        """What the host needs to launch a form's kernels; 0 where costs were measured, and where a compiler does."""
-        if at.profile.costs.source != "estimated" or not self.how.launches:
+        """Time to launch a form's kernels from Python; 0 where it is not known, and where a compiler launches them."""
+        if not self.how.launches:
             return 0.0
-        return host_time_us(self.problem(at, 0).memory, at.profile.target, regions, micro_batches)
+        return at.profile.host_time_us(self.problem(at, 0).memory, regions, micro_batches)
 
     def within(self, budget: Budget) -> Study:
         """The same study, and the same memory, under another budget."""

@@ -47,7 +47,7 @@ def _sentence(material: Material) -> str:
         profile = material.profile
         assert profile is not None
         memory = Memory(profile.graph, profile.costs.workspace_per_op(profile.graph))
-        time = ms(profile.costs.step_time_us(profile.graph))
+        time = ms(profile.step_time_us)
         peak = gib(memory.peak_without_checkpointing)
         return f"A step of {name} is predicted to need {peak} and to take {time} as it is."
     plain, predicted = plan.without_checkpointing, plan.predicted

@@ -79,7 +79,7 @@ def _answer(profile: Profile, path: Path | None, table: Path | None, notes: list
     graph, costs = profile.graph, profile.costs
     without_checkpointing = {
         "peak_bytes": Memory(graph, costs.workspace_per_op(graph)).peak_without_checkpointing,
-        "step_time_us": costs.step_time_us(graph),
+        "step_time_us": profile.step_time_us,
     }
     data = {
         "model": graph.about["workload"],
