@@ -32,7 +32,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
 from remat._torch.recording import unwrapped
-from remat._torch.training import fakes_are_on, is_wrapper, without_modes
+from remat._torch.training import clear_cublas_workspaces, fakes_are_on, is_wrapper, without_modes
 from remat.capture.dynamo import without_cache
 from remat.capture.model_state import ModelState, StateLost
 from remat.capture.trl_head import selects_rows
@@ -232,6 +232,15 @@ def _untouched(
         parameters.put_back()
         arguments.put_back()
         torch.clear_autocast_cache()  # what was cast without gradients has none
+        _give_back()
+
+
+def _give_back() -> None:
+    """Let CUDA go of segments that were cut for this forward: the planned one uses them badly, and they would stay."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # cuBLAS may be using the workspaces that are in such segments
+        clear_cublas_workspaces()
+        torch.cuda.empty_cache()
 
 
 def _again(model: nn.Module, before: ModelState, run: Callable[[], _Seen]) -> _Seen:
