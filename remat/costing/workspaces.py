@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from remat.costing.reductions import Reduction
+from remat.evaluation.argument_copies import ITEM_BYTES, Described, adds_up, argument, copies_of
 from remat.evaluation.graph import LIBRARY_WORKSPACES, Graph, OpKind
 from remat.evaluation.libraries import threads_that_multiply
 from remat.units import MIB
@@ -33,38 +34,11 @@ _ROWS = 10  # NROWS_PER_THREAD of EmbeddingBackwardKernel.cu
 _FEW_INDICES = 3072
 _MOST_THREADS = 1024
 _INDEX_BYTES = 8
+_FEW_KEYS = 256  # which are sorted at once
 _FLOAT_BYTES = 4
+_WARP = 32
+_MANY_ROWS, _MOST_BLOCKS = 64 * 1024, 32 * 1024  # of layer norm's backward
 _SUM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 4, "float16": 4}  # of what numbers are added up in
-
-
-@dataclasses.dataclass(frozen=True)
-class _Described:
-    """A tensor of a signature."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    item_bytes: int
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def size_bytes(self) -> int:
-        return self.numel * self.item_bytes
-
-    @property
-    def is_contiguous(self) -> bool:
-        expected = [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
-        return all(n == 1 or s == e for n, s, e in zip(self.shape, self.stride, expected, strict=True))
-
-
-_ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
-
-
-def _tensor(kind: OpKind, position: int) -> _Described:
-    shape, stride, dtype = kind.signature[0][position]["tensor"]
-    return _Described(tuple(shape), tuple(stride), _ITEM_BYTES.get(dtype, 1))
 
 
 def _up(size: int, multiple: int) -> int:
@@ -77,7 +51,7 @@ def flash_attention_backward(kind: OpKind, target: Target) -> int:
     `mha_bwd` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp and `_flash_attention_backward` in
     attention_backward.cu, torch 2.11 to 2.15; algorithms that need not be deterministic.
     """
-    gradient, query, key, _, output = (_tensor(kind, position) for position in range(5))
+    gradient, query, key, _, output = (argument(kind, position) for position in range(5))
     batch, heads, length, size = query.shape
     padded = _up(length, 128)
     size_padded = _up(size, 32 if size <= 128 else 64)
@@ -87,7 +61,7 @@ def flash_attention_backward(kind: OpKind, target: Target) -> int:
     return total + sum(t.numel * t.item_bytes for t in (gradient, output) if not _by_token(t))
 
 
-def _by_token(tensor: _Described) -> bool:
+def _by_token(tensor: Described) -> bool:
     """Whether (batch, heads, length, size) is laid out as a contiguous (batch, length, heads, size)."""
     _, heads, length, size = tensor.shape
     expected = (length * heads * size, size, heads * size, 1)
@@ -101,8 +75,19 @@ def cudnn_attention_backward(kind: OpKind, target: Target) -> int:
     `CompositeSDPABackwardNode` in node/scaled_dot_product_flash_attention.h of cudnn-frontend 1.23; cuDNN >= 9.0.
     The gradients of grouped keys and values are expanded inside the engine: not counted.
     """
-    batch, heads, length, size = _tensor(kind, 1).shape
+    batch, heads, length, size = argument(kind, 1).shape
     return batch * heads * length * (size + 1) * _FLOAT_BYTES
+
+
+def efficient_attention(kind: OpKind, target: Target) -> int:
+    """An output in fp32 to add up in, where 16-bit values have more than 128 columns.
+
+    `_efficient_attention_forward` in attention.cu and `kNeedsOutputAccumulatorBuffer` in
+    mem_eff_attention/kernel_forward.h, torch 2.11 to 2.15.
+    """
+    query, value = argument(kind, 0), argument(kind, 2)
+    width = value.shape[-1]
+    return query.numel // query.shape[-1] * width * _FLOAT_BYTES if width > 128 and value.item_bytes == 2 else 0
 
 
 def efficient_attention_backward(kind: OpKind, target: Target) -> int:
@@ -112,7 +97,7 @@ def efficient_attention_backward(kind: OpKind, target: Target) -> int:
     mem_eff_attention/kernel_backward.h and the kernels of kernels/cutlassB.h for compute capability 8.0 and up, torch
     2.11 to 2.15.
     """
-    query, key, value = (_tensor(kind, position) for position in (1, 2, 3))
+    query, key, value = (argument(kind, position) for position in (1, 2, 3))
     batch, heads, length, size = query.shape
     wide = max(size, value.shape[-1])
     rows, columns = (64, 64) if wide <= 64 else (128, 128 if query.item_bytes == 2 and wide <= 128 else 64)
@@ -127,9 +112,9 @@ def embedding_backward(kind: OpKind, target: Target) -> int:
     """Sorted indices, segments, and one fp32 row for every partial segment (or one for every row of the table).
 
     `embedding_dense_backward_cuda` in aten/src/ATen/native/cuda/Embedding.cu and `embedding_backward_cuda_kernel` in
-    EmbeddingBackwardKernel.cu, torch 2.11 to 2.15. The temporary storage of CUB's sort is gone when the rows are made.
+    EmbeddingBackwardKernel.cu, torch 2.11 to 2.15. What sorting takes is gone when the rows are made.
     """
-    gradient, indices, rows = _tensor(kind, 0), _tensor(kind, 1), int(kind.signature[0][2])
+    gradient, indices, rows = argument(kind, 0), argument(kind, 1), int(kind.signature[0][2])
     count, width = indices.numel, gradient.shape[-1]
     by_frequency = bool(kind.signature[0][4])
     if count <= _FEW_INDICES and not by_frequency:
@@ -137,10 +122,11 @@ def embedding_backward(kind: OpKind, target: Target) -> int:
     segments = min(count, rows)
     partial = count // _ROWS + segments
     columns = count * (3 + by_frequency) + 2 * segments + partial
+    sorting = _sorting_bytes(count, 4 if rows <= _FEW_KEYS else 5)
     if _is_fused(segments, partial, width, target):
         accumulated = rows * width * _FLOAT_BYTES if gradient.item_bytes < _FLOAT_BYTES else 0
-        return (columns + partial) * _INDEX_BYTES + accumulated
-    return columns * _INDEX_BYTES + partial * width * max(gradient.item_bytes, _FLOAT_BYTES)
+        return max((columns + partial) * _INDEX_BYTES + accumulated, sorting)
+    return max(columns * _INDEX_BYTES + partial * width * max(gradient.item_bytes, _FLOAT_BYTES), sorting)
 
 
 def _is_fused(segments: int, partial: int, width: int, target: Target) -> bool:
@@ -156,7 +142,7 @@ def product_with_4_bits(kind: OpKind, target: Target) -> int:
     `_dequant_linear_fallback` in bitsandbytes/backends/cuda/ops.py, 0.50, which runs from 1,537 rows on. For fewer a
     kernel of its own may run, which needs none of it.
     """
-    (given, packed), block = (_tensor(kind, position) for position in range(2)), kind.signature[0][4]
+    (given, packed), block = (argument(kind, position) for position in range(2)), kind.signature[0][4]
     weights = 2 * packed.numel
     return weights * given.item_bytes + 2 * (weights // block) * _FLOAT_BYTES
 
@@ -169,48 +155,64 @@ def reduction(kind: OpKind, target: Target) -> int:
     if dtype not in _SUM_BYTES or result not in (dtype, "float32"):
         return 0
     dims = next((arg for arg in args[1:] if isinstance(arg, list)), ())
-    sizes = _ITEM_BYTES[dtype], _SUM_BYTES[dtype], _ITEM_BYTES[result]
+    sizes = ITEM_BYTES[dtype], _SUM_BYTES[dtype], ITEM_BYTES[result]
     return Reduction(shape, stride, dims, *sizes).workspace_bytes(target)
 
 
-def roll(kind: OpKind, target: Target) -> int:
-    """A copy for each dimension but the last, one after the other, and one of what is not contiguous.
-
-    `roll_common` in aten/src/ATen/native/TensorTransformations.h, `roll_cuda` in cuda/TensorTransformations.cu, torch
-    2.11 to 2.15.
-    """
-    args = kind.signature[0]
-    dims = max(len(args[2]) if len(args) > 2 else 0, 1)
-    return (dims - 1) * _tensor(kind, 0).size_bytes + (_contiguous_copy(kind, 0) if dims == 1 else 0)
-
-
-def layer_norm(kind: OpKind, target: Target) -> int:
-    """A copy of an input that is not contiguous: `layer_norm_cuda` in cuda/layer_norm_kernel.cu, torch 2.11 to 2.15."""
-    return _contiguous_copy(kind, 0)
-
-
 def layer_norm_backward(kind: OpKind, target: Target) -> int:
-    """Copies of the gradient and of the input, where they are not contiguous; as above."""
-    return _contiguous_copy(kind, 0) + _contiguous_copy(kind, 1)
+    """Gradients of weight and bias by blocks of rows, where rows are many, and the sum over the blocks.
+
+    `LaunchGammaBetaBackwardCUDAKernel` in aten/src/ATen/native/cuda/layer_norm_kernel.cu, torch 2.8 to 2.15.
+    """
+    _, _, normalized, _, _, weight, bias, wanted = kind.signature[0]
+    width = math.prod(normalized)
+    rows, columns = argument(kind, 1).numel // width, -(-width // _WARP)
+    sums = [part for part, is_wanted in ((weight, wanted[1]), (bias, wanted[2])) if part is not None and is_wanted]
+    if rows <= _MANY_ROWS or width // _WARP >= target.processors // 2 or not sums:
+        return 0
+    blocks, item_bytes = min(_MOST_BLOCKS // columns, -(-rows // _WARP)), argument(kind, 1).item_bytes
+    added = Reduction((blocks, width), (width, 1), (0,), item_bytes, _FLOAT_BYTES, item_bytes).workspace_bytes(target)
+    return (len(sums) * blocks + 1) * width * item_bytes + added
 
 
-def _contiguous_copy(kind: OpKind, position: int) -> int:
-    tensor = _tensor(kind, position)
-    return 0 if tensor.is_contiguous else tensor.size_bytes
+def softmax_backward(kind: OpKind, target: Target) -> int:
+    """The gradient times the result: `softmax_backward_cuda_out` in cuda/SoftMax.cu, torch 2.11 to 2.15."""
+    gradient, output = argument(kind, 0), argument(kind, 1)
+    return output.numel * max(gradient.item_bytes, output.item_bytes)
+
+
+def index_put(kind: OpKind, target: Target) -> int:
+    """What sorting takes, where it adds: `index_put_with_sort_kernel` in cuda/Indexing.cu, torch 2.11 to 2.15."""
+    if not adds_up(kind):
+        return 0
+    indices = kind.signature[0][1]
+    indexed = zip(argument(kind, 0).shape, indices, strict=False)
+    count = max(math.prod(index["tensor"][0]) for index in indices if index is not None)
+    keys = math.prod(size for size, index in indexed if index is not None)
+    return _sorting_bytes(count, 4 if keys <= _FEW_KEYS else 6)
+
+
+def _sorting_bytes(count: int, columns: int) -> int:
+    """Indices and positions, before, after and in between, and what CUB works in.
+
+    Columns, and a little more than CUB's bytes, are what PyTorch's CUDA build asked for, from 64 to 16,777,216 indices.
+    """
+    return columns * count * _INDEX_BYTES + count // 3 + 4096
 
 
 FORMULAS: dict[str, Callable[[OpKind, Target], int]] = {
     "aten._scaled_dot_product_flash_attention_backward.default": flash_attention_backward,
     "aten._scaled_dot_product_cudnn_attention_backward.default": cudnn_attention_backward,
+    "aten._softmax_backward_data.default": softmax_backward,
+    "aten._scaled_dot_product_efficient_attention.default": efficient_attention,
     "aten._scaled_dot_product_efficient_attention_backward.default": efficient_attention_backward,
     "aten.embedding_dense_backward.default": embedding_backward,
     "bitsandbytes.gemm_4bit.default": product_with_4_bits,
+    "aten.index_put.default": index_put,
     "aten.linalg_vector_norm.default": reduction,
     "aten.mean.default": reduction,
     "aten.mean.dim": reduction,
-    "aten.native_layer_norm.default": layer_norm,
     "aten.native_layer_norm_backward.default": layer_norm_backward,
-    "aten.roll.default": roll,
     "aten.sum.default": reduction,
     "aten.sum.dim_IntList": reduction,
 }
@@ -222,8 +224,10 @@ def workspace_bytes(kind: OpKind, target: Target) -> int:
     """The kernel's own bytes: what is known of it, or by formula on a CUDA target; 0 where there is none."""
     if kind.workspace_bytes:
         return kind.workspace_bytes
+    if target.device != "cuda":
+        return 0
     formula = FORMULAS.get(kind.name)
-    return formula(kind, target) if formula and target.device == "cuda" else 0
+    return sum(copies_of(kind)) + (formula(kind, target) if formula else 0)
 
 
 def without_formula(kinds: Sequence[OpKind]) -> tuple[str, ...]:

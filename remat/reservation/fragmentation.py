@@ -10,12 +10,12 @@ Training is fed in the order in which it happens:
    finds free what forward has let go of, is cut out of it, and stays: what came out of one block then, needs another.
 3. Steps until a whole one reserves nothing more: the steady state. Peaks are those of the last.
 
-Assumptions. Within one operator: what it makes, in the recorded order (dropout makes its mask first); then its
-workspace, taken in its parts (`workspace_parts.py`) and given back; then what is let go. A result that is written over
-an argument has its block. Sizes are those of the record, each rounded up to 512 bytes, which the allocator does anyway.
-What is fixed and not listed one by one (buffers, the batch) is one block each. One stream. Nothing is
-freed to make room: a card that would be full is not asked again, so what is predicted is what is reserved without the
-stalls that giving cached memory back means.
+Assumptions. Within one operator: copies of its arguments; what it makes, in the recorded order (dropout makes its mask
+first); then its workspace, taken in its parts (`workspace_parts.py`); these are given back; then what is let go. A
+result that is written over an argument has its block. Sizes are those of the record, each rounded up to 512 bytes, as
+the allocator does anyway. What is fixed and not listed one by one (buffers, the batch) is one block each. One stream.
+Nothing is freed to make room: a card that would be full is not asked again, so what is predicted is what is reserved
+without the stalls that giving cached memory back means.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from typing import cast
 
 import numpy as np
 
+from remat.evaluation.argument_copies import copies_of
 from remat.evaluation.evaluator import Lives, Memory
-from remat.evaluation.graph import LIBRARY_WORKSPACES, OPTIMIZER_STATE, Graph
+from remat.evaluation.graph import LIBRARY_WORKSPACES, OPTIMIZER_STATE, Graph, OpKind
 from remat.evaluation.libraries import products, threads_that_multiply
 from remat.evaluation.plan import AllocatorPeaks, Region
 from remat.reservation.allocator_settings import AllocatorSettings
@@ -142,7 +143,7 @@ def _shared_out(total: int, sizes: Iterable[int]) -> Iterator[int]:
 # One step
 
 
-_MAKE, _LIBRARY, _WORK, _FREE = range(4)  # in this order within an operator
+_COPY, _MAKE, _LIBRARY, _WORK, _FREE = range(5)  # in this order within an operator
 _LAST_FIRST = frozenset(
     {"aten.native_dropout.default"}
 )  # its second result is made first (ATen/native/cuda/Dropout.cu)
@@ -156,6 +157,12 @@ class _Step:
         real = np.flatnonzero((lives.size_bytes > 0) & (lives.death >= lives.birth))
         workspace = np.where(lives.executed, memory.workspace_bytes[lives.op], 0)
         working = np.flatnonzero(workspace)
+        requests = {
+            at: _requests(graph.kinds[graph.op_kind[lives.op[at]]], int(workspace[at])) for at in working.tolist()
+        }
+        self._copies = {at: copies for at, (copies, _) in requests.items() if copies}
+        self._workspace = {at: parts for at, (_, parts) in requests.items()}
+        copying = np.array([*self._copies], dtype=np.int64)
         first = _first_products(graph, lives)
         # What the loop holds of the step before is there when this one begins, in a block of its own.
         until = np.array([until for _, until in graph.held_outputs], dtype=np.int64)
@@ -163,10 +170,10 @@ class _Step:
         begun = np.full(len(held), -1)
         self._over = _written_over(graph, lives, real)
         freed = real[~np.isin(real, [*self._over.values()])]
-        position = np.concatenate([begun, lives.birth[real], first, working, lives.death[freed], until - 1])
-        counts = [len(held) + len(real), len(first), len(working), len(freed) + len(held)]
-        kind = np.repeat([_MAKE, _LIBRARY, _WORK, _FREE], counts)
-        who = np.concatenate([held, real, first, working, freed, held])
+        position = np.concatenate([copying, begun, lives.birth[real], first, working, lives.death[freed], until - 1])
+        counts = [len(copying), len(held) + len(real), len(first), len(working), len(freed) + len(held)]
+        kind = np.repeat([_COPY, _MAKE, _LIBRARY, _WORK, _FREE], counts)
+        who = np.concatenate([copying, held, real, first, working, freed, held])
         inside = (position >= 0) & (kind == _MAKE)
         last_first = np.zeros(len(position), dtype=bool)
         last_first[inside] = _is_any_of(graph, _LAST_FIRST)[lives.op[position[inside]]]
@@ -175,9 +182,6 @@ class _Step:
         self._optimizer = int(np.searchsorted(position[order], optimizer))
         self._kind, self._who = kind[order].tolist(), who[order].tolist()
         self._sizes = [*lives.size_bytes.tolist(), *(size for size, _ in graph.held_outputs)]
-        self._workspace = {
-            at: parts_of(graph.kinds[graph.op_kind[lives.op[at]]], int(workspace[at])) for at in working.tolist()
-        }
         self._library_bytes = graph.fixed_bytes.get(LIBRARY_WORKSPACES, 0) // max(len(first), 1)
 
     def execute(self, allocator: CachingAllocator, state: Iterable[int] = (), *, is_first: bool = False) -> None:
@@ -196,16 +200,27 @@ class _Step:
         self, allocator: CachingAllocator, held: dict[int, Block], begin: int, end: int, library_bytes: int
     ) -> None:
         sizes, over, malloc, free = self._sizes, self._over, allocator.malloc, allocator.free
+        copies: list[Block] = []
         for kind, who in zip(self._kind[begin:end], self._who[begin:end], strict=True):
             if kind == _MAKE:
                 held[who] = held.pop(over[who]) if who in over else malloc(sizes[who])
             elif kind == _FREE:
                 free(held.pop(who))
+            elif kind == _COPY:
+                copies = [malloc(size) for size in self._copies[who]]
             elif kind == _WORK:
-                for block in [malloc(size) for size in self._workspace[who]]:
+                for block in [*(malloc(size) for size in self._workspace[who]), *copies]:
                     free(block)
+                copies = []
             elif library_bytes:
                 malloc(library_bytes)
+
+
+def _requests(kind: OpKind, workspace_bytes: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(copies of arguments, what else a kernel works in), in order."""
+    copies = copies_of(kind)
+    rest = workspace_bytes - sum(copies)
+    return (copies, parts_of(kind, rest) if rest else ()) if rest >= 0 else ((), (workspace_bytes,))
 
 
 def _is_any_of(graph: Graph, names: frozenset[str]) -> np.ndarray:

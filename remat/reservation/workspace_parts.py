@@ -7,9 +7,9 @@ so that they hold for measured workspaces too. Held to the requests of PyTorch's
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
+from remat.evaluation.argument_copies import argument
 from remat.evaluation.graph import OpKind
 
 _ROWS = 128  # to a multiple of which flash attention rounds the length
@@ -27,9 +27,16 @@ def parts_of(kind: OpKind, size_bytes: int) -> tuple[int, ...]:
 
 def _flash_attention_backward(kind: OpKind, size_bytes: int) -> tuple[int, ...]:
     """`softmax_d`, then `dq_accum` and what else there is."""
-    batch, heads, length, _ = kind.signature[0][1]["tensor"][0]
+    batch, heads, length, _ = argument(kind, 1).shape
     first = batch * heads * -(-length // _ROWS) * _ROWS * _FLOAT_BYTES
     return first, size_bytes - first
+
+
+def _efficient_attention_backward(kind: OpKind, size_bytes: int) -> tuple[int, ...]:
+    """`delta`, then blocks of dq, dk and dv."""
+    query = argument(kind, 1)
+    delta = query.numel // query.shape[-1] * _FLOAT_BYTES
+    return delta, size_bytes - delta
 
 
 def _sum(kind: OpKind, size_bytes: int) -> tuple[int, ...]:
@@ -40,16 +47,16 @@ def _sum(kind: OpKind, size_bytes: int) -> tuple[int, ...]:
 
 def _embedding_backward(kind: OpKind, size_bytes: int) -> tuple[int, ...]:
     """Columns of indices, then a row for each partial segment."""
-    (gradient, _, _), (indices, _, _) = (kind.signature[0][position]["tensor"] for position in range(2))
-    count = math.prod(indices)
+    gradient, count = argument(kind, 0), argument(kind, 1).numel
     partial = count // _EMBEDDING_ROWS + min(count, int(kind.signature[0][2]))
-    rows, last, column = partial * gradient[-1] * _FLOAT_BYTES, partial * _INDEX_BYTES, count * _INDEX_BYTES
+    rows, last, column = partial * gradient.shape[-1] * _FLOAT_BYTES, partial * _INDEX_BYTES, count * _INDEX_BYTES
     columns, rest = divmod(size_bytes - rows - last, column)
     return (*[column] * columns, *([rest] if rest else []), last, rows) if columns > 0 else ()
 
 
 _FAMILIES: dict[str, Callable[[OpKind, int], tuple[int, ...]]] = {
     "aten._scaled_dot_product_flash_attention_backward.": _flash_attention_backward,
+    "aten._scaled_dot_product_efficient_attention_backward.": _efficient_attention_backward,
     "aten.embedding_dense_backward.": _embedding_backward,
     "aten.linalg_vector_norm.": _sum,
     "aten.mean.": _sum,

@@ -1,0 +1,120 @@
+"""Copies that CUDA's kernels make of arguments that are laid out otherwise than they need them.
+
+They are made before the results, in the order of the arguments, and let go of with the operator. Fakes do not show
+them. Read in the sources of torch 2.11 to 2.15 that each function names, and held to what PyTorch's CUDA build asks for
+(tests/test_workspaces.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+from remat.evaluation.graph import OpKind
+
+ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Described:
+    """A tensor as an operator's signature describes it."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES.get(self.dtype, 1)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.numel * self.item_bytes
+
+    @property
+    def is_contiguous(self) -> bool:
+        return self._has_strides_of(range(len(self.shape)))
+
+    @property
+    def is_channels_last(self) -> bool:
+        return self._has_strides_of((0, *range(2, len(self.shape)), 1))
+
+    def _has_strides_of(self, order: Sequence[int]) -> bool:
+        """Whether memory has the dimensions in this order, without gaps; those of size 1 may be anywhere."""
+        step = 1
+        for dim in reversed(order):
+            if self.shape[dim] != 1 and self.stride[dim] != step:
+                return False
+            step *= self.shape[dim]
+        return True
+
+
+def argument(kind: OpKind, position: int) -> Described:
+    """Return the tensor that an operator is given at a position."""
+    shape, stride, dtype = kind.signature[0][position]["tensor"]
+    return Described(tuple(shape), tuple(stride), dtype)
+
+
+def copies_of(kind: OpKind) -> tuple[int, ...]:
+    """Return the bytes of each copy that a CUDA kernel of this kind makes of its arguments."""
+    copied = _COPIES.get(kind.name)
+    return () if copied is None else tuple(copied(kind))
+
+
+def _contiguous(*positions: int) -> Callable[[OpKind], list[int]]:
+    def copied(kind: OpKind) -> list[int]:
+        given = [argument(kind, position) for position in positions]
+        return [each.size_bytes for each in given if not each.is_contiguous]
+
+    return copied
+
+
+def _roll(kind: OpKind) -> list[int]:
+    """`roll_common` in TensorTransformations.h rolls one dimension after the other; `roll_cuda` the last one."""
+    args = kind.signature[0]
+    rolled = max(len(args[2]) if len(args) > 2 else 0, 1)
+    return _contiguous(0)(kind) if rolled == 1 else [(rolled - 1) * argument(kind, 0).size_bytes]
+
+
+def _convolution(*positions: int) -> Callable[[OpKind], list[int]]:
+    """Lay all out alike for cuDNN: channels last if input or weight are.
+
+    `determine_backend_memory_format` and `_convolution` in native/Convolution.cpp, `cudnn_convolution_backward` in
+    cudnn/ConvShared.cpp.
+    """
+
+    def copied(kind: OpKind) -> list[int]:
+        given = [argument(kind, position) for position in positions]
+        if any(each.is_channels_last and not each.is_contiguous for each in given[-2:]):  # input and weight
+            return [each.size_bytes for each in given if not each.is_channels_last]
+        return [each.size_bytes for each in given if not each.is_contiguous]
+
+    return copied
+
+
+def _added_values(kind: OpKind) -> list[int]:
+    """`index_put_with_sort_kernel` in cuda/Indexing.cu, which adds."""
+    return _contiguous(2)(kind) if adds_up(kind) else []
+
+
+def adds_up(kind: OpKind) -> bool:
+    """Whether an `index_put` accumulates."""
+    args = kind.signature[0]
+    return len(args) > 3 and bool(args[3])
+
+
+_COPIES: dict[str, Callable[[OpKind], list[int]]] = {
+    "aten.convolution.default": _convolution(0, 1),
+    "aten.convolution_backward.default": _convolution(0, 1, 2),
+    "aten.embedding.default": _contiguous(1),  # native/Embedding.cpp
+    "aten.embedding_dense_backward.default": _contiguous(0, 1),  # cuda/Embedding.cu
+    "aten.index_put.default": _added_values,
+    "aten.native_layer_norm.default": _contiguous(0),  # cuda/layer_norm_kernel.cu
+    "aten.native_layer_norm_backward.default": _contiguous(0, 1),
+    "aten.roll.default": _roll,
+}
