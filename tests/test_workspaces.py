@@ -167,6 +167,8 @@ WORKING = {
     "convolution backward, all but the weight": convolution(backward=True, last="gradient input"),
     "attention of wide heads": attention(256),
     "attention": attention(128),
+    "softmax where rows may be left out": call("_safe_softmax.default", CONTIGUOUS, -1),
+    "sum of all before": call("cumsum.default", TRANSPOSED, -1),
     "softmax backward": call("_softmax_backward_data.default", CONTIGUOUS, CONTIGUOUS, -1, {"dtype": "float32"}),
     "softmax backward of 16 bits": call(
         "_softmax_backward_data.default", *[described(meta(64, 128))] * 2, -1, {"dtype": "bfloat16"}

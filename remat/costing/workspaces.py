@@ -181,6 +181,12 @@ def softmax_backward(kind: OpKind, target: Target) -> int:
     return output.numel * max(gradient.item_bytes, output.item_bytes)
 
 
+def safe_softmax(kind: OpKind, target: Target) -> int:
+    """Masks of what is left out, and of rows where all is: `_safe_softmax` in native/transformers/attention.cpp."""
+    given, dim = argument(kind, 0), int(kind.signature[0][1])
+    return given.numel + given.numel // given.shape[dim]
+
+
 def index_put(kind: OpKind, target: Target) -> int:
     """What sorting takes, where it adds: `index_put_with_sort_kernel` in cuda/Indexing.cu, torch 2.11 to 2.15."""
     if not adds_up(kind):
@@ -203,6 +209,7 @@ def _sorting_bytes(count: int, columns: int) -> int:
 FORMULAS: dict[str, Callable[[OpKind, Target], int]] = {
     "aten._scaled_dot_product_flash_attention_backward.default": flash_attention_backward,
     "aten._scaled_dot_product_cudnn_attention_backward.default": cudnn_attention_backward,
+    "aten._safe_softmax.default": safe_softmax,
     "aten._softmax_backward_data.default": softmax_backward,
     "aten._scaled_dot_product_efficient_attention.default": efficient_attention,
     "aten._scaled_dot_product_efficient_attention_backward.default": efficient_attention_backward,

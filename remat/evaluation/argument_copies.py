@@ -90,7 +90,8 @@ def _convolution(*positions: int) -> Callable[[OpKind], list[int]]:
 
     def copied(kind: OpKind) -> list[int]:
         given = [argument(kind, position) for position in positions]
-        if any(each.is_channels_last and not each.is_contiguous for each in given[-2:]):  # input and weight
+        has_planes = len(given[-1].shape) > 3  # in one dimension there is no such layout
+        if has_planes and any(each.is_channels_last and not each.is_contiguous for each in given[-2:]):
             return [each.size_bytes for each in given if not each.is_channels_last]
         return [each.size_bytes for each in given if not each.is_contiguous]
 
@@ -111,6 +112,7 @@ def adds_up(kind: OpKind) -> bool:
 _COPIES: dict[str, Callable[[OpKind], list[int]]] = {
     "aten.convolution.default": _convolution(0, 1),
     "aten.convolution_backward.default": _convolution(0, 1, 2),
+    "aten.cumsum.default": _contiguous(0),  # cuda/ScanKernels.cpp
     "aten.embedding.default": _contiguous(1),  # native/Embedding.cpp
     "aten.embedding_dense_backward.default": _contiguous(0, 1),  # cuda/Embedding.cu
     "aten.index_put.default": _added_values,
