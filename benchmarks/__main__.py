@@ -35,6 +35,7 @@ LONG = (
     "step_in_backward",
     "cards",
     "by_name",
+    "alive",
     "trainers",
     "roofline",
     "kernel_tables",

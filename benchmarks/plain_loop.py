@@ -1,7 +1,8 @@
-"""A plain training loop under a plan, written as a user writes it: `python benchmarks/plain_loop.py PLAN [untouched]`.
+"""A plain training loop under a plan, written as a user writes it: `plain_loop.py PLAN [untouched] [requests]`.
 
 No part of `remat` measures: the peaks are those of PyTorch's caching allocator in the third step, printed as JSON. The
-model is built on the device, and what building left in the allocator's cache is let go of.
+model is built on the device, and what building left in the allocator's cache is let go of. With `requests` those
+of a step more are printed too, in order.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ STEPS = 3
 COUNTS = ("requested", "allocated", "reserved")
 
 
-def main(path: Path, *, untouched: bool) -> None:
+def main(path: Path, *, untouched: bool, with_requests: bool) -> None:
     plan = Plan.load(path)
     spec = spec_in(plan.about, path)
     assert spec is not None
@@ -47,14 +48,22 @@ def main(path: Path, *, untouched: bool) -> None:
     if optimizer is not None and (plan.about.get("offload_optimizer") or loop.get("offload_optimizer")):
         remat.offload_optimizer(optimizer)
     accumulation = plan.about.get("accumulation", 1)
-    print(json.dumps(steps(workload, model, batch, optimizer, accumulation)))
+    found: dict[str, Any] = steps(workload, model, batch, optimizer, accumulation)
+    if with_requests:
+        torch.cuda.memory._record_memory_history(context=None, max_entries=1 << 24)
+        steps(workload, model, batch, optimizer, accumulation, count=1)
+        (events,) = torch.cuda.memory._snapshot()["device_traces"]
+        found["requests"] = [[e["action"], e["size"]] for e in events if e["action"] in ("alloc", "free_completed")]
+    print(json.dumps(found))
 
 
-def steps(workload: Any, model: Any, batch: Any, optimizer: Any, accumulation: int) -> dict[str, int]:
+def steps(
+    workload: Any, model: Any, batch: Any, optimizer: Any, accumulation: int, count: int = STEPS
+) -> dict[str, int]:
     """The peaks of the last step."""
     gc.collect()
     torch.cuda.empty_cache()
-    for _ in range(STEPS):
+    for _ in range(count):
         torch.cuda.reset_peak_memory_stats()
         for _ in range(accumulation):
             with torch.autocast("cuda", workload.autocast) if workload.autocast else contextlib.nullcontext():
@@ -69,4 +78,4 @@ def steps(workload: Any, model: Any, batch: Any, optimizer: Any, accumulation: i
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), untouched="untouched" in sys.argv[2:])
+    main(Path(sys.argv[1]), untouched="untouched" in sys.argv[2:], with_requests="requests" in sys.argv[2:])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.alive import Noting, comparable
 from remat.costing.costs import estimated_costs, with_library_workspaces
 from remat.costing.planning_device import find_planning_device
 from remat.costing.workspaces import workspace_bytes
@@ -18,7 +17,6 @@ from remat.evaluation.graph import OpKind
 from remat.models import TEST_SIZES
 from remat.planning.profiling import fake_step
 from remat.recording.recorder import record
-from remat.reservation.caching_allocator import Block, CachingAllocator
 from remat.reservation.fragmentation import footprint
 from remat.reservation.workspace_parts import parts_of
 from remat.validation.training import Training, collect
@@ -26,35 +24,7 @@ from remat.workload.target import Target, target_of
 from remat.workload.training_loop import TrainingLoop
 from tests.toys import every_block, plan_by_hand
 
-Request = tuple[str, int]
 LEAST_BYTES = 2048  # of a request that is compared: states of generators and scalars are left out
-
-
-class Noting(CachingAllocator):
-    """Notes what the last step asks for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: list[Request] = []
-
-    def malloc(self, size_bytes: int) -> Block:
-        self.asked.append(("alloc", size_bytes))
-        return super().malloc(size_bytes)
-
-    def free(self, block: Block) -> None:
-        self.asked.append(("free_completed", block.requested))
-        super().free(block)
-
-    def reset_peaks(self) -> None:
-        self.asked.clear()
-        super().reset_peaks()
-
-
-def comparable(requests: Iterable[Request]) -> list[Request]:
-    """Rounded as the allocator does; releases that follow one another in any order, which changes nothing."""
-    large = [(action, -(-size // 512) * 512) for action, size in requests if size >= LEAST_BYTES]
-    runs = [(action, list(run)) for action, run in itertools.groupby(large, key=lambda request: request[0])]
-    return [each for action, run in runs for each in (run if action == "alloc" else sorted(run))]
 
 
 @pytest.mark.cuda
@@ -82,7 +52,7 @@ def test_a_step_asks_for_what_is_simulated_in_the_same_order(recomputed: bool) -
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
     asked = [(event["action"], event["size"]) for event in events if event["action"] in ("alloc", "free_completed")]
-    assert comparable(asked) == comparable(simulated.asked)
+    assert comparable(asked, LEAST_BYTES) == comparable(simulated.asked, LEAST_BYTES)
 
 
 # Workspaces in parts
