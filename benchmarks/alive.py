@@ -36,7 +36,7 @@ from remat.reservation.fragmentation import footprint
 from remat.units import GIB, KIB
 
 MODELS = ("gpt2", "bert-large", "t5-base", "llama-1b", "vit-l16", "swin-base", "resnet50", "convnextv2-base")
-SHARE = "45%step"
+SHARE = "60%step"
 LEAST_BYTES = 64 * KIB
 UNIT = 512  # to which the record and the allocator round
 COLUMNS = ["model", "share", "regions", "recomputed_nodes", "points", "requests_unlike", "apart_percent"]
