@@ -28,7 +28,6 @@ TORCHTITAN = "pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, t
 TORCHTITAN_A100 = "pytorch/torchtitan, docs/performance.md at 1ea476e, April 2024"
 FMS = "foundation-model-stack/fms-fsdp, README.md at 4ffb9bd, March 2024"
 SQUAD = "NVIDIA/DeepLearningExamples, PyTorch/LanguageModeling/BERT/README.md, container 21.11"
-BUILD_NANOGPT = "karpathy/build-nanogpt at 177e4cd, and the chapters of its video, June 2024"
 THUNDER = "Lightning-AI/lightning-thunder, issue 1506, comment of 4 December 2024"
 
 Checkpointing = Literal["none", "products", "every second layer", "every layer"]
@@ -161,18 +160,6 @@ class _ProductsBlock(_Block):
         weights = F.softmax(scores.masked_fill(self.mask[:, :, :length, :length] == 0, float("-inf")), dim=-1)
         x = x + self.out((weights @ v).transpose(1, 2).contiguous().flatten(2))
         return x + self.down(F.gelu(self.up(self.norms[1](x)), approximate="tanh"))
-
-
-def _build_nanogpt(autocast: torch.dtype | None) -> Workload:
-    """GPT-2 of 124 million parameters, without dropout, 16 x 1024."""
-
-    def build() -> nn.Module:
-        model = _Decoder(768, 12, 12, 1024, vocab=50257)
-        model.layers = nn.ModuleList([_ProductsBlock(768, 12, 1024) for _ in range(12)])
-        return model
-
-    base = _mpt(768, 12, 12, 16, 1024, vocab=50257)
-    return dataclasses.replace(base, name="gpt2-124m", build=build, optimizer=torch.optim.AdamW, autocast=autocast)
 
 
 def _llama(
@@ -418,22 +405,6 @@ def _sharded_llamas() -> Iterator[PublishedRun]:
 
 def _single_cards() -> Iterator[PublishedRun]:
     """Language models on one GPU."""
-    for name, precision, autocast, target, step_ms in (
-        ("gpt2-124m-fp32", "fp32", None, _card(_A100, "2.3"), 1000),
-        ("gpt2-124m-tf32", "TF32", None, _tf32(_card(_A100, "2.3")), 333),
-        ("gpt2-124m-bf16", "bf16 autocast", torch.bfloat16, _card(_A100, "2.3"), 300),
-    ):
-        yield PublishedRun(
-            f"{name} a100-80gb",
-            "check",
-            _build_nanogpt(autocast),
-            target,
-            1e3 * 16 * 1024 / step_ms,
-            16 * 1024,
-            BUILD_NANOGPT,
-            f"16 x 1024, {precision}, attention in products, AdamW, 1 GPU, eager",
-            "published to three digits or fewer; the batch is copied within the step there",
-        )
     yield PublishedRun(
         "llama-3.2-1b h100-80gb",
         "check",
