@@ -144,6 +144,8 @@ def attention(width: int) -> OpKind:
 
 TRANSPOSED = described(meta(16, 64, 64, dtype=torch.float32).transpose(1, 2))
 CONTIGUOUS = described(meta(16, 64, 64, dtype=torch.float32))
+PICTURES = described(meta(8, 64, 16, 16).to(memory_format=torch.channels_last))
+SOME_CHANNELS = described(meta(8, 64, 16, 16).to(memory_format=torch.channels_last)[:, :32])
 WORKING = {
     "roll 2": call("roll.default", CONTIGUOUS, [1, 1], [0, 1]),
     "roll 3": call("roll.default", CONTIGUOUS, [1, 1, 1], [0, 1, 2]),
@@ -167,6 +169,14 @@ WORKING = {
     "convolution backward, all but the weight": convolution(backward=True, last="gradient input"),
     "attention of wide heads": attention(256),
     "attention": attention(128),
+    "softmax transposed": call("_softmax.default", TRANSPOSED, -1, False),
+    "logarithm of softmax transposed": call("_log_softmax.default", TRANSPOSED, -1, False),
+    "pictures grown, backward, of channels last": call(
+        "upsample_bilinear2d_backward.default", PICTURES, [16, 16], [8, 64, 4, 4], False
+    ),
+    "pictures grown, backward, of some channels": call(
+        "upsample_bilinear2d_backward.default", SOME_CHANNELS, [16, 16], [8, 32, 4, 4], False
+    ),
     "softmax where rows may be left out": call("_safe_softmax.default", CONTIGUOUS, -1),
     "sum of all before": call("cumsum.default", TRANSPOSED, -1),
     "softmax backward": call("_softmax_backward_data.default", CONTIGUOUS, CONTIGUOUS, -1, {"dtype": "float32"}),
@@ -195,6 +205,15 @@ def worked_in(kind: OpKind) -> int:
 def test_kernels_work_in_the_bytes_of_their_formula(case: str) -> None:
     kind, target = WORKING[case], find_planning_device(H100.name).target
     assert worked_in(kind) == pytest.approx(workspace_bytes(kind, target), abs=64)  # states of generators
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_scattering_takes_no_more_than_its_formula(is_whole: bool) -> None:
+    mask = tensor(4, 512, 256, dtype="bool") if is_whole else tensor(4, 512, 1, dtype="bool")
+    kind = call("masked_scatter.default", tensor(4, 512, 256), mask, tensor(4 * 512, 256))
+    formula = workspace_bytes(kind, find_planning_device(H100.name).target)
+    assert 0.99 * formula < worked_in(kind) <= formula
 
 
 @pytest.mark.cuda

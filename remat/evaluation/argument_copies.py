@@ -109,7 +109,14 @@ def adds_up(kind: OpKind) -> bool:
     return len(args) > 3 and bool(args[3])
 
 
+def _by_planes(kind: OpKind) -> list[int]:
+    """Of a gradient of images that are neither contiguous nor channels last: cuda/UpSampleBilinear2d.cu."""
+    return [] if argument(kind, 0).is_channels_last else _contiguous(0)(kind)
+
+
 _COPIES: dict[str, Callable[[OpKind], list[int]]] = {
+    "aten._log_softmax.default": _contiguous(0),  # cuda/SoftMax.cu
+    "aten._softmax.default": _contiguous(0),
     "aten.convolution.default": _convolution(0, 1),
     "aten.convolution_backward.default": _convolution(0, 1, 2),
     "aten.cumsum.default": _contiguous(0),  # cuda/ScanKernels.cpp
@@ -119,4 +126,5 @@ _COPIES: dict[str, Callable[[OpKind], list[int]]] = {
     "aten.native_layer_norm.default": _contiguous(0),  # cuda/layer_norm_kernel.cu
     "aten.native_layer_norm_backward.default": _contiguous(0, 1),
     "aten.roll.default": _roll,
+    "aten.upsample_bilinear2d_backward.default": _by_planes,
 }
