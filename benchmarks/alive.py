@@ -5,8 +5,8 @@
 
 It needs `make card`. Plans are made by name with bitwise gradients, at a share of the step that asks for large regions,
 and trained in a plain loop (`plain_loop.py`), whose fourth step is recorded request by request. Both sequences are
-compared where a request is of `LEAST_BYTES` or more; releases that follow one another may be in any order. Where all
-requests are alike, so is what is alive after each: `points` of them, `apart_percent` at most, of the peak.
+compared where a request is of `LEAST_BYTES` or more; releases that follow one another may be in any order. After each
+request that both make, what is alive is `apart_percent` of the peak apart at most, at `points` of them.
 """
 
 from __future__ import annotations
@@ -118,13 +118,16 @@ def requests_of(plan: Plan, profile: Any) -> list[Request]:
 
 
 def compared(simulated: Sequence[Request], real: Sequence[Request], peak_bytes: int) -> dict[str, Any]:
-    """Compare what is alive after each request, if they are as many and of the same kinds."""
+    """Compare what is alive after each request that both make."""
     matcher = difflib.SequenceMatcher(None, simulated, real, autojunk=False)
-    unlike = sum(max(b - a, d - c) for tag, a, b, c, d in matcher.get_opcodes() if tag != "equal")
-    if [action for action, _ in simulated] != [action for action, _ in real]:
-        return {"points": len(real), "requests_unlike": unlike}
-    apart = np.abs(_alive(simulated) - _alive(real)).max(initial=0)
-    return {"points": len(real), "requests_unlike": unlike, "apart_percent": round(100 * float(apart) / peak_bytes, 5)}
+    alive, found = _alive(simulated), _alive(real)
+    apart = [np.abs(alive[a : a + n] - found[b : b + n]).max(initial=0) for a, b, n in matcher.get_matching_blocks()]
+    alike = sum(block.size for block in matcher.get_matching_blocks())
+    return {
+        "points": alike,
+        "requests_unlike": max(len(simulated), len(real)) - alike,
+        "apart_percent": round(100 * float(max(apart)) / peak_bytes, 5),
+    }
 
 
 def _alive(requests: Sequence[Request]) -> np.ndarray:
