@@ -142,6 +142,22 @@ def attention(width: int) -> OpKind:
     return call("_scaled_dot_product_efficient_attention.default", *[described(q)] * 3, None, True)
 
 
+def backward_of_attention(dtype: torch.dtype, *, by_token: bool) -> OpKind:
+    """Of efficient attention, its gradient laid out by token or not."""
+    q = meta(2, 4, 256, 64, dtype=dtype)
+    gradient = meta(2, 256, 4, 64, dtype=dtype).transpose(1, 2) if by_token else q
+    given = [*map(described, (gradient, q, q, q)), None, described(gradient)]
+    rest = [described(meta(2, 4, 256, dtype=torch.float32)), *[{"tensor": [[], [], "int64"]}] * 2]
+    name = "_scaled_dot_product_efficient_attention_backward.default"
+    return call(name, *given, *rest, 0.0, [True, True, True, False], True)
+
+
+def product(name: str, *tensors: torch.Tensor) -> OpKind:
+    return call(f"{name}.default", *map(described, tensors))
+
+
+GAPS = meta(64, 128, dtype=torch.float32)[:, ::2]
+FULL = meta(64, 64, dtype=torch.float32)
 TRANSPOSED = described(meta(16, 64, 64, dtype=torch.float32).transpose(1, 2))
 CONTIGUOUS = described(meta(16, 64, 64, dtype=torch.float32))
 PICTURES = described(meta(8, 64, 16, 16).to(memory_format=torch.channels_last))
@@ -167,6 +183,17 @@ WORKING = {
     "convolution backward of channels last": convolution(backward=True, last="input"),
     "convolution backward, its gradient alone": convolution(backward=True, last="gradient"),
     "convolution backward, all but the weight": convolution(backward=True, last="gradient input"),
+    "product": product("mm", FULL, FULL.t()),
+    "product of a matrix with gaps": product("mm", GAPS, FULL),
+    "product of an expanded gradient": product("mm", FULL[:1, :1].expand(64, 64), FULL),
+    "products": product("bmm", FULL.expand(8, 64, 64), FULL.t().expand(8, 64, 64)),
+    "products of matrices with gaps": product("bmm", GAPS.expand(8, 64, 64), FULL.expand(8, 64, 64)),
+    "attention backward": backward_of_attention(torch.bfloat16, by_token=True),
+    "attention backward, its gradient by head": backward_of_attention(torch.bfloat16, by_token=False),
+    "attention backward in fp32": backward_of_attention(torch.float32, by_token=True),
+    "attention backward in fp32, its gradient by head": backward_of_attention(torch.float32, by_token=False),
+    "logarithm of a sum of exponents": call("logsumexp.default", CONTIGUOUS, [-1]),
+    "count of a mask": call("sum.dim_IntList", tensor(16, 64, 64, dtype="bool"), [1], True),
     "attention of wide heads": attention(256),
     "attention": attention(128),
     "softmax transposed": call("_softmax.default", TRANSPOSED, -1, False),

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from remat.costing.reductions import Reduction
-from remat.evaluation.argument_copies import ITEM_BYTES, Described, adds_up, argument, copies_of
+from remat.evaluation.argument_copies import ITEM_BYTES, adds_up, argument, copies_of
 from remat.evaluation.graph import LIBRARY_WORKSPACES, Graph, OpKind
 from remat.evaluation.libraries import threads_that_multiply
 from remat.units import MIB
@@ -34,6 +34,7 @@ _ROWS = 10  # NROWS_PER_THREAD of EmbeddingBackwardKernel.cu
 _FEW_INDICES = 3072
 _MOST_THREADS = 1024
 _INDEX_BYTES = 8
+_COUNTED = ("bool", "int32", "int16", "int8", "uint8")
 _FEW_KEYS = 256  # which are sorted at once
 _FLOAT_BYTES = 4
 _WARP = 32
@@ -46,27 +47,19 @@ def _up(size: int, multiple: int) -> int:
 
 
 def flash_attention_backward(kind: OpKind, target: Target) -> int:
-    """`dq_accum`, `softmax_d`, expanded dk and dv for grouped heads, contiguous copies of dout and out.
+    """`dq_accum`, `softmax_d`, expanded dk and dv for grouped heads.
 
     `mha_bwd` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp and `_flash_attention_backward` in
     attention_backward.cu, torch 2.11 to 2.15; algorithms that need not be deterministic.
     """
-    gradient, query, key, _, output = (argument(kind, position) for position in range(5))
+    query, key = argument(kind, 1), argument(kind, 2)
     batch, heads, length, size = query.shape
     padded = _up(length, 128)
     size_padded = _up(size, 32 if size <= 128 else 64)
     total = batch * padded * heads * (size_padded + 1) * _FLOAT_BYTES
     if key.shape[1] != heads:
         total += 2 * batch * key.shape[2] * heads * size * query.item_bytes
-    return total + sum(t.numel * t.item_bytes for t in (gradient, output) if not _by_token(t))
-
-
-def _by_token(tensor: Described) -> bool:
-    """Whether (batch, heads, length, size) is laid out as a contiguous (batch, length, heads, size)."""
-    _, heads, length, size = tensor.shape
-    expected = (length * heads * size, size, heads * size, 1)
-    pairs = zip(tensor.shape, tensor.stride, expected, strict=True)
-    return all(extent == 1 or stride == wanted for extent, stride, wanted in pairs)
+    return total
 
 
 def cudnn_attention_backward(kind: OpKind, target: Target) -> int:
@@ -93,6 +86,8 @@ def efficient_attention(kind: OpKind, target: Target) -> int:
 def efficient_attention_backward(kind: OpKind, target: Target) -> int:
     """`delta`, fp32 blocks of dq, and of dk and dv where 16-bit heads are too wide for registers.
 
+    Where numbers are fp32, `delta` is the sum of a product of gradient and output.
+
     `_efficient_attention_backward` in attention_backward.cu, `Params::workspace_size` in
     mem_eff_attention/kernel_backward.h and the kernels of kernels/cutlassB.h for compute capability 8.0 and up, torch
     2.11 to 2.15.
@@ -105,7 +100,9 @@ def efficient_attention_backward(kind: OpKind, target: Target) -> int:
     if query.item_bytes == 2 and wide > 128:
         splits = max(min(-(-key.shape[2] // columns), 200 // (batch * heads)), 1)
         blocks += splits * columns * (_up(size, rows) + _up(value.shape[-1], rows)) * _FLOAT_BYTES
-    return batch * heads * (length * _FLOAT_BYTES + blocks)
+    delta = batch * heads * length * _FLOAT_BYTES
+    product = 0 if query.item_bytes == 2 else value.shape[-1] * delta
+    return max(delta + batch * heads * blocks, 2 * delta + product)
 
 
 def embedding_backward(kind: OpKind, target: Target) -> int:
@@ -152,6 +149,8 @@ def reduction(kind: OpKind, target: Target) -> int:
     args, options = kind.signature
     shape, stride, dtype = args[0]["tensor"]
     result = (options.get("dtype") or {"dtype": dtype})["dtype"]
+    if dtype in _COUNTED and kind.name.startswith("aten.sum."):
+        return argument(kind, 0).numel * _INDEX_BYTES  # as int64
     if dtype not in _SUM_BYTES or result not in (dtype, "float32"):
         return 0
     dims = next((arg for arg in args[1:] if isinstance(arg, list)), ())
@@ -181,6 +180,17 @@ def softmax_backward(kind: OpKind, target: Target) -> int:
     return output.numel * max(gradient.item_bytes, output.item_bytes)
 
 
+def _of_first(times: int) -> Callable[[OpKind, Target], int]:
+    """As much as the first argument, some times: operators that are made of others have it in between."""
+    return lambda kind, target: times * argument(kind, 0).size_bytes
+
+
+def logsumexp(kind: OpKind, target: Target) -> int:
+    """Exponents, and the largest number of each row: `logsumexp_out_impl` in native/ReduceOps.cpp."""
+    given, dims = argument(kind, 0), kind.signature[0][1]
+    return given.size_bytes + given.size_bytes // math.prod(given.shape[dim] for dim in dims)
+
+
 def safe_softmax(kind: OpKind, target: Target) -> int:
     """Masks of what is left out, and of rows where all is: `_safe_softmax` in native/transformers/attention.cpp."""
     given, dim = argument(kind, 0), int(kind.signature[0][1])
@@ -199,7 +209,7 @@ def masked_scatter(kind: OpKind, target: Target) -> int:
 
 
 def index_put(kind: OpKind, target: Target) -> int:
-    """What sorting takes, where it adds: `index_put_with_sort_kernel` in cuda/Indexing.cu, torch 2.11 to 2.15."""
+    """Sorting, where it adds: `index_put_with_sort_kernel` in cuda/Indexing.cu, torch 2.11 to 2.15."""
     if not adds_up(kind):
         return 0
     indices = kind.signature[0][1]
@@ -224,14 +234,20 @@ FORMULAS: dict[str, Callable[[OpKind, Target], int]] = {
     "aten._softmax_backward_data.default": softmax_backward,
     "aten._scaled_dot_product_efficient_attention.default": efficient_attention,
     "aten._scaled_dot_product_efficient_attention_backward.default": efficient_attention_backward,
+    "aten.binary_cross_entropy_with_logits.default": _of_first(2),  # native/Loss.cpp
     "aten.embedding_dense_backward.default": embedding_backward,
     "bitsandbytes.gemm_4bit.default": product_with_4_bits,
+    "aten.im2col.default": _of_first(1),  # cuda/Im2Col.cu
     "aten.index_put.default": index_put,
     "aten.linalg_vector_norm.default": reduction,
+    "aten.logsumexp.default": logsumexp,
     "aten.masked_scatter.default": masked_scatter,
     "aten.mean.default": reduction,
     "aten.mean.dim": reduction,
     "aten.native_layer_norm_backward.default": layer_norm_backward,
+    "aten.smooth_l1_loss.default": _of_first(1),  # native/BinaryOps.cpp
+    "aten.mse_loss.default": _of_first(1),
+    "aten.huber_loss.default": _of_first(1),
     "aten.sum.default": reduction,
     "aten.sum.dim_IntList": reduction,
 }

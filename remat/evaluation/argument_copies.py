@@ -44,6 +44,11 @@ class Described:
     def is_channels_last(self) -> bool:
         return self._has_strides_of((0, *range(2, len(self.shape)), 1))
 
+    @property
+    def is_by_token(self) -> bool:
+        """Whether (batch, heads, length, size) is laid out as a contiguous (batch, length, heads, size)."""
+        return self._has_strides_of((0, 2, 1, 3))
+
     def _has_strides_of(self, order: Sequence[int]) -> bool:
         """Whether memory has the dimensions in this order, without gaps; those of size 1 may be anywhere."""
         step = 1
@@ -109,22 +114,62 @@ def adds_up(kind: OpKind) -> bool:
     return len(args) > 3 and bool(args[3])
 
 
+def _by_token(*positions: int) -> Callable[[OpKind], list[int]]:
+    """Of attention's gradient and output: transformers/cuda/attention_backward.cu."""
+
+    def copied(kind: OpKind) -> list[int]:
+        given = [argument(kind, position) for position in positions]
+        return [each.size_bytes for each in given if not each.is_by_token]
+
+    return copied
+
+
 def _by_planes(kind: OpKind) -> list[int]:
-    """Of a gradient of images that are neither contiguous nor channels last: cuda/UpSampleBilinear2d.cu."""
+    """Of a gradient of images that are neither contiguous nor channels last: cuda/UpSample*.cu, cuda/*Pool2d.cu."""
     return [] if argument(kind, 0).is_channels_last else _contiguous(0)(kind)
+
+
+def _matrices(*positions: int) -> Callable[[OpKind], list[int]]:
+    """cuBLAS takes matrices without gaps in rows or in columns: `prepare_matrix_for_cublas` in cuda/Blas.cpp."""
+
+    def copied(kind: OpKind) -> list[int]:
+        given = [argument(kind, position) for position in positions]
+        return [each.size_bytes for each in given if not _is_for_cublas(each.shape[-2:], each.stride[-2:])]
+
+    return copied
+
+
+def _is_for_cublas(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    (rows, columns), (down, along) = shape, stride
+    return (along == 1 and down >= max(columns, 1)) or (down == 1 and along >= max(rows, 1))
 
 
 _COPIES: dict[str, Callable[[OpKind], list[int]]] = {
     "aten._log_softmax.default": _contiguous(0),  # cuda/SoftMax.cu
+    "aten._log_softmax_backward_data.default": _contiguous(0, 1),
+    "aten._scaled_dot_product_efficient_attention_backward.default": _by_token(0),
+    "aten._scaled_dot_product_flash_attention_backward.default": _by_token(0, 4),
     "aten._softmax.default": _contiguous(0),
+    "aten._softmax_backward_data.default": _contiguous(1),
+    "aten.addmm.default": _matrices(1, 2),
+    "aten.avg_pool2d_backward.default": _by_planes,
+    "aten.baddbmm.default": _matrices(1, 2),
+    "aten.bmm.default": _matrices(0, 1),
+    "aten.col2im.default": _contiguous(0),  # cuda/Col2Im.cu
     "aten.convolution.default": _convolution(0, 1),
     "aten.convolution_backward.default": _convolution(0, 1, 2),
     "aten.cumsum.default": _contiguous(0),  # cuda/ScanKernels.cpp
     "aten.embedding.default": _contiguous(1),  # native/Embedding.cpp
     "aten.embedding_dense_backward.default": _contiguous(0, 1),  # cuda/Embedding.cu
+    "aten.im2col.default": _contiguous(0),  # cuda/Im2Col.cu
     "aten.index_put.default": _added_values,
+    "aten.max_pool2d_with_indices_backward.default": _by_planes,
+    "aten.mm.default": _matrices(0, 1),
     "aten.native_layer_norm.default": _contiguous(0),  # cuda/layer_norm_kernel.cu
     "aten.native_layer_norm_backward.default": _contiguous(0, 1),
+    "aten.reflection_pad2d_backward.default": _contiguous(0),  # cuda/ReflectionPad.cu
     "aten.roll.default": _roll,
+    "aten.upsample_bicubic2d_backward.default": _contiguous(0),
     "aten.upsample_bilinear2d_backward.default": _by_planes,
+    "aten.upsample_nearest2d_backward.default": _by_planes,
 }
