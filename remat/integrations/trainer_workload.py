@@ -21,6 +21,7 @@ Rule 5  Trainers read numbers off tensors for their logs, and pick elements by a
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -44,6 +45,7 @@ from remat.capture.beside_parameters import HOLDERS, carry_over, tensors_beside
 from remat.capture.copies import copied
 from remat.errors import UsageError
 from remat.execution.planned_forward import checkpoints_itself
+from remat.integrations.generated_batches import GeneratedBatches, makes_batches, refuse_unknown_batches
 from remat.integrations.modules_around import around, tensors_around
 from remat.integrations.settings import outputs_in_fp32
 from remat.integrations.text_rows import hold_text, longest_first
@@ -151,12 +153,8 @@ def _refuse(trainer: Any) -> None:
             "this Trainer keeps a reference model in 4 bits beside its own (ref_model), which a plan cannot count: "
             "train adapters (peft_config=), whose reference is the same model without them."
         )
-    if _makes_batches(trainer):
-        raise UsageError(
-            f"{type(trainer).__name__} makes the batches that it trains on in every step, by generating text, and no "
-            "plan can know their sizes from its data: plan with a Workload whose batch is a prompt and a completion of "
-            "the longest lengths, and give that plan to RematCallback."
-        )
+    if makes_batches(trainer):
+        refuse_unknown_batches(trainer)
     if getattr(trainer.args, "activation_offloading", False):
         raise UsageError("activation_offloading is on, which moves what a plan would count: turn it off.")
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
@@ -170,12 +168,6 @@ def _refuse(trainer: Any) -> None:
             "depends on data, which no plan can be made for. Use TRL 1.16, or train with transformers' own Trainer: "
             "its loss may run in chunks."
         )
-
-
-def _makes_batches(trainer: Any) -> bool:
-    """Whether what the Trainer's loss gets is not what its collator makes (TRL's GRPO, RLOO, distillation)."""
-    own = getattr(type(trainer), "_prepare_inputs", None)
-    return own is not None and not str(own.__module__).startswith("transformers.")
 
 
 def has_fused_head(model: nn.Module) -> bool:
@@ -260,12 +252,15 @@ class _Rows:
         with _real():
             loader = trainer.get_train_dataloader()
             self._collate: Callable[[list[Any]], Any] = loader.collate_fn
+            self._generated = _generated(trainer)
+            if self._generated is not None:
+                self._collate, self._waiting = self._generated, self._generated.waiting
             packed = _packed(loader)
             self.batch_size = len(packed[0]) if packed else self.batch_size
             sampled = self._sampled(loader, packed)
             self._rows = sampled[: self.batch_size]
             self._padded = self._masks_with_padding(sampled)
-        self.length = _length(self._rows[0]) if self._rows else None
+            self.length = self._generated.length(self._rows) if self._generated else _length(self._rows[0])
         self._made: dict[tuple[int, int | None], Batch] = {}
         with _real():
             self._reference = _tensors_of(_reference_of(trainer))
@@ -281,6 +276,8 @@ class _Rows:
             rows = [data[i] for i in range(0, len(data), every)]
         else:
             rows = [row for row, _ in zip(data, range(self.batch_size), strict=False)]
+        if self._generated is not None:
+            return self._generated.longest_first(rows)
         if hold_text(rows):
             return longest_first(rows, self._collate)
         return sorted(rows, key=lambda row: (-(_length(row) or 0), -_size(row)))
@@ -307,9 +304,12 @@ class _Rows:
 
     def _collated(self, batch_size: int, length: int | None) -> Batch:
         rows = [copy.copy(self._rows[i % len(self._rows)]) for i in range(batch_size)]
-        if length is not None and length != self.length:
-            rows = [_resized(row, length) for row in rows]
-        inputs = dict(self._collate(rows))
+        if self._generated is not None:
+            inputs = self._generated.of_length(rows, length)
+        elif length is not None and length != self.length:
+            inputs = dict(self._collate([_resized(row, length) for row in rows]))
+        else:
+            inputs = dict(self._collate(rows))
         for name in self._padded:
             if _is_mask(name, inputs.get(name)) and _is_ones(inputs[name]):
                 inputs[name] = inputs[name].clone()
@@ -317,6 +317,15 @@ class _Rows:
         count = getattr(self._trainer, "_get_num_items_in_batch", None)
         items = count([inputs], torch.device("cpu")) if count else None
         return {"inputs": inputs, "items": items, "waiting": [inputs] * self._waiting}
+
+
+def _generated(trainer: Any) -> GeneratedBatches | None:
+    """The batches of a Trainer that generates them, made on a stand-in whose model is of shapes alone."""
+    if not makes_batches(trainer):
+        return None
+    with torch.device("meta"):
+        model = _copied(trainer.model)
+    return GeneratedBatches(_stand_in(trainer, model))
 
 
 def _packed(loader: Any) -> list[Any]:
@@ -542,7 +551,7 @@ def _is_notes(value: Any) -> bool:
     """Whether `value` is a container of nothing but containers, numbers and text."""
     if isinstance(value, dict):
         return all(map(_is_plain, value.values()))
-    return isinstance(value, (list, set)) and all(map(_is_plain, value))
+    return isinstance(value, (list, set, collections.deque)) and all(map(_is_plain, value))
 
 
 def _is_plain(value: Any) -> bool:
