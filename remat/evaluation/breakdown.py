@@ -30,6 +30,7 @@ NAMES = (
 )
 WORKSPACES = "workspaces"
 HELD_OUTPUTS = "kept from the step before"
+MADE_IN_STEP = (*NAMES, WORKSPACES, HELD_OUTPUTS)  # the other categories are there before it
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
 

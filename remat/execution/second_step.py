@@ -19,13 +19,12 @@ import torch
 from torch import nn
 
 from remat.capture.circumstances import differences, state_of, versions
-from remat.evaluation.breakdown import HELD_OUTPUTS, NAMES, WORKSPACES
+from remat.evaluation.breakdown import MADE_IN_STEP
 from remat.evaluation.plan import Plan
 from remat.units import gib
 from remat.workload.training_loop import TrainingLoop
 
 SMALL_CHANGE = 0.001  # of the planned peak: what may be taken more and is not told of
-_MADE_IN_STEP = (*NAMES, WORKSPACES, HELD_OUTPUTS)
 
 
 class Counter(Protocol):
@@ -106,7 +105,7 @@ class SecondStep:
 
     def _said_of(self, step: int, peak_bytes: int, there_bytes: int) -> str:
         predicted, parts = self._plan.predicted["peak_bytes"], self._plan.predicted.get("breakdown", {})
-        planned_bytes = sum(size for name, size in parts.items() if name not in _MADE_IN_STEP)
+        planned_bytes = sum(size for name, size in parts.items() if name not in MADE_IN_STEP)
         said = differences(self._plan.about, {"versions": versions(), **state_of(self._model)})
         if planned_bytes and there_bytes > planned_bytes + SMALL_CHANGE * predicted:
             said.insert(

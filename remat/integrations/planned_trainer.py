@@ -26,6 +26,8 @@ from torch.utils._pytree import tree_map_only
 from remat.errors import UsageError
 from remat.evaluation.alternative import in_two_lines
 from remat.evaluation.plan import Plan
+from remat.integrations.generated_batches import makes_batches
+from remat.integrations.generation_phases import phases_of, said_of
 from remat.integrations.modules_around import described
 from remat.integrations.trainer_workload import loop_of, workload_of
 from remat.units import gib
@@ -59,10 +61,17 @@ def plan_of(trainer: Any, budget: str | int, folder: Path | None, **options: Any
         target = trainer.args.device.type
         key = _key(trainer, workload, {"budget": budget, "target": target, **options})
         path = root and root / f"{_slug(workload.name)}-{key}.plan.json"
-        if path and path.is_file():
-            with contextlib.suppress(UsageError):  # of another version of remat
-                return Plan.load(path)
-        return _made(trainer, workload, budget, target, path, options)
+        made = _kept(path) or _made(trainer, workload, budget, target, path, options)
+        if makes_batches(trainer):
+            tell(trainer, said_of(phases_of(trainer, workload, made, target)))
+        return made
+
+
+def _kept(path: Path | None) -> Plan | None:
+    if path and path.is_file():
+        with contextlib.suppress(UsageError):  # of another version of remat
+            return Plan.load(path)
+    return None
 
 
 def _made(

@@ -325,7 +325,7 @@ def _generated(trainer: Any) -> GeneratedBatches | None:
         return None
     with torch.device("meta"):
         model = _copied(trainer.model)
-    return GeneratedBatches(_stand_in(trainer, model))
+    return GeneratedBatches(stand_in_of(trainer, model))
 
 
 def _packed(loader: Any) -> list[Any]:
@@ -479,17 +479,17 @@ def _step(
     trainer: Any, autocast: torch.dtype | None, reference: nn.Module | None, model: nn.Module, batch: Batch
 ) -> torch.Tensor:
     """The loss as the Trainer computes it; for Workload.step."""
-    stand_in = _stand_in(trainer, model)
+    stand_in = stand_in_of(trainer, model)
     vars(stand_in).update(around(trainer, model, batch.get(AROUND, {})))
     if reference is not None:
         stand_in.ref_model = _Reference(reference, batch[REFERENCE], autocast)
-    with _as_in_training(model, autocast) as answers, _hooks_too(lambda: _as_in_training(model, autocast), answers):
+    with as_in_training(model, autocast) as answers, _hooks_too(lambda: as_in_training(model, autocast), answers):
         loss = stand_in.compute_loss(model, dict(batch["inputs"]), num_items_in_batch=batch["items"])
         return loss if _is_scaled(trainer, batch) else loss / trainer.args.gradient_accumulation_steps
 
 
 @contextlib.contextmanager
-def _as_in_training(model: nn.Module, autocast: torch.dtype | None) -> Iterator[_Answers]:
+def as_in_training(model: nn.Module, autocast: torch.dtype | None) -> Iterator[_Answers]:
     """While it lasts, the forward of `model` runs as accelerate has it, and nothing else does. (Rules 3 and 5)"""
     device, forward = next(model.parameters()).device.type, model.forward
     own, answers = "forward" in model.__dict__, _Answers()
@@ -537,7 +537,7 @@ def _is_scaled(trainer: Any, batch: Batch) -> bool:
     return bool(counted or trainer.compute_loss_func is not None)
 
 
-def _stand_in(trainer: Any, model: nn.Module) -> Any:
+def stand_in_of(trainer: Any, model: nn.Module) -> Any:
     """`trainer` with another model, whose notes of what it saw are its own."""
     made = copy.copy(trainer)
     made.__dict__.update({name: copy.deepcopy(value) for name, value in vars(trainer).items() if _is_notes(value)})

@@ -312,6 +312,14 @@ class FakeStep:
         with self._on_fakes(), self.untraced():
             self.forward()
 
+    @contextlib.contextmanager
+    def between_steps(self, tracker: Tracker) -> Iterator[None]:
+        """Enter the context of what a loop does between steps without gradients, under `tracker`: nothing is traced."""
+        self.fix_state(tracker)
+        self.calls.begin()
+        with self._on_fakes(), self.untraced(), self.eager_context(), torch.no_grad(), tracker:
+            yield
+
     def _calls_elsewhere(self) -> bool:
         """Whether the step calls other modules than those whose forwards are traced: then theirs are, from now on."""
         if self._begun is None or not self._begun[0].outside or self.deferred is not None:
