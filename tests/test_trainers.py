@@ -20,7 +20,7 @@ from torch._dynamo.utils import counters
 import remat
 from remat.capture.circumstances import hooked
 from remat.costing.device_allocator import measure_peak
-from remat.errors import UsageError
+from remat.errors import DoesNotFit, UsageError
 from remat.evaluation.alternative import in_two_lines
 from remat.evaluation.plan import Plan
 from remat.execution.apply import counts_of
@@ -39,7 +39,7 @@ pytest.importorskip("accelerate")
 
 from remat.evaluation.form import Form  # noqa: E402
 from remat.fusion import fused_group, kernels  # noqa: E402
-from remat.integrations import planned_trainer, trainer_workload  # noqa: E402
+from remat.integrations import generation_phases, planned_trainer, trainer_workload  # noqa: E402
 from remat.integrations.trainer_workload import loop_of, workload_of  # noqa: E402
 from remat.integrations.transformers import RematCallback  # noqa: E402
 
@@ -236,10 +236,10 @@ def test_what_cannot_be_planned_is_refused(tmp_path: Path, change: dict[str, Any
         workload_of(made)
 
 
-def test_a_trainer_that_generates_what_it_trains_on_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_trainer_that_makes_its_batches_in_an_unknown_way_is_refused_by_name(tmp_path: Path) -> None:
     made = trainer(tmp_path)
     made.__class__ = type("Generating", (type(made),), {"_prepare_inputs": lambda self, inputs: inputs})
-    with pytest.raises(UsageError, match=r"Generating makes the batches that it trains on in every step.*a Workload"):
+    with pytest.raises(UsageError, match=r"Generating makes the batches .* not as GRPOTrainer does: .* a Workload"):
         workload_of(made)
 
 
@@ -602,9 +602,9 @@ def test_a_callback_takes_a_plan_or_a_budget(tmp_path: Path) -> None:
         RematCallback(plan_by_hand(graph, ()), exact=True)
 
 
-def by_hand(workload: Any, **options: Any) -> Plan:
+def by_hand(workload: Any, loop: TrainingLoop | None = None, **options: Any) -> Plan:
     torch.rand(3)
-    graph = recorded(workload)[1]
+    graph = recorded(workload, loop=loop)[1]
     return plan_by_hand(graph, every_block(graph))
 
 
@@ -678,7 +678,9 @@ def trl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Make:
         name: str, *callbacks: Any, data: list[dict[str, Any]], model: nn.Module | None = None, **options: Any
     ) -> Any:
         given = {"max_length": LENGTH, "gradient_checkpointing": False, **SETTINGS, **options}
-        beside = {key: given.pop(key) for key in ("peft_config", "ref_model") if key in given}
+        known = ("peft_config", "ref_model", "reward_funcs")
+        beside = {key: given.pop(key) for key in known if key in given}
+        given = {key: value for key, value in given.items() if value is not None}
         return getattr(library, f"{name}Trainer")(
             model=model or llama(),
             args=getattr(library, f"{name}Config")(str(tmp_path), **given),
@@ -853,3 +855,174 @@ def test_a_reference_model_in_4_bits_is_refused(tmp_path: Path) -> None:
     made.ref_model.lm_head.weight.quant_state = torch.empty(3)
     with pytest.raises(UsageError, match=r"reference model in 4 bits.*train adapters \(peft_config=\)"):
         workload_of(made)
+
+
+# TRL's Trainers that generate what they train on
+
+
+def odd(completions: list[str], **columns: Any) -> list[float]:
+    """The reward: how many words have an odd number."""
+    return [float(sum(int(word[1:]) % 2 for word in text.split())) for text in completions]
+
+
+def no_reward(completions: list[str], **columns: Any) -> list[float]:
+    raise AssertionError("planning calls no reward function")
+
+
+PROMPT, COMPLETION = 11, 53
+
+
+def prompts(longest: int = PROMPT) -> list[dict[str, Any]]:
+    """Of 32, most of the longest."""
+    torch.manual_seed(3)
+    return [
+        {"prompt": " ".join(f"w{n}" for n in torch.randint(3, VOCAB, (longest - (i % 4 == 3),)).tolist())}
+        for i in range(32)
+    ]
+
+
+@pytest.fixture
+def generating(trl: Make) -> Make:
+    """Makes GRPO's Trainer, or RLOO's, with LoRA."""
+
+    def make(*callbacks: Any, name: str = "GRPO", **options: Any) -> Any:
+        given = {
+            "data": prompts(),
+            "reward_funcs": odd,
+            "peft_config": lora("CAUSAL_LM"),
+            "max_length": None,
+            "max_completion_length": COMPLETION,
+            "num_generations": 4,
+            "beta": 0.0,
+        }
+        return trl(name, *callbacks, **{**given, **options})
+
+    return make
+
+
+def notes_of(made: Any) -> list[dict[str, float]]:
+    """What a training logs, but for times."""
+    torch.manual_seed(7)
+    made.train()
+    return [
+        {name: value for name, value in entry.items() if not name.endswith(("time", "per_second"))}
+        for entry in made.state.log_history[:-1]
+    ]
+
+
+TWICE = {"num_iterations": 2, "gradient_accumulation_steps": 2}
+
+
+@pytest.mark.any_device
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, id="grpo"), pytest.param({"name": "RLOO", "steps_per_generation": 2}, id="rloo")]
+)
+def test_trainers_that_generate_train_alike(
+    options: dict[str, Any], generating: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every generation has other lengths; generation and scoring run as without a plan."""
+    monkeypatch.setattr(planner, "plan", by_hand)
+    make = functools.partial(generating, max_steps=4, **options)
+    plan = planned_trainer.plan_of(plain := make(), "1MiB", tmp_path)
+    expected = notes_of(plain)
+    assert notes_of(made := make(RematCallback(plan))) == expected
+    assert counts_of(made.model).regions == 4 * len(plan.regions) > 0 and len(plan.fingerprints) == 1
+    assert {"reward", "entropy"} <= set(expected[0]) and len({entry["loss"] for entry in expected}) > 1
+
+
+REFERRING = {"beta": 0.1, "bf16": True, **TWICE}
+
+
+@pytest.mark.parametrize(
+    ("steps", "options"),
+    [
+        pytest.param(4, REFERRING, id="reference"),
+        pytest.param(20, {}, id="20-updates", marks=pytest.mark.exhaustive),
+        pytest.param(20, REFERRING, id="reference-20-updates", marks=pytest.mark.exhaustive),
+        pytest.param(20, {**REFERRING, "name": "RLOO"}, id="rloo-20-updates", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_trainers_that_generate_keep_the_budget(
+    steps: int, options: dict[str, Any], generating: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make = functools.partial(generating, max_steps=steps, **options)
+    expected: list[Any] = []
+    notes: list[Any] = []
+    untouched = measure_peak(lambda: expected.extend(notes_of(make())), CPU)
+    plan = planned_trainer.plan_of(make(), "75%step", tmp_path, time_limit=3)
+    assert "the highest peak is that of the training step" in capsys.readouterr().err
+    peak = measure_peak(lambda: notes.extend(notes_of(make(RematCallback(plan)))), CPU)
+    assert notes == expected and len(notes) == steps
+    assert peak <= plan.budget_bytes < untouched
+    assert peak == pytest.approx(plan.predicted["peak_bytes"], rel=0.005)
+
+
+def test_the_batch_is_that_of_the_longest_prompt_and_completion(generating: Make) -> None:
+    made = generating(reward_funcs=no_reward, beta=0.1, steps_per_generation=3, num_generations=6)
+    workload = workload_of(made)
+    assert (workload.batch_size, workload.seq_len) == (4, PROMPT + COMPLETION)
+    batch = workload.batch(4, PROMPT + COMPLETION)
+    shapes = {name: tuple(value.shape) for name, value in batch["inputs"].items()}
+    assert shapes == {
+        **dict.fromkeys(("prompt_ids", "prompt_mask"), (4, PROMPT)),
+        **dict.fromkeys(("completion_ids", "completion_mask"), (4, COMPLETION)),
+        **dict.fromkeys(("old_per_token_logps", "ref_per_token_logps"), (4, COMPLETION)),
+        **{"advantages": (4,), "num_items_in_batch": ()},
+    }
+    assert (batch["inputs"]["completion_mask"] == 0).sum() == 1
+    assert len(batch["waiting"]) == 2
+    assert workload.batch(2, 20)["inputs"]["completion_ids"].shape == (2, 20 - PROMPT)
+    assert not made._logs["prompt"] and not made._metrics["train"] and made.state.num_input_tokens_seen == 0
+    with pytest.raises(UsageError, match="no room for a completion"):
+        workload.batch(4, PROMPT)
+
+
+def test_a_generation_above_the_budget_is_refused_by_name(
+    generating: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner, "plan", by_hand)
+    made = generating(steps_per_generation=64, max_completion_length=64)
+    with pytest.raises(DoesNotFit, match=r"generation peaks at .*, above the budget of .*: lower steps_per_generation"):
+        planned_trainer.plan_of(made, "1MiB", tmp_path)
+
+
+def test_generation_takes_what_is_said(generating: Make) -> None:
+    made = generating(steps_per_generation=4, max_completion_length=64, generation_kwargs={"suppress_tokens": [2]})
+    workload = workload_of(made)
+    said = generation_phases._made(made, workload, "cpu")
+    inputs = workload.batch(4, workload.seq_len)["inputs"]
+    ids, mask = (inputs[name].repeat(4, 1) for name in ("prompt_ids", "prompt_mask"))
+
+    def generate() -> None:
+        with torch.no_grad():
+            texts = made.model.generate(input_ids=ids, attention_mask=mask, generation_config=made.generation_config)
+        assert texts.shape == (16, PROMPT + 64)
+
+    generate()
+    assert measure_peak(generate, CPU) == pytest.approx(said["generation"], rel=0.02)
+    assert set(said) == {"generation", "scoring"}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        pytest.param({"rollout_func": len}, "rollout_func= trains on text", id="rollout"),
+        pytest.param({"tools": [len]}, "tools= trains on text", id="tools"),
+        pytest.param({"use_transformers_continuous_batching": True}, "continuous_batching trains", id="batching"),
+        pytest.param({"use_vllm": True, "vllm_mode": "colocate"}, "vllm_mode='colocate' trains", id="vllm"),
+    ],
+)
+def test_text_whose_size_is_not_known_is_refused_by_name(change: dict[str, Any], said: str, generating: Make) -> None:
+    made = generating()
+    for holder in (made, made.args):
+        vars(holder).update(change)
+    with pytest.raises(UsageError, match=said):
+        workload_of(made)
+
+
+def test_the_weights_of_reward_models_are_there_beside_the_step(generating: Make) -> None:
+    made, judge = generating(), nn.Linear(2, 1)
+    made.reward_funcs = [odd, judge]
+    workload = workload_of(made)
+    (weights,) = workload.batch(4, workload.seq_len)["judges"]
+    assert set(weights) == {"weight", "bias"}

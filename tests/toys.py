@@ -18,6 +18,7 @@ from remat.formulation.search_space import Space, blocks, find_space
 from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
 from remat.workload.target import TARGETS
+from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 from tests.devices import DEVICE
 
@@ -186,8 +187,8 @@ CHOICES: dict[str, Choose] = {
 }
 
 
-def recorded(workload: Workload) -> tuple[FakeStep, Graph]:
-    fake = FakeStep(workload, device=DEVICE)
+def recorded(workload: Workload, loop: TrainingLoop | None = None) -> tuple[FakeStep, Graph]:
+    fake = FakeStep(workload, device=DEVICE, loop=loop)
     return fake, record(fake)
 
 

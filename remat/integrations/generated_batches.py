@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from remat.errors import UsageError
 
@@ -28,6 +29,11 @@ def makes_batches(trainer: Any) -> bool:
     """Whether what the Trainer's loss gets is not what its collator makes."""
     own = getattr(type(trainer), "_prepare_inputs", None)
     return own is not None and not str(own.__module__).startswith("transformers.")
+
+
+def reward_models(trainer: Any) -> list[nn.Module]:
+    """The models that judge what `trainer` generates."""
+    return [each for each in getattr(trainer, "reward_funcs", ()) if isinstance(each, nn.Module)]
 
 
 def refuse_unknown_batches(trainer: Any) -> None:

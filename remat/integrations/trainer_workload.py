@@ -45,7 +45,7 @@ from remat.capture.beside_parameters import HOLDERS, carry_over, tensors_beside
 from remat.capture.copies import copied
 from remat.errors import UsageError
 from remat.execution.planned_forward import checkpoints_itself
-from remat.integrations.generated_batches import GeneratedBatches, makes_batches, refuse_unknown_batches
+from remat.integrations.generated_batches import GeneratedBatches, makes_batches, refuse_unknown_batches, reward_models
 from remat.integrations.modules_around import around, tensors_around
 from remat.integrations.settings import outputs_in_fp32
 from remat.integrations.text_rows import hold_text, longest_first
@@ -265,6 +265,7 @@ class _Rows:
         with _real():
             self._reference = _tensors_of(_reference_of(trainer))
             self._around = {name: tensor.detach() for name, tensor in tensors_around(trainer).items()}
+            self._judges = [_tensors_of(each) for each in reward_models(trainer)]
 
     def _sampled(self, loader: Any, packed: list[Any]) -> list[Any]:
         """Rows of the data set, the longest first; where its sampler packs, each is the list of those in one."""
@@ -299,7 +300,7 @@ class _Rows:
             with _real():
                 self._made[key] = self._collated(batch_size, length)
         made = {name: _here(name, value) for name, value in self._made[key].items()}
-        beside = {REFERENCE: self._reference, AROUND: self._around}
+        beside: dict[str, Any] = {REFERENCE: self._reference, AROUND: self._around, JUDGES: self._judges}
         return made | {name: _here(name, tensors) for name, tensors in beside.items() if tensors}
 
     def _collated(self, batch_size: int, length: int | None) -> Batch:
@@ -429,7 +430,7 @@ def _real() -> Any:
 
 # The reference model (Rule 4)
 
-REFERENCE, AROUND = "reference", "around"  # their tensors in a batch
+REFERENCE, AROUND, JUDGES = "reference", "around", "judges"  # their tensors in a batch
 
 
 def _reference_of(trainer: Any) -> nn.Module | None:
