@@ -57,6 +57,7 @@ def costs_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
         ("lightning_trainer", "lightning"),
         pytest.param("lora", "peft", marks=pytest.mark.exhaustive),
         pytest.param("trl_sft", "trl", marks=pytest.mark.exhaustive),
+        pytest.param("trl_grpo", "trl", marks=pytest.mark.exhaustive),
         pytest.param("axolotl_yaml", "axolotl", marks=pytest.mark.exhaustive),
         pytest.param("llama_factory", "llamafactory", marks=pytest.mark.exhaustive),
     ],

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from remat.errors import UsageError
+from remat.integrations.one_process import one_process
 
 Batch = dict[str, Any]
 
@@ -54,8 +55,13 @@ def refuse_unknown_batches(trainer: Any) -> None:
     }
     if found := [said for said, given in unknown.items() if given]:
         raise UsageError(
-            f"{name} with {found[0]} trains on text, or beside an engine, whose size no plan can know: plan with a "
-            "Workload whose batch is of the longest lengths, and give that plan to RematCallback."
+            f"{name} with {found[0]} has text, or an engine, whose size its arguments do not tell: plan with a Workload "
+            "whose batch is of the longest lengths, and give that plan to RematCallback."
+        )
+    if {"image", "images"} & set(getattr(trainer.train_dataset, "column_names", None) or ()):
+        raise UsageError(
+            f"{name} on images has no plan from the Trainer itself yet: plan with a Workload whose batch is of the "
+            "longest lengths, and give that plan to RematCallback."
         )
 
 
@@ -86,7 +92,7 @@ class GeneratedBatches:
         count, group = len(rows), self._trainer.num_generations
         groups = [dict(rows[i % count]) for i in range(-(-count // group) * group)]
         try:
-            with torch.random.fork_rng(devices=[]):
+            with one_process(), torch.random.fork_rng(devices=[]):
                 made = self._trainer._generate_and_score_completions(groups)
         finally:
             self._completion = self.longest

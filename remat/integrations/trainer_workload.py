@@ -47,6 +47,7 @@ from remat.errors import UsageError
 from remat.execution.planned_forward import checkpoints_itself
 from remat.integrations.generated_batches import GeneratedBatches, makes_batches, refuse_unknown_batches, reward_models
 from remat.integrations.modules_around import around, tensors_around
+from remat.integrations.one_process import one_process
 from remat.integrations.settings import outputs_in_fp32
 from remat.integrations.text_rows import hold_text, longest_first
 from remat.workload.optimizers import MakeOptimizer
@@ -491,7 +492,10 @@ def _step(
 
 @contextlib.contextmanager
 def as_in_training(model: nn.Module, autocast: torch.dtype | None) -> Iterator[_Answers]:
-    """While it lasts, the forward of `model` runs as accelerate has it, and nothing else does. (Rules 3 and 5)"""
+    """While it lasts, the forward of `model` runs as accelerate has it, and nothing else does. (Rules 3 and 5)
+
+    There is one process: the others do not plan.
+    """
     device, forward = next(model.parameters()).device.type, model.forward
     own, answers = "forward" in model.__dict__, _Answers()
 
@@ -503,7 +507,7 @@ def as_in_training(model: nn.Module, autocast: torch.dtype | None) -> Iterator[_
 
     model.forward = wrapped
     try:
-        with torch.autocast(device, enabled=False), answers:
+        with one_process(), torch.autocast(device, enabled=False), answers:
             yield answers
     finally:
         if own:
