@@ -23,6 +23,14 @@ TARGET = DEVICE.type  # plan for the device that trains
 CHARACTERS = "0123456789+=;"
 BATCH_SIZE, LENGTH = 16, 64
 IMAGE, CLASSES = 24, 4
+QUIET: dict[str, Any] = {  # of TRL's Trainers
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": DEVICE.type == "cpu",
+    "dataloader_pin_memory": DEVICE.type != "cpu",
+}
 
 
 def options(description: str | None, steps: int = 40) -> argparse.ArgumentParser:

@@ -14,11 +14,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from common import TrainingResult, llama, observed, options, report, sums, tokenizer
+from common import QUIET, TrainingResult, llama, observed, options, report, sums, tokenizer
 from datasets import Dataset, disable_progress_bars
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
-from trl_sft import QUIET
 
 from remat.integrations.transformers import RematCallback
 from remat.units import gib
@@ -26,7 +25,7 @@ from remat.units import gib
 PROMPT, COMPLETION, BATCH_SIZE, ACCUMULATION = 64, 32, 8, 2
 
 
-def digits(completions: list[str], **columns: Any) -> list[float]:
+def digits(completions: list[str], **columns: Any) -> list[float | None]:
     """Return the share of the characters of each completion that are digits."""
     return [len(re.findall(r"\d", text)) / max(len(text), 1) for text in completions]
 

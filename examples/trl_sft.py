@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from common import DEVICE, TrainingResult, llama, observed, options, report, sums, tokenizer
+from common import QUIET, TrainingResult, llama, observed, options, report, sums, tokenizer
 from datasets import Dataset, disable_progress_bars
 from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
@@ -44,16 +44,6 @@ def script(folder: str, steps: int, *callbacks: RematCallback) -> SFTTrainer:
         peft_config=LoraConfig(r=16, target_modules="all-linear", lora_dropout=0.1),
         callbacks=list(callbacks),
     )
-
-
-QUIET: dict[str, Any] = {
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-    "use_cpu": DEVICE.type == "cpu",
-    "dataloader_pin_memory": DEVICE.type != "cpu",
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> tuple[TrainingResult, TrainingResult]:

@@ -967,7 +967,8 @@ def test_the_batch_is_that_of_the_longest_prompt_and_completion(generating: Make
         **dict.fromkeys(("prompt_ids", "prompt_mask"), (4, PROMPT)),
         **dict.fromkeys(("completion_ids", "completion_mask"), (4, COMPLETION)),
         **dict.fromkeys(("old_per_token_logps", "ref_per_token_logps"), (4, COMPLETION)),
-        **{"advantages": (4,), "num_items_in_batch": ()},
+        "advantages": (4,),
+        "num_items_in_batch": (),
     }
     assert (batch["inputs"]["completion_mask"] == 0).sum() == 1
     assert len(batch["waiting"]) == 2
@@ -1006,16 +1007,17 @@ def test_generation_takes_what_is_said(generating: Make) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        pytest.param({"rollout_func": len}, "rollout_func= trains on text", id="rollout"),
-        pytest.param({"tools": [len]}, "tools= trains on text", id="tools"),
-        pytest.param({"use_transformers_continuous_batching": True}, "continuous_batching trains", id="batching"),
-        pytest.param({"use_vllm": True, "vllm_mode": "colocate"}, "vllm_mode='colocate' trains", id="vllm"),
+        pytest.param({"rollout_func": len}, "rollout_func takes memory", id="rollout"),
+        pytest.param({"tools": [len]}, "tools takes memory", id="tools"),
+        pytest.param({"use_transformers_continuous_batching": True}, "continuous_batching takes memory", id="batching"),
+        pytest.param({"use_vllm": True, "vllm_mode": "colocate"}, "vllm_mode='colocate' takes memory", id="vllm"),
     ],
 )
 def test_text_whose_size_is_not_known_is_refused_by_name(change: dict[str, Any], said: str, generating: Make) -> None:
     made = generating()
-    for holder in (made, made.args):
-        vars(holder).update(change)
+    for name, value in change.items():
+        for holder in (made, made.args):
+            setattr(holder, name, value)
     with pytest.raises(UsageError, match=said):
         workload_of(made)
 

@@ -24,6 +24,7 @@ Batch = dict[str, Any]
 
 _ANSWERED = ("_generate_single_turn", "_get_per_token_logps_and_entropies", "_calculate_rewards")
 _MAKES = "_generate_and_score_completions"
+_INSTEAD = "plan with a Workload whose batch is of the longest lengths, and give that plan to RematCallback."
 
 
 def makes_batches(trainer: Any) -> bool:
@@ -39,29 +40,23 @@ def reward_models(trainer: Any) -> list[nn.Module]:
 
 def refuse_unknown_batches(trainer: Any) -> None:
     """Raise UsageError for a Trainer that makes batches in another way than GRPO and RLOO, or of what is not known."""
-    name = type(trainer).__name__
+    name, args = type(trainer).__name__, trainer.args
     if not all(hasattr(trainer, each) for each in (*_ANSWERED, _MAKES)):
         raise UsageError(
-            f"{name} makes the batches that it trains on in every step, and not as GRPOTrainer does: plan with a "
-            "Workload whose batch is of the longest lengths, and give that plan to RematCallback."
+            f"{name} makes the batches that it trains on in every step, and not as GRPOTrainer does: {_INSTEAD}"
         )
-    args = trainer.args
+    columns = set(getattr(trainer.train_dataset, "column_names", None) or ())
     unknown = {
-        "rollout_func=": getattr(trainer, "rollout_func", None),
-        "environment_factory=": getattr(trainer, "environment_factories", None),
-        "tools=": getattr(trainer, "tools", None),
+        "rollout_func": getattr(trainer, "rollout_func", None),
+        "environment_factory": getattr(trainer, "environment_factories", None),
+        "tools": getattr(trainer, "tools", None),
+        "images": columns & {"image", "images"},
         "vllm_mode='colocate'": getattr(args, "use_vllm", False) and args.vllm_mode == "colocate",
         "use_transformers_continuous_batching": getattr(args, "use_transformers_continuous_batching", False),
     }
     if found := [said for said, given in unknown.items() if given]:
         raise UsageError(
-            f"{name} with {found[0]} has text, or an engine, whose size its arguments do not tell: plan with a Workload "
-            "whose batch is of the longest lengths, and give that plan to RematCallback."
-        )
-    if {"image", "images"} & set(getattr(trainer.train_dataset, "column_names", None) or ()):
-        raise UsageError(
-            f"{name} on images has no plan from the Trainer itself yet: plan with a Workload whose batch is of the "
-            "longest lengths, and give that plan to RematCallback."
+            f"{name} with {found[0]} takes memory that cannot be told from its arguments and prompts: {_INSTEAD}"
         )
 
 

@@ -15,7 +15,6 @@ between two micro-batches.
 from __future__ import annotations
 
 import copy
-import dataclasses
 from typing import Any
 
 import torch
@@ -48,7 +47,8 @@ def phases_of(trainer: Any, workload: Workload, plan: Plan, target: str) -> dict
         if peak > plan.budget_bytes:
             raise DoesNotFit(
                 f"{name} peaks at {gib(peak)}, above the budget of {gib(plan.budget_bytes)}, and runs without the plan "
-                f"(its training step takes {gib(plan.predicted['peak_bytes'])}): {_REMEDIES[name]}, or raise the budget."
+                f"(the training step takes {gib(plan.predicted['peak_bytes'])}): {_REMEDIES[name]}, or raise the "
+                "budget."
             )
     return {"training step": plan.predicted["peak_bytes"], **peaks}
 

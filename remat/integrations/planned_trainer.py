@@ -23,13 +23,14 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from remat.errors import UsageError
+from remat.errors import RematError, UsageError
 from remat.evaluation.alternative import in_two_lines
 from remat.evaluation.plan import Plan
 from remat.integrations.generated_batches import makes_batches
 from remat.integrations.generation_phases import phases_of, said_of
 from remat.integrations.modules_around import described
 from remat.integrations.trainer_workload import loop_of, workload_of
+from remat.recording.remedies import describe
 from remat.units import gib
 from remat.workload.workload import Workload
 
@@ -63,8 +64,17 @@ def plan_of(trainer: Any, budget: str | int, folder: Path | None, **options: Any
         path = root and root / f"{_slug(workload.name)}-{key}.plan.json"
         made = _kept(path) or _made(trainer, workload, budget, target, path, options)
         if makes_batches(trainer):
-            tell(trainer, said_of(phases_of(trainer, workload, made, target)))
+            tell(trainer, _phases(trainer, workload, made, target))
         return made
+
+
+def _phases(trainer: Any, workload: Workload, made: Plan, target: str) -> str:
+    try:
+        return said_of(phases_of(trainer, workload, made, target))
+    except RematError:
+        raise
+    except Exception as error:  # whatever a model raises that does not generate on fake tensors
+        return f"the peaks of generation and scoring are not known ({describe(error)}): leave room for them"
 
 
 def _kept(path: Path | None) -> Plan | None:
