@@ -130,10 +130,9 @@ def _trl(
     """TRL's Trainer of that name."""
     import trl
     import trl.trainer.utils
-    from common import CHARACTERS, tokenizer
+    from common import CHARACTERS, QUIET, tokenizer
     from datasets import Dataset
     from peft import LoraConfig
-    from trl_sft import QUIET
 
     trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE = len(CHARACTERS) + 1
     own = {"max_completion_length": 8} if name == "GRPO" else {"max_length": LENGTH}
@@ -215,9 +214,9 @@ def experts() -> nn.Module:
 
 
 def images(folder: str, steps: int, *callbacks: Any) -> Any:
+    from common import QUIET
     from peft import LoraConfig, get_peft_model
     from transformers import Trainer, TrainingArguments
-    from trl_sft import QUIET
 
     def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         return {name: (torch.cat if name in BY_PATCH else torch.stack)([row[name] for row in rows]) for name in rows[0]}

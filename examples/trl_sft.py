@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from common import QUIET, TrainingResult, llama, observed, options, report, sums, tokenizer
