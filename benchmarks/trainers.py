@@ -111,9 +111,13 @@ def _all() -> list[tuple[str, str, Make, int]]:
         ("KTO", "Llama, LoRA", functools.partial(_trl, "KTO", llama, judged, adapters=True), STEPS),
         ("KTO", "Llama, ref_model", functools.partial(_trl, "KTO", llama, judged, reference=llama), STEPS),
         ("Reward", "Llama, a score for a head", functools.partial(_trl, "Reward", scored, preferences), STEPS),
-        ("GRPO", "Llama", functools.partial(_trl, "GRPO", llama, prompts, reward_funcs=lambda **_: [0.0]), STEPS),
+        ("GRPO", "Llama", functools.partial(_trl, "GRPO", llama, prompts, reward_funcs=_lengths), STEPS),
         ("SFT", "Llama, LoRA, packed", trl_sft.script, STEPS_OF_EXAMPLE),
     ]
+
+
+def _lengths(completions: list[str], **columns: Any) -> list[float]:
+    return [float(len(text)) for text in completions]
 
 
 def _trl(
@@ -135,7 +139,7 @@ def _trl(
     from peft import LoraConfig
 
     trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE = len(CHARACTERS) + 1
-    own = {"max_completion_length": 8} if name == "GRPO" else {"max_length": LENGTH}
+    own = {"max_completion_length": 48} if name == "GRPO" else {"max_length": LENGTH}
     arguments = getattr(trl, f"{name}Config")(
         folder,
         max_steps=steps,

@@ -1,8 +1,8 @@
 """Batches of Trainers that generate the text they train on (TRL's GRPO and RLOO): those of the longest completions.
 
 Such a Trainer's rows are prompts. Its own `_generate_and_score_completions` makes a batch of them here, on a stand-in
-for which three answers are given: completions as long as the configuration allows, log-probabilities that nobody
-computed, and rewards of zero. So no text is generated, no model runs, and no reward function is called, and a batch
+for which three answers are given: completions as long as the configuration allows, log-probabilities of zero, and
+rewards of zero. So no text is generated, no model runs, and no reward function is called, and a batch
 has what the Trainer's loss gets: old log-probabilities, or those of a reference, where its arguments ask for them.
 
 One completion is a token shorter than the others: batches of generated text are padded.
@@ -28,7 +28,7 @@ _INSTEAD = "plan with a Workload whose batch is of the longest lengths, and give
 
 
 def makes_batches(trainer: Any) -> bool:
-    """Whether what the Trainer's loss gets is not what its collator makes."""
+    """Whether the Trainer makes the batches for its loss itself, not its collator."""
     own = getattr(type(trainer), "_prepare_inputs", None)
     return own is not None and not str(own.__module__).startswith("transformers.")
 
@@ -61,7 +61,7 @@ def refuse_unknown_batches(trainer: Any) -> None:
 
 
 class GeneratedBatches:
-    """What the loss of a Trainer gets for rows of prompts, made by `stand_in`, which may note what it likes.
+    """Batches for the loss of a Trainer, of rows of prompts, made by `stand_in`, which may note what it likes.
 
     longest  tokens of a completion at most
     waiting  batches of the same generation that are there beside the one that is trained on

@@ -1,4 +1,4 @@
-"""What a Trainer that generates does between its training steps, and how much memory that takes.
+"""Phases of a Trainer that generates, beside its training step, and how much memory they take.
 
 Generation and scoring run without gradients, and without the plan: a planned model runs its own forward there. Their
 peaks are part of the run's all the same. Both run here on fake tensors, on what the plan's batch is made of:

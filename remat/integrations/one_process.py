@@ -1,7 +1,7 @@
 """A Trainer's code, run as in one process.
 
-Trainers gather numbers from all processes for their logs. One process plans while the others wait for its file, so
-nobody would answer. Meanwhile accelerate hears that there is one process: what is gathered is what is there.
+Trainers gather numbers from all processes for their logs. One process plans while the others wait for its file, and
+would wait for them in turn. Meanwhile accelerate hears that there is one process, which gathers its own numbers alone.
 """
 
 from __future__ import annotations
