@@ -901,7 +901,7 @@ def generating(trl: Make) -> Make:
 
 
 def notes_of(made: Any) -> list[dict[str, float]]:
-    """What a training logs, but for times."""
+    """Return the log of a training, but for times."""
     torch.manual_seed(7)
     made.train()
     return [
