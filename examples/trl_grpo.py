@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer: LoRA, a reference, accumulation; one line of it plans the step that it trains with.
 
-python examples/trl_grpo.py [--steps 20] [--budget 40MiB]
+python examples/trl_grpo.py [--steps 20] [--budget 56MiB]
 
 The reward is for digits. Each generation has other lengths, and all run under one plan.
 """
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> tuple[TrainingResult, Traini
             trainer.train()
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
-    ours = RematCallback(budget=given.budget or "60%step")
+    ours = RematCallback(budget=given.budget or "77%step")
     with tempfile.TemporaryDirectory() as folder:
         script(folder, 1, ours).train()  # plans, and keeps the plan
     print(ours.plan)
