@@ -36,6 +36,7 @@ LONG = (
     "cards",
     "by_name",
     "alive",
+    "shards",
     "trainers",
     "roofline",
     "kernel_tables",

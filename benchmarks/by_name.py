@@ -2,7 +2,7 @@
 
     python -m benchmarks by_name                     every ready-made model, form and budget (hours)
     python -m benchmarks by_name:gpt2,llama-1b       of some models
-    python -m benchmarks by_name:gpt2,default,fused  in some forms
+    python -m benchmarks by_name:gpt2,default,least  in some forms, for some budgets
 
 It needs `make card`, and is run by the torch of constraints.txt, which plans. Each plan is trained in a process of its
 own by `plain_loop.py` on the card: memory is PyTorch's allocator's, nothing is computed but integers and small tensors.
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CARD = ROOT / "build" / "card" / "python"
 TARGET = "h100-80gb"
 SECONDS = 20  # of a search: what is found is held to the card, not to the best
-BUDGETS = ("untouched", "70%step", "45%step", "least")
+BUDGETS = ("70%step", "45%step", "least")
 FORMS = {
     "default": "",
     "bitwise": "--exact",
@@ -48,59 +49,73 @@ COLUMNS += ["reserved_gib", "reserved_off_percent", "wall_s", "failure"]
 
 
 def main(*names: str) -> None:
+    hold("by_name", names, {name: name for name in REGISTRY}, FORMS, BUDGETS)
+
+
+def hold(
+    benchmark: str, names: Sequence[str], models: Mapping[str, str], forms: Mapping[str, str], budgets: Sequence[str]
+) -> None:
+    """Hold plans to the card: of the models, forms and budgets in `names`, or of all that there are.
+
+    models  by name, as `--model` takes them
+    forms   by name, as options of `remat plan`
+    """
+    chosen_models, chosen_forms, chosen_budgets = (
+        [name for name in names if name in all_] or list(all_) for all_ in (models, forms, budgets)
+    )
+    if unknown := set(names) - {*models, *forms, *budgets}:
+        raise SystemExit(f"{benchmark} has no {', '.join(sorted(unknown))}.")
     if not CARD.exists():
-        raise SystemExit("by_name needs the card: make card.")
-    models = [name for name in names if name not in FORMS] or list(REGISTRY)
-    forms = [name for name in names if name in FORMS] or list(FORMS)
+        raise SystemExit(f"{benchmark} needs the card: make card.")
     cpu = torch.device("cpu")
-    path = report.stem("_".join(["by_name", *(name.replace(" ", "-") for name in names)]), cpu)
+    path = report.stem("_".join([benchmark, *(re.sub(r"[ %]+", "-", name) for name in names)]), cpu)
     about = {**report.provenance(cpu), "measured on": "PyTorch's CUDA build, without a GPU", "target": TARGET}
     rows: list[dict[str, Any]] = []
-    for model in models:
-        for form in forms:
-            for row in rows_of(model, form):
-                rows.append(row)
+    for model in chosen_models:
+        for form in chosen_forms:
+            for row in rows_of(models[model], forms[form], chosen_budgets):
+                rows.append({"model": model, "form": form, **row})
                 print(rows[-1], flush=True)
                 report.write(path, about, rows, COLUMNS)
 
 
-def rows_of(model: str, form: str) -> list[dict[str, Any]]:
+def rows_of(model: str, options: str, budgets: Sequence[str]) -> list[dict[str, Any]]:
     """One row a budget. The untouched step is run with the first plan that is found."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         untouched_done = False
-        for budget in BUDGETS[1:]:
+        for budget in budgets:
             started, path = time.monotonic(), Path(folder) / f"{budget.strip('%')}.plan.json"
-            row: dict[str, Any] = {"model": model, "form": form, "budget": budget}
-            asked = least_of(model, form) if budget == "least" else budget
-            failure = make_plan(model, form, asked, path) if asked else "no least budget was told"
+            asked = least_of(model, options) if budget == "least" else budget
+            failure = make_plan(model, options, asked, path) if asked else "no least budget was told"
             if failure is not None:
-                rows.append({**row, "failure": failure})
+                rows.append({"budget": budget, "failure": failure})
                 continue
             if not untouched_done:
-                rows.append({**row, "budget": "untouched", **measured(path, untouched=True)})
+                rows.append({"budget": "untouched", **measured(path, untouched=True)})
                 untouched_done = True
-            rows.append({**row, **measured(path, untouched=False), "wall_s": round(time.monotonic() - started, 1)})
+            found = measured(path, untouched=False)
+            rows.append({"budget": budget, **found, "wall_s": round(time.monotonic() - started, 1)})
     return rows
 
 
-def command(model: str, form: str, budget: str) -> list[str]:
+def command(model: str, options: str, budget: str) -> list[str]:
     said = [sys.executable, "-m", "remat.cli.main", "plan", "--model", model, "--target", TARGET, "--budget", budget]
-    said += ["--time-limit", str(SECONDS), "--no-advice", "--json", *FORMS[form].split()]
-    return [*said, "--host-budget", "256GiB"] if "offload" in form else said
+    said += ["--time-limit", str(SECONDS), "--no-advice", "--json", *options.split()]
+    return [*said, "--host-budget", "256GiB"] if "--offload" in options else said
 
 
-def make_plan(model: str, form: str, budget: str, path: Path) -> str | None:
+def make_plan(model: str, options: str, budget: str, path: Path) -> str | None:
     """Write a plan; return what went wrong."""
     ran = subprocess.run(
-        [*command(model, form, budget), "--out", str(path)], capture_output=True, text=True, check=False
+        [*command(model, options, budget), "--out", str(path)], capture_output=True, text=True, check=False
     )
     return None if path.exists() else last_line(ran.stderr)
 
 
-def least_of(model: str, form: str) -> str:
+def least_of(model: str, options: str) -> str:
     """The least budget that a refusal names, and a little: it is rounded, and a search may miss the least."""
-    ran = subprocess.run(command(model, form, "1MiB"), capture_output=True, text=True, check=False)
+    ran = subprocess.run(command(model, options, "1MiB"), capture_output=True, text=True, check=False)
     found = re.search(r"least possible peak ([\d.]+) ([GM])iB", ran.stdout)
     return f"{round(1.003 * float(found[1]) * (GIB if found[2] == 'G' else MIB))}B" if found else ""
 

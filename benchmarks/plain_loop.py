@@ -17,12 +17,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map_only
 
 import remat
 from remat.cli.commands.files import spec_in
 from remat.cli.commands.source import workload_of
+from remat.evaluation.graph import block_of
 from remat.evaluation.plan import Plan
+from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import trainable
 
 STEPS = 3
@@ -44,6 +47,7 @@ def main(path: Path, *, untouched: bool, with_requests: bool) -> None:
         remat.offload_weights(model, on_host, "cuda")
     if not untouched:
         remat.apply(model, plan)
+    model = distributed(model, TrainingLoop.of(plan.about))
     optimizer = workload.optimizer(trainable(model)) if workload.optimizer else None
     if optimizer is not None and (plan.about.get("offload_optimizer") or loop.get("offload_optimizer")):
         remat.offload_optimizer(optimizer)
@@ -55,6 +59,22 @@ def main(path: Path, *, untouched: bool, with_requests: bool) -> None:
         (events,) = torch.cuda.memory._snapshot()["device_traces"]
         found["requests"] = [[e["action"], e["size"]] for e in events if e["action"] in ("alloc", "free_completed")]
     print(json.dumps(found))
+
+
+def distributed(model: nn.Module, loop: TrainingLoop) -> nn.Module:
+    """The model of one rank, among processes that are not there: collectives answer and move nothing."""
+    if not loop.ddp and loop.shard is None:
+        return model
+    from torch.distributed.fsdp import fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=max(loop.ranks, 2))
+    if loop.ddp:
+        return nn.parallel.DistributedDataParallel(model)
+    for name, module in model.named_modules():
+        if name and block_of(name) == name:
+            fully_shard(module)
+    return fully_shard(model)
 
 
 def steps(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +13,7 @@ from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import Graph, block_of
 from remat.evaluation.sharding import shard, share
 from remat.formulation.search_space import find_space
+from remat.planning.search import share_of_peak
 from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
 from remat.workload.training_loop import SHARDS, Shard, TrainingLoop
@@ -128,3 +130,17 @@ def test_the_optimizer_steps_on_its_share(kind: Shard) -> None:
 
     assert needs(of(kind)) < needs(whole())
     assert Memory(of(kind)).first_step_peak(()) <= Memory(of(kind)).curve(()).peak_bytes
+
+
+def test_a_replay_of_the_whole_step_charges_the_share_where_it_is_above_the_evaluator_and_nowhere_else() -> None:
+    """As where all ranks' gradients end the whole step's peak, and the share's is amid backward."""
+    regions = every_block(whole())
+    full, part = (Memory(graph).curve(regions) for graph in (whole(), of("zero3")))
+    evaluated, seen = full.alive_bytes[full.executed], part.alive_bytes[part.executed]
+    lowest, highest = int(seen.argmin()), int(seen.argmax())
+    for at, expected in ((lowest, part.peak_bytes), (highest, part.peak_bytes + 512)):
+        replayed = evaluated.copy()
+        replayed[at] += 512
+        assert share_of_peak(replayed, full, part) == expected
+    longer = np.append(evaluated, evaluated.max() + 512)
+    assert share_of_peak(longer, full, part) == part.peak_bytes + 512, "at an operator that the evaluator does not know"

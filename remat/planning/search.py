@@ -12,9 +12,11 @@ import math
 import time
 from collections.abc import Callable
 
+import numpy as np
+
 from remat.costing.profile import Profile
 from remat.errors import NoPlanInTime
-from remat.evaluation.evaluator import Memory
+from remat.evaluation.evaluator import Curve, Memory
 from remat.evaluation.form import form_of
 from remat.evaluation.plan import Offload, Region, to_refs
 from remat.execution.base import Execution, Try
@@ -51,7 +53,7 @@ class Judge:
         return self._peaks[key]
 
     def _replayed(self, problem: Problem, regions: tuple[Region, ...], offloads: tuple[Offload, ...]) -> int:
-        """A replay has every state whole. Of one rank's share it says by how much the evaluator is off for all."""
+        """A replay has every state whole. Of one rank's share it says where the evaluator is off, and by how much."""
         profile = self.profile
         with self.step.in_form(form_of(problem.graph.about)):
             alive = self.execution.replay(
@@ -62,11 +64,22 @@ class Judge:
                 workspace_of=profile.workspace_of(),
                 offloads=to_offload_refs(problem.memory, regions, offloads),
             )
-        peak = int(alive.max())
         if profile.whole is None:
-            return peak
-        whole = Memory(profile.whole, profile.costs.workspace_per_op(profile.whole)).curve(regions).peak_bytes
-        return problem.memory.curve(regions).peak_bytes + max(peak - whole, 0)
+            return int(alive.max())
+        whole = Memory(profile.whole, profile.costs.workspace_per_op(profile.whole)).curve(regions)
+        return share_of_peak(alive, whole, problem.memory.curve(regions))
+
+
+def share_of_peak(alive: np.ndarray, whole: Curve, share: Curve) -> int:
+    """Peak of one rank: its `share`, charged at every operator with what a replay has above the evaluator's `whole`.
+
+    alive  bytes at every operator of the replay. Where it ran other operators, the excess at the peak counts throughout
+    """
+    seen = share.alive_bytes[share.executed]
+    if not len(alive) == len(seen) == whole.executed.sum():
+        return share.peak_bytes + max(int(alive.max()) - whole.peak_bytes, 0)
+    above = np.maximum(alive - whole.alive_bytes[whole.executed], 0)
+    return max(share.peak_bytes, int((seen + above).max()))
 
 
 def search(
