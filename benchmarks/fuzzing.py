@@ -3,7 +3,8 @@
 `tests/random_models.py` makes a model from its number; `python -m benchmarks fuzzing:123` runs model 123 alone, and
 `fuzzing:250-499` others than the first 250. With `rows` before the numbers (`fuzzing:rows,0-249`) linear layers are
 MLPs, which run in 3 slices; with `offloads`, plans have random offloads too, whose copies are as late as they may be,
-while what has been let go of is poisoned.
+while what has been let go of is poisoned. With REMAT_TEST_DEVICE=cuda and CARD_ARITHMETIC=all `build/card/python` runs
+it on the card, where streams are late (docs/card.md).
 `tests/fuzzing.py` judges it, and says what is claimed.
 
 Toys are small: a kernel's workspace that the prediction does not know weighs much more in them than in a model.
@@ -27,8 +28,9 @@ import torch
 
 from benchmarks import report
 from remat.evaluation.form import CAPTURED, Form
-from tests.fuzzing import CPU, STEPS, TOLERANCE, few_rows, verdicts
-from tests.offloads import LateCopies
+from tests.devices import ON_CARD
+from tests.fuzzing import STEPS, TOLERANCE, few_rows, verdicts
+from tests.offloads import late_copies
 
 MODELS, PLANS = 250, 8
 ROWS, SLICES, OFFLOADS = "rows", 3, "offloads"
@@ -49,8 +51,10 @@ COLUMNS = [
 def main(*models: str) -> None:
     which = [text for text in models if text not in (ROWS, OFFLOADS)] or [f"0-{MODELS - 1}"]
     numbers = [number for text in which for number in numbers_of(text)]
-    path = report.stem("_".join(["fuzzing", *models]), CPU)
-    about = {**report.provenance(CPU), "tolerance_percent": 100 * TOLERANCE, "steps_of_each": STEPS}
+    cpu = torch.device("cpu")
+    path = report.stem("_".join(["fuzzing", *["card"] * ON_CARD, *models]), cpu)
+    device = {"measured on": "PyTorch's CUDA build, without a GPU"} if ON_CARD else {}
+    about = {**report.provenance(cpu), **device, "tolerance_percent": 100 * TOLERANCE, "steps_of_each": STEPS}
     started, rows = time.monotonic(), []
     judged = functools.partial(_judged, Form(rows=SLICES) if ROWS in models else CAPTURED, OFFLOADS in models)
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
@@ -71,7 +75,7 @@ def _judged(form: Form, offloads: bool, number: int) -> list[dict[str, Any]]:
     torch.set_num_threads(1)  # toys are too small to share
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
     with quiet(), few_rows():
-        return verdicts(number, PLANS, form, copies=LateCopies() if offloads else None)
+        return verdicts(number, PLANS, form, copies=late_copies() if offloads else None)
 
 
 def numbers_of(text: str) -> range:

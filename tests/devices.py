@@ -14,6 +14,7 @@ import torch
 
 DEVICE = torch.device(os.environ.get("REMAT_TEST_DEVICE", "cpu"))  # set by conftest.py, for processes it starts too
 ON_CARD = "CARD_HOME" in os.environ  # tests/card: PyTorch's CUDA build, without a GPU
+SCHEDULES = ("late-copies", "late-compute", *(f"shuffled:{seed}" for seed in range(6)))
 
 
 @contextmanager

@@ -13,6 +13,8 @@ A model is recorded once, and trained for two steps under each plan. Judged are
 A step in another form (groups fused, MLPs in slices) is judged by that form under no plan; and that by the untouched
 model's, to which it must be `NEAR`.
 
+On the card streams run plan after plan by another schedule, where what was expected was computed by none.
+
 Toys are small: a kernel's workspace that the prediction does not know weighs much more in them than in a model.
 """
 
@@ -51,6 +53,7 @@ from remat.recording.recorder import record
 from remat.recording.tracker import Tracker
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
+from tests.devices import DEVICE, SCHEDULES, streams
 from tests.offloads import random_offloads
 from tests.random_models import recipe, regions, workload_of
 from tests.toys import plan_by_hand
@@ -59,8 +62,7 @@ SAMPLES = 16
 STEPS = 2
 TOLERANCE = 0.005
 NEAR = {None: 1e-3, torch.bfloat16: 0.1}  # of a tensor's norm, or a hundredth of the largest gradient's, by autocast
-GENERATOR_BYTES = torch.get_rng_state().nbytes
-CPU = torch.device("cpu")
+GENERATOR_BYTES = torch.get_rng_state().nbytes if DEVICE.type == "cpu" else 0  # CUDA's is read on the host
 
 
 def verdicts(number: int, plans: int, form: Form = CAPTURED, copies: Copies | None = None) -> list[dict[str, Any]]:
@@ -73,7 +75,11 @@ def verdicts(number: int, plans: int, form: Form = CAPTURED, copies: Copies | No
         with warnings.catch_warnings():  # a plan that is drawn need not have room for the check of its first step
             warnings.filterwarnings("ignore", "the first step under the plan is not verified: .* no room")
             subject = Subject(workload, made.accumulation, form)
-            return [{**about, "plan": plan, **subject.judge(draw, copies)} for plan in range(plans)]
+            rows = []
+            for plan in range(plans):
+                with streams(SCHEDULES[plan % len(SCHEDULES)]):
+                    rows.append({**about, "plan": plan, **subject.judge(draw, copies)})
+            return rows
     except (RematError, RuntimeError) as error:
         return [{**about, "failures": [f"refused: {type(error).__name__}: {str(error)[:300]}"]}]
     finally:
@@ -104,7 +110,7 @@ class Subject:
 
     def __init__(self, workload: Workload, accumulation: int, form: Form = CAPTURED) -> None:
         self.workload, self.accumulation = workload, accumulation
-        self.step = FakeStep(workload, device=CPU, loop=TrainingLoop(accumulation=accumulation))
+        self.step = FakeStep(workload, device=DEVICE, loop=TrainingLoop(accumulation=accumulation))
         self.step.form = form
         self.graph = record(self.step)
         self.workspace_of = workspaces(self.graph)
@@ -113,7 +119,7 @@ class Subject:
         gc.collect()  # cyclic garbage must not be freed while a peak is measured
         gc.freeze()  # and the next collection need not look at all this again
         torch.manual_seed(0)
-        untouched = workload.build()
+        untouched = workload.build().to(DEVICE)
         self.state = copy.deepcopy(untouched.state_dict())
         self.model = apply(copy.deepcopy(untouched), plan_by_hand(self.graph, ()))
         self.expected = Trained(self, untouched).values
@@ -174,7 +180,7 @@ class Trained:
         make = subject.workload.optimizer
         self._optimizer = make([p for p in model.parameters() if p.requires_grad]) if make else None
         torch.manual_seed(1)
-        self._batch = subject.workload.batch(SAMPLES, None)
+        self._batch = subject.workload.batch(SAMPLES, None).to(DEVICE)
         self.values: dict[str, torch.Tensor] = {}
         for number in range(STEPS):
             self._micro_batches(number)
@@ -185,12 +191,12 @@ class Trained:
             torch.manual_seed(10 * number + micro)
             loss = self._forward_and_backward()
             self.values[f"loss {number}.{micro}"] = loss
-        self.values[f"generator {number}"] = torch.get_rng_state()
+        self.values[f"generator {number}"] = torch.get_device_module(DEVICE).random.get_rng_state()
         named = self._model.named_parameters()
         self.values |= {f"gradient of {n} {number}": p.grad.clone() for n, p in named if p.grad is not None}
 
     def _forward_and_backward(self) -> torch.Tensor:
-        with autocast_context(CPU, self._subject.workload.autocast):
+        with autocast_context(DEVICE, self._subject.workload.autocast):
             loss = self._subject.workload.step(self._model, self._batch)
         loss.backward()
         return loss.detach()
@@ -209,7 +215,7 @@ class Trained:
         state = dict(self._optimizer.state) if self._optimizer else None
         model = [(p, p.grad) for p in self._model.parameters()], list(self._model.buffers())
         before = Tracker().fix(model, self._batch, state)
-        return before + measure_peak(self._step, CPU)
+        return before + measure_peak(self._step, DEVICE, requested=True)
 
     def _step(self) -> None:
         self._forward_and_backward()
@@ -252,7 +258,7 @@ def _workspace(kind: OpKind) -> tuple[tuple[str, str], int]:
     if key not in _WORKSPACES:
         try:
             with torch.no_grad(), torch.random.fork_rng():
-                _WORKSPACES[key] = time_operator(kind, CPU, repeats=3, seconds_per_kind=0.0).workspace_bytes
+                _WORKSPACES[key] = time_operator(kind, DEVICE, repeats=3, seconds_per_kind=0.0).workspace_bytes
         except NotMeasurable:
             _WORKSPACES[key] = 0
     return key, _WORKSPACES[key]

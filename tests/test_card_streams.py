@@ -16,7 +16,7 @@ from torch import nn
 
 from remat.host.optimizer_state import OffloadedState
 from tests import test_offloading, test_offloading_optimizers, test_weights_on_host
-from tests.devices import ON_CARD, streams
+from tests.devices import ON_CARD, SCHEDULES, streams
 from tests.offloads import FAULTS, ORDERS, LateStreams
 from tests.toys import CHOICES, plan_for
 
@@ -26,7 +26,6 @@ pytestmark = [
     pytest.mark.usefixtures("fresh_dynamo", "one_thread"),
 ]
 
-SCHEDULES = ("late-copies", "late-compute", *(f"shuffled:{seed}" for seed in range(6)))
 Numbers = list[torch.Tensor]
 UNVERIFIED = {"verify_first_step": False}  # the first step's check would raise before numbers are compared
 

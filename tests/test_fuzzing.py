@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
+from tests.devices import DEVICE
 from tests.examples import examples
-from tests.fuzzing import CPU, verdicts
+from tests.fuzzing import verdicts
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD
 from tests.random_models import recipe, workload_of
 
@@ -33,7 +34,7 @@ def one_thread() -> Iterator[None]:
 
 def recorded(number: int) -> str:
     made = recipe(random.Random(number))
-    return json.dumps(record(FakeStep(workload_of(made, f"random-{number}"), device=CPU)).to_json())
+    return json.dumps(record(FakeStep(workload_of(made, f"random-{number}"), device=DEVICE)).to_json())
 
 
 def test_what_was_planned_before_in_a_process_changes_nothing() -> None:

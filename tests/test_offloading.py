@@ -431,10 +431,11 @@ def test_host_memory_is_used_again_when_nothing_of_its_forward_is_left() -> None
     assert copies.taken == 2
 
 
+@pytest.mark.any_device
 @pytest.mark.fast("0")
 @pytest.mark.parametrize("number", range(3))
 def test_a_random_model_keeps_its_promises_under_random_offloads(number: int) -> None:
-    rows = verdicts(number, 4, copies=LateCopies())
+    rows = verdicts(number, 4, copies=late_copies())
     assert all(not row["failures"] for row in rows), rows
     assert sum(row["offloads"] for row in rows)
 
@@ -446,9 +447,10 @@ def test_a_save_that_is_an_input_here_and_a_copy_on_fakes_is_refused_and_never_l
         planned(*pairs(4, None))
 
 
+@pytest.mark.any_device
 def test_a_saved_node_that_writes_to_what_it_made_runs_again_from_what_came_back() -> None:
     """Alpha dropout writes to its noise, which must not be a view of the memory that came from the host."""
-    rows = verdicts(123, 6, copies=LateCopies())
+    rows = verdicts(123, 6, copies=late_copies())
     assert len(rows) == 6 and all(not row["failures"] for row in rows), rows
 
 
