@@ -62,6 +62,7 @@ SAMPLES = 16
 STEPS = 2
 TOLERANCE = 0.005
 NEAR = {None: 1e-3, torch.bfloat16: 0.1}  # of a tensor's norm, or a hundredth of the largest gradient's, by autocast
+generator_state = torch.cuda.get_rng_state if DEVICE.type == "cuda" else torch.get_rng_state
 GENERATOR_BYTES = torch.get_rng_state().nbytes if DEVICE.type == "cpu" else 0  # CUDA's is read on the host
 
 
@@ -191,7 +192,7 @@ class Trained:
             torch.manual_seed(10 * number + micro)
             loss = self._forward_and_backward()
             self.values[f"loss {number}.{micro}"] = loss
-        self.values[f"generator {number}"] = torch.get_device_module(DEVICE).random.get_rng_state()
+        self.values[f"generator {number}"] = generator_state()
         named = self._model.named_parameters()
         self.values |= {f"gradient of {n} {number}": p.grad.clone() for n, p in named if p.grad is not None}
 
