@@ -110,7 +110,7 @@ class Gumbel(nn.Module):
 
 class Noise(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rand_like(x) + torch.randn(x.shape[-1]) * x
+        return x * torch.rand_like(x) + torch.randn(x.shape[-1], device=x.device) * x
 
 
 RANDOM: dict[str, Callable[[], nn.Module]] = {
