@@ -39,8 +39,8 @@ WORKLOAD = remat.Workload(
 
 
 def main(arguments: Sequence[str] | None = None) -> tuple[TrainingResult, TrainingResult]:
-    given = options(__doc__).parse_args(arguments)
-    plan = remat.plan(WORKLOAD, budget=given.budget or "22MiB", target=TARGET)
+    given = options(__doc__, 22).parse_args(arguments)
+    plan = remat.plan(WORKLOAD, budget=given.budget, target=TARGET)
     print(plan)
     accelerator = Accelerator(cpu=DEVICE.type == "cpu")
     sums = text(BATCH_SIZE * given.steps)
@@ -64,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> tuple[TrainingResult, Traini
     prepared = accelerator.prepare(*built())
     without = observed(lambda: train(*prepared))
 
+    prepared = accelerator.free_memory(*prepared)
     prepared = prepare(accelerator, *built(), plan=plan)
     planned = observed(lambda: train(*prepared))
     report(without, planned)

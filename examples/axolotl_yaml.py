@@ -77,7 +77,7 @@ def write(folder: Path, steps: int, **ours: Any) -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> tuple[TrainingResult, TrainingResult]:
-    given = options(__doc__, steps=50).parse_args(arguments)
+    given = options(__doc__, 30, steps=50).parse_args(arguments)
 
     def trainer(steps: int, **ours: Any) -> Any:
         """Return the Trainer of `axolotl train`."""
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> tuple[TrainingResult, Traini
         found = observed(run)
         return TrainingResult(found.losses, found.peak_bytes + weights)
 
-    ours = {"remat_budget": given.budget or "30MiB"}
+    ours = {"remat_budget": given.budget}
     trainer(1, **ours).train()  # plans, and keeps the plan
     without = train(trainer(given.steps))
     made = trainer(given.steps, **ours)

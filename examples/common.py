@@ -17,6 +17,7 @@ from torch import nn
 
 from remat.costing.device_allocator import measure_peak
 from remat.units import gib
+from remat.validation.training import release_libraries
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TARGET = DEVICE.type  # plan for the device that trains
@@ -33,10 +34,12 @@ QUIET: dict[str, Any] = {  # of TRL's Trainers
 }
 
 
-def options(description: str | None, steps: int = 40) -> argparse.ArgumentParser:
+def options(description: str | None, budget_mib: int, steps: int = 40) -> argparse.ArgumentParser:
+    """Options of an example, whose model and batch need `budget_mib`; CUDA's libraries take 64 MiB more."""
     parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
     parser.add_argument("--steps", type=int, default=steps)
-    parser.add_argument("--budget", default=None, help="limit on the peak of a step, such as 60MiB")
+    budget = f"{budget_mib + 64 * (DEVICE.type == 'cuda')}MiB"
+    parser.add_argument("--budget", default=budget, help=f"limit on the peak of a step ({budget})")
     return parser
 
 
@@ -171,6 +174,7 @@ def observed(train: Callable[[], Sequence[float]]) -> TrainingResult:
     torch.manual_seed(0)
     losses: list[float] = []
     gc.collect()  # what an earlier training left must not be freed meanwhile
+    release_libraries(DEVICE)  # their workspaces count in every training, not in the first alone
     peak = measure_peak(lambda: losses.extend(train()), DEVICE)
     return TrainingResult(losses, peak)
 

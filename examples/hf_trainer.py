@@ -38,8 +38,8 @@ WORKLOAD = remat.Workload(
 
 
 def main(arguments: Sequence[str] | None = None) -> tuple[TrainingResult, TrainingResult]:
-    given = options(__doc__).parse_args(arguments)
-    plan = remat.plan(WORKLOAD, budget=given.budget or "22MiB", target=TARGET)
+    given = options(__doc__, 22).parse_args(arguments)
+    plan = remat.plan(WORKLOAD, budget=given.budget, target=TARGET)
     print(plan)
     sums = text(BATCH_SIZE * given.steps)
     rows = [{name: tensor[i] for name, tensor in sums.items()} for i in range(BATCH_SIZE * given.steps)]

@@ -42,8 +42,8 @@ class Bars(lightning.LightningModule):
 
 
 def main(arguments: Sequence[str] | None = None) -> tuple[TrainingResult, TrainingResult]:
-    given = options(__doc__).parse_args(arguments)
-    plan = remat.plan(WORKLOAD, budget=given.budget or "20MiB", target=TARGET, execution="modules")
+    given = options(__doc__, 20).parse_args(arguments)
+    plan = remat.plan(WORKLOAD, budget=given.budget, target=TARGET, execution="modules")
     print(plan)
     torch.manual_seed(2)
     bars = TensorDataset(*images(BATCH_SIZE * given.steps))

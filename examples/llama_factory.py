@@ -67,8 +67,8 @@ def train(steps: int, *callbacks: TrainerCallback, **settings: Any) -> list[floa
 
 
 def main(arguments: Sequence[str] | None = None) -> tuple[TrainingResult, TrainingResult]:
-    given = options(__doc__, steps=50).parse_args(arguments)
-    ours = RematCallback(budget=given.budget or "25MiB")
+    given = options(__doc__, 25, steps=50).parse_args(arguments)
+    ours = RematCallback(budget=given.budget)
     train(1, ours)  # plans, and keeps the plan
     print(ours.plan)
     # Its loader turns gradient checkpointing on, which gives way to a plan; without a plan it is to be told.

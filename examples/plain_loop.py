@@ -36,8 +36,8 @@ WORKLOAD = remat.Workload(
 
 
 def main(arguments: Sequence[str] | None = None) -> tuple[TrainingResult, TrainingResult]:
-    given = options(__doc__).parse_args(arguments)
-    plan = remat.plan(WORKLOAD, budget=given.budget or "22MiB", target=TARGET)
+    given = options(__doc__, 22).parse_args(arguments)
+    plan = remat.plan(WORKLOAD, budget=given.budget, target=TARGET)
     print(plan)
 
     def train(model: nn.Module) -> list[float]:
@@ -53,8 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> tuple[TrainingResult, Traini
         return losses
 
     torch.manual_seed(1)
-    model = gpt2().to(DEVICE)
+    model = gpt2()
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.to(DEVICE)
     without = observed(lambda: train(model))
 
     model.load_state_dict(state)
