@@ -71,7 +71,7 @@ def distributed(model: nn.Module, loop: TrainingLoop) -> nn.Module:
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=max(loop.ranks, 2))
     if loop.ddp:
         replica = nn.parallel.DistributedDataParallel(model)
-        replica.register_comm_hook(None, unmoved)  # the fake group's own future holds nothing
+        replica.register_comm_hook(None, lambda _, bucket: done(bucket.buffer()))  # the fake group's own future holds nothing
         return replica
     for name, module in model.named_modules():
         if name and block_of(name) == name:
@@ -79,9 +79,9 @@ def distributed(model: nn.Module, loop: TrainingLoop) -> nn.Module:
     return fully_shard(model)
 
 
-def unmoved(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+def done(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer())
+    future.set_result(tensor)
     return future
 
 
