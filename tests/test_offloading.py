@@ -454,6 +454,13 @@ def test_a_saved_node_that_writes_to_what_it_made_runs_again_from_what_came_back
     assert len(rows) == 6 and all(not row["failures"] for row in rows), rows
 
 
+@pytest.mark.any_device
+def test_a_value_that_leaves_its_region_where_the_graph_breaks_is_offloaded() -> None:
+    """Another graph call takes it, and saves it: as that save it could not be sent, for it is an input there."""
+    rows = verdicts(98, 8, copies=late_copies())
+    assert len(rows) == 8 and all(not row["failures"] for row in rows), rows
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("tens", range(4))
 def test_many_random_models_keep_their_promises_under_random_offloads(tens: int) -> None:

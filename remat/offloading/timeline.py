@@ -46,13 +46,13 @@ class _Index:
     def __init__(self, graph: Graph):
         self.rows_of: dict[int, list[int]] = {}  # for every storage the saves of it
         self.valued: dict[int, list[int]] = {}  # for every storage the captured nodes whose value is one tensor in it
-        self.last_user: dict[int, int] = {}  # for every node the last of its graph call that takes its value
+        self.last_user: dict[int, int] = {}  # for every node the last that takes its value, in any graph call
         for row, storage in enumerate(graph.saved_tensors.storage.tolist()):
             self.rows_of.setdefault(storage, []).append(row)
         for i, node in enumerate(graph.nodes):
             if node.call != OUTSIDE and node.single_tensor and len(node.values) == 1:
                 self.valued.setdefault(node.values[0], []).append(i)
-            for source in node.graph_inputs:
+            for source in node.inputs:
                 self.last_user[source] = i
         self.changed = {u for node in graph.nodes for producer in node.mutates for u in graph.nodes[producer].values}
         self.calls = np.array([node.call for node in graph.nodes], dtype=np.int64)
