@@ -71,7 +71,8 @@ def distributed(model: nn.Module, loop: TrainingLoop) -> nn.Module:
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=max(loop.ranks, 2))
     if loop.ddp:
         replica = nn.parallel.DistributedDataParallel(model)
-        replica.register_comm_hook(None, lambda _, bucket: done(bucket.buffer()))  # the fake group's own future holds nothing
+        # The fake group's own future holds nothing.
+        replica.register_comm_hook(None, lambda _, bucket: done(bucket.buffer()))
         return replica
     for name, module in model.named_modules():
         if name and block_of(name) == name:
