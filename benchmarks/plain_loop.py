@@ -77,7 +77,8 @@ def distributed(model: nn.Module, loop: TrainingLoop) -> nn.Module:
     for name, module in model.named_modules():
         if name and block_of(name) == name:
             fully_shard(module)
-    return fully_shard(model)
+    fully_shard(model)
+    return model
 
 
 def done(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:

@@ -34,12 +34,13 @@ QUIET: dict[str, Any] = {  # of TRL's Trainers
 }
 
 
-def options(description: str | None, budget_mib: int, steps: int = 40) -> argparse.ArgumentParser:
-    """Options of an example, whose model and batch need `budget_mib`; CUDA's libraries take 64 MiB more."""
+def options(description: str | None, budget: int | str, steps: int = 40) -> argparse.ArgumentParser:
+    """Options with a budget: text, or MiB for model and batch, to which 64 come for the libraries of CUDA."""
     parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
     parser.add_argument("--steps", type=int, default=steps)
-    budget = f"{budget_mib + 64 * (DEVICE.type == 'cuda')}MiB"
-    parser.add_argument("--budget", default=budget, help=f"limit on the peak of a step ({budget})")
+    if isinstance(budget, int):
+        budget = f"{budget + 64 * (DEVICE.type == 'cuda')}MiB"
+    parser.add_argument("--budget", default=budget, help=f"limit on the peak of a step ({budget})".replace("%", "%%"))
     return parser
 
 

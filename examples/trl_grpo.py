@@ -57,7 +57,7 @@ def script(folder: str, steps: int, *callbacks: RematCallback) -> GRPOTrainer:
 
 
 def main(arguments: Sequence[str] | None = None) -> tuple[TrainingResult, TrainingResult]:
-    given = options(__doc__, steps=20).parse_args(arguments)
+    given = options(__doc__, "77%step", steps=20).parse_args(arguments)
     os.environ["TRACKIO"] = "0"
     disable_progress_bars()
 
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> tuple[TrainingResult, Traini
             trainer.train()
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
-    ours = RematCallback(budget=given.budget or "77%step")
+    ours = RematCallback(budget=given.budget)
     with tempfile.TemporaryDirectory() as folder:
         script(folder, 1, ours).train()  # plans, and keeps the plan
     print(ours.plan)
