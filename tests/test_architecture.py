@@ -52,7 +52,9 @@ ROOMS = {
         *("capture", "chunking", "costing", "evaluation", "execution", "fusion", "host", "offloading"),
         *("planning", "recording", "reservation", "solvers", "workload"),
     ),
-    "integrations": ("capture", "costing", "evaluation", "execution", "host", "planning", "validation", "workload"),
+    "integrations": (
+        *("capture", "costing", "evaluation", "execution", "host", "planning", "recording", "validation", "workload"),
+    ),
     "diagnosis": ("costing", "evaluation", "reservation"),
     "report": ("costing", "evaluation", "formulation", "offloading", "planning"),
     "cli": (
