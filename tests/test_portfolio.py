@@ -48,7 +48,7 @@ class Forms:
 class ByHand:
     """A study whose solutions are given: `captured` and `others` answer a search, `late` is raised by a replay."""
 
-    has_forms, step_time_us = True, STEP_US
+    has_forms, device_time_us = True, STEP_US
 
     def __init__(
         self,
