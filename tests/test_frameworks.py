@@ -18,7 +18,6 @@ from remat.errors import PlanMismatch, UsageError
 from remat.evaluation.plan import Plan
 from remat.execution.apply import apply, counts_of, has_plan, planned_forward, remove
 from remat.models import gpt2
-from remat.units import MIB
 from remat.validation.training import Training, release_libraries
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
@@ -26,7 +25,6 @@ from tests.devices import DEVICE
 from tests.test_modules import plan_of
 from tests.toys import TRANSFORMER, TRANSFORMER_BF16, Transformer, every_block, graph_of, plan_by_hand, tokens
 
-LIBRARIES_BYTES = 64 * MIB if DEVICE.type == "cuda" else 0  # cuBLAS's workspaces
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 pytestmark = [
     pytest.mark.usefixtures("fresh_dynamo", "one_thread"),
@@ -50,7 +48,6 @@ def costs_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("costs"))
 
 
-@pytest.mark.any_device
 @pytest.mark.fast("lightning_trainer-lightning")
 @pytest.mark.parametrize(
     ("name", "package"),
@@ -75,7 +72,7 @@ def test_an_example_trains_alike_in_less_memory(
     monkeypatch.setenv("XDG_CACHE_HOME", costs_folder)
     without, planned = importlib.import_module(name).main(["--steps", "3"])
     assert len(planned.losses) == 3 and planned.losses == without.losses
-    assert planned.peak_bytes - LIBRARIES_BYTES < 0.8 * (without.peak_bytes - LIBRARIES_BYTES)
+    assert planned.peak_bytes < 0.8 * without.peak_bytes
     assert "losses the same to the last bit" in capsys.readouterr().out
 
 
