@@ -89,7 +89,7 @@ def main(*models: str) -> None:
 def row_of(model: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "alive.plan.json"
-        if (failure := make_plan(model, "bitwise", SHARE, path)) is not None:
+        if (failure := make_plan(model, "--exact", SHARE, path)) is not None:
             return {"failure": failure}
         plan = Plan.load(path)
         command = [str(CARD), str(ROOT / "benchmarks" / "plain_loop.py"), str(path), "requests"]
