@@ -24,7 +24,7 @@ TARGET = DEVICE.type  # plan for the device that trains
 CHARACTERS = "0123456789+=;"
 BATCH_SIZE, LENGTH = 16, 64
 IMAGE, CLASSES = 24, 4
-QUIET: dict[str, Any] = {  # of TRL's Trainers
+QUIET: dict[str, Any] = {  # of Trainers
     "logging_steps": 1,
     "save_strategy": "no",
     "report_to": "none",

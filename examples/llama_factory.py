@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import DEVICE, TrainingResult, llama, observed, options, report, sums, tokenizer
+from common import QUIET, TrainingResult, llama, observed, options, report, sums, tokenizer
 from llamafactory.train.tuner import run_exp
 from transformers import TrainerCallback
 
@@ -32,12 +32,7 @@ SETTINGS: dict[str, Any] = {
     "per_device_train_batch_size": 4,
     "gradient_accumulation_steps": 2,
     "learning_rate": 1e-2,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-    "use_cpu": DEVICE.type == "cpu",
-    "dataloader_pin_memory": DEVICE.type != "cpu",
+    **QUIET,
 }
 
 

@@ -9,9 +9,9 @@ kinds:
   to a thread. Forward runs in the caller's thread and backward in one of autograd's, so a step that multiplies in both
   keeps two. They are fixed bytes of the step, which `max_memory_allocated` counts.
 
-Convolutions and recurrent layers have no formula: cuDNN chooses an algorithm, with its workspace, by heuristics of its
-own. They are named by `without_formula`, and every printed plan for a target says so. Everything else is taken to
-need nothing, as pointwise kernels do.
+Copies of arguments (`argument_copies.py`) add to the first kind. Convolutions and recurrent layers have no formula of
+their own: cuDNN chooses an algorithm, with its workspace, by heuristics. They are named by `without_formula`, and every
+printed plan for a target says so. Everything else is taken to need nothing, as pointwise kernels do.
 
 Rejected: fitting formulas to measurements of one device, which say nothing about the next library version.
 """
@@ -109,7 +109,7 @@ def embedding_backward(kind: OpKind, target: Target) -> int:
     """Sorted indices, segments, and one fp32 row for every partial segment (or one for every row of the table).
 
     `embedding_dense_backward_cuda` in aten/src/ATen/native/cuda/Embedding.cu and `embedding_backward_cuda_kernel` in
-    EmbeddingBackwardKernel.cu, torch 2.11 to 2.15. What sorting takes is gone when the rows are made.
+    EmbeddingBackwardKernel.cu, torch 2.11 to 2.15. The bytes of sorting are gone when the rows are made.
     """
     gradient, indices, rows = argument(kind, 0), argument(kind, 1), int(kind.signature[0][2])
     count, width = indices.numel, gradient.shape[-1]

@@ -71,12 +71,18 @@ def copies_of(kind: OpKind) -> tuple[int, ...]:
     return () if copied is None else tuple(copied(kind))
 
 
-def _contiguous(*positions: int) -> Callable[[OpKind], list[int]]:
+def _unless(fits: Callable[[Described], bool], *positions: int) -> Callable[[OpKind], list[int]]:
+    """Of each argument at these positions that does not fit."""
+
     def copied(kind: OpKind) -> list[int]:
         given = [argument(kind, position) for position in positions]
-        return [each.size_bytes for each in given if not each.is_contiguous]
+        return [each.size_bytes for each in given if not fits(each)]
 
     return copied
+
+
+def _contiguous(*positions: int) -> Callable[[OpKind], list[int]]:
+    return _unless(lambda each: each.is_contiguous, *positions)
 
 
 def _roll(kind: OpKind) -> list[int]:
@@ -116,31 +122,21 @@ def adds_up(kind: OpKind) -> bool:
 
 def _by_token(*positions: int) -> Callable[[OpKind], list[int]]:
     """Of attention's gradient and output: transformers/cuda/attention_backward.cu."""
-
-    def copied(kind: OpKind) -> list[int]:
-        given = [argument(kind, position) for position in positions]
-        return [each.size_bytes for each in given if not each.is_by_token]
-
-    return copied
+    return _unless(lambda each: each.is_by_token, *positions)
 
 
 def _by_planes(kind: OpKind) -> list[int]:
     """Of a gradient of images that are neither contiguous nor channels last: cuda/UpSample*.cu, cuda/*Pool2d.cu."""
-    return [] if argument(kind, 0).is_channels_last else _contiguous(0)(kind)
+    return _unless(lambda each: each.is_contiguous or each.is_channels_last, 0)(kind)
 
 
 def _matrices(*positions: int) -> Callable[[OpKind], list[int]]:
     """cuBLAS takes matrices without gaps in rows or in columns: `prepare_matrix_for_cublas` in cuda/Blas.cpp."""
-
-    def copied(kind: OpKind) -> list[int]:
-        given = [argument(kind, position) for position in positions]
-        return [each.size_bytes for each in given if not _is_for_cublas(each.shape[-2:], each.stride[-2:])]
-
-    return copied
+    return _unless(_is_for_cublas, *positions)
 
 
-def _is_for_cublas(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    (rows, columns), (down, along) = shape, stride
+def _is_for_cublas(given: Described) -> bool:
+    (rows, columns), (down, along) = given.shape[-2:], given.stride[-2:]
     return (along == 1 and down >= max(columns, 1)) or (down == 1 and along >= max(rows, 1))
 
 
