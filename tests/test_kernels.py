@@ -20,6 +20,7 @@ from remat.cuda_kernels import rules as kernel_rules
 from remat.cuda_kernels import substitute as kernels
 from remat.cuda_kernels.attention import cudnn_attention_of
 from remat.errors import CaptureError
+from remat.workload.target import target_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 VIEWS_AND_QUERIES = ("prim.device", "aten.detach", "aten.view", "aten.t", "aten.expand", "aten._unsafe_view")
@@ -252,14 +253,28 @@ def test_unfused_attention_adds_its_mask_in_place() -> None:
         pytest.param("h100-80gb,torch=2.13.0,cudnn=9.15.1", 0.0, 8, CUDNN, id="cudnn-9.15.1"),
         pytest.param("a100-80gb,torch=2.13.0", 0.0, 8, FLASH, id="capability-8.0"),
         pytest.param("rtx4090,torch=2.13.0", 0.0, 8, FLASH, id="capability-8.9"),
-        pytest.param("h100-80gb,torch=2.13.0", 0.0, 256, FLASH, id="wide-heads"),
-        pytest.param("h100-80gb,torch=2.14.0", 0.0, 256, CUDNN, id="wide-heads-from-2.14"),
-        pytest.param("h100-80gb,torch=2.14.0", 0.0, 136, FLASH, id="heads-between"),
+        pytest.param("h100-80gb,torch=2.11.0", 0.0, 256, CUDNN, id="wide-heads"),
+        pytest.param("h200,torch=2.13.0", 0.0, 136, CUDNN, id="heads-between"),
+        pytest.param("h100-80gb,torch=2.13.0", 0.0, 264, EFFICIENT, id="heads-too-wide"),
     ],
 )
 def test_the_target_decides_whether_attention_is_cudnns(target: str, dropout: float, head: int, kernel: str) -> None:
     cudnn = cudnn_attention_of(find_planning_device(target).target)
     assert on_cuda(SDPA, *qkv(d=head), None, dropout, cudnn=cudnn)[1] == [kernel]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("head", [8, 128, 136, 256, 264])
+def test_the_kernel_that_the_target_decides_is_the_one_that_runs(head: int) -> None:
+    named = target_of(torch.cuda.get_device_name())
+    if named is None:
+        pytest.skip("the device has no data sheet here")
+    cudnn = cudnn_attention_of(find_planning_device(named.name).target)
+    (predicted,) = on_cuda(SDPA, *qkv(d=head), None, 0.0, cudnn=cudnn)[1]
+    tensors = [torch.randn(2, 4, 16, head, device="cuda", dtype=BF16, requires_grad=True) for _ in range(3)]
+    with Ops() as ops:
+        SDPA(*tensors)
+    assert [name for name in ops.names if "attention" in name] == [predicted]
 
 
 def test_without_gradient_no_logsumexp_is_asked_for() -> None:

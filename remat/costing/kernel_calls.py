@@ -8,7 +8,7 @@ CPU, and writes it in place. `remat profile --costs h100.csv` writes such a tabl
 A signature gives shapes, strides and dtypes. Arguments like these are made with data in them.
 
 Rule 1  Time is the median of several samples. A sample is one call, or a batch of calls where one is too short for the
-        clock. Calls are issued back to back, as a training step does: on CUDA a tiny operator costs its launch.
+        clock. On CUDA calls are issued while the device sleeps: what it then takes is its own, not the host's pace.
 Rule 2  Data is harmless: probabilities where a kernel asserts that they are, indices within the table that they index,
         nothing that decays to denormal numbers when an operator changes its argument again and again.
 """
@@ -63,6 +63,7 @@ _SAMPLE_US = 200.0  # a shorter call is timed in batches of about this
 _BATCH = 100
 _BATCH_IN_PLACE = 8  # 0.5 ** 8 is no denormal number, not even in float16 (Rule 2)
 _LONG_US = 1e6  # a call that takes longer is timed once
+_CYCLES_PER_US = 3000  # of a device, more than any has: it sleeps half as long again as the host needs, or longer
 
 _RENAMED = {**{f"weight{i}": f"weight{i + 1}" for i in range(4)}, "cx_": "cx_tmp"}
 
@@ -234,7 +235,7 @@ def _spread_groups(args: list[Any]) -> None:
 
 def samples_us(call: Timed, device: torch.device, repeats: int, seconds: float) -> list[float]:
     """Times of one call, each the mean of a batch. (Rule 1)"""
-    sample = _sample_cuda_us if device.type == "cuda" else _sample_cpu_us
+    sample = _on_cuda(call) if device.type == "cuda" else _sample_cpu_us
     once = sample(call, 1)
     if once > _LONG_US:
         return [once]
@@ -256,8 +257,18 @@ def _sample_cpu_us(call: Timed, batch: int) -> float:
     return (time.perf_counter() - begin) * 1e6 / batch
 
 
-def _sample_cuda_us(call: Timed, batch: int) -> float:
+def _on_cuda(call: Timed) -> Callable[[Timed, int], float]:
+    """A sample that begins when the host has issued it: until then the device sleeps."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    call()
+    cycles = round(_CYCLES_PER_US * 1e6 * (time.perf_counter() - begin))
+    return functools.partial(_sample_cuda_us, cycles=cycles)
+
+
+def _sample_cuda_us(call: Timed, batch: int, cycles: int) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(cycles * batch)
     begin.record()
     for _ in range(batch):
         call()

@@ -9,11 +9,12 @@ kinds:
   to a thread. Forward runs in the caller's thread and backward in one of autograd's, so a step that multiplies in both
   keeps two. They are fixed bytes of the step, which `max_memory_allocated` counts.
 
-Copies of arguments (`argument_copies.py`) add to the first kind. Convolutions and recurrent layers have no formula of
-their own: cuDNN chooses an algorithm, with its workspace, by heuristics. They are named by `without_formula`, and every
-printed plan for a target says so. Everything else is taken to need nothing, as pointwise kernels do.
+Copies of arguments (`argument_copies.py`) add to the first kind. Convolutions have an upper bound, held to a GPU: cuDNN
+chooses an algorithm, with its workspace, by heuristics. Recurrent layers have no formula: they are named by
+`without_formula`, and every printed plan for a target says so. Everything else is taken to need nothing, as pointwise
+kernels do.
 
-Rejected: fitting formulas to measurements of one device, which say nothing about the next library version.
+Rejected: fitting formulas to measurements where the sources of a kernel can be read.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from remat.costing.reductions import Reduction
-from remat.evaluation.argument_copies import ITEM_BYTES, adds_up, argument, copies_of
+from remat.evaluation.argument_copies import ITEM_BYTES, Described, adds_up, argument, copies_of
 from remat.evaluation.graph import LIBRARY_WORKSPACES, Graph, OpKind
 from remat.evaluation.libraries import threads_that_multiply
 from remat.units import MIB
@@ -38,6 +39,8 @@ _COUNTED = ("bool", "int32", "int16", "int8", "uint8")
 _FEW_KEYS = 256  # which are sorted at once
 _FLOAT_BYTES = 4
 _WARP = 32
+_PARTIALS, _PARTIAL_BYTES = 512, 32 * MIB  # most of a weight's gradients that cuDNN adds up, and their most bytes
+_TAP_BYTES, _PLANE = 32, 14 * 14  # of each tap of a grouped convolution's backward, for every so many pixels
 _MANY_ROWS, _MOST_BLOCKS = 64 * 1024, 32 * 1024  # of layer norm's backward
 _SUM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 4, "float16": 4}  # of what numbers are added up in
 
@@ -66,10 +69,15 @@ def cudnn_attention_backward(kind: OpKind, target: Target) -> int:
     """`dQ_accum` and `softmax_sum`, what cuDNN's frontend adds to the workspace; its engine may ask for more.
 
     `CompositeSDPABackwardNode` in node/scaled_dot_product_flash_attention.h of cudnn-frontend 1.23; cuDNN >= 9.0.
-    The gradients of grouped keys and values are expanded inside the engine: not counted.
+    The gradients of grouped keys and values are made for every query head, then summed: measured on an H100, where
+    18 kinds of calls agree to 256 bytes.
     """
-    batch, heads, length, size = argument(kind, 1).shape
-    return batch * heads * length * (size + 1) * _FLOAT_BYTES
+    query, key, value = (argument(kind, position) for position in (1, 2, 3))
+    batch, heads, length, size = query.shape
+    expanded = 0
+    if key.shape[1] < heads:
+        expanded = batch * heads * key.shape[2] * (size + value.shape[-1]) * query.item_bytes
+    return batch * heads * length * (size + 1) * _FLOAT_BYTES + expanded
 
 
 def efficient_attention(kind: OpKind, target: Target) -> int:
@@ -131,6 +139,44 @@ def _is_fused(segments: int, partial: int, width: int, target: Target) -> bool:
     padded = _up(width, 32)
     blocks = -(-segments * padded // min(padded, _MOST_THREADS))
     return blocks < 4 * target.processors and partial > 4 * blocks
+
+
+def convolution(kind: OpKind, target: Target) -> int:
+    """At most what cuDNN asks for in forward: channels-last copies of input, result and weight.
+
+    It copies nothing that is channels last already, and no planes that a product reads as they are. Heuristics choose,
+    and may need less. Held to cuDNN 9.19 on an H100, 16-bit numbers in two dimensions.
+    """
+    given, weight = argument(kind, 0), argument(kind, 1)
+    if given.is_channels_last or _is_product(kind, given, weight, 3):
+        return 0
+    result = kind.moved_bytes - given.size_bytes - weight.size_bytes
+    return _padded(given) + max(result, 0) + _padded(weight)
+
+
+def convolution_backward(kind: OpKind, target: Target) -> int:
+    """At most what cuDNN asks for in backward: likewise, and partial sums of the weight's gradient."""
+    gradient, given, weight = (argument(kind, position) for position in range(3))
+    planes = math.prod(given.shape[2:])
+    if kind.signature[0][9] > 1:
+        each = given.numel // planes * math.prod(weight.shape[2:]) * _TAP_BYTES
+        return max(each, min(-(-planes // _PLANE) * each, target.processors * MIB))
+    if _is_product(kind, given, weight, 4):
+        return given.shape[0] * weight.numel * _FLOAT_BYTES
+    partial = min(_PARTIALS * _padded(weight), _PARTIAL_BYTES)
+    return (2 * given.size_bytes if given.is_channels_last else _padded(gradient) + _padded(given)) + partial
+
+
+def _padded(tensor: Described) -> int:
+    """Bytes of a tensor with its channels padded to eight."""
+    return tensor.size_bytes // tensor.shape[1] * _up(tensor.shape[1], 8)
+
+
+def _is_product(kind: OpKind, given: Described, weight: Described, at: int) -> bool:
+    """Whether a convolution is a product of planes that begin at multiples of 16 bytes; its stride is argument `at`."""
+    stride, padding = kind.signature[0][at : at + 2]
+    planes, taps = math.prod(given.shape[2:]), math.prod(weight.shape[2:])
+    return taps == 1 and set(stride) == {1} and not any(padding) and planes * given.item_bytes % 16 == 0
 
 
 def product_with_4_bits(kind: OpKind, target: Target) -> int:
@@ -234,6 +280,8 @@ FORMULAS: dict[str, Callable[[OpKind, Target], int]] = {
     "aten._softmax_backward_data.default": softmax_backward,
     "aten._scaled_dot_product_efficient_attention.default": efficient_attention,
     "aten._scaled_dot_product_efficient_attention_backward.default": efficient_attention_backward,
+    "aten.convolution.default": convolution,
+    "aten.convolution_backward.default": convolution_backward,
     "aten.binary_cross_entropy_with_logits.default": _of_first(2),  # native/Loss.cpp
     "aten.embedding_dense_backward.default": embedding_backward,
     "bitsandbytes.gemm_4bit.default": product_with_4_bits,
@@ -252,7 +300,7 @@ FORMULAS: dict[str, Callable[[OpKind, Target], int]] = {
     "aten.sum.dim_IntList": reduction,
 }
 
-MEASURED_ONLY = ("convolution", "cudnn_convolution", "miopen_convolution", "_cudnn_rnn", "_thnn_fused", "mkldnn_rnn")
+MEASURED_ONLY = ("cudnn_convolution", "miopen_convolution", "_cudnn_rnn", "_thnn_fused", "mkldnn_rnn")
 
 
 def workspace_bytes(kind: OpKind, target: Target) -> int:
@@ -275,16 +323,18 @@ def without_formula(kinds: Sequence[OpKind]) -> tuple[str, ...]:
 
 
 def cublas_bytes(target: Target) -> int:
-    """cuBLAS's workspace for one handle and stream, as torch sets it; cublasLt shares it.
+    """cuBLAS's workspace for one handle and stream, as torch sets it, and what cublasLt has beside it.
 
     `parseChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp: 32 MiB on compute capability 9 (10 and 12
-    from torch 2.12 on: pytorch #175344), else :4096:2:16:8. Shared with cublasLt since torch 2.11 (pytorch #168175).
-    `CUBLAS_WORKSPACE_CONFIG` changes it.
+    from torch 2.12 on: pytorch #175344), else :4096:2:16:8. cublasLt shares it (pytorch #168175) in torch 2.13; in 2.11
+    it has 1 MiB of its own, from the first product with a bias on (measured on an H100).
+    `CUBLAS_WORKSPACE_CONFIG` and `TORCH_CUBLASLT_UNIFIED_WORKSPACE` change it.
     """
+    beside = MIB if target.torch and target.torch_release < (2, 12) else 0
     major = target.capability // 10
     if major == 9 or (major in (10, 12) and target.torch_release >= (2, 12)):
-        return 32 * MIB
-    return 2 * 4 * MIB + 8 * MIB // 64
+        return 32 * MIB + beside
+    return 2 * 4 * MIB + 8 * MIB // 64 + beside
 
 
 def with_libraries(graph: Graph, bytes_per_handle: int) -> Graph:

@@ -107,13 +107,15 @@ def _efficient_takes(call: _Attention) -> bool:
 def cudnn_attention_of(target: Target) -> CudnnAttention | None:
     """Return the limits of cuDNN's attention on `target`; None if it is not tried first.
 
-    sdp_utils.cpp: `check_cudnn_dropout` is there from torch 2.12 on, heads 256 wide from 2.14 on with a cuDNN after
-    9.22.0.
+    sdp_utils.cpp: heads up to 256 wide on compute capability 9.0 with cuDNN 9.10.0 or later, torch 2.11 to 2.13 (so on
+    an H100, too); elsewhere two shapes from 2.14 on with a cuDNN after 9.22.0. `check_cudnn_dropout` is there from torch
+    2.12 on.
     """
     if not target.prefers_cudnn:
         return None
     return CudnnAttention(
         any_dropout=target.torch_release < (2, 12),
+        widest=256 if target.capability == 90 and target.cudnn >= (9, 10) else 128,
         wide_heads=target.torch_release >= (2, 14) and target.cudnn > (9, 22, 0) and target.capability != 107,
     )
 
@@ -123,7 +125,7 @@ def _cudnn_takes(call: _Attention, cudnn: CudnnAttention) -> bool:
     widths = query.shape[-1], value.shape[-1]
     return (
         _fused_takes(call, LOW_PRECISION, gqa=True, one_kv=False)
-        and (max(widths) <= 128 or (cudnn.wide_heads and widths in ((192, 128), (256, 256))))
+        and (max(widths) <= cudnn.widest or (cudnn.wide_heads and widths in ((192, 128), (256, 256))))
         and query.shape[-1] % 8 == 0 == value.shape[-1] % 8
         and key.shape[2] > 1
         and (cudnn.any_dropout or (call.dropout_p * 16).is_integer())

@@ -18,9 +18,10 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 @dataclasses.dataclass(frozen=True)
 class CudnnAttention:
-    """Limits of cuDNN's attention: any dropout, or multiples of 1/16; heads up to 128 wide, or 256."""
+    """Limits of cuDNN's attention: any dropout, or multiples of 1/16; the widest heads; two shapes beside."""
 
     any_dropout: bool = False
+    widest: int = 128
     wide_heads: bool = False
 
 
