@@ -52,7 +52,7 @@ def main(table: Path, found: Path) -> None:
             trying.write_text(json.dumps(known))
             try:
                 kind = OpKind(row.name, row.signature, row.flops, row.moved_bytes, row.dtype)
-                cost = time_operator(kind, device, repeats=9, seconds_per_kind=0.03)
+                cost = time_operator(kind, device, repeats=7, seconds_per_kind=0.02)
                 writer.writerow([*known, f"{cost.time_us:.3f}", f"{cost.spread:.4f}", cost.workspace_bytes, ""])
             except NotMeasurable as error:
                 writer.writerow([*known, "", "", "", str(error)[:200]])

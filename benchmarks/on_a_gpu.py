@@ -5,7 +5,10 @@
 PLANS holds MODEL.*.plan.json. The model is trained untouched and under each plan, in a plain loop: the peaks are
 PyTorch's allocator's in the third step, gradients are compared with those of the untouched step, and steps are timed by
 CUDA's events. One untouched step is profiled: times by operator and shapes. Several may run at once: while
-one measures, the others wait (FOLDER/lock), and make ready what needs no GPU.
+one is timed, the others wait.
+
+DETERMINISTIC=1 asks PyTorch for deterministic kernels, so that gradients can be compared to the bit where its fastest
+kernels add in any order.
 """
 
 from __future__ import annotations
@@ -192,10 +195,10 @@ def by_operator(events: list[dict[str, Any]]) -> list[list[Any]]:
 
 
 @contextlib.contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """While no other process times its steps."""
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+def held(folder: Path, *, alone: bool) -> Iterator[None]:
+    """While the device is this process's alone, or shared with others that do not time anything."""
+    with (folder / "device.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         try:
             yield
         finally:
@@ -231,10 +234,13 @@ def room(folder: Path, size: float) -> Iterator[None]:
 def main(model: str, plans: Path, folder: Path) -> None:
     """Measure the untouched step of each form of a model, and each plan after it."""
     folder.mkdir(parents=True, exist_ok=True)
+    if os.environ.get("DETERMINISTIC"):
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
     end = float(os.environ.get("MEASURE_UNTIL", "inf"))
     found: dict[str, Any] = {"model": model, "torch": torch.__version__, "rows": []}
     known: dict[str, dict[str, Any]] = {}
-    for path in sorted(plans.glob(f"{model}.*.plan.json"), key=lambda path: ("b45" not in path.name, path.name)):
+    for path in sorted(plans.glob(f"{model}.*.plan.json"), key=lambda path: ("45" not in path.name, path.name)):
         plan = Plan.load(path)
         spec = spec_in(plan.about, path)
         assert spec is not None
@@ -251,12 +257,13 @@ def main(model: str, plans: Path, folder: Path) -> None:
                 with room(folder, 1.06 * predicted["peak_bytes"] + BESIDE_BYTES):
                     row["waited_s"] = round(time.monotonic() - began, 2)
                     try:
-                        run = Run(workload_of(spec), plan, planned=planned)
-                        bits, expected = bits_of(run, known.get(form) if planned else None)
+                        with held(folder, alone=False):
+                            run = Run(workload_of(spec), plan, planned=planned)
+                            bits, expected = bits_of(run, known.get(form) if planned else None)
                         row |= bits
                         known.setdefault(form, expected)
                         row["ready_s"] = round(time.monotonic() - began - row["waited_s"], 2)
-                        with alone(folder):
+                        with held(folder, alone=True):
                             began = time.monotonic()
                             row |= measured(run, profiled=profiled)
                             row["measured_s"] = round(time.monotonic() - began, 2)
