@@ -1015,6 +1015,7 @@ GONE: dict[str, tuple[str, Callable[[], Any]]] = {
     "_guards.CompileContext.current_compile_id": ("know which graphs a step has", dynamo.compiled_frame),
     "_inductor.virtualized.V": ("know what fused groups read and write", inductor.moved_by_loops),
     "_inductor.codecache.PyCodeCache": ("predict what Inductor allocates", inductor.hands_modules_over),
+    "_inductor.utils.copy_misaligned_inputs": ("predict what Inductor allocates", inductor.all_aligned),
     "_inductor.async_compile": ("predict what Inductor allocates", lambda: inductor.kernels_compiled_by(None)),
 }
 

@@ -145,7 +145,7 @@ def _assumed(about: dict[str, Any]) -> str:
         return ""
     attention = f"; attention: {' and '.join(about['attention'])}" if about["attention"] else ""
     missing = about["workspaces_not_counted"]
-    left = f"; workspaces are counted but for {' and '.join(missing)}, known only where measured" if missing else ""
+    left = f"; workspaces of {' and '.join(missing)} are estimates: the library chooses" if missing else ""
     return f"\nassumed: {about['assumes']}{attention}{left}{_priced_by(about.get('kernel_times'))}"
 
 

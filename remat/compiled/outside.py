@@ -5,6 +5,7 @@ The optimizer is stepped on fake tensors, so its state and its temporaries are t
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from remat.costing.operator_timing import device_target
+from remat.costing.workspaces import cublas_bytes
 from remat.errors import RematError, UsageError
 from remat.recording.optimizer_forms import forms_of
 from remat.recording.remedies import describe
@@ -29,7 +32,7 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], Any]
 class Outside:
     """Bytes outside the graphs.
 
-    always     parameters, buffers, the batch, the optimizer's state, what the caller sets aside
+    always     parameters, buffers, the batch, the optimizer's state, libraries' workspaces, what the caller sets aside
     gradients  of all parameters; they are there as forward begins if `are_kept`
     holds_results  whether the caller holds all results of a forward while backward runs
     others     those of parameters that the graph is not given: its backward may run last
@@ -80,7 +83,7 @@ def outside_of(
     gradients = sum(parameter.nbytes for parameter in parameters)
     others = sum(parameter.nbytes for parameter in parameters if id(parameter) not in given)
     state, stepping, repeating = _stepped(parameters, optimizer)
-    always = sum(storages.values()) + state + more
+    always = sum(storages.values()) + state + _library_bytes(found.values()) + more
     return Outside(always, gradients, stepping, others, kept, holds_results, repeating)
 
 
@@ -101,7 +104,7 @@ def _stepped(parameters: Sequence[nn.Parameter], optimizer: Any) -> tuple[int, i
 
 def _stepped_on_fakes(parameters: Sequence[nn.Parameter], optimizer: Any) -> tuple[int, int, int]:
     tracker, kind = Tracker(), parameters[0].device.type
-    with FakeTensorMode(), tracker, tracker.answering(), forms_of(kind, kind):
+    with FakeTensorMode(), tracker, tracker.answering(), forms_of(kind, kind), _not_compiling():
         fakes = [nn.Parameter(_like(parameter)) for parameter in parameters]
         for fake in fakes:
             fake.grad = torch.empty_like(fake)
@@ -116,6 +119,17 @@ def _stepped_on_fakes(parameters: Sequence[nn.Parameter], optimizer: Any) -> tup
         kept = {tracker.storage_of(tensor) for tensor in made.state} - {FIXED}
         state = sum(tracker.storages[index].size_bytes for index in kept)
         return state, max(stepping, 0), again.beside_bytes(made.state)
+
+
+def _library_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of cuBLAS's workspaces on a GPU, of the threads of forward and of backward."""
+    device = next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
+    return 0 if device is None else 2 * cublas_bytes(device_target(device))
+
+
+def _not_compiling() -> contextlib.AbstractContextManager[Any]:
+    """While it lasts, an optimizer steps as it does between compiled graphs, though one is being compiled."""
+    return mock.patch.object(torch.compiler, "is_compiling", lambda: False)
 
 
 def _like(tensor: Tensor) -> Tensor:

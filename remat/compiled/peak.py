@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from remat._torch.inductor import compiled_halves, counts_flops
+from remat._torch.inductor import all_aligned, compiled_halves, counts_flops
 from remat._torch.symbols import hinted
 from remat._torch.training import without_modes
 from remat.costing.operator_timing import measured_workspaces
@@ -57,7 +57,7 @@ def halves(forward: fx.GraphModule, backward: fx.GraphModule, results: int, hold
     inputs = forward.graph.find_nodes(op="placeholder")
     mode, device = next((v.fake_mode, v.device) for v in map(_value, inputs) if isinstance(v, Tensor))  # type: ignore[attr-defined]
     tracker = Tracker()
-    with mode, torch.no_grad():
+    with mode, torch.no_grad(), all_aligned():
         given = [_fresh(node) for node in inputs]
         tracker.fix(given)
         with tracker:

@@ -214,10 +214,11 @@ def _allocated(device: torch.device) -> int:
 
 def device_target(device: torch.device, *, cache: Path | Literal["default"] | None = "default") -> Target:
     """The device at hand as a Target; its rates, for estimates only, are a data sheet's or measured once."""
+    release = torch.__version__.partition("+")[0] if device.type == "cuda" else ""
     if device.type == "cuda":
         memory, name = int(torch.cuda.mem_get_info(device)[1]), torch.cuda.get_device_name(device)
         if (known := target_of(name)) is not None:
-            return dataclasses.replace(known, memory_bytes=memory)
+            return dataclasses.replace(known, memory_bytes=memory, torch=release)
         name = name.lower()
     else:
         name, memory = "cpu", physical_memory()
@@ -234,7 +235,7 @@ def device_target(device: torch.device, *, cache: Path | Literal["default"] | No
         host_bytes_per_us=PCIE_4 if device.type == "cuda" else 0.0,
         capability=10 * properties.major + properties.minor if properties else 0,
         processors=properties.multi_processor_count if properties else 0,
-        torch=torch.__version__.partition("+")[0] if properties else "",
+        torch=release,
     )
 
 

@@ -5,8 +5,8 @@ backward under a plan every tensor that autograd saves in a region is held to th
 a digest is kept. `torch.utils.checkpoint` compares what is said of both; here that is their data.
 
 What is there all the time is not compared: parameters, and buffers, which a forward may have changed since. That no
-recomputation changes them is. Neither is what a kernel saves for itself, and may not have written (bytes; on a GPU,
-seeds that nothing is drawn with).
+recomputation changes them is. Neither is what a kernel saves for itself, and may not have written: bytes, and seeds that
+nothing is drawn with, which memory-efficient attention keeps on the host.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Recomputed:
 def _is_of_kernel(tensor: Tensor) -> bool:
     """Whether a kernel may have saved `tensor` for itself, without a defined value."""
     is_integer = not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
-    return tensor.dtype == torch.uint8 or (is_integer and tensor.device.type != "cpu")
+    return tensor.dtype == torch.uint8 or (is_integer and (tensor.device.type != "cpu" or tensor.dim() == 0))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -69,7 +69,7 @@ def _load(key: str, path: str, attributes: dict[str, Any]) -> types.ModuleType:
     }
     if not replaced or not {"call", "reinterpret_tensor"} <= vars(module).keys():
         raise _unknown("generates modules of another form")
-    module.__dict__.update(replaced, reinterpret_tensor=_reinterpret)
+    module.__dict__.update(replaced, reinterpret_tensor=_reinterpret, copy_if_misaligned=_unchanged)
     return module
 
 
@@ -102,6 +102,11 @@ def _allocation_on(device: str) -> Callable[..., torch.Tensor]:
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
     return allocate
+
+
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    """Fakes have no address that could be misaligned."""
+    return tensor
 
 
 def _reinterpret(tensor: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int = 0) -> torch.Tensor:
