@@ -1,12 +1,14 @@
 """The roofline held to kernels that others measured: `python -m benchmarks roofline:FOLDER[,SET...][,OPTION...]`.
 
-FOLDER has a folder for each source (`kernelbench`, `liger-kernel`, `phantora-l40s`, `vidur`); what they hold, their
-licences and how they were measured is said in `benchmarks/measured/`. The options:
+FOLDER has a folder for each source (`kernelbench`, `liger-kernel`, `phantora-l40s`, `vidur`); the set `h100` is our own
+and lies beside its reader. What they hold, their licences and how they were measured is said in `benchmarks/measured/`.
+The options:
 
 problems=FOLDER  the folder `KernelBench` of that repository at commit 423217d; without it that set is left out
 before=COMMIT    also prices by the roofline of that commit
 
-A row is a family of one set, once for all and once for its half to check with. "times" is predicted over measured.
+A row is a family of one set, once for all and once for its half to check with. "times" is predicted over measured, the
+median of kernels; "time-weighted" is the sum of predicted times over the sum of measured ones.
 Of whole models and chains, which run eagerly and are timed by events, the host's launches count too (`host_time.py`).
 The family "launch-bound" is of whole models that the host takes longer to launch than the device to run.
 """
@@ -26,7 +28,8 @@ import numpy as np
 import torch
 
 from benchmarks import report
-from benchmarks.measured import kernelbench, liger, phantora, vidur
+from benchmarks.measured import h100, kernelbench, liger, phantora, vidur
+from benchmarks.measured.h100 import WHOLE_STEP
 from benchmarks.measured.kernelbench import WHOLE_MODEL
 from benchmarks.measured.measurement import Measurement
 from remat.costing.host_time import LAUNCH_US
@@ -37,7 +40,18 @@ from remat.workload.target import Target
 Price = Callable[[OpKind, Target], float]
 ALL = "all"
 LAUNCH_BOUND = "launch-bound"
-COLUMNS = ["set", "family", "split", "n", "times", "p10-p90", "within 10 / 20 / 50 %", "typical factor", "before"]
+COLUMNS = [
+    "set",
+    "family",
+    "split",
+    "n",
+    "times",
+    "time-weighted",
+    "p10-p90",
+    "within 10 / 20 / 50 %",
+    "typical factor",
+    "before",
+]
 
 
 def main(folder: str = "", *arguments: str) -> None:
@@ -68,6 +82,7 @@ def _measurements(folder: Path, wanted: Sequence[str], problems: str | None) -> 
         "liger": lambda: liger.measurements(folder),
         "vidur": lambda: vidur.measurements(folder),
         "phantora": lambda: phantora.measurements(folder),
+        "h100": lambda: h100.measurements(folder),
     }
     if problems is not None:
         sources["kernelbench"] = lambda: kernelbench.measurements(folder, Path(problems))
@@ -120,15 +135,19 @@ def launch_bound(found: Sequence[Measurement]) -> dict[str, Any]:
 
 def rows_of(found: Sequence[Measurement], price: Price) -> Iterator[dict[str, Any]]:
     """A row for each family of each set, and for each set as a whole."""
-    ratios: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    times: dict[tuple[str, str, str], list[tuple[float, float]]] = defaultdict(list)
     for measurement in found:
-        ratio = predicted_us(measurement, price) / measurement.measured_us
-        for family in (ALL, measurement.family, *([LAUNCH_BOUND] if is_launch_bound(measurement) else [])):
-            ratios[measurement.set, family, ALL].append(ratio)
-            ratios[measurement.set, family, measurement.split].append(ratio)
-    for (name, family, split), values in ratios.items():
-        if split == ALL or family in (ALL, LAUNCH_BOUND):
-            yield {"set": name, "family": family, "split": split, **spread_of(np.array(values))}
+        pair = predicted_us(measurement, price), measurement.measured_us
+        of_all = [] if measurement.family == WHOLE_STEP else [ALL]  # which are of the same kernels again
+        for family in (*of_all, measurement.family, *([LAUNCH_BOUND] if is_launch_bound(measurement) else [])):
+            times[measurement.set, family, ALL].append(pair)
+            times[measurement.set, family, measurement.split].append(pair)
+    for (name, family, split), pairs in times.items():
+        if split == ALL or family in (ALL, LAUNCH_BOUND, WHOLE_STEP):
+            predicted, measured = np.array(pairs).T
+            weighted = f"{predicted.sum() / measured.sum():.2f}"
+            about = {"set": name, "family": family, "split": split, "time-weighted": weighted}
+            yield about | spread_of(predicted / measured)
 
 
 def spread_of(ratios: np.ndarray) -> dict[str, Any]:

@@ -17,6 +17,7 @@ liger: Any = importlib.import_module("benchmarks.measured.liger")
 phantora: Any = importlib.import_module("benchmarks.measured.phantora")
 vidur: Any = importlib.import_module("benchmarks.measured.vidur")
 kernelbench: Any = importlib.import_module("benchmarks.measured.kernelbench")
+h100: Any = importlib.import_module("benchmarks.measured.h100")
 
 
 def names(measurement: Any) -> list[str]:
@@ -109,3 +110,27 @@ def test_a_row_counts_what_lies_within(tmp_path: Path) -> None:
     rows = {(row["family"], row["split"]): row for row in roofline.rows_of(measured, kernel_us)}
     assert rows["all", "all"]["within 10 / 20 / 50 %"] == "25 / 50 / 75"
     assert rows["all", "check"]["n"] == rows["all", "fit"]["n"] == 2
+
+
+@pytest.fixture(scope="module")
+def own() -> list[Any]:
+    return list(h100.measurements(Path()))
+
+
+def test_our_own_kernels_hold_the_roofline(own: list[Any]) -> None:
+    rows = {(row["set"], row["family"], row["split"]): row for row in roofline.rows_of(own, kernel_us)}
+    check = rows[h100.STEPS, roofline.ALL, "check"]
+    assert check["n"] > 900 and int(check["within 10 / 20 / 50 %"].split(" / ")[1]) >= 75
+
+
+def test_the_sums_of_kernels_lie_where_those_of_a_step_do(own: list[Any]) -> None:
+    steps = [each for each in own if each.family == h100.WHOLE_STEP]
+    inside = [abs(roofline.device_us(each, kernel_us) / each.measured_us - 1) <= 0.1 for each in steps]
+    assert len(inside) == 12 and sum(inside) >= 11  # a mixture of experts is 15 % below
+
+
+def test_a_step_that_parameters_were_chosen_by_has_no_kernel_to_check_with(own: list[Any]) -> None:
+    (gpt2,) = (each for each in own if each.name == "gpt2")
+    fitted = [each.kernels[0][0] for each in own if each.split == "fit" and each.family != h100.WHOLE_STEP]
+    assert gpt2.split == "fit" and all(kind in fitted for kind, count in gpt2.kernels if count)
+    assert not any("_foreach_addcmul_" in each.name for each in own)

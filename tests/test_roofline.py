@@ -195,6 +195,94 @@ def test_numbers_of_16_bits_that_are_loaded_one_by_one_are_slower() -> None:
     assert single[1] < 2 * single[0]  # float32 moves twice as much and is not held up
 
 
+def copied(shape: list[int], stride: list[int], dtype: str = "bfloat16") -> OpKind:
+    """A copy of a strided tensor into the order of its dimensions."""
+    tensor, size = {"tensor": [shape, stride, dtype]}, 2 if dtype == "bfloat16" else 4
+    moved = 2 * size * torch.Size(shape).numel()
+    return OpKind("aten.clone.default", [[tensor], {"memory_format": "contiguous"}], 0, moved, dtype)
+
+
+def test_copies_that_gather_scattered_elements_are_slowest() -> None:
+    pixels = 56 * 56
+    rows = copied([128, pixels, 128], [128 * pixels, 128, 1])
+    heads = copied([128, 16, pixels, 8], [128 * pixels, 8, 128, 1])  # eight elements lie together
+    planes = copied([128, 128, pixels], [128 * pixels, 1, 128])  # none do
+    dense, strided, scattered = (kernel_us(kind, H100) for kind in (rows, heads, planes))
+    assert dense < strided < scattered
+    assert scattered == pytest.approx(426, rel=0.1)  # 223.5 us measured for half as many elements
+
+
+def test_a_mask_of_one_byte_is_loaded_apart_but_for_dropout() -> None:
+    def run() -> None:
+        x = leaf(8192, 8192, dtype=BF16)
+        x.detach().masked_fill(torch.empty(8192, 8192, dtype=torch.bool), 0.0)
+        torch.ops.aten.native_dropout_backward(x.detach(), torch.empty(8192, 8192, dtype=torch.bool), 1.1)
+
+    masked, dropped = (only(run, name) for name in ("masked_fill", "native_dropout_backward"))
+    assert masked.moved_bytes == dropped.moved_bytes
+    assert kernel_us(masked, H100) > 1.3 * kernel_us(dropped, H100)
+
+
+def test_sums_of_columns_meet_in_memory() -> None:
+    def summed(dim: int) -> OpKind:
+        return only(lambda: torch.empty(16384, 1024, dtype=BF16).sum(dim), "sum")
+
+    columns, rows = (kernel_us(summed(dim), H100) for dim in (0, 1))
+    assert columns == pytest.approx(29, rel=0.2) and rows < 0.6 * columns  # measured
+
+
+def test_a_batch_norm_of_few_channels_leaves_processors_idle() -> None:
+    def normalised(channels: int, size: int) -> OpKind:
+        def run() -> None:
+            x, scale = torch.empty(256, channels, size, size, dtype=BF16), torch.empty(channels)
+            torch.ops.aten.native_batch_norm(x, scale, scale, scale, scale, True, 0.1, 1e-5)
+
+        return only(run, "native_batch_norm")
+
+    few, many = normalised(64, 112), normalised(256, 56)  # as many bytes
+    assert kernel_us(few, H100) == pytest.approx(3106, rel=0.1)  # measured
+    assert kernel_us(few, H100) > 2 * kernel_us(many, H100)
+
+
+def test_the_gradient_of_a_norms_weights_waits_for_few_blocks() -> None:
+    def backward(rows: int, width: int) -> OpKind:
+        def run() -> None:
+            F.layer_norm(leaf(rows, width), (width,), leaf(width), leaf(width)).sum().backward()
+
+        return only(run, "native_layer_norm_backward")
+
+    narrow, wide = (kernel_us(backward(*shape), H100) for shape in ((50176, 128), (3136, 2048)))
+    assert narrow > 2.5 * wide  # as many bytes; 265 us measured, and 66 us
+
+
+def test_a_small_table_is_read_from_l2() -> None:
+    def rows_of(table: int) -> OpKind:
+        return only(lambda: torch.empty(table, 4096)[torch.empty(65536, dtype=torch.int64)], "index")
+
+    small, large = rows_of(64), rows_of(65536)
+    assert kernel_us(small, H100) < 0.6 * kernel_us(large, H100)
+
+
+def test_the_gradient_of_a_table_sorts_many_indices() -> None:
+    def backward(indices: int) -> OpKind:
+        def run() -> None:
+            F.embedding(torch.empty(indices, dtype=torch.int64), leaf(1024, 768)).sum().backward()
+
+        return only(run, "embedding_dense_backward")
+
+    few, many = (kernel_us(backward(indices), H100) for indices in (3072, 3073))
+    assert many > few + 5
+
+
+def test_an_operator_on_lists_is_a_kernel_for_so_many_blocks() -> None:
+    def added(tensors: int, size: int) -> OpKind:
+        return only(lambda: torch._foreach_add_([torch.empty(size) for _ in range(tensors)], 1.0), "_foreach_add_")
+
+    whole, parts = added(1, 220 * 4096), added(220, 4096)
+    assert kernel_us(parts, H100) - kernel_us(whole, H100) == pytest.approx(5.0)  # 110 tensors in each of two kernels
+    assert kernel_us(added(1, 640 << 16), H100) > kernel_us(added(1, 320 << 16), H100) + 5  # 320 blocks in each
+
+
 def test_what_fits_l2_moves_faster_and_what_only_allocates_takes_no_time() -> None:
     def negated(mega: int) -> OpKind:
         return only(lambda: torch.empty(mega << 20).neg(), "neg")
@@ -251,6 +339,19 @@ def test_a_padded_vocabulary_is_faster_than_an_odd_one() -> None:
     assert padded < 0.7 * odd
 
 
+@pytest.mark.parametrize(
+    ("columns", "teraflops"),
+    [pytest.param(50257, 96, id="odd"), pytest.param(30522, 255, id="multiple-of-4-bytes")],
+)
+def test_odd_rows_of_a_result_take_older_kernels_on_hopper(columns: int, teraflops: float) -> None:
+    assert rate(product(24576, 768, columns), H100) / 1e6 == pytest.approx(teraflops, rel=0.1)  # measured
+
+
+def test_products_that_add_an_odd_vocabulary_up_are_less_slow() -> None:
+    made, summed = product(24576, 768, 50257), product(24576, 50257, 768)
+    assert rate(summed, H100) > 1.4 * rate(made, H100)  # 143 and 96 teraflops measured
+
+
 def test_no_product_is_faster_than_the_best_that_was_published() -> None:
     for target, best in ((A100, 271.2e6), (H100, 794.5e6)):  # teraflops, ml-engineering's table
         rates = [rate(product(n, n, n), target) for n in (1024, 4096, 16384)]
@@ -289,6 +390,17 @@ def test_channels_first_cost_their_way_to_the_tensor_cores_and_back() -> None:
     assert first > 1.1 * last
 
 
+def test_convolutions_of_single_pixels_are_products_where_planes_are_aligned() -> None:
+    def convolved(size: int) -> OpKind:
+        return only(
+            lambda: F.conv2d(torch.empty(64, 256, size, size, dtype=BF16), leaf(256, 256, 1, 1, dtype=BF16)),
+            "convolution",
+        )
+
+    aligned, odd = convolved(56), convolved(55)  # planes of 6272 and of 6050 bytes
+    assert kernel_us(odd, H100) > 1.5 * kernel_us(aligned, H100)
+
+
 def test_the_backward_of_a_grouped_convolution_has_no_more_work_than_twice_its_forward() -> None:
     found = convolution(groups=256)
     forward, backward = (kernel_us(found[name], A100) for name in ("convolution", "convolution_backward"))
@@ -308,6 +420,14 @@ def attention(name: str, length: int, *, causal: bool, backward: bool = False) -
 def test_a_causal_mask_halves_the_work_of_long_sequences() -> None:
     whole, half = (kernel_us(attention("flash", 16384, causal=causal), A100) for causal in (False, True))
     assert 0.5 < half / whole < 0.55
+
+
+def test_dropout_draws_a_number_for_every_score() -> None:
+    kind = attention("cudnn", 1024, causal=True)
+    arguments, keywords = kind.signature
+    dropped = dataclasses.replace(kind, signature=[[*arguments[:5], 0.1, *arguments[6:]], keywords])
+    scores = 4 * 16 * 1024 * 512
+    assert kernel_us(dropped, H100) - kernel_us(kind, H100) == pytest.approx(scores / (9000 * 132))
 
 
 def test_attention_lies_where_its_papers_measured_it() -> None:

@@ -6,23 +6,29 @@ target's peaks that kernels of its family reach. Few parameters, none for a mode
 Rule 1  Products are cut into tiles, one a multiprocessor at a time: the last round is partly empty (NVIDIA's *Matrix
         Multiplication Background User's Guide*). Of some tile shapes, and of splits of the inner dimension where tiles
         are few, the fastest is taken, as cuBLAS's heuristics try to. Short inner dimensions lose the prologue.
-Rule 2  Rows of 16-bit matrices that are no multiple of 16 bytes are loaded in smaller pieces (the same guide).
+Rule 2  Rows of 16-bit matrices that are no multiple of 16 bytes are loaded in smaller pieces (the same guide); on
+        Hopper older kernels do that, which are slower by far, most of all where the result's rows are odd.
 Rule 3  Convolutions are products of patches; float32 ones go by TF32, as torch's defaults say, products do not. cuDNN
-        brings channels last and back where they come first. Grouped ones leave the tensor cores, and float32 ones of
-        few input channels. A bias is a pass of its own.
+        brings channels last and back where they come first, in kernels of their own, unless a convolution of single
+        pixels is a product as it lies. Grouped ones leave the tensor cores, and those of few input channels. A bias is
+        a pass of its own.
 Rule 4  Fused attention has rates of its own, forward and backward, by kernel and width of heads; half of it is left out
-        where it is causal; short sequences do not fill it.
+        where it is causal; short sequences do not fill it. Dropout draws a number for every score.
 Rule 5  Some kernels read their arguments again: `_AGAIN` says how often traffic counts. Softmax does where a row is too
-        long for the chip. Some are two kernels.
-Rule 6  Pointwise kernels load 16-bit numbers one by one where arguments are strided, broadcast or of several dtypes:
-        then elements count, not bytes. Pooling reads whole windows.
-Rule 7  What fits L2 moves faster: the kernel before left it there.
-Rule 8  A layer norm runs a row in a block: few rows leave processors idle, and short rows take a least time.
+        long for the chip. Some are several kernels.
+Rule 6  Pointwise kernels load numbers one by one where arguments are strided, broadcast or of several dtypes: then
+        elements count, not bytes. Copies that gather scattered elements are slower still. Pooling reads whole windows.
+Rule 7  What fits L2 moves faster: the kernel before left it there, or many rows are read from one small table.
+Rule 8  Sums take their time where few blocks share them, whatever their traffic: a layer norm's of a row, a batch
+        norm's of a channel, and those of columns, which blocks cut among them and meet in memory.
+Rule 9  An operator on lists of tensors is a kernel for every so many blocks, and each waits for its last one. The
+        gradient of a table sorts its indices.
 
 What is left out: communication, and clocks of a card that is held below its rated power. The host's share is in
 `host_time.py`. Every parameter says where it is from. "Fitted" ones were chosen by the runs marked "fit" in
 `benchmarks/published_runs.py`, all of them together. "Measured" ones are of kernels marked "fit" in
-`benchmarks/measured/` (KernelBench and Liger on an H100, Phantora on an L40S); both are held to the others there.
+`benchmarks/measured/` (our own, KernelBench's and Liger's on an H100, Phantora's on an L40S); both are held to the
+others there.
 
 Rejected: fitting by model or by operator, which reproduces the training data and predicts nothing; a simulation of the
 memory hierarchy.
@@ -31,7 +37,9 @@ memory hierarchy.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 from remat.evaluation.graph import FROM_HOST, OpKind
@@ -48,7 +56,15 @@ class _Shares:
     stream   bandwidth of pointwise kernels; what large copies reach, fitted for GeForce cards
     full     arithmetic of large products in float32 without TF32
     l2       traffic that fits L2 beside traffic that does not (Rule 7)
-    single   elements per microsecond and processor where a kernel loads 16-bit numbers one by one (Rule 6)
+    single   elements per microsecond and processor where a kernel loads numbers one by one (Rule 6)
+    cast     the same where it also casts between floating-point types, or finds the place of each by arithmetic
+    scattered  the same where numbers that lie together in the result do not in the argument; 0 where unknown
+    loose    of `stream`, kernels that load numbers of 32 bits one by one
+    permuted  of `stream`, copies into another order, where elements do not count
+    written  of `stream`, traffic of products, whose results go out behind the arithmetic
+    patches  of a product's rate, convolutions (Rule 3)
+    loaded   of a product's rate, by the largest power of two bytes that divides every row of its operands (Rule 2)
+    stored   the same of its result
     """
 
     product: float
@@ -59,16 +75,35 @@ class _Shares:
     full: float
     l2: float
     single: float
+    cast: float
+    scattered: float = 0.0
+    loose: float = 1.0
+    permuted: float = 0.65  # assumed
+    written: float = 1.0
+    patches: float = 0.8  # fitted
+    loaded: tuple[float, ...] = (0.5, 0.7, 0.85, 1.0)  # of 2, 4, 8, 16 bytes: assumed
+    stored: tuple[float, ...] = (0.5, 0.7, 0.85, 1.0)
 
 
 # Flash attention on an A100: 73 % (Dao 2023, FlashAttention-2, section 4.1). On an H100, for torch's kernel and for
 # cuDNN's: 370 and 610 of 989 teraflops (Shah et al. 2024, FlashAttention-3, figure 5, which times both).
-# Memory-efficient attention: assumed. GeForce cards run above their rated clock, so their shares are high. Ada's
-# product, stream and L2, Hopper's float32 and L2, and elements loaded one by one on both and on Ampere: measured.
-_AMPERE = _Shares(0.78, 0.73, 0.73, 0.40, 0.85, 0.78, 1.4, 1600)
-_HOPPER = _Shares(0.65, 0.37, 0.61, 0.20, 0.88, 0.78, 1.4, 2700)
-_ADA = _Shares(0.64, 0.73, 0.73, 0.40, 0.765, 0.64, 6.5, 3400)
-_GEFORCE = _Shares(1.0, 0.73, 0.73, 0.40, 0.95, 1.0, 1.4, 3400)
+# Memory-efficient attention: assumed. GeForce cards run above their rated clock, so their shares are high. Measured are
+# Ada's product, stream and L2, elements loaded one by one on Ada and on Ampere, and Hopper's all but flash, cuDNN and
+# stream. Whole steps of torch before 2.9 on Hopper fit a lower share of products than their kernels alone reach.
+_AMPERE = _Shares(0.78, 0.73, 0.73, 0.40, 0.85, 0.78, 1.4, 1600, 1600)
+_HOPPER = _Shares(
+    *(0.75, 0.37, 0.61, 0.15, 0.88, 0.78, 1.4, 2500, 1650),
+    scattered=950,
+    loose=0.8,
+    permuted=1.0,
+    written=0.85,
+    patches=0.69,  # so that convolutions reach 0.52, as fitted
+    loaded=(0.2, 0.37, 0.37, 1.0),
+    stored=(0.135, 0.35, 0.37, 1.0),
+)
+_HOPPER_BEFORE = dataclasses.replace(_HOPPER, product=0.65, patches=0.8)
+_ADA = _Shares(0.64, 0.73, 0.73, 0.40, 0.765, 0.64, 6.5, 3400, 3400)
+_GEFORCE = _Shares(1.0, 0.73, 0.73, 0.40, 0.95, 1.0, 1.4, 3400, 3400)
 _SHARES = {80: _AMPERE, 86: _GEFORCE, 89: _ADA, 90: _HOPPER}
 
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.65))  # rows, columns, share
@@ -76,18 +111,20 @@ _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.8), (6
 _MOST_SPLITS = {2: 32, 4: 256}
 _PROLOGUE = {2: 64, 4: 32}
 _SHORTEST = 256  # inner dimension of one split
-_LOADS = {16: 1.0, 8: 0.85, 4: 0.7, 2: 0.5}  # by the largest power of two bytes that divides every row: assumed
-_PATCHES = 0.8  # of a product's rate, where its rows are patches: fitted
 _GROUPED = 0.25  # of the fp32 rate, in grouped convolutions: assumed
 _DEPTHWISE = 0.03  # the same, of one channel a group where channels come first
-_FEW_CHANNELS = 4  # of the input, up to which float32 convolutions do not use TF32
+_FEW_CHANNELS = 4  # of the input, up to which convolutions leave the tensor cores, but for 16 bits with channels last
 _VOLUMES, _TRANSPOSED_VOLUMES = 0.7, 0.35  # of a convolution's rate, in three dimensions
-_WINDOW = 5100  # elements of windows that pooling reads per microsecond and processor
-_ROW_US = 0.2  # of a processor, for each row of a layer norm
-_ROW_BYTES = 6600  # per microsecond that one row of a layer norm reaches: one block runs it
-_BACKWARD = 0.86  # attention's rate beside forward's: 63 % and 73 % of the A100's peak (Dao 2023, section 4.1)
+# Kernels of a convolution by whether it is a backward and whether it is copied: small ones take no less. Measured.
+_CONVOLVED = {(False, False): 1, (False, True): 5, (True, False): 4, (True, True): 12}
+_WINDOW, _WINDOW_BACKWARD = 5100, 1600  # elements of windows that pooling goes over per microsecond and processor
+# Attention's backward beside its forward: 63 % and 73 % of the A100's peak (Dao 2023, section 4.1); last: measured.
+_BACKWARD = {"flash": 0.86, "cudnn": 0.86, "efficient": 1.0}
+_WIDE = {128: 0.2, 64: 0.6}  # the same of memory-efficient attention whose heads are wider: measured, by two kernels
 _NARROW = 0.85  # attention whose heads are 64 wide or less (Dao 2023, figure 4)
-_FILLED = 256  # keys at which attention reaches half of its rate (the same figure)
+# Keys at which attention reaches half of its rate (the same figure; cuDNN's: measured).
+_FILLED = {"flash": 256, "efficient": 256, "cudnn": 512}
+_DRAWN = 9000  # scores that cuDNN's attention draws random numbers for, per microsecond and processor
 
 # Passes over memory beside those over each argument and result once. Layer norm reads its input for the sums and again
 # for the result, 3 passes for 2; backward in two kernels, 7 for 3 (ATen/native/cuda/layer_norm_kernel.cu; measured: 1.6
@@ -106,8 +143,8 @@ _AGAIN = {
     "cudnn_batch_norm_backward": 1.3,
     "native_group_norm": 1.95,
     "native_group_norm_backward": 1.95,
-    "embedding": 3.0,
-    "embedding_dense_backward": 4.8,
+    "_safe_softmax": 2.75,
+    "native_dropout": 1.3,
     "cumsum": 1.75,
     "cumprod": 1.75,
     "logsumexp": 6.0,
@@ -116,12 +153,41 @@ _AGAIN = {
     "mse_loss": 2.0,
 }
 _PLANES = 2.7  # cuDNN's batch norm where float32 channels come first
-_ON_CHIP = 100_000  # bytes of a row that softmax keeps; it reads longer ones three times
-_KEPT = 0.9  # of L2 that one kernel leaves to the next
+_EMBEDDED, _EMBEDDED_BEFORE = 1.15, 3.0  # the same of an embedding, from torch 2.8 on and before
+_ON_CHIP = 100_000  # bytes of a row that softmax keeps, twice that of 16 bits; it reads longer ones three times
+_IN_WARP, _HALVES = 1024, 1.55  # numbers of a row that a warp keeps; passes over longer rows of 16 bits: measured
 _PICKED_US = 0.0034  # of one row's loss, which one block makes (ATen/native/cuda/Loss.cu)
 _PICKED_BEFORE_US = 0.034  # before torch 2.8 (pytorch #149548), by 32 threads
+_KEPT = 0.9  # of L2 that one kernel leaves to the next
+
+# Rule 8, all measured. A layer norm: time of a processor for a row, and of a row in the gradient of its weights, which
+# few blocks sum up to so many rows (ATen/native/cuda/layer_norm_kernel.cu).
+_ROW_US = 0.2
+_ROW_BYTES = 6600  # per microsecond that one row reaches: one block runs it
+_WEIGHTS_US, _WEIGHTS_ROWS = 0.004, 65536
+# A batch norm: elements per microsecond that a block sums, which has a channel, and those of a processor together.
+_CHANNEL = {"native_batch_norm": 1050, "native_batch_norm_backward": 550}
+_CHANNELS = 1700
+# Sums of columns of over `_CUT` rows: once, and for each row of as many columns as `_NARROWEST` or fewer.
+_MEET_US, _COLUMN_US, _CUT, _NARROWEST = 10.0, 0.0004, 1024, 128
+
+# Rule 9, measured. Of each kernel on lists, until its last block ends; its elements in a block, blocks, and tensors by
+# the number of lists (ATen/native/cuda/MultiTensorApply.cuh).
+_LAST_US = 5.0
+_CHUNK, _BLOCKS, _LISTED = 65536, 320, {1: 110, 2: 64, 3: 48, 4: 36}
+# Of the gradient of a table: one of at most `_FEW` indices; sorting more; one of those, of rows as wide as `_WIDE_ROW`.
+_INDEX_US, _FEW, _SORTED_US, _SORTED_INDEX_US, _WIDE_ROW = 0.036, 3072, 80.0, 0.0145, 256
+
+_INTEGERS = ("int64", "int32", "uint8")
+_MASKED = ("native_dropout_backward",)  # whose kernel loads masks and numbers together
 _INDEXING = ("embedding", "index", "gather", "index_select", "scatter", "index_put", "index_add")
-_POOLING = ("max_pool2d_with_indices", "max_pool3d_with_indices", "avg_pool2d", "avg_pool3d")
+_POOLING = (
+    "max_pool2d_with_indices",
+    "max_pool2d_with_indices_backward",
+    "max_pool3d_with_indices",
+    "avg_pool2d",
+    "avg_pool3d",
+)
 _TWICE = ("_softmax_backward_data", "native_layer_norm_backward", "_fused_rms_norm_backward")  # two kernels
 _SOFTMAX = ("_softmax", "_log_softmax")
 _REDUCING = ("sum", "mean", "norm", "linalg_vector_norm", "amax", "var", "var_mean")
@@ -138,8 +204,15 @@ def kernel_us(kind: OpKind, target: Target) -> float:
     if not target.capability or target.efficiency == 1.0:
         arithmetic, traffic = kind.flops / _rate(kind.dtype, target), kind.moved_bytes / target.bytes_per_us
         return max(max(arithmetic, traffic) / target.efficiency, target.launch_us)
-    launches = 2 if operator_name(kind) in (*_TWICE, *_REDUCING) else 1
-    return launches * target.launch_us + max(_arithmetic_us(kind, target), _traffic_us(kind, target))
+    return _launches(kind, target) * target.launch_us + max(_arithmetic_us(kind, target), _traffic_us(kind, target))
+
+
+def _launches(kind: OpKind, target: Target) -> int:
+    """Kernels that an operator is, as far as that is known."""
+    name = operator_name(kind)
+    if name in ("convolution", "convolution_backward"):
+        return _CONVOLVED[name.endswith("_backward"), _is_copied(kind, target)]
+    return 2 if name in (*_TWICE, *_REDUCING) else 1
 
 
 def _rate(dtype: str, target: Target) -> float:
@@ -147,7 +220,13 @@ def _rate(dtype: str, target: Target) -> float:
 
 
 def _shares(target: Target) -> _Shares:
-    return _GEFORCE if target.geforce else _SHARES.get(target.capability, _HOPPER)
+    found = _GEFORCE if target.geforce else _SHARES.get(target.capability, _HOPPER)
+    return _HOPPER_BEFORE if found is _HOPPER and _is_before(target, (2, 9)) else found
+
+
+def _is_before(target: Target, release: tuple[int, int]) -> bool:
+    """Whether the target trains with an older torch; one that states none has the newest."""
+    return (0, 0) < target.torch_release < release
 
 
 def operator_name(kind: OpKind) -> str:
@@ -178,6 +257,11 @@ class _Tensor:
     @property
     def size_bytes(self) -> int:
         return math.prod(self.shape) * self.item_bytes
+
+    @property
+    def layout(self) -> tuple[tuple[int, int], ...]:
+        """Sizes and steps of the dimensions that have more than one place."""
+        return tuple((size, step) for size, step in zip(self.shape, self.stride, strict=True) if size > 1)
 
     @property
     def is_dense(self) -> bool:
@@ -232,10 +316,15 @@ def _product_us(left: _Tensor, right: _Tensor, target: Target) -> float:
     shares = _shares(target)
     rate = _rate(left.dtype, target) * (shares.full if _is_full(left.dtype, target) else shares.product)
     if left.item_bytes == 2:
-        lengths = left.row_bytes, right.row_bytes, columns * left.item_bytes
-        rate *= min(_LOADS[math.gcd(length, 16)] for length in lengths)
+        loaded = min(shares.loaded[_power(operand.row_bytes)] for operand in (left, right))
+        rate *= min(loaded, shares.stored[_power(columns * left.item_bytes)])
     size = 2 if left.item_bytes == 2 else 4
     return count * 2 * rows * columns * inner / (rate * _filled(count, rows, columns, inner, target, size))
+
+
+def _power(row_bytes: int) -> int:
+    """Index into `_Shares.loaded`: 0 for rows that are multiples of 2 bytes, 3 for multiples of 16."""
+    return math.gcd(row_bytes, 16).bit_length() - 2
 
 
 def _is_full(dtype: str, target: Target) -> bool:
@@ -273,15 +362,34 @@ def _convolution_us(kind: OpKind, target: Target, *, backward: bool) -> float:
         share = _DEPTHWISE if channels_first and weight.shape[1] == 1 else _GROUPED
         return once * sum(wanted) / (target.flops_per_us["float32"] * share) + bias_us
     volumes = len(weight.shape) == 5
-    few = kind.dtype == "float32" and image.shape[1] <= _FEW_CHANNELS and not volumes
-    rate = _rate("tf32" if kind.dtype == "float32" and not few else kind.dtype, target) * shares.product * _PATCHES
+    few = image.shape[1] <= _FEW_CHANNELS and not volumes and (kind.dtype == "float32" or channels_first)
+    dtype = "float32" if few else "tf32" if kind.dtype == "float32" else kind.dtype
+    rate = _rate(dtype, target) * shares.product * shares.patches
     if volumes:
         rate *= _TRANSPOSED_VOLUMES if transposed else _VOLUMES
+    if few and kind.dtype != "float32":
+        return once * sum(wanted) / rate + bias_us + 2 * kind.moved_bytes / (stream * _PERMUTED)
     outputs, inputs = weight.shape[0], math.prod(weight.shape[1:])
     pixels = max(once // (2 * outputs * inputs), 1)
     cuts = [(pixels, inputs, outputs), (outputs, inputs, pixels)] if len(wanted) > 1 else [(pixels, outputs, inputs)]
     arithmetic = sum(once / (rate * _filled(1, *cut, target)) for cut, asked in zip(cuts, wanted, strict=True) if asked)
-    return arithmetic + bias_us + (2 * kind.moved_bytes / stream if channels_first else 0.0)
+    reached = stream * (_PERMUTED if image.item_bytes == 2 else 1.0)
+    return arithmetic + bias_us + (2 * kind.moved_bytes / reached if _is_copied(kind, target) else 0.0)
+
+
+def _is_copied(kind: OpKind, target: Target) -> bool:
+    """Whether channels come first and cuDNN brings them last."""
+    args, backward = kind.signature[0], operator_name(kind).endswith("_backward")
+    image, weight = _Tensor.of(args[1 if backward else 0]), _Tensor.of(args[2 if backward else 1])
+    if not _is_channels_first(image) or args[9 if backward else 8] > 1:
+        return False
+    return _is_before(target, (2, 8)) or not _is_product(image, weight, args[4:6] if backward else args[3:5])
+
+
+def _is_product(image: _Tensor, weight: _Tensor, stride_padding: list[list[int]]) -> bool:
+    """Whether a convolution of single pixels is a product as it lies: its planes are aligned rows."""
+    pixels = math.prod(weight.shape[2:]) == 1 and set(stride_padding[0]) == {1} and set(stride_padding[1]) == {0}
+    return pixels and math.prod(image.shape[2:]) * image.item_bytes % 16 == 0
 
 
 def _is_channels_first(image: _Tensor) -> bool:
@@ -308,11 +416,17 @@ def _attention_us(kind: OpKind, kernel: str, target: Target) -> float:
     args, backward = kind.signature[0], kernel.endswith("_backward")
     query, key = (_Tensor.of(args[position + backward]) for position in (0, 1))
     causal = len(args) > _CAUSAL[kernel] and args[_CAUSAL[kernel]] is True
-    work = 0.5 if causal else 1.0
+    work, by, shares = 0.5 if causal else 1.0, kernel.partition("_")[0], _shares(target)
     keys = key.shape[2] * work
-    share = getattr(_shares(target), kernel.partition("_")[0]) * keys / (keys + _FILLED)
-    share *= (_BACKWARD if backward else 1.0) * (_NARROW if query.shape[-1] <= 64 else 1.0)
-    return kind.flops * work / (_rate(kind.dtype, target) * share)
+    share = shares.full if _is_full(kind.dtype, target) else getattr(shares, by)
+    share *= keys / (keys + _FILLED[by])
+    share *= (_BACKWARD[by] if backward else 1.0) * (_NARROW if query.shape[-1] <= 64 else 1.0)
+    if backward and by == "efficient":
+        share *= next((less for width, less in _WIDE.items() if query.shape[-1] > width), 1.0)
+    arithmetic = kind.flops * work / (_rate(kind.dtype, target) * share)
+    dropped = by == "cudnn" and len(args) > _CAUSAL[kernel] - 1 and args[_CAUSAL[kernel] - 1]
+    drawn = math.prod(query.shape[:3]) * keys if dropped else 0.0
+    return arithmetic + drawn / (_DRAWN * max(target.processors, 1))
 
 
 # Traffic
@@ -323,42 +437,177 @@ def _traffic_us(kind: OpKind, target: Target) -> float:
     stream = target.bytes_per_us * shares.stream
     if not kind.flops and kind.moved_bytes < _KEPT * target.l2_bytes:
         stream *= shares.l2
-    if name in _REDUCING:
-        stream *= _REDUCED
-    elif name in _COPYING and _permutes(kind):
-        stream *= _PERMUTED
-    elif name == "nll_loss_forward":
-        once = _PICKED_BEFORE_US if (0, 0) < target.torch_release < (2, 8) else _PICKED_US
-        return once * math.prod(_tensors(kind)[1].shape)
-    elif name in _POOLING:
-        return max(kind.moved_bytes / stream, _windows(kind) / (_WINDOW * max(target.processors, 1)))
-    elif name == "native_layer_norm":
-        rows = _normalised_rows(kind)
-        stream = min(stream, rows * _ROW_BYTES)
-        return max(kind.moved_bytes * _AGAIN[name] / stream, _ROW_US * rows / max(target.processors, 1))
-    elif name in _SOFTMAX:
-        return kind.moved_bytes * _softmax_again(kind) / stream
-    again = _AGAIN.get(name, 1.0)
-    if name == "cudnn_batch_norm" and (image := _tensors(kind)[0]).item_bytes == 4 and _is_channels_first(image):
-        again = _PLANES
-    us = kind.moved_bytes * again / stream
-    if kind.flops or name in _AGAIN or name in _REDUCING or name in _INDEXING:
+    if name in _OPERANDS and _has_columns(kind):
+        return kind.moved_bytes / (stream * shares.written)
+    if name == "convolution_backward" and sum(kind.signature[0][10][:2]) > 1:
+        return (kind.moved_bytes + _tensors(kind)[0].size_bytes) / (stream * shares.written)
+    if name in _OWN:
+        return _OWN[name](kind, target, stream)
+    if name.startswith("_foreach"):
+        return kind.moved_bytes / stream + _LAST_US * _launches_of_many(kind)
+    if name in _COPYING and _permutes(kind):
+        stream *= shares.permuted
+    us = kind.moved_bytes * _AGAIN.get(name, 1.0) / stream
+    if kind.flops or name in _AGAIN or name in _INDEXING:
         return us
-    return max(us, _loaded_singly(kind) / (shares.single * max(target.processors, 1)))
+    return max(us, _loosely_us(kind, target, stream))
+
+
+def _has_columns(kind: OpKind) -> bool:
+    """Whether a product has several rows and columns, and so is tiled."""
+    left, right = (kind.signature[0][position]["tensor"][0] for position in _OPERANDS[operator_name(kind)])
+    return 1 not in (left[-2], right[-1])
+
+
+def _picked_us(kind: OpKind, target: Target, stream: float) -> float:
+    once = _PICKED_BEFORE_US if _is_before(target, (2, 8)) else _PICKED_US
+    return once * math.prod(_tensors(kind)[1].shape)
+
+
+def _pooled_us(kind: OpKind, target: Target, stream: float) -> float:
+    """Time to go over the elements that the windows of a pooling kernel hold together, or its traffic."""
+    name, first = operator_name(kind), _tensors(kind)[0]
+    backward, dims = name.endswith("_backward"), 3 if "3d" in name else 2
+    kernel = kind.signature[0][2 if backward else 1]
+    result_bytes = first.item_bytes + (8 if "with_indices" in name else 0)
+    results = math.prod(first.shape) if backward else (kind.moved_bytes - first.size_bytes) // result_bytes
+    windows = results * math.prod(kernel if len(kernel) == dims else kernel * dims)
+    rate = _WINDOW_BACKWARD if backward else _WINDOW
+    return max(kind.moved_bytes / stream, windows / (rate * max(target.processors, 1)))
+
+
+def _layer_norm_us(kind: OpKind, target: Target, stream: float) -> float:
+    """Few rows leave processors idle, and short ones take a least time. (Rule 8)"""
+    again, rows = kind.moved_bytes * _AGAIN["native_layer_norm"], _normalised_rows(kind)
+    slowest = max(again / stream, again / (rows * _ROW_BYTES), _ROW_US * rows / max(target.processors, 1))
+    return slowest + _copied_first_us(kind, target)
+
+
+def _layer_norm_backward_us(kind: OpKind, target: Target, stream: float) -> float:
+    """A kernel for the input's gradient, then one for the weights', whose columns few blocks sum. (Rule 8)"""
+    once, rows = kind.moved_bytes / stream, math.prod(_tensors(kind)[2].shape)
+    weights = max(once, _WEIGHTS_US * rows if rows <= _WEIGHTS_ROWS else 0.0)
+    return once * (_AGAIN["native_layer_norm_backward"] - 1) + weights + _copied_first_us(kind, target)
+
+
+def _softmax_us(kind: OpKind, target: Target, stream: float) -> float:
+    """3 reads and a write of rows that do not stay on the chip, else one of each. (Rule 5)"""
+    tensor, dim = _tensors(kind)[0], kind.signature[0][1]
+    row, halves = tensor.shape[dim] if tensor.shape else 1, tensor.item_bytes == 2
+    if row * tensor.item_bytes > (2 * _ON_CHIP if halves else _ON_CHIP):
+        return kind.moved_bytes * 2.0 / stream
+    return kind.moved_bytes * (_HALVES if halves and row > _IN_WARP else 1.0) / stream
+
+
+def _batch_norm_us(kind: OpKind, target: Target, stream: float) -> float:
+    """ATen's kernel for channels first sums a channel in one block, and goes over everything again. (Rule 8)"""
+    name, tensors, args = operator_name(kind), _tensors(kind), kind.signature[0]
+    image = tensors[0]
+    training = args[7 if name.endswith("_backward") else 5]
+    if not training or not _is_channels_first(image):
+        return kind.moved_bytes * _AGAIN[name] / stream
+    summed = min(image.shape[1] * _CHANNEL[name], _CHANNELS * max(target.processors, 1))
+    return math.prod(image.shape) / summed + kind.moved_bytes / stream
+
+
+def _cudnn_norm_us(kind: OpKind, target: Target, stream: float) -> float:
+    image = _tensors(kind)[0]
+    again = _PLANES if image.item_bytes == 4 and _is_channels_first(image) else _AGAIN[operator_name(kind)]
+    return kind.moved_bytes * again / stream
+
+
+def _reduced_us(kind: OpKind, target: Target, stream: float) -> float:
+    """Long columns are cut among blocks, which meet in memory. (Rule 8)"""
+    tensors, args = _tensors(kind), kind.signature[0]
+    us = kind.moved_bytes / (stream * _REDUCED)
+    dims = args[1] if len(args) > 1 and isinstance(args[1], list) else []
+    shape = tensors[0].shape if tensors else ()
+    dims = [dim % len(shape) for dim in dims] if shape else []
+    rows = math.prod(shape[dim] for dim in dims)
+    columns = 0 in dims and len(shape) - 1 not in dims
+    if not columns or rows <= _CUT:
+        return us
+    width = math.prod(shape) // rows
+    return us + _MEET_US + _COLUMN_US * rows / math.sqrt(max(width / _NARROWEST, 1.0))
+
+
+def _gathered_us(kind: OpKind, target: Target, stream: float) -> float:
+    """Reads of a table that fits L2 come from there. (Rule 7)"""
+    name, table = operator_name(kind), _tensors(kind)[0]
+    moved = float(kind.moved_bytes)
+    if table.size_bytes < _KEPT * target.l2_bytes:
+        moved = min(moved, moved / 2 + table.size_bytes)
+    again = _AGAIN.get(name, 1.0)
+    if name == "embedding":
+        again = _EMBEDDED_BEFORE if _is_before(target, (2, 8)) else _EMBEDDED
+    return moved * again / stream
+
+
+def _table_us(kind: OpKind, target: Target, stream: float) -> float:
+    """The gradient of a table: few indices are gone over one by one, more are sorted first. (Rule 9)"""
+    gradient, indices = _tensors(kind)[:2]
+    count = math.prod(indices.shape)
+    sums_us = _SORTED_INDEX_US * count * min(gradient.shape[-1] / _WIDE_ROW, 1.0)
+    return kind.moved_bytes / stream + (_INDEX_US * count if count <= _FEW else _SORTED_US + sums_us)
+
+
+def _put_us(kind: OpKind, target: Target, stream: float) -> float:
+    """Sums into places sort their indices first. (Rule 9)"""
+    args = kind.signature[0]
+    sorts = len(args) > 3 and args[3] is True
+    return kind.moved_bytes / stream + (_SORTED_US if sorts else 0.0)
+
+
+def _rolled_us(kind: OpKind, target: Target, stream: float) -> float:
+    """A kernel for each dimension, which finds the place of every element by arithmetic."""
+    dims = max(len(kind.signature[0][1]), 1)
+    elements = math.prod(_tensors(kind)[0].shape)
+    return dims * max(kind.moved_bytes / stream, elements / (_shares(target).cast * max(target.processors, 1)))
+
+
+def _padded_us(kind: OpKind, target: Target, stream: float) -> float:
+    """Zeros, and a copy into a part of them."""
+    given = _tensors(kind)[0]
+    wider = [int(size) for size in kind.signature[0][1]]
+    if operator_name(kind) == "constant_pad_nd" and max(wider, default=0) <= 0:
+        return max(kind.moved_bytes / stream, _loosely_us(kind, target, stream) if any(wider) else 0.0)
+    zeros = max(kind.moved_bytes - given.size_bytes, 0)
+    singly = math.prod(given.shape) / (_shares(target).single * max(target.processors, 1))
+    return zeros / stream + max(2 * given.size_bytes / stream, singly if any(wider) else 0.0)
+
+
+_Own = Callable[[OpKind, Target, float], float]
+_OWN: dict[str, _Own] = {
+    "nll_loss_forward": _picked_us,
+    **dict.fromkeys(_POOLING, _pooled_us),
+    "native_layer_norm": _layer_norm_us,
+    "native_layer_norm_backward": _layer_norm_backward_us,
+    "native_batch_norm": _batch_norm_us,
+    "native_batch_norm_backward": _batch_norm_us,
+    "cudnn_batch_norm": _cudnn_norm_us,
+    **dict.fromkeys(_SOFTMAX, _softmax_us),
+    **dict.fromkeys(_REDUCING, _reduced_us),
+    **dict.fromkeys(("embedding", "index", "gather", "index_select"), _gathered_us),
+    "embedding_dense_backward": _table_us,
+    "index_put": _put_us,
+    "roll": _rolled_us,
+    "slice_backward": _padded_us,
+    "constant_pad_nd": _padded_us,
+}
 
 
 def _tensors(kind: OpKind) -> list[_Tensor]:
-    """The tensors among the positional arguments."""
-    return [_Tensor.of(a) for a in kind.signature[0] if isinstance(a, dict) and "tensor" in a]
+    """The tensors among the positional arguments, and those of lists among them."""
+    found = [item for a in kind.signature[0] for item in (a if isinstance(a, list) else [a])]
+    return [_Tensor.of(a) for a in found if isinstance(a, dict) and "tensor" in a]
 
 
-def _windows(kind: OpKind) -> int:
-    """Elements that the windows of a pooling kernel hold together."""
-    image, kernel = _tensors(kind)[0], kind.signature[0][1]
-    indices = 8 if operator_name(kind).endswith("with_indices") else 0
-    results = (kind.moved_bytes - image.size_bytes) // (image.item_bytes + indices)
-    dims = 3 if "3d" in operator_name(kind) else 2
-    return int(results * math.prod(kernel if len(kernel) == dims else kernel * dims))
+def _launches_of_many(kind: OpKind) -> int:
+    """Kernels that an operator on lists of tensors is cut into (ATen/native/cuda/MultiTensorApply.cuh)."""
+    lists = [a for a in kind.signature[0] if isinstance(a, list) and a and isinstance(a[0], dict)]
+    sizes = [math.prod(_Tensor.of(a).shape) for a in lists[0]] if lists else []
+    chunks = sum(-(-size // _CHUNK) for size in sizes)
+    return max(-(-chunks // _BLOCKS), -(-len(sizes) // _LISTED[min(len(lists), 4)])) if sizes else 0
 
 
 def _normalised_rows(kind: OpKind) -> int:
@@ -366,21 +615,57 @@ def _normalised_rows(kind: OpKind) -> int:
     return math.prod(x.shape[: len(x.shape) - (len(shape) if isinstance(shape, list) else shape)])
 
 
-def _softmax_again(kind: OpKind) -> float:
-    """3 reads and a write of rows that do not stay on the chip, else one of each. (Rule 5)"""
-    tensor, dim = _tensors(kind)[0], kind.signature[0][1]
-    return 2.0 if tensor.shape and tensor.shape[dim] * tensor.item_bytes > _ON_CHIP else 1.0
+def _copied_first_us(kind: OpKind, target: Target) -> float:
+    """Time of the copies that a norm makes of images whose rows are scattered."""
+    rate = _shares(target).scattered * max(target.processors, 1)
+    return sum(math.prod(t.shape) / rate for t in _tensors(kind) if rate and _is_scattered(t))
 
 
-def _loaded_singly(kind: OpKind) -> int:
-    """Elements of a pointwise kernel that loads 16-bit numbers one by one, else 0. (Rule 6)"""
-    tensors = [tensor for tensor in _tensors(kind) if math.prod(tensor.shape) > 1]
-    if not any(tensor.item_bytes == 2 for tensor in tensors):
-        return 0
-    first = tensors[0]
-    alike = all(t.shape == first.shape and t.stride == first.stride and t.dtype == first.dtype for t in tensors)
-    cast = kind.name == "aten._to_copy.default"
-    return 0 if alike and first.is_dense and not cast else max(math.prod(t.shape) for t in tensors)
+def _is_scattered(tensor: _Tensor) -> bool:
+    """Whether elements that are neighbours by their place are none in memory."""
+    steps = [step for step, size in zip(tensor.stride, tensor.shape, strict=True) if size > 1]
+    return bool(steps) and steps[-1] > 1
+
+
+def _loosely_us(kind: OpKind, target: Target, stream: float) -> float:
+    """Time of a pointwise kernel that loads numbers one by one, 0 for one that does not. (Rule 6)"""
+    shares, joins = _shares(target), operator_name(kind) == "cat"
+    tensors = [t for t in _tensors(kind) if math.prod(t.shape) > 1 and t.dtype not in _INTEGERS]
+    numbers = [t for t in tensors if t.dtype != "bool"]
+    if not numbers or (shares.loose == 1.0 and all(t.item_bytes > 2 for t in numbers)):
+        return 0.0
+    arranges = shares.scattered > 0 and _arranges(kind, tensors)
+    if not arranges and (joins or _loads_together(kind, target, tensors, numbers)):
+        return 0.0
+    rate = shares.cast if joins or len({t.dtype for t in numbers}) > 1 else shares.single
+    if arranges and any(map(_is_scattered, tensors)):
+        rate = shares.scattered
+    elements = sum(math.prod(t.shape) for t in tensors) if joins else _broadcast(tensors)
+    return max(kind.moved_bytes / (stream * shares.loose), elements / (rate * max(target.processors, 1)))
+
+
+def _arranges(kind: OpKind, tensors: list[_Tensor]) -> bool:
+    """Whether a copy lies in memory in another order than its argument."""
+    name = operator_name(kind)
+    if name == "cat":
+        return any(_is_scattered(tensor) or not tensor.is_dense for tensor in tensors)
+    return (name == "clone" and _permutes(kind)) or (name == "copy_" and len({t.layout for t in tensors}) > 1)
+
+
+def _loads_together(kind: OpKind, target: Target, tensors: list[_Tensor], numbers: list[_Tensor]) -> bool:
+    """Whether several numbers are loaded at once: all lie alike, and are of one type."""
+    first, cast = numbers[0], kind.name == "aten._to_copy.default"
+    if cast and (first.item_bytes == 2 or _is_before(target, (2, 8))):
+        return False
+    alike = all(tensor.layout == first.layout for tensor in tensors) and first.is_dense
+    masked = len(numbers) < len(tensors) and operator_name(kind) not in _MASKED
+    return alike and not masked and len({tensor.dtype for tensor in numbers}) == 1
+
+
+def _broadcast(tensors: list[_Tensor]) -> int:
+    """Elements of the result of a pointwise kernel."""
+    shapes = [tensor.shape[::-1] for tensor in tensors]
+    return math.prod(max(sizes) for sizes in itertools.zip_longest(*shapes, fillvalue=1))
 
 
 def _permutes(kind: OpKind) -> bool:
