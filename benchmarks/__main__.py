@@ -41,6 +41,7 @@ LONG = (
     "roofline",
     "kernel_tables",
     "repriced",
+    "gpu_steps",
     "menus",
 )
 

@@ -17,6 +17,7 @@ import contextlib
 import fcntl
 import gc
 import gzip
+import itertools
 import json
 import os
 import statistics
@@ -134,7 +135,7 @@ def measured(run: Run, *, profiled: bool) -> dict[str, Any]:
     events[-1].record()
     issued = time.perf_counter() - began
     torch.cuda.synchronize()
-    each = [one.elapsed_time(other) for one, other in zip(events, events[1:], strict=False)]
+    each = [one.elapsed_time(other) for one, other in itertools.pairwise(events)]
     found["ms"] = {"median": statistics.median(each), "each": each, "issued": 1e3 * issued / TIMED}
     if profiled:
         found["profile"] = profile_of(run)
@@ -293,7 +294,8 @@ def line_of(model: str, row: dict[str, Any]) -> str:
         f"reserved {peaks['reserved'] / 2**30:.3f}, budget {row['budget_bytes'] / 2**30:.3f}; "
         f"{bits['equal']}/{bits['parameters']} bits {bits['largest relative difference']:.1e} {bits['loss equal']}; "
         f"{row['ms']['median']:.2f} ms (least {min(row['ms']['each']):.2f}, issued {row['ms']['issued']:.2f}, "
-        f"predicted {row['predicted']['step_time_us'] / 1e3:.2f}); {row['waited_s']}+{row['ready_s']}+{row['measured_s']} s"
+        f"predicted {row['predicted']['step_time_us'] / 1e3:.2f}); "
+        f"{row['waited_s']}+{row['ready_s']}+{row['measured_s']} s"
     )
 
 

@@ -273,7 +273,7 @@ def test_the_kernel_that_the_target_decides_is_the_one_that_runs(head: int) -> N
     (predicted,) = on_cuda(SDPA, *qkv(d=head), None, 0.0, cudnn=cudnn)[1]
     tensors = [torch.randn(2, 4, 16, head, device="cuda", dtype=BF16, requires_grad=True) for _ in range(3)]
     with Ops() as ops:
-        SDPA(*tensors)
+        SDPA(tensors[0], tensors[1], tensors[2])
     assert [name for name in ops.names if "attention" in name] == [predicted]
 
 

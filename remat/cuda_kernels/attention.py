@@ -107,9 +107,9 @@ def _efficient_takes(call: _Attention) -> bool:
 def cudnn_attention_of(target: Target) -> CudnnAttention | None:
     """Return the limits of cuDNN's attention on `target`; None if it is not tried first.
 
-    sdp_utils.cpp: heads up to 256 wide on compute capability 9.0 with cuDNN 9.10.0 or later, torch 2.11 to 2.13 (so on
-    an H100, too); elsewhere two shapes from 2.14 on with a cuDNN after 9.22.0. `check_cudnn_dropout` is there from torch
-    2.12 on.
+    sdp_utils.cpp: heads up to 256 wide on compute capability 9.0 with cuDNN 9.10.0 or later (seen with torch 2.11 on an
+    H100, and with 2.13's CUDA build); elsewhere two shapes from 2.14 on with a cuDNN after 9.22.0.
+    `check_cudnn_dropout` is there from torch 2.12 on.
     """
     if not target.prefers_cudnn:
         return None

@@ -5,8 +5,8 @@ backward under a plan every tensor that autograd saves in a region is held to th
 a digest is kept. `torch.utils.checkpoint` compares what is said of both; here that is their data.
 
 What is there all the time is not compared: parameters, and buffers, which a forward may have changed since. That no
-recomputation changes them is. Neither is what a kernel saves for itself, and may not have written: bytes, and seeds that
-nothing is drawn with, which memory-efficient attention keeps on the host.
+recomputation changes them is. Neither is what a kernel saves for itself, and may not have written: bytes, and seeds
+that nothing is drawn with, which memory-efficient attention keeps on the host.
 """
 
 from __future__ import annotations
