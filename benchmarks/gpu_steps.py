@@ -45,10 +45,12 @@ def main(*folders: str) -> None:
             predicted = row["predicted_ms"] / untouched["predicted_ms"] - 1
             row["predicted_overhead_percent"] = round(100 * predicted, 1)
     cpu = torch.device("cpu")
-    about = report.provenance(cpu) | {
-        "measured on": "an NVIDIA H100 80GB HBM3, torch 2.11.0+cu130, transformers 5.17.0"
-    }
-    report.write(report.stem("gpu_steps", cpu), about, list(rows.values()), COLUMNS)
+    about = report.provenance(cpu)
+    about["device"] = (
+        "an NVIDIA H100 80GB HBM3, torch 2.11.0+cu130, transformers 5.17.0; this table and today's times: cpu"
+    )
+    path = report.stem("gpu_steps", cpu)
+    report.write(path.with_name(path.name.replace("_cpu_", "_h100_")), about, list(rows.values()), COLUMNS)
 
 
 def row_of(model: str, row: dict[str, Any]) -> dict[str, Any]:
