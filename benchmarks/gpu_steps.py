@@ -49,7 +49,7 @@ def main(*folders: str) -> None:
     about["device"] = (
         "an NVIDIA H100 80GB HBM3, torch 2.11.0+cu130, transformers 5.17.0; this table and today's times: cpu"
     )
-    path = report.stem("gpu_steps", cpu)
+    path = report.stem("_".join(["gpu_steps", *(Path(folder).name for folder in folders)]), cpu)
     report.write(path.with_name(path.name.replace("_cpu_", "_h100_")), about, list(rows.values()), COLUMNS)
 
 
