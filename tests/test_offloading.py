@@ -56,7 +56,7 @@ from remat.validation.validating import validate
 from remat.workload.target import TARGETS
 from remat.workload.workload import Workload
 from tests.cached import cached
-from tests.devices import DEVICE
+from tests.devices import DEVICE, WHERE_LATE
 from tests.examples import examples
 from tests.fuzzing import verdicts
 from tests.graphs import spaces, toy_graph, toys
@@ -244,6 +244,7 @@ def test_gradients_are_bitwise_however_late_copies_are(name: str, choice: str) -
     assert offloader is not None and offloader.counts.out >= 2 * len(made.offloads) > 0
 
 
+@WHERE_LATE
 @pytest.mark.any_device
 @pytest.mark.parametrize("choice", ["every-block", "saved-matmuls"])
 @pytest.mark.parametrize("fault", FAULTS)

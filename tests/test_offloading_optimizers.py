@@ -37,7 +37,7 @@ from remat.workload.target import TARGETS
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 from tests.cached import cached
-from tests.devices import DEVICE
+from tests.devices import DEVICE, WHERE_LATE
 from tests.offloads import FAULTS, Fault, LateCopies, late_copies
 from tests.toys import SHORT
 
@@ -85,7 +85,7 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 4, 
 def same(left: Any, right: Any) -> bool:
     """Bit by bit, whatever is nested in what."""
     if isinstance(left, torch.Tensor):
-        return torch.equal(left, right)
+        return torch.equal(left.cpu(), right.cpu())
     if isinstance(left, dict):
         return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
     if isinstance(left, (list, tuple)):
@@ -115,6 +115,7 @@ def test_every_optimizer_steps_as_without(name: str, form: dict[str, Any], part_
     assert same(state, optimizer.state_dict())
 
 
+@WHERE_LATE
 @pytest.mark.any_device
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "brings back before it is out"])
 def test_a_copy_that_nobody_waits_for_is_seen(fault: Fault) -> None:

@@ -34,6 +34,7 @@ from remat.recording.recorder import record
 from remat.workload.optimizers import MasterWeights
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
+from tests.devices import WHERE_LATE
 from tests.offloads import FAULTS, Fault, late_copies
 from tests.test_offloading_optimizers import WIDTH, cases, made_of, optimizer_of, same, trained, untouched
 from tests.toys import TRANSFORMER, TRANSFORMER_BF16, every_block, nested, plan_by_hand
@@ -60,6 +61,7 @@ def test_every_optimizer_steps_as_without(name: str, form: dict[str, Any], on_ho
     assert same(state, optimizer.state_dict())
 
 
+@WHERE_LATE
 @pytest.mark.any_device
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "brings back before it is out"])
 def test_a_copy_that_nobody_waits_for_is_seen(fault: Fault) -> None:

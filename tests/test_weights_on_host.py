@@ -39,7 +39,7 @@ from remat.recording.fake_step import FakeStep
 from remat.workload.target import TARGETS
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
-from tests.devices import DEVICE
+from tests.devices import DEVICE, WHERE_LATE
 from tests.examples import examples
 from tests.fuzzing import sensible
 from tests.offloads import Fault, LateCopies, late_copies
@@ -203,6 +203,7 @@ def test_after_an_error_for_want_of_memory_a_step_is_right_again(monkeypatch: py
         assert all(torch.equal(left, right) for left, right in zip(gradients(plain), gradients(model), strict=True))
 
 
+@WHERE_LATE
 @pytest.mark.any_device
 @pytest.mark.parametrize("choice", ["nothing", "every-block"])
 def test_an_executor_that_forgets_to_wait_is_caught(choice: str) -> None:
