@@ -453,3 +453,12 @@ def test_every_kernel_takes_a_launch() -> None:
 def test_published_speeds_are_met(name: str) -> None:
     row = published.row_of(next(run for run in published.published_runs() if run.name == name))
     assert abs(row["error_percent"]) <= published.WITHIN_PERCENT
+
+
+def test_a_fused_group_takes_its_traffic_whatever_shapes_meet_there() -> None:
+    logits = {"tensor": [[24, 1024, 50257], [51463168, 50257, 1], "bfloat16"]}
+    rows = {"tensor": [[24576, 1], [1, 1], "float32"]}
+    group = OpKind("remat.fused.default", [["name", [logits, rows, rows]], {}], 0, 4_000_000_000, "bfloat16")
+    alone = OpKind("remat.fused.default", [["name", [logits]], {}], 0, 4_000_000_000, "bfloat16")
+    target = TARGETS["h100-80gb"]
+    assert kernel_us(group, target) == kernel_us(alone, target) == pytest.approx(1359, rel=0.01)

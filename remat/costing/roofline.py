@@ -188,6 +188,7 @@ _POOLING = (
     "avg_pool2d",
     "avg_pool3d",
 )
+_FUSED = "fused"  # groups that Triton compiles: they load several numbers at once, whatever shapes meet there
 _TWICE = ("_softmax_backward_data", "native_layer_norm_backward", "_fused_rms_norm_backward")  # two kernels
 _SOFTMAX = ("_softmax", "_log_softmax")
 _REDUCING = ("sum", "mean", "norm", "linalg_vector_norm", "amax", "var", "var_mean")
@@ -448,7 +449,7 @@ def _traffic_us(kind: OpKind, target: Target) -> float:
     if name in _COPYING and _permutes(kind):
         stream *= shares.permuted
     us = kind.moved_bytes * _AGAIN.get(name, 1.0) / stream
-    if kind.flops or name in _AGAIN or name in _INDEXING:
+    if kind.flops or name in _AGAIN or name in _INDEXING or name == _FUSED:
         return us
     return max(us, _loosely_us(kind, target, stream))
 

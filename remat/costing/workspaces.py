@@ -159,7 +159,7 @@ def convolution(kind: OpKind, target: Target) -> int:
 
 
 def convolution_backward(kind: OpKind, target: Target) -> int:
-    """The most that cuDNN usually asks for in backward: likewise, and partial sums of the weight's gradient."""
+    """The most that cuDNN usually asks for in backward: such copies, and partial sums of the weight's gradient."""
     gradient, given, weight = (argument(kind, position) for position in range(3))
     planes = math.prod(given.shape[2:])
     if kind.signature[0][9] > 1:
