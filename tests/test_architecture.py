@@ -271,10 +271,11 @@ def is_said_by_torch(name: str) -> bool:
 
 
 def test_torchs_private_names_are_behind_one_door() -> None:
+    alone = "remat.costing.kernel_calls"  # runs by itself where this package is not, and asks a GPU to sleep
     taken = {
         (module, name)
         for module in modules()
-        if not module.startswith(DOOR)
+        if not module.startswith((DOOR, alone))
         for name in torchs_names(module)
         if is_private(name) and not is_said_by_torch(name)
     }

@@ -164,6 +164,14 @@ def test_an_interrupted_solver_ends_the_search_and_leaves_other_forms_open() -> 
     assert outcome.interrupted and outcome.status == "feasible" and outcome.bound_us == -STEP_US
 
 
+def test_where_time_is_up_before_every_form_was_searched_the_outcome_says_so() -> None:
+    study = ByHand(lambda limits: found(150.0, 20.0), lambda n, limits: found(100.0, 97.0))
+    study.request = dataclasses.replace(study.request, limits=Limits(time_s=0.0))
+    outcome = study.best()
+    assert outcome.at.form == CAPTURED and outcome.cut_short and outcome.status == "feasible"
+    assert not ByHand(lambda limits: found(150.0, 20.0), lambda n, limits: found(100.0, 97.0)).best().cut_short
+
+
 @pytest.mark.parametrize("late", ["captured", "other"])
 def test_a_budget_that_no_form_can_keep_is_refused_for_good_though_it_was_not_seen_at_once(late: str) -> None:
     def answer(slices: int, limits: Limits) -> Solution:

@@ -292,6 +292,8 @@ def _decision(plan: Plan) -> list[tuple[str, ...]]:
         bound_us, price = solver["bound_us"], "added time" if form_of(plan.about) != CAPTURED else "recomputation"
         least = f"{ms(bound_us)} of {price}" if bound_us >= 0 else f"saves at most {ms(-bound_us)}"
         rows.append(("", "", _labelled(f"not proved optimal; lower bound: {least}", plan)))
+    if solver.get("cut_short"):
+        rows.append(("", "", "no time to look at every chunked or fused form: raise --time-limit"))
     return rows
 
 

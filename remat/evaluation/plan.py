@@ -198,6 +198,7 @@ class Proof(TypedDict, total=False):
     gap           (objective - bound) / max(objective, 1 us); in other forms of the step than the captured one, both
                   counted from the cheapest form
     interrupted   True if the user pressed Ctrl-C before it was done; else absent
+    cut_short     True if there was no time to search every form of the step; else absent
     """
 
     name: str
@@ -207,6 +208,7 @@ class Proof(TypedDict, total=False):
     gap: float
     wall_s: float
     interrupted: bool
+    cut_short: bool
 
 
 class SpaceSize(TypedDict, total=False):

@@ -30,6 +30,8 @@ def plan_of(study: Study, outcome: BestPlan, budget_bytes: int) -> Plan:
     }
     if outcome.interrupted:
         proof["interrupted"] = True
+    if outcome.cut_short:
+        proof["cut_short"] = True
     predicted = predict(study, found)
     if outcome.captured is not None:
         predicted[WHOLE] = predict(study, outcome.captured)["overhead"]

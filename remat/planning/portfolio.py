@@ -37,6 +37,7 @@ class BestPlan:
     floor_us    the least price of any plan of any form
     captured    the best plan of the captured step, where another form is taken and it has one
     left        the best plan of another form that saves too little to be taken (Rule 4)
+    cut_short   there was no time to search every form
     """
 
     found: FoundPlan
@@ -48,6 +49,7 @@ class BestPlan:
     captured: FoundPlan | None = None
     left: FoundPlan | None = None
     interrupted: bool = False
+    cut_short: bool = False
 
     @property
     def at(self) -> StepForm:
@@ -296,7 +298,8 @@ class _FormSearch:
                 return BestPlan(best, peak_bytes, best.bound_us, gap, status, floor_us, left=left)
         gap = (best.price_us - floor_us) / max(best.price_us - self._cheapest_us, 1.0)
         status = "optimal" if gap <= self._limits.gap else "feasible"
-        return BestPlan(best, peak_bytes, floor_us, gap, status, floor_us, captured, left, self.is_interrupted)
+        ended = self.is_interrupted, self.is_cut_short
+        return BestPlan(best, peak_bytes, floor_us, gap, status, floor_us, captured, left, *ended)
 
     def _refusal(self) -> Refusal:
         refused = list(self._refused.values())
