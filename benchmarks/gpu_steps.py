@@ -1,6 +1,6 @@
 """Steps measured on a GPU, beside what was promised: `python -m benchmarks gpu_steps:FOLDER[,FOLDER...]`.
 
-FOLDER holds what `benchmarks/on_a_gpu.py` found there; one called "deterministic", what it found with DETERMINISTIC=1.
+FOLDER holds what `benchmarks/gpu/steps.py` found there; one called "deterministic", what it found with DETERMINISTIC=1.
 A row is a model untouched or under a plan: requested bytes against the prediction and the budget, reserved bytes,
 gradients against the untouched step's, and time. "today" is the untouched step's time by today's prices, which may have
 been fitted to kernels of the same card.
@@ -62,14 +62,14 @@ def row_of(model: str, row: dict[str, Any]) -> dict[str, Any]:
     if "failure" in row:
         return found | {"failure": row["failure"].splitlines()[0][:120]}
     predicted, peaks = row["predicted"], row["peaks"]
-    bits = row.get("gradients") or row["untouched again"]
+    bits = row.get("gradients") or row.get("untouched again")  # neither where the untouched step could not train
     found |= {
         "predicted_gib": round(predicted["peak_bytes"] / GIB, 4),
         "requested_gib": round(peaks["requested"] / GIB, 4),
         "off_percent": round(100 * (peaks["requested"] / predicted["peak_bytes"] - 1), 4),
         "reserved_gib": round(peaks["reserved"] / GIB, 2),
-        "equal_gradients": f"{bits['equal']} of {bits['parameters']}",
-        "equal_loss": bits["loss equal"],
+        "equal_gradients": bits and f"{bits['equal']} of {bits['parameters']}",
+        "equal_loss": bits and bits["loss equal"],
         "ms": round(row["ms"]["median"], 1),
         "predicted_ms": round(predicted["step_time_us"] / 1e3, 1),
         "measured": row["peaks"] | {"ms_each": row["ms"]["each"], "losses": row["losses"]},

@@ -34,7 +34,6 @@ from remat.models import build, gpt2
 from remat.planning.budget import Budget
 from remat.planning.planner import plan_profile
 from remat.planning.profiling import fake_step, profile_step
-from remat.solvers import Solver
 from remat.solvers.least_peak import least_peak
 from remat.units import MIB
 from remat.validation.training import Training
@@ -104,8 +103,8 @@ def require_counted(backend: str, device: torch.device) -> None:
 class Peers:
     """The rows so far; the untouched step, which every other is timed against."""
 
-    def __init__(self, workload: Workload, device: torch.device, repeats: int, solver: Solver | None = None):
-        self.workload, self.device, self.repeats, self._solver = workload, device, repeats, solver
+    def __init__(self, workload: Workload, device: torch.device, repeats: int):
+        self.workload, self.device, self.repeats = workload, device, repeats
         self.on_row: Callable[[], object] = lambda: None
         self.rows: list[dict[str, Any]] = []
         self.place = find_planning_device(device.type)
@@ -168,7 +167,6 @@ class Peers:
                 step=self.fake,
                 space=self.space,
                 limits=Limits(time_s=20),
-                solver=self._solver,
             )
             remat.apply(model, plan)
 

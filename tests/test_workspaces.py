@@ -272,7 +272,7 @@ def convolved(given: list[int], weight: list[int], side: int, stride: int = 1, *
     ],
 )
 def test_convolutions_work_in_what_an_h100_measured(kind: OpKind, measured: int) -> None:
-    """With cuDNN 9.19, in steps of ResNet-50 (`benchmarks/kernels_here.py`)."""
+    """With cuDNN 9.19, in steps of ResNet-50 (`benchmarks/gpu/kernels.py`)."""
     assert workspace_bytes(kind, H100) == pytest.approx(measured, abs=MIB // 4)
 
 

@@ -1,8 +1,8 @@
 """Measure every kernel of a table on the GPU at hand: time, and the bytes that it allocates beside its results.
 
-    python benchmarks/kernels_here.py TABLE.csv FOUND.csv
+    python -m benchmarks.gpu.kernels TABLE.csv FOUND.csv      in a checkout
 
-The table is one of `remat profile --costs TABLE.csv`. FOUND.csv has two columns more, and every row that was measured
+The table is one of `remat profile --costs TABLE.csv`. FOUND.csv has three columns more, and every row that was measured
 until MEASURE_UNTIL (seconds since 1970). The same command again goes on; a kernel that ended the process is left out.
 """
 
@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torch
 
 from benchmarks.bare import make_importable
+from benchmarks.gpu.runner import CUT, until
 
 make_importable()
 
@@ -30,9 +28,8 @@ from remat.evaluation.graph import OpKind  # noqa: E402
 COLUMNS = ("operator", "signature", "flops", "moved_bytes", "dtype", "time_us", "spread", "workspace_bytes", "failure")
 
 
-def main(table: Path, found: Path) -> None:
-    """Append what is measured to `found`."""
-    end = float(os.environ.get("MEASURE_UNTIL", "inf"))
+def main(table: Path, found: Path) -> int:
+    """Append what is measured to `found`; returns `CUT` if rows are left."""
     device = torch.device("cuda", 0)
     rows = read_table(table)[1]
     done = sum(1 for _ in csv.reader(found.open())) - 1 if found.exists() else -1
@@ -42,7 +39,7 @@ def main(table: Path, found: Path) -> None:
             writer.writerow(COLUMNS)
             done = 0
         for row in rows[done:]:
-            if time.time() > end:
+            if time.time() > until():
                 break
             known = [row.name, json.dumps(row.signature), row.flops, row.moved_bytes, row.dtype]
             trying = Path(f"{found}.trying")
@@ -60,8 +57,10 @@ def main(table: Path, found: Path) -> None:
             file.flush()
             if torch.cuda.memory_reserved() > 40 << 30:
                 torch.cuda.empty_cache()
-    print(f"{found}: {sum(1 for _ in csv.reader(found.open())) - 1} of {len(rows)}, {torch.cuda.get_device_name()}")
+    done = sum(1 for _ in csv.reader(found.open())) - 1
+    print(f"{found}: {done} of {len(rows)}, {torch.cuda.get_device_name()}")
+    return CUT if done < len(rows) else 0
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))
