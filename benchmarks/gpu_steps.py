@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import gzip
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ COLUMNS += ["predicted_overhead_percent", "failure"]
 
 def main(*folders: str) -> None:
     """Write `results/gpu_steps_*`; of a plan that several folders have, the last one's row."""
+    write_profiles(folders)
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for path in (path for folder in folders for path in sorted(Path(folder).glob("*.json.gz"))):
         with gzip.open(path, "rt") as file:
@@ -51,6 +53,22 @@ def main(*folders: str) -> None:
     )
     path = report.stem("_".join(["gpu_steps", *(Path(folder).name for folder in folders)]), cpu)
     report.write(path.with_name(path.name.replace("_cpu_", "_h100_")), about, list(rows.values()), COLUMNS)
+
+
+def write_profiles(folders: Sequence[str]) -> None:
+    """Write `results/gpu_profiles_*`, one step of each model without a plan by operator and shapes.
+
+    Rows of (operator, shapes, types, numbers, calls, microseconds on the device, {kernel: calls}), the longest first.
+    """
+    found: dict[str, Any] = {}
+    for path in (path for folder in folders for path in sorted(Path(folder).glob("*.json.gz"))):
+        with gzip.open(path, "rt") as file:
+            data = json.load(file)
+        if path.parent.name != "deterministic":
+            found |= {data["model"]: row["profile"] for row in data["rows"] if "profile" in row}
+    path = report.stem("_".join(["gpu_profiles", *(Path(folder).name for folder in folders)]), torch.device("cpu"))
+    with gzip.open(path.with_name(path.name.replace("_cpu_", "_h100_") + ".json.gz"), "wt") as file:
+        json.dump(found, file)
 
 
 def row_of(model: str, row: dict[str, Any]) -> dict[str, Any]:
