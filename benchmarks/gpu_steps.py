@@ -64,8 +64,9 @@ def write_profiles(folders: Sequence[str]) -> None:
     for path in (path for folder in folders for path in sorted(Path(folder).glob("*.json.gz"))):
         with gzip.open(path, "rt") as file:
             data = json.load(file)
-        if path.parent.name != "deterministic":
-            found |= {data["model"]: row["profile"] for row in data["rows"] if "profile" in row}
+        for row in data["rows"] if path.parent.name != "deterministic" else ():
+            if "profile" in row:
+                found[data["model"]] = row["profile"]
     path = report.stem("_".join(["gpu_profiles", *(Path(folder).name for folder in folders)]), torch.device("cpu"))
     with gzip.open(path.with_name(path.name.replace("_cpu_", "_h100_") + ".json.gz"), "wt") as file:
         json.dump(found, file)
