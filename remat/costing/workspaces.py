@@ -148,11 +148,11 @@ def _is_fused(segments: int, partial: int, width: int, target: Target) -> bool:
 def convolution(kind: OpKind, target: Target) -> int:
     """The most that cuDNN usually asks for in forward: channels-last copies of input, result and weight.
 
-    It copies nothing that is channels last already, and no planes that a product reads as they are. Its heuristics may
-    need less, and rarely more: see the top of this file. Fitted to 16-bit calls on an H100, cuDNN 9.19.
+    It copies nothing that is channels last already or in groups, and no planes that a product reads as they are. Its
+    heuristics may need less, and rarely more: see the top of this file. Fitted to 16-bit calls on an H100, cuDNN 9.19.
     """
     given, weight = argument(kind, 0), argument(kind, 1)
-    if _has_channels_last(given, weight) or _is_product(kind, given, weight, 3):
+    if kind.signature[0][8] > 1 or _has_channels_last(given, weight) or _is_product(kind, given, weight, 3):
         return 0
     result = kind.moved_bytes - given.size_bytes - weight.size_bytes
     return _padded(given) + max(result, 0) + _padded(weight)
