@@ -3,8 +3,9 @@
 The card is an H100 80GB HBM3 (SXM, 700 W) with torch 2.11.0, CUDA 13.0, cuBLAS 13.1.0.3 and cuDNN 9.19, November 2026.
 `remat.costing.operator_timing` timed one kind of kernel after another. The set "steps" has the kernels of training
 steps of the ready-made models; the column `models` names the models whose steps have a kernel, each with how often its
-step in its own sizes runs it, 0 where only other sizes do. The set "sweep" has kernels of chosen shapes, which no
-parameter was chosen by but for products whose rows are multiples of 8 bytes: the steps have none.
+step in its own sizes runs it, 0 where only other sizes do. The set "sweep" has kernels of chosen shapes. It was in
+view when some rules were chosen (kernels of a convolution, attention's heads of 65 to 128, masks, order of `copy_`,
+softmax in 16 bits, products whose rows are multiples of 8 bytes): for those it is no check.
 
 Some 800 kernels of steps, all of at least 30 us, were timed by calls back to back, which adds the 2 us between two
 kernels; the others by the device's own time. The table leaves out shorter ones that were only timed by calls: they
