@@ -172,6 +172,7 @@ def test_failures_are_on_disk_and_passed_tests_are_not_run_again(tmp_path: Path)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.gpu.failures", "-p", "no:cacheprovider"]
     command += ["--rootdir", str(tmp_path), str(tmp_path / "test_toy.py")]
     environment = {**os.environ, "FINDINGS": str(tmp_path)}
+    environment.pop("PYTEST_XDIST_WORKER", None)  # this test's own worker, not one of that run's
 
     def ran() -> str:
         return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False).stdout
