@@ -1,12 +1,15 @@
-"""Compiled budgets: `remat.compile` on the CPU, beside PyTorch's own memory budget.
+"""Compiled budgets: `remat.compile` beside PyTorch's own memory budget, on this CPU or on PyTorch's CUDA build.
 
-For each family at two layers, and for shares of what the step needs beside its fixed bytes when it is compiled as
-PyTorch does by default, the peak that `remat` promised and the one that was measured; and the highest ratio of
+For each family, and for shares of what the step needs beside its fixed bytes when it is compiled as PyTorch does by
+default, the peak that `remat` promised and the one that was measured in a plain loop; and the highest ratio of
 `activation_memory_budget` whose compiled code fits too, by the same lowering, with its measured peak. Prices are those
-of the program: traffic of saved values and time to make the others again, by this machine's roofline. Steps are timed
-in turns. Gradients are compared with those of the default compilation under one seed; 0 is bitwise.
+of the program: traffic of saved values and time to make the others again, by the device's roofline. On the CPU, steps
+are timed in turns, and gradients are compared with those of the default compilation under one seed; 0 is bitwise.
 
-`python -m benchmarks compiled_budgets:gpt2,vit,share=0.7,share=0.5`
+    python -m benchmarks compiled_budgets:gpt2,vit,share=0.7,share=0.5
+    build/card/python -m benchmarks compiled_budgets          on PyTorch's CUDA build, without a GPU
+
+On CUDA a family has its usual width and four layers, on the CPU two narrow ones.
 """
 
 from __future__ import annotations
@@ -18,28 +21,40 @@ from typing import Any
 
 import torch
 from torch._functorch import config as functorch_config
+from torch.utils._pytree import tree_map_only
 
 import remat
 from benchmarks import report
 from remat._torch.inductor import chosen_decompositions, compiling_with, inductor_with
 from remat.compiled.outside import Outside
 from remat.compiled.partitioner import RATIOS, BudgetPartitioner, Cut, Search
+from remat.compiled.promise import CompiledStep
 from remat.costing.device_allocator import measure_peak, time_once_us
-from remat.models import bert, convnext, gpt2, llama, resnet, vit
+from remat.models import bert, convnext, gpt2, llama, resnet, swin, t5, vit
 from remat.recording.fake_step import autocast_context
 from remat.units import MIB
 from remat.workload.workload import Workload
 
-CPU = torch.device("cpu")
-_TEXT: dict[str, Any] = {"width": 128, "layers": 2, "heads": 4, "batch_size": 8, "positions": 128, "vocab": 512}
-_CONVOLUTIONS: dict[str, Any] = {"batch_size": 16, "image_size": 64, "labels": 10}
+HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+IS_LARGE = HERE.type == "cuda"
+_LAYERS = 4 if IS_LARGE else 2
+_TEXT: dict[str, Any] = {"layers": _LAYERS}
+_TEXT |= {"width": 768, "heads": 12, "batch_size": 8} if IS_LARGE else {"width": 128, "heads": 4, "batch_size": 8}
+_LENGTH, _VOCAB = (1024, 32128) if IS_LARGE else (128, 512)
+_LLAMA: dict[str, Any] = {"kv_heads": 4 if IS_LARGE else 2, "mlp": 3 * _TEXT["width"], "tied": True}
+_IMAGES: dict[str, Any] = {"batch_size": 64, "image_size": 224, "labels": 1000}
+if not IS_LARGE:
+    _IMAGES = {"batch_size": 16, "image_size": 64, "labels": 10}
+_STEM = 64 if IS_LARGE else 32
 FAMILIES: dict[str, Callable[[], Workload]] = {
-    "gpt2": lambda: gpt2.workload("gpt2-2", **_TEXT),
-    "llama": lambda: llama.workload("llama-2", kv_heads=2, mlp=384, tied=True, seq_len=128, **_TEXT),
-    "bert": lambda: bert.workload("bert-2", **_TEXT),
-    "vit": lambda: vit.workload("vit-2", width=128, layers=2, heads=4, batch_size=16, image_size=128, labels=10),
-    "resnet": lambda: resnet.workload("resnet-2", stem=16, widths=(32, 64), depths=(1, 1), **_CONVOLUTIONS),
-    "convnext": lambda: convnext.workload("convnext-2", widths=(32, 64), depths=(1, 1), **_CONVOLUTIONS),
+    "gpt2": lambda: gpt2.workload("gpt2", positions=_LENGTH, vocab=_VOCAB, **_TEXT),
+    "llama": lambda: llama.workload("llama", positions=_LENGTH, seq_len=_LENGTH, vocab=_VOCAB, **_LLAMA, **_TEXT),
+    "bert": lambda: bert.workload("bert", positions=_LENGTH, vocab=_VOCAB, **_TEXT),
+    "t5": lambda: t5.workload("t5", seq_len=_LENGTH, vocab=_VOCAB, **_TEXT),
+    "vit": lambda: vit.workload("vit", width=_TEXT["width"], layers=_LAYERS, heads=_TEXT["heads"], **_IMAGES),
+    "resnet": lambda: resnet.workload("resnet", stem=_STEM, widths=(4 * _STEM, 8 * _STEM), depths=(2, 2), **_IMAGES),
+    "convnext": lambda: convnext.workload("convnext", widths=(_STEM, 2 * _STEM), depths=(2, 2), **_IMAGES),
+    "swin": lambda: swin.workload("swin", width=_STEM, depths=(2, 2), heads=(2, 4), window=7, **_IMAGES),
 }
 REPEATS = 5
 COLUMNS = [
@@ -76,27 +91,36 @@ class Ratios(BudgetPartitioner):
 
 
 class Step:
-    """A workload's training step, compiled."""
+    """A workload's training step, compiled, and what it needs: bytes of its own on the device, at the peak in all."""
 
     def __init__(self, workload: Workload, compiled: Callable[[Any], Any]):
         torch._dynamo.reset()
+        if IS_LARGE:
+            torch._C._cuda_clearCublasWorkspaces()
+        before = _requested()
         torch.manual_seed(0)
-        self.model = workload.build().train()
-        self.batch = workload.batch(workload.batch_size, workload.seq_len)
+        with HERE:
+            self.model = workload.build().train()
+            batch = workload.batch(workload.batch_size, workload.seq_len)
+        self.batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to(HERE), batch)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.workload, self.run = workload, compiled(self.model)
         self.forward_and_backward()
-        self.gradients = [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
+        self.gradients = [p.grad.cpu() for p in self.model.parameters() if p.grad is not None]
         self.finish()
+        self()
+        self.fixed_bytes = _requested() - before if IS_LARGE else self._kept_bytes()
+        self.peak_bytes = self.fixed_bytes + measure_peak(self, HERE, requested=True)
+
+    def _kept_bytes(self) -> int:
         state = [value for each in self.optimizer.state.values() for value in each.values()]
         inputs = [value for value in self.batch.values() if isinstance(value, torch.Tensor)]
         kept = itertools.chain(self.model.parameters(), self.model.buffers(), state, inputs)
-        self.fixed_bytes = sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in kept}.values())
-        self.peak_bytes = self.fixed_bytes + measure_peak(self, CPU)
+        return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in kept}.values())
 
     def forward_and_backward(self) -> None:
         torch.manual_seed(1)
-        with autocast_context(CPU, self.workload.autocast):
+        with autocast_context(HERE, self.workload.autocast):
             self.workload.step(self.run, self.batch).backward()
 
     def finish(self) -> None:
@@ -108,14 +132,24 @@ class Step:
         self.finish()
 
 
+def _requested() -> int:
+    """Return the bytes that are asked for on the device now."""
+    return int(torch.cuda.memory_stats().get("requested_bytes.all.current", 0)) if IS_LARGE else 0
+
+
 def main(*arguments: str) -> None:
-    shares = [float(given.partition("=")[2]) for given in arguments if given.startswith("share=")] or [0.7, 0.5]
+    shares = [float(given.partition("=")[2]) for given in arguments if given.startswith("share=")] or [
+        0.8,
+        0.6,
+        0.45,
+        0.3,
+    ]
     rows: list[dict[str, Any]] = []
     for name in [given for given in arguments if not given.startswith("share=")] or list(FAMILIES):
         for row in _rows(FAMILIES[name](), shares):
             rows.append(row)
             print({key: row[key] for key in COLUMNS if key in row}, flush=True)
-            report.write(report.stem("compiled_budgets", CPU), report.provenance(CPU), rows, COLUMNS)  # so far
+            report.write(report.stem("compiled_budgets", HERE), report.provenance(HERE), rows, COLUMNS)  # so far
 
 
 def _rows(workload: Workload, shares: Sequence[float]) -> Iterator[dict[str, Any]]:
@@ -137,33 +171,31 @@ def _rows(workload: Workload, shares: Sequence[float]) -> Iterator[dict[str, Any
 
 
 def _compared(workload: Workload, default: Step, budget: int, ratios: Sequence[tuple[float, int, float]]) -> Any:
-    options: dict[str, Any] = {"budget": budget, "holds": "loss", "cuts": {}}
+    step = CompiledStep()
+    options: dict[str, Any] = {"budget": budget, "holds": "loss", "step": step}
     planned = Step(workload, lambda model: torch.compile(model, backend="remat", options=options))
-    cut: Cut = next(iter(options["cuts"].values()))
+    cut: Cut = next(iter(step.cuts.values()))
     row: dict[str, Any] = {
         "predicted_mib": _mib(cut.peak_bytes),
         "measured_mib": _mib(planned.peak_bytes),
         "of_predicted_percent": round(100 * planned.peak_bytes / cut.peak_bytes, 4),
-        "price_ms": round(cut.choice.price_us / 1000, 2),
+        "price_ms": round(cut.choice.price_us / 1000, 3),
         "gap_percent": round(100 * cut.gap, 2),
-        "gradient_error": max(map(_error, planned.gradients, default.gradients)),
         "plan_s": round(cut.seconds, 1),
     }
+    if not IS_LARGE:  # numbers are left out on the card
+        row["gradient_error"] = max(map(_error, planned.gradients, default.gradients))
     fitting = [each for each in ratios if default.fixed_bytes + each[1] <= budget]
     if not fitting:
-        return row | {"step_ms": _ms(_times([planned])[0]), "ratio": None}
+        return row | {"ratio": None} | ({} if IS_LARGE else {"step_ms": _ms(_times([planned])[0])})
     ratio, _, price = max(fitting)
     with functorch_config.patch(activation_memory_budget=ratio):
         other = Step(workload, torch.compile)
+        row |= {"ratio": ratio, "ratio_measured_mib": _mib(other.peak_bytes), "ratio_price_ms": round(price / 1000, 3)}
+        if IS_LARGE:
+            return row
         ours, theirs = _times([planned, other])
-    return row | {
-        "step_ms": _ms(ours),
-        "ratio": ratio,
-        "ratio_measured_mib": _mib(other.peak_bytes),
-        "ratio_price_ms": round(price / 1000, 2),
-        "ratio_step_ms": _ms(theirs),
-        "of_ratio_time": round(ours / theirs, 3),
-    }
+    return row | {"step_ms": _ms(ours), "ratio_step_ms": _ms(theirs), "of_ratio_time": round(ours / theirs, 3)}
 
 
 def _times(steps: Sequence[Step]) -> list[float]:
@@ -171,7 +203,7 @@ def _times(steps: Sequence[Step]) -> list[float]:
     times: list[list[float]] = [[] for _ in steps]
     for _ in range(REPEATS):
         for each, step in zip(times, steps, strict=True):
-            each.append(time_once_us(step, CPU))
+            each.append(time_once_us(step, HERE))
     return [statistics.median(each) for each in times]
 
 
