@@ -23,17 +23,20 @@ HEAD = "head"  # key of its meta for the head's number
 ROWS = "chunked_rows"  # what the node of a run calls, and the key of its meta for the `ChunkedRows`
 
 
-def chunk(graph_module: fx.GraphModule, slices: Mapping[int, int], rows: int = 0) -> fx.GraphModule:
+def chunk(
+    graph_module: fx.GraphModule, slices: Mapping[int, int], rows: int = 0, loss: type[ChunkedLoss] = ChunkedLoss
+) -> fx.GraphModule:
     """A copy of `graph_module` whose heads number i run in `slices[i]` slices; other nodes are as they were.
 
     rows  into how many slices runs that act by row (`rows.py`) are cut, all alike; 0: they are as they were
+    loss  what a chunked head runs
 
     Where there is no such head, it is another graph (one of before a model was settled, say), as its nodes will tell.
     """
     heads = dict(enumerate(find_heads(graph_module)))
     found = {heads[i].result: (heads[i], i, count) for i, count in slices.items() if i in heads}
     runs = find_row_runs(graph_module) if rows else ()
-    return _Chunker(graph_module, found, {run.result: (run, rows) for run in runs}).module()
+    return _Chunker(graph_module, found, {run.result: (run, rows) for run in runs}, loss).module()
 
 
 def chunked_losses(graph_module: fx.GraphModule) -> list[ChunkedLoss]:
@@ -52,8 +55,9 @@ class _Chunker:
         source: fx.GraphModule,
         chunked: Mapping[fx.Node, tuple[Head, int, int]],
         runs: Mapping[fx.Node, tuple[RowRun, int]],
+        loss: type[ChunkedLoss],
     ):
-        self._source, self._chunked = source, chunked
+        self._source, self._chunked, self._loss = source, chunked, loss
         of_heads = {node for head, *_ in chunked.values() for node in _nodes_of(head)}
         self._runs = {node: run for node, run in runs.items() if of_heads.isdisjoint(run[0].nodes)}
         self._graph = fx.Graph()
@@ -82,7 +86,7 @@ class _Chunker:
         rows, weight, bias = linear_arguments(head.linear)
         scaled, numbers = _scaled(head)
         parts = (*_opened_and_row_losses(head), _precise(head), scaled)
-        function = ChunkedLoss(*parts, slices, given["ignore_index"], given["reduction"], len(head.constants))
+        function = self._loss(*parts, slices, given["ignore_index"], given["reduction"], len(head.constants))
         arguments = (weight, bias, given["target"], *head.constants, *numbers)
         copied = [self._copies[value] if isinstance(value, fx.Node) else value for value in arguments]
         call = self._graph.call_function(_calling(function, CHUNKED), (self._rows(head, self._copies[rows]), *copied))

@@ -166,7 +166,7 @@ class ChunkedLoss:
         rows, labels = given.rows, given.labels
         weight, bias = self.cast(given.weight), None if given.bias is None else self.cast(given.bias)
         of_rows = torch.empty_like(rows) if for_rows else None
-        of_weight, of_bias = _Sum(given.weight.dtype), _Sum(given.weight.dtype)
+        of_weight, of_bias = RunningSum(given.weight.dtype), RunningSum(given.weight.dtype)
         losses = by_row = None
         for number, cut in enumerate(slices_of(rows.shape[0], self.slices)):
             if number and self.watch.behind_slice is not None:
@@ -282,7 +282,7 @@ class _GradientsInForward(Function):
             return None, of_rows, _as(of_weight, weight_dtype), _as(of_bias, bias_dtype), None, None, None
 
 
-class _Sum:
+class RunningSum:
     """A gradient that slices add to, in float32 or better. (Rule 3)"""
 
     def __init__(self, dtype: torch.dtype):

@@ -25,6 +25,7 @@ from remat.execution.planned_forward import OnLarger
 from remat.workload.training_loop import Holds
 
 if TYPE_CHECKING:
+    from remat.compiled.losses import Chunked
     from remat.compiled.outside import Outside
 
 
@@ -37,6 +38,7 @@ def compile(
     outside: str | int = 0,
     uses: int = 1,
     holds: Holds = "outputs",
+    numerics: str = "sums",
     on_larger: OnLarger = "warn",
     mode: str | None = None,
     **options: Any,
@@ -55,6 +57,8 @@ def compile(
         uses: How often a step runs what is compiled, such as one block of a model that has many. A step that runs it
             more often than its budget allows raises UsageError.
         holds: All "outputs" of the model where the loop holds them while backward runs, or the "loss" alone.
+        numerics: "sums" allows a chunked loss: where the default compilation exceeds the budget, a large head and its
+            loss run in chunks, and gradients of the head's weight are sums in another order. "bitwise" does not.
         on_larger: "warn" or "refuse" (raise PlanMismatch) a batch larger than the plan is for, where sizes are open.
         mode: That of `torch.compile`, such as "max-autotune-no-cudagraphs".
         options: Options of `torch.compile`, such as `dynamic=`; those of Inductor as `options={...}`.
@@ -70,7 +74,7 @@ def compile(
         >>> model = remat.compile(model, budget="20GiB", optimizer=optimizer)
     """
     of_inductor = dict(options.pop("options", None) or {})
-    asked = Asked(budget, optimizer, accumulation, outside, uses, holds, on_larger, model, mode)
+    asked = Asked(budget, optimizer, accumulation, outside, uses, holds, numerics, on_larger, model, mode)
     _inductor(mode, of_inductor)
     given = of_inductor | {name: getattr(asked, name) for name in NAMES}
     return torch.compile(model, backend=remat, options=given, **options)
@@ -116,16 +120,45 @@ def _compiled(
     if not torch.is_grad_enabled():
         return inductor(graph_module, example_inputs)
     outside = _outside(asked, example_inputs)
-    promise = Promise(compiled_frame(), step, asked, outside, graph_module.graph, example_inputs)
-    with compiling_with(_partitioner(asked, outside, step), chosen_decompositions):
-        return promise.kept_by(inductor(graph_module, example_inputs))
+
+    def planned(graph: fx.GraphModule, *, searches: bool = True) -> Callable[..., Any]:
+        promise = Promise(compiled_frame(), step, asked, outside, graph.graph, example_inputs)
+        with compiling_with(_partitioner(asked, outside, step, searches), chosen_decompositions):
+            return promise.kept_by(inductor(graph, example_inputs))
+
+    chunked = _chunked(asked, outside, graph_module)
+    if chunked is None:
+        return planned(graph_module)
+    try:
+        return planned(graph_module, searches=False)
+    except Exception as failure:
+        if not _comes_from_default(failure):
+            raise
+    return chunked.completing(planned(chunked.module))
+
+
+def _chunked(asked: Asked, outside: Outside, graph_module: fx.GraphModule) -> Chunked | None:
+    """Return the graph with its large losses in chunks, where that may be."""
+    from remat.compiled.losses import in_chunks
+
+    if not asked.may_chunk_losses:
+        return None
+    return in_chunks(graph_module, asked.budget_bytes - outside.during_graphs)
+
+
+def _comes_from_default(failure: Exception) -> bool:
+    """Whether a compilation ended because PyTorch's own choice exceeds the budget."""
+    from remat.compiled.partitioner import DefaultExceeds
+
+    return passed_on(failure, DefaultExceeds) is not None
 
 
 def _inductor(mode: str | None, options: dict[str, Any]) -> Callable[..., Any]:
     try:
         return inductor_with(mode, options)
     except RuntimeError as error:  # of an option, or a mode, that it does not know
-        raise UsageError(f"Inductor does not take these options: {error}") from error
+        text = str(error).partition(", known options are")[0]  # it lists hundreds
+        raise UsageError(f"Inductor does not take these options: {text}. `remat` takes {', '.join(NAMES)}.") from error
 
 
 def _outside(asked: Asked, example_inputs: Sequence[Any]) -> Outside:
@@ -141,7 +174,7 @@ def _outside(asked: Asked, example_inputs: Sequence[Any]) -> Outside:
     )
 
 
-def _partitioner(asked: Asked, outside: Outside, step: CompiledStep) -> Any:
+def _partitioner(asked: Asked, outside: Outside, step: CompiledStep, searches: bool) -> Any:
     from remat.compiled.partitioner import BudgetPartitioner  # which needs OR-tools
 
-    return BudgetPartitioner(asked.budget_bytes, outside, asked.uses, step.cuts)
+    return BudgetPartitioner(asked.budget_bytes, outside, asked.uses, step.cuts, searches=searches)

@@ -148,17 +148,18 @@ class _Builder:
         is_materialized = _is_of_library(node) or is_read_by_library or _is_drawn(node) or len(set(stages)) > 1
         inputs = {self.position[base] for base in map(_base, node.all_input_nodes) if base in self.position}
         policy = policy_of(node)
+        can_remake = policy == "recompute" or (policy != "save" and self._may_run_again(node))
         return Value(
             name=node.name,
             size_bytes=size,
             save_us=self._traffic_us(size * (1 if is_written else 2)),
-            remake_us=self._remake_us(node, is_materialized),
+            remake_us=self._remake_us(node, is_materialized) if can_remake else 0.0,
             remade_bytes=size if is_materialized else 0,
             inputs=tuple(sorted(inputs)),
             first=min(stages, default=None),
             last=max(stages, default=None),
             can_save=not is_tuple and policy != "recompute" and (policy == "save" or not self._is_rounded(node)),
-            can_remake=policy == "recompute" or (policy != "save" and self._may_run_again(node)),
+            can_remake=can_remake,
         )
 
     def _traffic_us(self, size_bytes: int) -> float:

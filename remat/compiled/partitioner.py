@@ -77,23 +77,38 @@ class Cut:
         )
 
 
+class DefaultExceeds(Exception):
+    """PyTorch's own choice of saved values exceeds the budget."""
+
+
 class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
     """A partitioner for Inductor that keeps a budget.
 
     budget_bytes  of the whole step           outside  what is not in the graphs
     uses          how often a step runs the graph
+    searches      whether another choice is looked for where PyTorch's own exceeds the budget
     cuts          the graphs of the step that were cut, by the frame that each was captured from
     """
 
-    def __init__(self, budget_bytes: int, outside: Outside, uses: int = 1, cuts: dict[Any, Cut] | None = None):
-        self.budget_bytes, self.outside, self.uses = budget_bytes, outside, uses
+    def __init__(
+        self,
+        budget_bytes: int,
+        outside: Outside,
+        uses: int = 1,
+        cuts: dict[Any, Cut] | None = None,
+        *,
+        searches: bool = True,
+    ):
+        self.budget_bytes, self.outside, self.uses, self.searches = budget_bytes, outside, uses, searches
         self.cuts = {} if cuts is None else cuts
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"asked": (self.budget_bytes, self.outside, self.uses)}  # it is in settings, which are copied
+        return {
+            "asked": (self.budget_bytes, self.outside, self.uses, self.searches)
+        }  # it is in settings, which are copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        (self.budget_bytes, self.outside, self.uses), self.cuts = state["asked"], {}
+        (self.budget_bytes, self.outside, self.uses, self.searches), self.cuts = state["asked"], {}
 
     def uuid(self) -> Any:
         return hash_of(*(__file__.replace("partitioner", home) for home in _HOMES)) + repr(self.__getstate__()).encode()
@@ -111,7 +126,11 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
         return max((each.peak - each.kept for each in earlier), default=0)
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **options: Any) -> Any:
-        """(forward, backward). Raises Infeasible where none can keep the budget, NoPlanInTime where none was found."""
+        """(forward, backward).
+
+        Raises Infeasible where none can keep the budget, NoPlanInTime where none was found, and DefaultExceeds where
+        none was looked for.
+        """
         started, frame = time.monotonic(), compiled_frame()
         self._require_room()
         beside, held = self._beside_bytes(frame), self.outside.holds_results
@@ -119,6 +138,8 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
         search = Search(gm, joint_inputs, options, self.budget_bytes - beside, self.uses, held, earlier)
         if not search.has_choice:
             return search.by_default
+        if not self.searches and not search.fits_by_default:
+            raise DefaultExceeds
         found = search.run()
         if found is None:
             raise self._nothing_found(beside + min(map(search.needs, search.lowered.values())))
@@ -179,8 +200,7 @@ class Search:
         self.most_bytes, self.uses, self.holds_results = most_bytes, uses, holds_results
         self.lowered: dict[frozenset[str], Halves] = {}
         self.by_default = self._partition(self._look)
-        if self.has_choice:
-            self.known = {self.default.saved: self.default}
+        self.tried: list[Choice] = []
 
     @property
     def has_choice(self) -> bool:
@@ -243,14 +263,24 @@ class Search:
     def fits(self, choice: Choice) -> bool:
         return self.needs(self.lower(choice)) <= self.most_bytes
 
+    @functools.cached_property
+    def fits_by_default(self) -> bool:
+        return self._may_fit_by_default and self.fits(self.default)
+
+    @property
+    def _may_fit_by_default(self) -> bool:
+        """Whether what it saves fits; where not, its code need not be lowered to know."""
+        return self.default.kept_bytes <= self.most_bytes
+
     def run(self) -> tuple[Choice, float | None] | None:
         """(the cheapest choice found that fits, the bound); None where none was found.
 
         The bound is for a table that is corrected by the code of that choice.
         """
-        if self.fits(self.default):
+        if self.fits_by_default:
             return self.default, None
-        last, more = self.default, self._more(self.default)
+        last = self.default
+        more = self._more(last) if self._may_fit_by_default else More(0, (0,) * len(self.joint.own_bytes))
         for _ in range(ROUNDS):
             answers = [solve(self.joint, self.most_bytes, more, start=last.saved)]
             if answers[0].saved is None:
@@ -259,7 +289,7 @@ class Search:
             if (found := self._next([*made, *self.portfolio], more)) is None:
                 break
             last = found
-            self.known[last.saved] = last
+            self.tried.append(last)
             if self.fits(last) and self.needs(self.lower(last)) >= CLOSE * self.most_bytes:
                 break
             more = self._more(last) if self.fits(last) else more.at_least(self._more(last))
@@ -300,7 +330,7 @@ class Search:
         return min(hopeful, key=_price) if hopeful else min(untried, key=more.peak_bytes, default=None)
 
     def _cheapest(self) -> Choice | None:
-        return min((choice for choice in self.known.values() if self.fits(choice)), key=_price, default=None)
+        return min((choice for choice in self.tried if self.fits(choice)), key=_price, default=None)
 
 
 def _price(choice: Choice) -> float:

@@ -1,0 +1,119 @@
+"""Losses in chunks under a compiler: the head of a captured graph, unrolled chunk by chunk.
+
+As in eager plans (`chunking.chunked_loss`), each chunk makes its logits, their loss and at once their gradients, and
+nothing is recomputed. The compiler sees operators: it fuses what lies between the products of a chunk, and the
+partitioner chooses among their values as among all others. `heads.py` says what a head is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.nn import functional as F
+
+from remat.chunking.chunk import WITHHELD, chunk
+from remat.chunking.chunked_loss import ChunkedLoss, Given, RunningSum, Sums, slices_of
+from remat.chunking.heads import Head, find_heads
+from remat.chunking.withheld import WithheldLogits
+
+PARTS = 16  # logits of a chunk take this part of the bytes that a plan has to give away
+MOST = 16  # chunks: each adds some fifteen operators to compile
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunked:
+    """A captured graph whose losses run in chunks.
+
+    module    the graph, without the logits that it gave out
+    withheld  positions of those among its results, and what a caller gets in their place
+    """
+
+    module: fx.GraphModule
+    withheld: Sequence[tuple[int, WithheldLogits]]
+
+    def completing(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the compiled graph, giving as many results as the graph before."""
+        if not self.withheld:
+            return run
+
+        def completed(*inputs: Any) -> list[Any]:
+            results = list(run(*inputs))
+            for position, stand_in in self.withheld:
+                results.insert(position, stand_in)
+            return results
+
+        return completed
+
+
+def in_chunks(graph_module: fx.GraphModule, room_bytes: int) -> Chunked | None:
+    """Return a graph with its large losses in chunks; None where it has none that may be.
+
+    room_bytes  of the budget, for what the graph makes
+    """
+    heads = {i: head for i, head in enumerate(find_heads(graph_module)) if _may_be_chunked(head)}
+    counts = {i: -(-PARTS * head.logits_bytes // max(room_bytes, 1)) for i, head in heads.items()}
+    counts = {i: min(count, MOST) for i, count in counts.items() if count > 1}
+    if not counts:
+        return None
+    module = chunk(graph_module, counts, loss=UnrolledLoss)
+    (output,) = module.graph.find_nodes(op="output")
+    results = list(output.args[0])
+    positions = [i for i, each in enumerate(results) if isinstance(each, fx.Node) and each.target == WITHHELD]
+    output.args = (tuple(each for i, each in enumerate(results) if i not in positions),)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    return Chunked(module, [(i, WithheldLogits(max(counts.values()))) for i in positions])
+
+
+def _may_be_chunked(head: Head) -> bool:
+    """Whether sizes are known, and gradients of a loss that is not scaled yet are large enough for their dtype."""
+    logits: Tensor = head.linear.meta["example_value"]
+    return logits.dtype != torch.float16 and all(isinstance(size, int) for size in logits.shape)
+
+
+@torch.library.custom_op("remat::add_to", mutates_args=("total",))
+def _add_to(total: Tensor, part: Tensor) -> None:
+    """Add as a kernel of its own. Additions that fuse would wait for the last chunk, and keep the parts of all."""
+    total.add_(part)
+
+
+class _Sum(RunningSum):
+    def add(self, part: Tensor) -> None:
+        if self.total is None:
+            self.total = part.to(self.dtype, copy=True)
+        else:
+            _add_to(self.total, part)
+
+
+class UnrolledLoss(ChunkedLoss):
+    """A chunked loss for a compiler to trace: a chunk is not cut into pieces, since its kernels fuse."""
+
+    def run(self, given: Given, wanted: tuple[bool, bool, bool]) -> tuple[Tensor, Tensor | None, Sums]:
+        """Compute the loss of every row, and gradients where they are wanted, as `ChunkedLoss.run` does."""
+        for_rows, for_weight, for_bias = wanted
+        rows, labels = given.rows, given.labels
+        weight, bias = self.cast(given.weight), None if given.bias is None else self.cast(given.bias)
+        losses, of_rows, by_row = list[Tensor](), list[Tensor](), None
+        of_weight, of_bias = _Sum(given.weight.dtype), _Sum(given.weight.dtype)
+        for cut in slices_of(rows.shape[0], self.slices):
+            logits = F.linear(rows[cut], weight, bias)
+            opened = self.opened(logits.detach()).requires_grad_()
+            with torch.enable_grad():
+                found = self.row_losses(opened, labels[cut], *given.constants)
+            if by_row is None:
+                by_row = self.derivatives(found.new_empty(rows.shape[0]), labels, given.numbers)
+            (of_opened,) = torch.autograd.grad(found, opened, by_row[cut])
+            of_logits = of_opened.to(logits.dtype)
+            losses.append(found.detach())
+            if for_rows:
+                of_rows.append(torch.mm(of_logits, weight))
+            if for_weight:
+                of_weight.add_product(of_logits.t(), rows[cut])
+            if for_bias:
+                of_bias.add(of_logits.sum(0))
+        sums = Sums(of_weight.total, of_bias.total)
+        return torch.cat(losses), torch.cat(of_rows) if for_rows else None, sums
