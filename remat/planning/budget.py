@@ -28,7 +28,7 @@ class Budget:
 
 
 def is_share_of_step(budget: object) -> bool:
-    """Whether `budget` is a share of what the step needs without checkpointing, such as `60%step`."""
+    """Return whether `budget` is a share of the step's peak without checkpointing, such as `60%step`."""
     return isinstance(budget, str) and budget.strip().lower().endswith(OF_STEP)
 
 
@@ -47,15 +47,14 @@ def parse_budget(
     usable_bytes: int | None = None,
     step_bytes: int | None = None,
 ) -> Budget:
-    """The budget meant by `budget`: bytes, text with a unit, `90%` or `auto` of the target's memory, or `60%step`.
+    """Parse `budget`: bytes, text with a unit, `90%` or `auto` of the target's memory, or `60%step`.
 
     headroom      subtracted first: bytes, text with a unit or a percentage of the budget; None is 0, and 10 % for an
-                  `auto` without `usable_bytes`
-    usable_bytes  of the memory what an allocator can reserve, where it can be simulated: then `auto` means that what it
-                  reserves fits
-    step_bytes    peak of the step without checkpointing, which `60%step` is a share of
+                 `auto` without `usable_bytes`
+    usable_bytes  bytes that an allocator can reserve, where it can be simulated; `auto` then limits reserved bytes
+    step_bytes    peak of the step without checkpointing, for `60%step`
 
-    Raises UsageError for text without a unit, for a number that is no number of bytes, and where nothing is left.
+    Raises UsageError for text without a unit, an invalid number of bytes, or a headroom that leaves nothing.
     """
     require_unit("budget", budget)
     require_unit("headroom", 0 if headroom is None else headroom)

@@ -92,7 +92,7 @@ class StrategyRow:
 
     @property
     def shown(self) -> tuple[str, ...]:
-        """Its cells under `COLUMNS`."""
+        """The row's cells under `COLUMNS`."""
         peak = "-" if self.peak_bytes is None else gib(self.peak_bytes)
         time = "-" if self.step_time_us is None else ms(self.step_time_us)
         added = "-" if self.overhead is None else f"{100 * self.overhead:+.1f} %"
@@ -310,7 +310,7 @@ class _Comparing:
             self._solutions[KEPT] = strategy_solution(alone, self._at, "exact", self._budget_bytes, self._limits)
 
     def _best_of_forms(self) -> BestPlan | None:
-        """The best plan of another form than the captured one, where that pays."""
+        """Return the best plan of another form than the captured one, if it pays."""
         if self._interrupted or "exact" not in self._solutions or not self._study.has_forms:
             return None
         try:
@@ -320,7 +320,7 @@ class _Comparing:
         return None if outcome.at is self._at else outcome
 
     def _by_hand(self, bound_us: float) -> Iterator[StrategyRow]:
-        """Rows of what people run in another form without a plan."""
+        """Yield rows of what people run in another form without a plan."""
         forms = self._study.forms
         assert forms is not None
         others = [(forms.like_liger, "every-block", LIGER_LIKE)] if forms.are_losses else []
@@ -333,9 +333,9 @@ class _Comparing:
                 yield self._row(name, FoundPlan(at, solution, limits), bound_us)
 
     def _row(self, name: str, found: FoundPlan, best_bound_us: float, outcome: BestPlan | None = None) -> StrategyRow:
-        """The row of a strategy.
+        """Make the row of a strategy.
 
-        best_bound_us  the best bound of the comparison: in its file, a plan without a proof of its own gets that one
+        best_bound_us  the best bound of the comparison, which a plan without its own proof stores.
         """
         how, solution, proves = self._study.how, found.solution, name in EXACT or name == KEPT
         carries = how.bound_carries
@@ -387,7 +387,7 @@ class _Comparing:
         )
 
     def _samples_per_s(self, found: FoundPlan, added_us: float) -> float | None:
-        """Samples of one rank, over all micro-batches of an optimizer step."""
+        """Return samples per second of one rank, over all micro-batches of an optimizer step."""
         profile, regions = found.at.profile, found.solution.regions
         about, accumulation = profile.graph.about, profile.graph.about["accumulation"]
         device_us = profile.costs.update_time_us(profile.graph, accumulation, added_us)
@@ -414,7 +414,7 @@ def _above(price_us: float | None, bound_us: float) -> float | None:
 
 
 def solve(problem: Problem, name: str, limits: Limits) -> Solution:
-    """The solution of the strategy `name`; a plan that does not hold raises."""
+    """Solve with the strategy `name`; raise if the plan fails the check."""
     if name == FUSE_ONLY:
         fits = problem.memory.peak_without_regions <= problem.budget_bytes
         return Solution(FUSE_ONLY, "feasible" if fits else "unknown")
@@ -427,7 +427,7 @@ def solve(problem: Problem, name: str, limits: Limits) -> Solution:
 
 
 def strategy_solution(study: Study, at: StepForm, name: str, budget_bytes: int, limits: Limits) -> Solution:
-    """The solution of the strategy `name` for the step in a form, as it runs."""
+    """Solve the step in a form with the strategy `name`, as it runs."""
     problem, how, judge = study.problem(at, budget_bytes), study.how, study.judge(at)
     if name == WITHOUT:  # it is not replayed: people run it untraced, and compiled where all is
         peak = how.without_plan(problem, None if judge is None else lambda: judge.peak(problem, ()))
@@ -440,16 +440,16 @@ def strategy_solution(study: Study, at: StepForm, name: str, budget_bytes: int, 
 
 
 def peak_of(problem: Problem, name: str, regions: tuple[Region, ...]) -> int:
-    """Peak by the evaluator of what `name` proposes."""
+    """Return the evaluator's peak of the plan that the strategy `name` proposes."""
     memory = problem.memory
     return memory.peak_without_checkpointing if name == WITHOUT else memory.curve(regions).peak_bytes
 
 
 def has_plan(name: str, solution: Solution) -> bool:
-    """Whether the regions mean something: a heuristic shows its nearest plan where none of its kind fits."""
+    """Return whether the regions are a plan: a heuristic that fits nothing still returns its nearest plan."""
     return solution.fits or name in (*HEURISTICS, OFFLOAD_ALL, OFFLOAD_INPUTS)
 
 
 def best_bound(solutions: dict[str, Solution]) -> float:
-    """Microseconds that every plan within the budget recomputes for."""
+    """Return the least recompute time of any plan within the budget, as proved."""
     return max((solution.bound_us for name, solution in solutions.items() if name in EXACT), default=0.0)

@@ -155,7 +155,7 @@ def recorded_for(
 
 
 def allocator_of(plan: Plan | None, given: str | None) -> str | None:
-    """The allocator's settings to assume: those given, or else those that the plan assumes."""
+    """Return the allocator settings to assume: `given`, else those that the plan assumes."""
     if given is not None or plan is None or not plan.predicted.get("allocator"):
         return given
     return str(plan.predicted["allocator"][0]["settings"])
@@ -242,7 +242,7 @@ def _speed(profile: Profile, memory: Memory, regions: Sequence[Region]) -> Speed
 
 
 def _dtype(graph: Graph, flops: np.ndarray) -> str:
-    """The dtype that does most of the arithmetic."""
+    """Return the dtype that does most of the arithmetic."""
     by_kind = np.bincount(graph.op_kind, flops, minlength=len(graph.kinds))
     total: dict[str, float] = {}
     for kind, count in zip(graph.kinds, by_kind.tolist(), strict=True):

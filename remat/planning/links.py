@@ -37,7 +37,7 @@ def offloads_named(offload: str | None) -> frozenset[str]:
 
 
 def loop_with(loop: TrainingLoop | None, offload: str | None) -> TrainingLoop | None:
-    """`loop`, with the optimizer's state where `offload` says; where it says nothing, as it was."""
+    """Return `loop` with the optimizer's state where `offload` says; unchanged if `offload` is None."""
     if offload is None:
         return loop
     return dataclasses.replace(loop or TrainingLoop(), offload_optimizer=OPTIMIZER in offloads_named(offload))
@@ -50,11 +50,11 @@ def link_of(
     *,
     has_state: bool = False,
 ) -> Link | None:
-    """The link of a device, with `host_budget` at its end; None where no activations are to be offloaded.
+    """Return the device's link with `host_budget` at its end; None if no activations are offloaded.
 
     has_state  whether the loop may have the optimizer's state on the host, whatever `offload` says
 
-    Raises UsageError where there is no link, because a CPU's memory is the host's; for an `offload` that is none of
+    Raises UsageError if there is no link, because a CPU's memory is the host's; for an `offload` that is not in
     `OFFLOADS`; and for a host budget with nothing to offload.
     """
     names, target = offloads_named(offload), found.target
@@ -90,7 +90,7 @@ def host_bytes_of(found: PlanningDevice, host_budget: str | int | None) -> int:
 
 
 def beside_state(link: Link | None, graph: Graph, host_bytes: int) -> Link | None:
-    """`link`, with the room that the optimizer's state leaves on the host. Raises UsageError where it leaves none."""
+    """Return `link` less the host bytes of the optimizer's state. Raises UsageError if they do not fit."""
     if not (state := state_on_host(graph)):
         return link
     if state > host_bytes:

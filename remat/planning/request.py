@@ -66,7 +66,7 @@ class FormChoice:
 
     @classmethod
     def default(cls) -> FormChoice:
-        """The choice of a request that says nothing of it."""
+        """Return the default choice."""
         return cls()
 
 
@@ -139,7 +139,7 @@ class PlanRequest:
 
     @property
     def cuts(self) -> bool:
-        """Whether losses and MLPs may run in slices. With depth 1 they may not: `torch.compile` runs no slices."""
+        """Whether losses and MLPs may be chunked. Not at depth 1: `torch.compile` runs no slices."""
         return self.numerics != BITWISE and self.depth != 1
 
     @property
@@ -153,12 +153,13 @@ class PlanRequest:
         return WEIGHTS in offloads_named(self.offload)
 
     def loop(self, own: TrainingLoop | None) -> TrainingLoop | None:
-        """The training loop `own`, with the optimizer's state where `offload` says."""
+        """Return the training loop `own` with the optimizer's state where `offload` says."""
         return loop_with(own, self.offload)
 
     def require(self, place: PlanningDevice, loop: TrainingLoop | None, *, has_model: bool = True) -> None:
-        """Raise UsageError for options that a step on `place` in `loop`, which `self.loop` gave, cannot have.
+        """Raise UsageError for options that a step on `place` in `loop` cannot have.
 
+        loop       as `self.loop` returned it
         has_model  whether there is a model, not a profile alone
         """
         self.how.require(place if has_model else None, loop)
@@ -177,10 +178,10 @@ class PlanRequest:
             require_fusible(how, loop, has_model=has_model)
 
     def limit(self, place: PlanningDevice, step_bytes: int | None = None) -> Budget | None:
-        """The budget in bytes on `place`, None where the request has none. Raises UsageError.
+        """Return the budget in bytes on `place`; None if the request has none. Raises UsageError.
 
-        step_bytes  peak of the step without checkpointing, once it is recorded; before, a share of the step is checked
-                    and read as a share of the device
+        step_bytes  peak of the step without checkpointing; before it is recorded, a share of the step is read as a
+                    share of the device, which checks it
         """
         if self.budget is None:
             return None
@@ -191,17 +192,17 @@ class PlanRequest:
         return parse_budget(self.budget, self.headroom, target.memory_bytes, simulated, of_step)
 
     def link(self, place: PlanningDevice, loop: TrainingLoop | None) -> Link | None:
-        """The link that activations go over, None where none do. Raises UsageError."""
+        """Return the link for activations; None if none are offloaded. Raises UsageError."""
         has_state = loop is not None and loop.offload_optimizer
         return link_of(place, self.offload, self.host_budget, has_state=has_state)
 
     def host_bytes(self, place: PlanningDevice) -> int:
-        """Host memory that may be taken on `place`."""
+        """Return the host memory that may be used on `place`."""
         return host_bytes_of(place, self.host_budget)
 
     @classmethod
     def of(cls, **wanted: Unpack[Wanted]) -> PlanRequest:
-        """A request from keywords."""
+        """Make a request from keywords."""
         time_limit, limits = wanted.pop("time_limit", None), wanted.pop("limits", None) or Limits()
         if time_limit is not None:
             limits = dataclasses.replace(limits, time_s=time_limit)

@@ -82,9 +82,9 @@ def timeline(
     offloads: Sequence[Offload] = (),
     points: int | None = None,
 ) -> StepTimeline:
-    """The step of `profile` under a plan, over the time of its operators; `allocator` as for `estimate`.
+    """Compute the bytes alive over the time of the operators under a plan; `allocator` as for `estimate`.
 
-    points  moments at most, `POINTS` by default
+    points  maximum number of moments, `POINTS` by default.
     """
     graph, costs = profile.graph, profile.costs
     settings = assumed_settings(profile.target, allocator)
@@ -119,7 +119,7 @@ def timeline(
 
 
 def _highest(sizes: np.ndarray, points: int) -> np.ndarray:
-    """Positions to show: all, or of every so many neighbours the highest."""
+    """List the positions to show: all, or the highest of each group of neighbours."""
     if len(sizes) <= points:
         return np.arange(len(sizes))
     borders = np.linspace(0, len(sizes), points + 1).astype(np.int64)[:-1]
@@ -136,7 +136,7 @@ def save_snapshot(profile: Profile, regions: Sequence[Region], path: Path, offlo
 
 
 def _trace(graph: Graph, memory: Memory, regions: Sequence[Region]) -> list[dict[str, Any]]:
-    """Allocations and releases in the order of time; what was there before comes first and stays."""
+    """List allocations and releases by time; tensors from before the step come first and stay."""
     lives = memory.lives(regions)
     address, trace = 1 << 20, []
     for name, size in graph.fixed_bytes.items():
