@@ -51,18 +51,18 @@ class EarlyForwards:
 
     @property
     def may_complete(self) -> bool:
-        """Whether an early forward may be one that only makes what is missing."""
+        """Whether an early forward may only create what is missing."""
         return not self.carried
 
     def appended_in(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a planned forward: lists that the forward only appends to are empty."""
+        """Return the context of a planned forward: lists that the forward only appends to start empty."""
         if self._appended is None:
             names = self._plan.about.get("appended", ())
             self._appended = Appended(ModelState(model, data=False) if names else None, names)
         return self._appended.emptied()
 
     def has(self, graph_module: fx.GraphModule) -> bool:
-        """Whether `graph_module` is a graph of an early forward."""
+        """Return whether `graph_module` is a graph of an early forward."""
         return bool(self._keys) and graph_key(graph_module) in self._keys
 
     @property
@@ -118,6 +118,6 @@ def complete(before: ModelState, forward: Callable[[], Any]) -> None:
 
 
 def _are_equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
-    """Whether two forwards returned the same, bit by bit; nothing at all says nothing."""
+    """Return whether two forwards returned bitwise equal tensors, at least one."""
     pairs = zip(first, second, strict=False)
     return 0 < len(first) == len(second) and all(are_bitwise_equal(one, other) for one, other in pairs)

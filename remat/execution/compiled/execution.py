@@ -84,7 +84,7 @@ class CompiledExecution(Execution):
         return min(max(problem.budget_bytes, least_bytes()), problem.memory.peak_without_regions - 1)
 
     def next_budget(self, problem: Problem, tries: Sequence[Try], least_bytes: Callable[[], int]) -> int | None:
-        """Towards the budget from where the last plan is; halfway where that was asked for already."""
+        """Move the evaluator's budget by the last plan's distance from the limit, or bisect if that was tried."""
         limit, last, asked = problem.budget_bytes, tries[-1], {each.asked_bytes for each in tries}
         if 0 <= limit - last.peak_bytes <= NEAR * limit:
             return None

@@ -18,7 +18,7 @@ from remat.host.weights import HostWeights
 
 
 def regions_by_call(regions: Sequence[RegionRef]) -> dict[int, tuple[CallRegion, ...]]:
-    """The regions of each graph call, in ordinals of that call."""
+    """Return the regions of each graph call, in ordinals of that call."""
     calls: dict[int, list[CallRegion]] = {}
     for region in regions:
         calls.setdefault(region.call, []).append(_call_region(region))
@@ -68,7 +68,7 @@ class RewrittenCalls:
         self._rewritten: dict[tuple[int, int], fx.GraphModule] = {}
 
     def bring(self, weights: HostWeights | None) -> None:
-        """Bring these weights to the device where nodes use them; no call has run yet."""
+        """Bring these weights to the device for the nodes that use them; call this before any graph call."""
         self._options = dataclasses.replace(self._options, weights=weights)
 
     def __call__(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:

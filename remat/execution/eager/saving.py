@@ -34,7 +34,7 @@ _CAST = torch.ops.aten._to_copy.default
 
 @dataclasses.dataclass(frozen=True)
 class _Argument:
-    """A result that lies in the storage of tensor `index` among the arguments; `layout` where it is not that tensor."""
+    """A result in the storage of tensor `index` of the arguments; `layout` if it is not that tensor itself."""
 
     index: int
     layout: tuple[Any, Any, Any] | None = None
@@ -48,14 +48,14 @@ class Away(Protocol):
     """A tensor that may be on the host."""
 
     def fetch(self) -> None:
-        """Take memory for it on the device, and begin to bring it back."""
+        """Allocate its memory on the device, and begin to bring it back."""
 
     def value(self) -> torch.Tensor:
-        """It, on the device."""
+        """Return the tensor on the device."""
 
 
 class _Kept:
-    """A tensor as an operator gave it, apart from autograd, and its version when the node had ended."""
+    """A tensor as an operator returned it, detached, with its version when the node ended."""
 
     __slots__ = ("_away", "_tensor", "version")
 
@@ -78,7 +78,7 @@ class _Kept:
         return self.tensor._version != self.version
 
     def send(self, pack: Callable[[torch.Tensor], Away]) -> None:
-        """Leave it to what `pack` makes of it, until it is asked for."""
+        """Move the tensor to where `pack` puts it, until it is asked for."""
         self._away, self._tensor = pack(self.tensor), None
 
     def fetch(self) -> None:
@@ -98,7 +98,7 @@ class Tape:
     __slots__ = ("kept", "results", "writes")
 
     def send(self, storage: int, pack: Callable[[torch.Tensor], Away]) -> None:
-        """Leave what is kept in `storage` to what `pack` makes of it."""
+        """Send kept tensors in `storage` to where `pack` puts them."""
         self.require_unchanged()
         for kept in self.kept:
             if storage_of(kept.tensor) == storage:
@@ -180,7 +180,7 @@ class Save(LeanMode):
         return bool(self._made)
 
     def _require_own(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Refuse a write to what the node did not make: it can be neither left out nor repeated."""
+        """Refuse a write to a tensor that the node did not create: it can be neither skipped nor repeated."""
         own = {storage_of(kept.tensor) for kept in self.tape.kept} | self._made
         if any(storage_of(tensor) not in own for tensor in written(func, args, kwargs)):
             raise RematError(
@@ -196,7 +196,7 @@ class Save(LeanMode):
 
 
 def _encoded(func: Any, out: Any, args: Any, kwargs: Any, into: list[_Kept]) -> Any:
-    """`out` with a `_Kept`, added to `into`, or an `_Argument` in the place of every tensor."""
+    """Replace every tensor of `out` by a `_Kept`, added to `into`, or by an `_Argument`."""
     given = list(tensors_of(args, kwargs))
     seen: dict[int, _Kept] = {}
 
@@ -270,7 +270,7 @@ _PLAIN = (int, float, bool, str, type(None), torch.dtype)
 
 
 def recipe_of(save: Save, value: Any) -> Recipe | None:
-    """The recipe of a call that `save` has watched and that returned `value`; None where it has to be watched."""
+    """Return the recipe of a call that `save` watched and that returned `value`; None if calls must be watched."""
     tape = save.tape
     if save.drawn or save.has_cast or tape.writes or len(tape.kept) != 1 or type(value) is not torch.Tensor:
         return None
@@ -343,7 +343,7 @@ class Replay(LeanMode):
         return self._decoded(value, list(tensors_of(args, kwargs)))
 
     def _next(self, func: Any) -> Any:
-        """Return the recorded result of the next operator, which has to be `func`."""
+        """Return the recorded result of the next operator, which must be `func`."""
         found, value = self._results.pop() if self._results else (None, None)
         if found is not func:
             raise RematError(
