@@ -25,7 +25,7 @@ class RepeatedStep:
         self._beside: list[set[int]] = []
 
     def begin(self, tracker: Tracker) -> None:
-        """An optimizer's step begins, under `tracker`."""
+        """Note that a step of the optimizer begins, under `tracker`."""
         self._tracker, self._first, self._beside = tracker, len(tracker.storages), []
 
     def __call__(self) -> torch.Tensor:
@@ -41,7 +41,7 @@ class RepeatedStep:
         return torch.empty((), device=self._device)
 
     def beside_bytes(self, state: Iterable[torch.Tensor]) -> int:
-        """Most bytes that were alive beside a repetition in the last step, but for gradients and `state`."""
+        """Return the peak bytes beside a repetition in the last step, without gradients and `state`."""
         tracker = self._tracker
         if tracker is None or not self._beside:
             return 0
