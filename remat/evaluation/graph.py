@@ -115,15 +115,15 @@ _BLOCK = re.compile(r"^(.*?\.)?\d+(?=\.|$)")
 
 
 def block_of(module: str) -> str | None:
-    """The outermost numbered module that `module` is part of: a layer of the model. None outside layers."""
+    """Return the outermost numbered module around `module`, a layer of the model; None outside layers."""
     match = _BLOCK.match(module)
     return match[0] if match else None
 
 
 def fingerprint(rows: Iterable[tuple[str, str, list[int]]]) -> str:
-    """Hash of a captured graph: (what a node calls, its module, ordinals of its inputs) for every node in order.
+    """Hash a captured graph: (callee, module, ordinals of inputs) of every node in order.
 
-    Shapes, names and versions are left out. Only plans of file version 1 are known by nothing else: two versions of a
+    Shapes, names and versions are left out. Plans of file version 1 are identified by this alone: two versions of a
     library spell one graph in two ways, see `identity.py`.
     """
     return hashlib.sha256(json.dumps(list(rows)).encode()).hexdigest()[:16]
@@ -147,7 +147,7 @@ class OpKind:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Operator and signature: what kernels' own bytes are known by in a replay."""
+        """Operator and signature: the key of workspaces in a replay."""
         return self.name, json.dumps(self.signature)
 
 
@@ -218,7 +218,7 @@ class InnerBackward:
 
     @property
     def backwards(self) -> int:
-        """How many backwards there are, the step's own included."""
+        """Number of backwards, including the step's own."""
         return 1 + len(np.unique(self.task))
 
 
@@ -286,12 +286,12 @@ class Graph:
 
     @functools.cached_property
     def is_made_again(self) -> np.ndarray:
-        """For every operator whether its result is made again where its node is saved."""
+        """For every operator, whether its result is recomputed even if its node is saved."""
         return np.array([kind.name in MADE_AGAIN for kind in self.kinds], dtype=bool)[self.op_kind]
 
     @property
     def unseen_bytes(self) -> int:
-        """Of the fixed bytes what no replay sees: Python numbers kept as tensors, libraries' workspaces."""
+        """Fixed bytes that no replay sees: Python numbers kept as tensors, libraries' workspaces."""
         return self.fixed_bytes.get(WRAPPED_NUMBERS, 0) + self.fixed_bytes.get(LIBRARY_WORKSPACES, 0)
 
     @functools.cached_property
@@ -364,7 +364,7 @@ class Graph:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Graph:
-        """Inverse of `to_json`; raises KeyError, TypeError or ValueError where `data` is not a Graph."""
+        """Read a graph from the result of `to_json`. Raises KeyError, TypeError or ValueError for other data."""
         nodes = tuple(_node_from_json(row) for row in data["nodes"])
         return Graph(
             nodes=nodes,
@@ -406,7 +406,7 @@ def _columns_from_json(columns: dict[str, list[int]]) -> dict[str, np.ndarray]:
 
 
 def forward_alone_bytes(graph: Graph) -> int:
-    """The most that the forward of `graph` makes at once, where autograd keeps nothing of it."""
+    """Return the peak bytes that the forward of `graph` allocates if autograd keeps nothing."""
     change, found = np.zeros(graph.forward_end + 2, dtype=np.int64), graph.storages
     made = found.birth < graph.forward_end
     np.add.at(change, found.birth[made], found.size_bytes[made])

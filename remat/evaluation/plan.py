@@ -59,12 +59,12 @@ class Region:
 class Offload:
     """A storage that is kept from forward to backward, and on the host meanwhile.
 
-    storage  which one of the graph's
-    release  node of forward after which compute waits for the copy, and the device's memory is let go
+    storage  index in the graph
+    release  node of forward after which compute waits for the copy, and the device's memory is freed
     fetch    node before whose recomputation or backward memory is allocated, and the copy back begins. If it is the
-             first of a region: when the region is recomputed. If it is in none: when anything that it saved is asked
-             for. What is asked for earlier comes back then.
-    after_slices  where `release` is a loss in slices: it is let go of when so many of them have run; 0: when all have
+            first of a region: when the region is recomputed. If it is in no region: when any of its saves is unpacked.
+            A storage that is needed earlier is fetched then.
+    after_slices  if `release` is a chunked loss, the number of slices after which it is freed; 0: all
     """
 
     storage: int
@@ -113,10 +113,10 @@ class RegionRef:
 class OffloadRef:
     """An `Offload` by reference.
 
-    node         the node whose value it is, be it that a region saves it, or while which autograd saves it
-    save         None: the value of `node`; else how many tensors autograd saves before it while `node` runs
+    node         the node whose value it is, or during which autograd saves it
+    save         None: the value of `node`; else the number of tensors that autograd saves before it during `node`
     size_bytes   of the storage
-    host_offset  where it lies in the host's memory, in bytes; what is asked for first lies first
+    host_offset  its place in the host's memory, in bytes, in the order of use
     after_slices  see `Offload`
     """
 
@@ -130,7 +130,7 @@ class OffloadRef:
 
 
 class AllocatorPeaks(TypedDict, total=False):
-    """Bytes of CUDA's caching allocator for a step, simulated under `settings` for so many `steps`."""
+    """Bytes of CUDA's caching allocator for a step, simulated under `settings` over `steps` steps."""
 
     requested_bytes: int
     allocated_bytes: int
@@ -270,12 +270,12 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """The bytes of the host's memory that offloads take."""
+        """The bytes of host memory that offloads take."""
         return max((each.host_offset + each.size_bytes for each in self.offloads), default=0)
 
     @property
     def is_of_modules(self) -> bool:
-        """Whether its regions are the forward of whole modules."""
+        """Whether its regions are the forwards of whole modules."""
         return any(region.module for region in self.regions)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -284,7 +284,7 @@ class Plan:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
-        """Read a plan file. Raises `UsageError` where it is missing, corrupt or of a newer version."""
+        """Read a plan file. Raises `UsageError` if it is missing, corrupt or of a newer version."""
         return Plan.from_json(read_json(Path(path), FORMAT, VERSION, "plan"), str(path))
 
     def to_json(self) -> dict[str, Any]:
@@ -369,7 +369,7 @@ class Plan:
 
 
 def bound_by_host(plan: Plan) -> list[str]:
-    """A sentence where launching the step takes longer than running it: how long, and what the plan then costs."""
+    """List a sentence if launching the step takes longer than running it, with both times."""
     predicted = plan.predicted
     if "device_us" not in predicted:
         return []
@@ -381,7 +381,7 @@ def bound_by_host(plan: Plan) -> list[str]:
 
 
 def device_overhead(plan: Plan) -> float:
-    """The share that the plan adds to the device's time, which is what bounds and curves are of."""
+    """Return the overhead in the device's time, which bounds and curves use."""
     predicted = plan.predicted
     if "device_us" not in predicted:
         return predicted["overhead"]
@@ -389,12 +389,12 @@ def device_overhead(plan: Plan) -> float:
 
 
 def drawn(about: Mapping[str, Any]) -> list[str]:
-    """Sentences about random numbers that a plan depends on."""
+    """List sentences about random numbers that a plan depends on."""
     return [*drawn_lengths(about), *drawn_outside(about)]
 
 
 def drawn_lengths(about: Mapping[str, Any]) -> list[str]:
-    """A sentence where the peak is that of lengths which the batch drew while planning."""
+    """List a sentence if the peak depends on lengths that the batch drew while planning."""
     if not about.get(DRAWN_LENGTHS):
         return []
     return [
@@ -422,7 +422,7 @@ def drawn_outside(about: Mapping[str, Any]) -> list[str]:
 
 
 def node_refs(graph: Graph) -> list[NodeRef]:
-    """Every node of a graph by reference."""
+    """List every node of a graph by reference."""
     ordinals: dict[int, int] = {}
     refs = []
     for node in graph.nodes:
@@ -435,7 +435,7 @@ def node_refs(graph: Graph) -> list[NodeRef]:
 def to_refs(
     graph: Graph, regions: tuple[Region, ...], modules: Sequence[tuple[int, int, str]] | None = None
 ) -> tuple[RegionRef, ...]:
-    """`regions` by reference, as the plan file holds them; `modules` as in `Space`."""
+    """Convert `regions` to references, as in the plan file; `modules` as in `Space`."""
     path_of = {(first, end): path for first, end, path in modules or ()}
     refs = node_refs(graph)
 
@@ -457,7 +457,7 @@ def to_refs(
 
 
 def from_refs(graph: Graph, regions: tuple[RegionRef, ...]) -> tuple[Region, ...]:
-    """Inverse of `to_refs` on a graph with the same fingerprints."""
+    """Convert the references of `to_refs` to regions, on a graph with the same fingerprints."""
     index = {(ref.call, ref.ordinal): i for i, ref in enumerate(node_refs(graph))}
 
     def region_of(ref: RegionRef) -> Region:
@@ -492,7 +492,7 @@ def _offload_from_json(row: dict[str, Any]) -> OffloadRef:
 
 
 def _identities_to_json(identities: tuple[Identity, ...]) -> dict[str, Any]:
-    """Every graph once, and which of them each call is: a loop over layers calls one graph many times."""
+    """Write every distinct graph once, and the graph of each call: a loop over layers repeats one graph."""
     different = list(dict.fromkeys(identities))
     return {
         "calls": [different.index(identity) for identity in identities],
@@ -506,7 +506,7 @@ def _identities_from_json(data: dict[str, Any]) -> tuple[Identity, ...]:
 
 
 def _execution_from_json(data: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """(how the plan executes, what else `about` says); files before version 3 said it in two fields."""
+    """Return (execution, the rest of `about`); files before version 3 have two fields for it."""
     about = dict(data["about"])
     if "execution" in data:
         found = data["execution"]
@@ -521,7 +521,7 @@ def _execution_from_json(data: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write `text` to `path` so that no half-written file can be seen; raises `UsageError` if it cannot be."""
+    """Write `text` to `path` so that no half-written file is ever visible. Raises `UsageError` if that fails."""
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:
@@ -537,7 +537,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def read_json(path: Path, form: str, version: int, what: str) -> dict[str, Any]:
-    """The JSON document at `path`, if it is a `form` of at most `version`; otherwise a `UsageError`."""
+    """Read the JSON document at `path`. Raises `UsageError` unless it is a `form` of at most `version`."""
     try:
         data = json.loads(path.read_text())
     except FileNotFoundError:
