@@ -91,7 +91,7 @@ def _measured(comparison: Comparison, workload: Workload, line: LiveLine) -> Com
 
 
 def _saved(comparison: Comparison, folder: Path, source: Source, limit: Budget) -> dict[str, str]:
-    """Plan files by strategy."""
+    """Save the plans, and return their files by strategy."""
     folder.mkdir(exist_ok=True)
     files = {}
     for row in comparison.rows:
@@ -180,7 +180,7 @@ def _cells(row: StrategyRow, unit: str, per_token: bool) -> list[str]:
 
 
 def _bar(row: StrategyRow, found: Comparison, width: int, ascii_only: bool) -> Text:
-    """The peak, with a mark where the budget is; what stands beyond it is red."""
+    """Draw the peak as a bar with a mark at the budget; the part beyond it is red."""
     from rich.text import Text
 
     if row.peak_bytes is None:
