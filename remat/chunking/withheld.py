@@ -17,7 +17,7 @@ class LogitsWithheld(RematError, AttributeError):
 
 
 class WithheldLogits:
-    """Stand in for the logits of a chunked head. Reading it raises `LogitsWithheld`."""
+    """Stands in for the logits of a chunked head. Reading it raises `LogitsWithheld`."""
 
     def __init__(self, slices: int):
         self.slices = slices
