@@ -46,9 +46,10 @@ _BESIDE = (
 
 
 def plan_of(trainer: Any, budget: str | int, folder: Path | None, **options: Any) -> Plan:
-    """The plan for the step of `trainer` within `budget`, from `folder` where it is there; `options` of `remat.plan`.
+    """Return the plan for the step of `trainer` within `budget`, from `folder` if it is there.
 
-    The first process plans, the others wait for its file. Raises what `remat.plan` and `workload_of` raise.
+    The first process plans, the others wait for its file. `options` are those of `remat.plan`. Raises what `remat.plan`
+    and `workload_of` raise.
     """
     from remat.costing.timing_cache import default_cache
 
@@ -112,7 +113,7 @@ def tell(trainer: Any, text: str) -> None:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Random states afterwards as before: the Trainer's next batches and dropouts are those without a plan."""
+    """Restore random states afterwards, so that the Trainer's batches and dropouts are those without a plan."""
     from remat.validation.training import undisturbed
 
     with undisturbed(torch.device("cuda" if torch.cuda.is_available() else "cpu")):
