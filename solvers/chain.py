@@ -51,7 +51,7 @@ class Case:
     pinned  storage -> site: it is kept for a reason at that site or before, and not before the one it is `absent` until
     absent  storage -> site: nothing at that site or before is a reason to keep it
     counted storage -> site: it is counted at that site, if the run there keeps it; at its last one by default. This
-           excludes no plan, whatever the site.
+            excludes no plan, whatever the site.
     aside   storages that are not counted: the caller passes a bitmask of those that are kept. MOST_ASIDE at most
     """
 
@@ -229,7 +229,7 @@ class Chain:
     def lacking_aside(self) -> list[int]:
         """The most bytes that lacking each of `Case.aside` may cost: its size, once it is wanted.
 
-        Where what counts as kept has a floor, it is beyond all limits: who keeps less may be lifted to that first.
+        If kept bytes have a floor, it is beyond all limits: a state that keeps less may be lifted to the floor first.
         """
         has_floor = any(self.problem.floor_bytes)
         return [BEYOND if has_floor else self.problem.liveness.shared[u].size_bytes for u in self.case.aside]

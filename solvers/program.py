@@ -119,7 +119,7 @@ def solve(
 
     start  another solver's solution: its plan is the first hint, its bound a row
     keep   indices of the runs that may be chosen besides those of the plan to start from, None for all; the caller
-          guarantees that no plan with another run is better
+           guarantees that no plan with another run is better
     """
     started = time.monotonic()
     if problem.optimizer_peak_bytes > problem.budget_bytes:

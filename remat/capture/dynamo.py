@@ -96,21 +96,21 @@ Change = Callable[[int, fx.GraphModule], fx.GraphModule]
 
 
 class GraphCalls:
-    """A function traced by Dynamo whose graph calls are executed by `execute_call`, or by what `compile_call` gave.
+    """A function traced by Dynamo whose graph calls run by `execute_call`, or by the result of `compile_call`.
 
-    count     graph calls of the last call          elements  of the tensors that it was given, by name
+    count     graph calls of the last call          elements  of its input tensors, by name
     first     graph calls of the step before it: the number of its own first one
-    seen      what the data of the last call said about attention
-    masks     what it was traced for; `planned`: what a plan's was
-    fits      whether a graph with open sizes (`dynamic_shapes.py`) will do; without it, every new shape is traced
-    answers   what code hears that asks whether it is being traced; by default what Dynamo says
-    elsewhere the device that graphs are for, where tensors are on another
-    is_ones   looks into an attention mask
+    seen      attention masks that the data of the last call needs
+    masks     attention masks that it was traced for; `planned`: a plan's
+    fits      whether a graph with open sizes (`dynamic_shapes.py`) is usable; without it, every new shape is traced
+    answers   answers to code that asks whether it is being traced; by default Dynamo's
+    elsewhere the device that graphs are for, if tensors are on another
+    is_ones   checks whether an attention mask is all ones
     opens_numbers  whether Python numbers that change from call to call stay open (`open_numbers.py`)
-    change    what becomes of a graph, first seen as call number `call`, before all else
+    change    rewrites a graph, first seen as call number `call`, before everything else
     under     path of the module whose forward it is; "" for the model's
 
-    Raises `CaptureError` where Dynamo cannot trace at all, `SizesNotOpen` where a graph with open sizes does not fit.
+    Raises `CaptureError` if Dynamo cannot trace at all, `SizesNotOpen` if a graph with open sizes does not fit.
     """
 
     def __init__(

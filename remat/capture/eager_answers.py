@@ -136,10 +136,10 @@ def _frame_of(tx: Any) -> Frame:
 
 
 class Capture:
-    """A capture as it is found while Dynamo traces for it, which is given a method of this for its backend.
+    """A capture in progress; it is found through Dynamo's backend, which is one of its methods.
 
-    elsewhere  the device that it is for, where its tensors are on another (`elsewhere.py`)
-    opens_sizes, opens_numbers  whether it leaves sizes of tensors and Python numbers open that change
+    elsewhere  the device that it is for, if its tensors are on another (`elsewhere.py`)
+    opens_sizes, opens_numbers  whether it leaves changing sizes of tensors and Python numbers open
     opens_draws  whether numbers that Python draws are inputs of its graphs; `has_drawn` once one is
     """
 

@@ -50,9 +50,9 @@ class Early:
     """Observations of a model's forwards, step by step, until they repeated.
 
     history  the graph calls of each step
-    carried  what every step changes in the model, those that repeat too: kinds by name
-    shared   names of those that the model shares with the rest of the program
-    appended names of lists among them to which a step does nothing but append
+    carried  state of the model that every step changes, including periodic changes: kinds by name
+    shared   names of carried state that the model shares with the rest of the program
+    appended names of carried lists that a step only appends to
     """
 
     history: tuple[tuple[Signature, ...], ...] = ()

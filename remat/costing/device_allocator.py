@@ -39,7 +39,7 @@ class Measured:
     time_us          median time of one call; measured apart from memory, whose observation costs time
     reserved_bytes   peak of the bytes that CUDA's caching allocator held, None on the CPU
     requested_bytes  as peak_bytes, without the rounding of CUDA's allocator (to 512 bytes, and by up to 1 MiB
-                    where a large allocation reuses a larger block); on the CPU nothing is rounded
+                     where a large allocation reuses a larger block); on the CPU nothing is rounded
     """
 
     peak_bytes: int
@@ -115,7 +115,7 @@ def _observe_cuda(function: Callable[[], object], device: torch.device) -> tuple
 def context_bytes(device: torch.device) -> int:
     """Return the bytes of a CUDA device outside of this process's allocator: its context, and other processes.
 
-    Makes the context where there is none.
+    Makes the context if there is none.
     """
     torch.zeros(1, device=device)
     free, total = torch.cuda.mem_get_info(device)

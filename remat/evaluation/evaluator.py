@@ -113,10 +113,10 @@ class Recomputation:
     release        last operator during which its inputs are kept
     level          0, or 1 for an inner one
     saved_tensors  rows of `Graph.saved_tensors` that it makes again
-    inner          those of the regions that it holds
+    inner          recomputations of its inner regions
     casts          storages of older casts that it makes again, in order
     cast_at        operators before which it makes them (Rule 7)
-    used           of `saved_tensors`, when each was last used, if that is by a backward within the forward (Rule 9)
+    used           last use of each of `saved_tensors`, if that is by a backward within the forward (Rule 9)
     start          its position on the timeline
     """
 
@@ -164,7 +164,7 @@ def _placed(recomputations: Sequence[Recomputation], by: np.ndarray, ops: np.nda
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-    """The parts of `Recomputation` that do not depend on where a region without inner regions stands."""
+    """The parts of `Recomputation` that do not depend on the place of a region without inner regions."""
 
     first: int
     stop: int
@@ -180,7 +180,7 @@ class _Leaf:
 
 
 class Memory:
-    """The evaluator for one Graph; `workspace_bytes` per operator is what kernels take beside their outputs.
+    """The evaluator for one Graph; `workspace_bytes` are those of every operator's kernel.
 
     offloads  storages that every plan judged here has on the host between forward and backward
     """
@@ -666,7 +666,7 @@ class Memory:
     ) -> np.ndarray:
         """Return for every storage its first use in backward, by a save outside regions or as a region's input.
 
-        What a region has saved counts as asked for when its recomputation begins, as what it takes does.
+        Saved values and inputs of a region are first used when its recomputation begins.
         """
         never = np.iinfo(np.int64).max
         first = np.full(len(self.graph.storages.birth), never, dtype=np.int64)

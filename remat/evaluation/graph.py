@@ -53,30 +53,30 @@ DRAWN_OUTSIDE = "drawn_outside"  # ... lines of forwards that draw numbers outsi
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """One operator of a captured fx graph (or, with call = OUTSIDE, what the step ran between two graphs).
+    """One operator of a captured fx graph; with call = OUTSIDE, the operators that the step ran between two graphs.
 
     name           its name in the fx graph
-    op             what it calls, as text
+    op             its callee, as text
     module         path of the module that it is in
-    call           which graph call of the step it belongs to
+    call           the step's graph call that it belongs to
     inputs         nodes whose values it takes
-    values         storages that its value refers to (fixed ones left out); of what ran between two graphs, those that a
-                   later node takes
+    values         storages that its value refers to, without fixed ones; between two graphs, those that a later node
+                   takes
     first          first of its forward operators
     end            one past its last forward operator
-    random         it draws random numbers
-    effect         what it does to storages older than itself: "" nothing, "batch_norm" and "counter" update module
+    random         whether it draws random numbers
+    effect         its effect on storages older than itself: "" none, "batch_norm" and "counter" update module
                    state in a known way, "other" updates the state of a module in a way that must happen exactly once
     mutates        older nodes whose values it changes in place
-    single_tensor  its value is a single tensor, so that it can enter and leave a region
-    in_context     a context (autocast, no_grad) is open after it that a later node closes
+    single_tensor  whether its value is a single tensor, so that it can enter and leave a region
+    in_context     whether a context (autocast, no_grad) is open after it that a later node closes
     graph_inputs   those of `inputs` that are nodes of the same graph call
-    takes_fixed    it takes a tensor that was there before the step: a parameter, a buffer, the batch
+    takes_fixed    whether it takes a tensor from before the step: a parameter, a buffer, the batch
     reused         storages of cached autocast copies of weights: an older node made them, and this node uses them
                    without taking them as inputs
-    reused_at      operators before which those copies would be made otherwise
+    reused_at      operators before which those copies would otherwise be made
     anchor, tensors, draws, made_bytes  see `identity.NodeId`
-    slice_ends     of a loss in slices: how many operators have run when each of them ends, but for the last
+    slice_ends     for a chunked loss: operators run by the end of each slice but the last
     """
 
     name: str
@@ -155,9 +155,9 @@ class OpKind:
 class Storages:
     """Columns over storages: size, first and last operator of their local life, producing node (-1 in backward).
 
-    cast   1 where the producing operator only changes the dtype, or brings in a constant: such a result is never saved,
-            it is made again
-    over   1 where the operator after its last writes its result over it (`recording/in_place.py`)
+    cast   1 if the producing operator only changes the dtype, or brings in a constant: such a result is never saved,
+           but recomputed
+    over   1 if the next operator after its last writes its result over it (`recording/in_place.py`)
     """
 
     size_bytes: np.ndarray
@@ -203,8 +203,8 @@ class InnerBackward:
 
     row     of `SavedTensors`          task  numbers the backward
     unpack  operators run before       used  last operator of the gradient function that asked for it
-    kept    last operator during which the inner backward's own graph keeps what it was given, for the backward of the
-            step; -1 if it does not
+    kept    last operator during which the inner backward's own graph keeps the tensor, for the backward of the step;
+            -1 if it does not
     """
 
     row: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
@@ -224,10 +224,10 @@ class InnerBackward:
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """One parameter: what the states of training hold for it, for sharding them.
+    """One parameter and the sizes of its training states, for sharding them.
 
-    gradient_bytes  0 where it needs no gradient      state_bytes  of the optimizer, after its first step
-    gradient        storage that is its gradient when it is whole; -1: none, or one from before the step
+    gradient_bytes  0 if it needs no gradient         state_bytes  of the optimizer, after its first step
+    gradient        storage of its complete gradient; -1: none, or one from before the step
     state_tensors   `state_bytes` tensor by tensor; empty in files from before it was recorded
     """
 
@@ -245,16 +245,16 @@ class Graph:
 
     op_kind, op_node   columns over operators: index into `kinds`, and the node it belongs to: in forward the node
                        that ran it, in backward the node whose gradient it computes
-    fixed_bytes        what was there before the step, by category
-    parameter_gradients  storages that are a parameter's gradient when it is whole
-    about              where it came from: workload, batch size, sequence length, dtype policy, device, versions
+    fixed_bytes        bytes from before the step, by category
+    parameter_gradients  storages of parameters' complete gradients
+    about              its origin: workload, batch size, sequence length, dtype policy, device, versions
     parameters         one by one, in the order of the model
     gathered           storages that sharding added: shards of other ranks, while they are needed
     first_step_bytes   most bytes alive while the optimizer runs for the first time, and makes its state; 0: not known
-    untraced_bytes     alive during every operator of the same step where nothing is traced (`untraced.py`): fixed bytes
-                       and kernels' own included; empty: not known
-    held_outputs       what the step before left behind and this one replaces, as (bytes, operators before which it is
-                       there): outputs that the loop still holds, and what the model itself keeps
+    untraced_bytes     alive during every operator of the same step without a trace (`untraced.py`), including fixed
+                       bytes and workspaces; empty: not known
+    held_outputs       tensors of the step before that this one replaces, as (bytes, operators before which they exist):
+                       outputs that the loop still holds, and state of the model itself
     inner              backwards within the forward; empty in nearly every step
     """
 

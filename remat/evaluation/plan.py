@@ -62,8 +62,8 @@ class Offload:
     storage  index in the graph
     release  node of forward after which compute waits for the copy, and the device's memory is freed
     fetch    node before whose recomputation or backward memory is allocated, and the copy back begins. If it is the
-            first of a region: when the region is recomputed. If it is in no region: when any of its saves is unpacked.
-            A storage that is needed earlier is fetched then.
+             first of a region: when the region is recomputed. If it is in no region: when any of its saves is unpacked.
+             A storage that is needed earlier is fetched then.
     after_slices  if `release` is a chunked loss, the number of slices after which it is freed; 0: all
     """
 
@@ -90,7 +90,7 @@ class RegionRef:
     saved   nodes whose outputs are kept
     random  nodes that draw random numbers: recomputed with the generator state that they had in forward
     once    nodes that update module state: not done again when recomputed
-    module  path of the module whose forward the region is, "" where it is a run of nodes
+    module  path of the module whose forward the region is, "" for a run of nodes
     """
 
     first: NodeRef
@@ -143,26 +143,26 @@ class Prediction(TypedDict, total=False):
     """The predicted peak and time of the whole step. A file of an older version may lack some keys.
 
     peak_bytes            of the replay, or of the evaluator if it was not replayed: `judged_by` says which
-    evaluator_peak_bytes  where the evaluator expects another: of modules, of compiled steps
+    evaluator_peak_bytes  the evaluator's peak if it differs, as for modules and compiled steps
     peak_at               the operator, for a person
-    step_time_us          recomputation included: the device's, or the host's where that takes longer
-    recompute_time_us     of it, the device's time for recomputation
-    overhead              what the plan adds, over the step without one
+    step_time_us          including recomputation: the device's or the host's time, whichever is longer
+    recompute_time_us     the device's time for recomputation, a part of it
+    overhead              time that the plan adds, over the step without one
     breakdown             bytes at the peak, by category
-    unmeasured_kernels    how many kinds of operators have estimated times in a measured profile
+    unmeasured_kernels    number of kinds of operators with estimated times in a measured profile
     allocator             under the settings assumed, and with or without expandable segments
-    form_time_us          what another form of the step adds, in `overhead` too: slices add, fused groups take away
-    stall_us              what the step waits for copies, in `overhead` too
-    offloaded_bytes       of activations, that go to the host and come back
-    state_host_bytes      of the optimizer's state, that is on the host between its steps
-    state_wait_us         what an optimizer step waits for it; in `step_time_us` with and without a plan
-    weights_host_bytes    of frozen weights, that are on the host but for two layers at a time
-    weights_wait_us       what the step waits for them, in `overhead` too
+    form_time_us          time of another form beyond the captured step's, in `overhead` too; fused groups save time
+    stall_us              time that the step waits for copies, in `overhead` too
+    offloaded_bytes       activations that go to the host and come back
+    state_host_bytes      optimizer's state that is on the host between its steps
+    state_wait_us         time that an optimizer step waits for it; in `step_time_us` with and without a plan
+    weights_host_bytes    frozen weights on the host, where two layers at a time are on the device
+    weights_wait_us       time that the step waits for them, in `overhead` too
     whole_loss_overhead   of the plan for the captured step, if one fits
-    sliced_overhead       of the best plan with slices, where it is better by too little to be taken
-    host_us               what the host needs to launch the step without a plan, where the host takes longer than the
-                          device with a plan or without; `host_again_us` is what the plan adds
-    device_us             what the device needs to run it; `device_again_us` is what the plan adds
+    sliced_overhead       of the best plan with chunks, if it gains too little to be taken
+    host_us               time to launch the step without a plan, if the host takes longer than the device with a plan
+                          or without; `host_again_us` is the time that the plan adds
+    device_us             time to run it on the device; `device_again_us` is the time that the plan adds
     """
 
     peak_bytes: int
@@ -194,7 +194,7 @@ class Prediction(TypedDict, total=False):
 class Proof(TypedDict, total=False):
     """The solver's verdict on its plan: status, objective, lower bound and gap.
 
-    objective_us  recomputation that the plan takes    bound_us  what no plan of the space stays below
+    objective_us  recompute time of the plan    bound_us  lower bound for all plans of the space
     gap           (objective - bound) / max(objective, 1 us); in other forms of the step than the captured one, both
                   counted from the cheapest form
     interrupted   True if the user pressed Ctrl-C before it was done; else absent
@@ -228,7 +228,7 @@ class Plan:
     Attributes:
         regions: The regions, each with its saved nodes.
         fingerprints: Of the graph, one for each call.
-        about: Workload, batch size, sequence length, dtype policy, versions, and what captures and executions add;
+        about: Workload, batch size, sequence length, dtype policy, versions, and facts from captures and executions;
             open, so that a plan of a younger version can be read and told apart.
         target: The planned device.
         costs: "measured" or "estimated".
@@ -265,7 +265,7 @@ class Plan:
 
     @property
     def alternatives(self) -> tuple[Alternative, ...]:
-        """Other answers to the budget, beside this one; none where the plan was made without `menu=True`."""
+        """Other answers to the budget, beside this one; none if the plan was made without `menu=True`."""
         return alternatives_of(self.about)
 
     @property
@@ -412,7 +412,7 @@ def traced_branches(about: Mapping[str, Any]) -> list[str]:
 
 
 def drawn_outside(about: Mapping[str, Any]) -> list[str]:
-    """Say where a forward draws numbers that torch does not, what that costs, and the remedy; empty where none does."""
+    """Say where a forward draws numbers outside torch, the cost, and the remedy; empty if it does not."""
     if not (lines := about.get(DRAWN_OUTSIDE)):
         return []
     return [

@@ -55,14 +55,14 @@ class Execution(abc.ABC):
     """A way to run a plan's step.
 
     name            `Plan.execution`, `--execution`
-    runs_as_evaluated  whether the step needs what the evaluator says
-    compiler        the compiler that the step must run under; None where it must not run under any
-    bound_carries   whether no plan within the budget, run this way, can recompute for less than the evaluator's bound
+    runs_as_evaluated  whether the step needs as much memory as the evaluator predicts
+    compiler        the compiler that the step must run under; None: it must run without one
+    bound_carries   whether the evaluator's bound holds for every plan within the budget that runs this way
     launches        whether Python launches every kernel, so that the host may take longer than the device
     runs_forms      whether the step may run in another form: losses in slices, groups fused
     runs_offloads   whether activations may be on the host between forward and backward
-    most_tries      plans that are replayed for one budget, at most
-    patience_s      seconds for the search where none are given; None: the solver's own default
+    most_tries      maximum number of plans that are replayed for one budget
+    patience_s      default seconds for the search; None: the solver's own default
     """
 
     name: str
@@ -90,7 +90,7 @@ class Execution(abc.ABC):
     ) -> Problem:
         """Pose the problem of least recomputation within the evaluator's budget; `link` allows offloads.
 
-        like  the problem of the step in another form, which shares much with this one.
+        like  the problem of the step in another form, which shares much with this one
         """
         return Problem(profile.graph, profile.costs, space, budget_bytes, link, like)
 
@@ -127,7 +127,7 @@ class Execution(abc.ABC):
     def trivial(self, problem: Problem, replayed: Callable[[], int] | None) -> Solution | None:
         """Return the plan of no regions if it keeps the budget.
 
-        replayed  returns its peak by the replay; None if nothing is replayed.
+        replayed  returns its peak by the replay; None if nothing is replayed
         """
 
     def without_plan(self, problem: Problem, replayed: Callable[[], int] | None) -> int:
@@ -144,7 +144,7 @@ class Execution(abc.ABC):
         The evaluator's budget is lowered by the replay's excess: plans of a smaller budget are plans of a larger one
         too.
 
-        least_bytes  returns the least peak by the evaluator of any plan.
+        least_bytes  returns the least peak by the evaluator of any plan
         """
         last = tries[-1]
         excess = last.peak_bytes - problem.budget_bytes

@@ -92,9 +92,9 @@ class EarlyForwards:
 
 
 def complete(before: ModelState, forward: Callable[[], Any]) -> None:
-    """Let a model make what it makes once, in forwards without gradients; otherwise leave it as it was `before` them.
+    """Let a model create its one-time state in forwards without gradients; else restore its state `before` them.
 
-    Raises CaptureError where they wrote into parameters, which cannot be undone.
+    Raises CaptureError if they wrote into parameters, which cannot be undone.
     """
     done = False
     try:

@@ -93,7 +93,7 @@ class FirstStep:
         untouched  takes the arguments `given` too, or rather copies of their containers
         rounds     asked afterwards, whether the planned one may differ in rounding; None: it is compiled
 
-        Raises FirstStepMismatch, now or in the backward, where the plan is not this model's.
+        Raises FirstStepMismatch, now or in the backward, if the plan is not this model's.
         """
         if not self._is_due(number) or (rounds is None and self._draws):
             return planned()

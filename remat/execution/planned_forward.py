@@ -98,7 +98,7 @@ UNPACKED = (
 class PlannedForward:
     """The forward of a model that has a plan.
 
-    copies  makes copies between device and host; None: chosen for the device at hand.
+    copies  makes copies between device and host; None: chosen for the device at hand
     """
 
     copies: Copies | None = None
@@ -237,7 +237,7 @@ class PlannedForward:
     def _graphs_of(self, inner: Backend | None, *, less_open: GraphCalls | None = None) -> GraphCalls:
         """Return the graphs that the current forward is traced to, compiled by `inner` if it is given.
 
-        less_open  as what it cannot be traced: with sizes, or numbers, that are open
+        less_open  graph calls with open sizes or numbers, as which the forward cannot be traced
         """
         key = (id(inner), self.forwards.traced_with(self._now))
         if key not in self._graphs:
@@ -437,7 +437,7 @@ class PlannedForward:
     ) -> Counts:
         """Set options of the regions, without tracing again; return their new counts.
 
-        observe  see `apply`        recompute_context  what recomputations and chunked losses run under
+        observe  see `apply`        recompute_context  context of recomputations and chunked losses
         """
         watch = self.head_watch
         watch.unseen, watch.on_sums, watch.on_backward = recompute_context or contextlib.nullcontext, None, None
@@ -723,7 +723,7 @@ class PlannedForward:
         )
 
     def _not_as_planned(self, what: str, text: str, frames: int = 6) -> None:
-        """Warn of what may take more than planned, so many frames below the caller, or refuse it."""
+        """Warn of something that may need more memory than planned, at the caller `frames` above, or refuse it."""
         if self.on_larger == "refuse":
             raise PlanMismatch(text)
         self._warn(what, text, frames + 1)

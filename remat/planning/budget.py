@@ -17,9 +17,9 @@ OF_STEP = "%step"  # how a share of the step's own peak ends
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """limit_bytes is what plans must keep: the budget given, less the headroom.
+    """A budget in bytes; `limit_bytes`, the given budget less the headroom, limits the peak of plans.
 
-    reserved_bytes  what the caching allocator may reserve, simulated; None: whatever it does
+    reserved_bytes  limit on the bytes that the caching allocator reserves, simulated; None: no limit
     """
 
     given_bytes: int
@@ -50,7 +50,7 @@ def parse_budget(
     """Parse `budget`: bytes, text with a unit, `90%` or `auto` of the target's memory, or `60%step`.
 
     headroom      subtracted first: bytes, text with a unit or a percentage of the budget; None is 0, and 10 % for an
-                 `auto` without `usable_bytes`
+                  `auto` without `usable_bytes`
     usable_bytes  bytes that an allocator can reserve, where it can be simulated; `auto` then limits reserved bytes
     step_bytes    peak of the step without checkpointing, for `60%step`
 

@@ -59,13 +59,13 @@ LIGER_LIKE = "liger-like"  # every block, and losses in as many slices as Liger-
 class StrategyRow:
     """The result of one strategy. A field is None if it found no plan at all, or cannot know the value.
 
-    fits         the peak keeps the budget; where not, the plan is the nearest that a heuristic comes to it
-    step_time_us, overhead  of the device, or of the host where that takes longer; so are the next two
+    fits         whether the peak keeps the budget; if not, the plan is the nearest that a heuristic finds
+    step_time_us, overhead  of the device or the host, whichever takes longer; so are the next two
     samples_per_s, tokens_per_s  of one rank, over all micro-batches of an optimizer step
-    bound_us     what the strategy itself proves, and `gap` how far its plan is from that
-    above_bound  recompute_time_us over the best bound of the comparison, less 1; None where that is 0
+    bound_us     lower bound that the strategy itself proves; `gap` is its plan's distance from it
+    above_bound  recompute_time_us over the best bound of the comparison, less 1; None if that is 0
     measured     peak_bytes and step_time_us of the planned step, run at the size of `Comparison.measured_on`
-    plan         None where there is none
+    plan         its plan; None if there is none
     """
 
     strategy: str
@@ -139,10 +139,10 @@ class Heading(Shown):
 class Comparison(Heading):
     """The rows, best first.
 
-    bound_us     the best that is proved: no plan within the budget recomputes for less; 0 where nothing is
-    measured_on  device, batch_size and seq_len of what was measured: a device may bear less than was planned for
-    failures     what a measurement contradicts, one sentence each
-    interrupted  the user pressed Ctrl-C: strategies or measurements are missing
+    bound_us     the best proved lower bound on the recompute time of plans within the budget; 0 if none
+    measured_on  device, batch_size and seq_len of the measured step, which may be smaller than the planned one
+    failures     contradictions by a measurement, one sentence each
+    interrupted  whether the user pressed Ctrl-C: strategies or measurements are missing
     """
 
     _header: ClassVar[tuple[str, ...]] = COLUMNS
@@ -223,14 +223,14 @@ def compare_study(
 ) -> Comparison:
     """Plan one step by several strategies under the budget of `study`.
 
-    Where there is a step, every plan that fits is replayed.
-    Beside the strategies there are rows for what the best plan is without its means (`LOSS_WHOLE`, `UNFUSED`, `KEPT`),
-    and for what people run without a planner (`LIGER_LIKE`, `FUSE_ONLY`, `OFFLOAD_ALL`, `OFFLOAD_INPUTS`).
+    If there is a step, every plan that fits is replayed.
+    Beside the strategies there are rows for the best plans without one of the means (`LOSS_WHOLE`, `UNFUSED`, `KEPT`),
+    and for steps that people run without a planner (`LIGER_LIKE`, `FUSE_ONLY`, `OFFLOAD_ALL`, `OFFLOAD_INPUTS`).
 
     strategies   names in `solvers.STRATEGIES`; by default the quick ones
-    on_strategy  called with the name of each before it begins, its number from 1, and how many there are
+    on_strategy  called before each one with its name, its number from 1, and the number of strategies
 
-    Raises Infeasible where it is proved that no plan fits, UsageError for an unknown strategy.
+    Raises Infeasible if it is proved that no plan fits, UsageError for an unknown strategy.
     """
     names = tuple(dict.fromkeys(strategies or DEFAULT))
     for name in names:
@@ -335,7 +335,7 @@ class _Comparing:
     def _row(self, name: str, found: FoundPlan, best_bound_us: float, outcome: BestPlan | None = None) -> StrategyRow:
         """Make the row of a strategy.
 
-        best_bound_us  the best bound of the comparison, which a plan without its own proof stores.
+        best_bound_us  the best bound of the comparison, which a plan without its own proof stores
         """
         how, solution, proves = self._study.how, found.solution, name in EXACT or name == KEPT
         carries = how.bound_carries

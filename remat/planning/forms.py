@@ -49,9 +49,9 @@ class StepForms:
 
     step        of the model, at any batch size
     profile     of the captured step, priced for the execution
-    choice      which are tried
+    choice      limits on the forms to try
     slices      whether losses and MLPs may run in slices        fuse  whether groups are fused
-    profile_in  the profile of the step in a form; by default that of `step`, recorded
+    profile_in  returns the profile of the step in a form; by default `step` is recorded
     on_form     called with a form before it is recorded
     """
 
@@ -96,7 +96,7 @@ class StepForms:
                 return
 
     def with_rows(self) -> Iterator[StepForm]:
-        """Yield the forms that also chunk MLPs. (Rule 3)."""
+        """Yield the forms that also chunk MLPs. (Rule 3)"""
         if not self._row_slices:
             return
         made = 0
@@ -129,7 +129,7 @@ class StepForms:
 
     @functools.cached_property
     def _row_slices(self) -> int:
-        """Number of chunks of all MLPs; 0 if none are chunked. (Rules 1 and 3)."""
+        """Number of chunks of all MLPs; 0 if none are chunked. (Rules 1 and 3)"""
         if not self._row_runs:
             return 0
         widest = self._times * max(run.rows * run.widest for _, run in self._row_runs)

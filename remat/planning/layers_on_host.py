@@ -48,7 +48,7 @@ def with_layers_on_host(
     best = np.inf, counts[-1]
 
     def try_with(count: int) -> float:
-        """Return the time that the step waits with so many layers on the host, as far as a plan tells."""
+        """Return the time that the step waits with `count` layers on the host; 0 if no plan fits."""
         nonlocal best
         on_host = spread(layers, count) if count else []
         freed_bytes = sum(layer.size_bytes for layer in on_host[AT_ONCE:])

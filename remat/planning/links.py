@@ -75,9 +75,8 @@ def link_of(
 def host_bytes_of(found: PlanningDevice, host_budget: str | int | None) -> int:
     """Return the bytes that may be on the host.
 
-    Without a budget that is half of what the host has free; for a target elsewhere, whose host is unknown, as much as
-    the device has; of either the next lower power of two, which is what PyTorch pins. Raises UsageError for what is no
-    number of bytes.
+    The default is half of the host's free memory or, for a target elsewhere, whose host is unknown, the device's
+    memory; rounded down to a power of two, which PyTorch pins. Raises UsageError for an invalid number of bytes.
     """
     if isinstance(host_budget, str):
         return parse_bytes(host_budget, what="host budget", whole_bytes=free_host_bytes())
@@ -116,7 +115,7 @@ def state_wait_us(graph: Graph, costs: Costs) -> float:
 
 
 def require_offloads(execution: Execution, loop: TrainingLoop | None) -> None:
-    """Raise UsageError where what is kept cannot go to the host."""
+    """Raise UsageError if activations cannot be offloaded."""
     if not execution.runs_offloads:
         raise UsageError(f'nothing is offloaded under `execution="{execution}"`; leave `execution` or `offload` out.')
     if loop is not None and loop.shard is not None:
@@ -124,7 +123,7 @@ def require_offloads(execution: Execution, loop: TrainingLoop | None) -> None:
 
 
 def require_layers(execution: Execution, loop: TrainingLoop | None) -> None:
-    """Raise UsageError where no weights can be on the host."""
+    """Raise UsageError if no weights can be on the host."""
     if not execution.runs_offloads:
         raise UsageError(f'no weights are on the host under `execution="{execution}"`; leave one of them out.')
     dataclasses.replace(loop or TrainingLoop(), weights_on_host=FEWEST)  # which says what it contradicts

@@ -92,10 +92,10 @@ class BatchCandidate:
     """One way to run the global batch on this budget.
 
     strategy       "none", "every-block", "offload-all" or "exact"
-    time_us        of one optimizer step on a rank; None where it does not fit
+    time_us        of one optimizer step on a rank; None if it does not fit
     regions, gap   of its plan
-    slices         of the loss; 0 where it is whole        fused  whether groups are fused
-    offloaded_bytes  what goes to the host in every micro-batch
+    slices         number of chunks of the loss; 0: whole  fused  whether groups are fused
+    offloaded_bytes  activations that go to the host in every micro-batch
     """
 
     strategy: str
@@ -175,9 +175,9 @@ class _Hollow:
 class MicroBatches:
     """One workload under one budget at any micro-batch.
 
-    request  what is wanted; where its execution is not as the evaluator says, plans are replayed at every size
+    request  options of plans; unless its execution runs as evaluated, plans are replayed at every size
     link     to the host's memory, where activations may be offloaded
-    scaled   sizes come from two records where they can, else each from one of its own (Rule 2)
+    scaled   whether sizes come from two records if possible, else each from one of its own (Rule 2)
     """
 
     def __init__(
@@ -339,7 +339,7 @@ class MicroBatches:
         return None if self._link is None else beside_state(self._link, graph, self._link.host_bytes)
 
     def study_of(self, window: Window) -> Study:
-        """Return the study of a window; losses stay whole where a slice's factor would round. (Rule 4)."""
+        """Return the study of a window; losses stay whole where a slice's factor would round. (Rule 4)"""
         found = self.study(*_key(window))
         are_alike = window.last == window.micro_batch and is_power_of_two(window.accumulation)
         return found if are_alike else found.with_losses_whole
@@ -394,7 +394,7 @@ class MicroBatches:
         return any(study.least(at, self.limits).peak_bytes <= self.budget.limit_bytes for at in forms)
 
     def best(self, window: Window, below_us: float = math.inf) -> BatchCandidate | None:
-        """Return the best plan at a micro-batch; None if its time cannot be below `below_us`. (Rule 1)."""
+        """Return the best plan at a micro-batch; None if its time cannot be below `below_us`. (Rule 1)"""
         if self._least_time_us(window) >= below_us:
             return None
         self.on_try(f"micro-batch {window.micro_batch}")

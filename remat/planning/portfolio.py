@@ -31,13 +31,13 @@ from remat.planning.study import Begin, FoundPlan, Refusal, Study
 class BestPlan:
     """The plan to take, with the proof about it.
 
-    peak_bytes  by the replay where the plan was judged, else by the evaluator
+    peak_bytes  by the replay if the plan was judged, else by the evaluator
     bound_us    the least price of any plan of the forms that the proof is about
     gap         (price - bound) / (price - price of the cheapest form without recomputation)
     floor_us    the least price of any plan of any form
-    captured    the best plan of the captured step, where another form is taken and it has one
+    captured    the best plan of the captured step, if another form is taken and it has one
     left        the best plan of another form that saves too little to be taken (Rule 4)
-    cut_short   there was no time to search every form
+    cut_short   whether there was no time to search every form
     """
 
     found: FoundPlan
@@ -233,7 +233,7 @@ class _FormSearch:
     # The plan to take
 
     def _settled(self) -> FoundPlan | None:
-        """Return the plan to take, as the replay accepts it. (Rule 5)."""
+        """Return the plan to take, as the replay accepts it. (Rule 5)"""
         while (best := self._best()) is not None and self._judges and not best.is_judged:
             try:
                 solution = self._study.judged(best.at, self._budget_bytes, best.solution, best.limits)
@@ -257,7 +257,7 @@ class _FormSearch:
 
     @property
     def _worth_us(self) -> float:
-        """The time that another form must save to be taken. (Rule 4)."""
+        """The time that another form must save to be taken. (Rule 4)"""
         return self._worth * self._study.device_time_us
 
     @property
@@ -277,7 +277,7 @@ class _FormSearch:
         return min(self.others, key=lambda each: each.price_us, default=None)
 
     def _best(self) -> FoundPlan | None:
-        """Return the best plan known. (Rule 4)."""
+        """Return the best plan known. (Rule 4)"""
         captured, best = self.captured, self._best_other()
         if best is None or captured is None:
             return best or captured

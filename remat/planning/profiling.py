@@ -101,9 +101,9 @@ def profile_step(
 
 
 class VariantProfiles:
-    """`profile_step` in other forms than that of `untouched`: what people run who have no plan stays.
+    """Profiles of a step in other forms; the memory of the step without a plan stays that of `untouched`.
 
-    Of forms that differ in slices alone, one is recorded.
+    Of forms that differ only in their number of slices, one is recorded.
     """
 
     def __init__(self, step: FakeStep, place: PlanningDevice, untouched: Profile):

@@ -97,23 +97,23 @@ class Wanted(TypedDict, total=False):
 class PlanRequest:
     """The options of a plan that do not depend on the step.
 
-    budget, headroom  see `parse_budget`; None where the caller tries budgets itself
+    budget, headroom  see `parse_budget`; None if the caller tries budgets itself
     execution    how the step will run: "eager"; "modules" for regions that are whole modules, as FSDP2 needs them;
                  "inductor" or "aot_eager" for a step that is compiled on this machine
-    depth        how deep regions may nest, by default as deep as they may; 1 for an eager plan that `torch.compile` can
+    depth        maximum nesting of regions, by default the execution's; 1 for an eager plan that `torch.compile` can
                  keep, which leaves losses whole
-    numerics     what a plan may change in the numbers. "bitwise": nothing; losses and MLPs stay whole.
+    numerics     allowed changes of numbers. "bitwise": nothing; losses and MLPs stay whole.
                  "sums": losses and MLPs may run in slices; gradients of weights in them are summed in another order.
                  "rounding": groups of pointwise and reducing nodes are compiled by themselves too (`fusion/`), which
                  round elsewhere, nearer to float64
-    offload      "activations", "optimizer", "weights", or two with a comma between: what may be on the host. The
+    offload      "activations", "optimizer", "weights", or two of them with a comma, which may be on the host. The
                  training script calls `remat.offload_optimizer` or `remat.offload_weights` for the last two
-    host_budget  host memory for it, in bytes or as "64GiB"; by default half of what this host has free, or as much as
-                 the device has for a target elsewhere
+    host_budget  host memory for it, in bytes or as "64GiB"; by default half of this host's free memory, or as much as
+                 the device's memory for a target elsewhere
     allocator    settings of PYTORCH_CUDA_ALLOC_CONF to predict for; those of the environment by default
-    limits       of the search; its `clock` says how long each part may take
+    limits       of the search; its `clock` limits each part
     solver       any function of `remat.solvers`; the exact one by default
-    forms        which forms of the step are tried
+    forms        the forms of the step to try
     """
 
     budget: str | int | None = None
@@ -130,7 +130,7 @@ class PlanRequest:
 
     @property
     def how(self) -> Execution:
-        """The execution; raises UsageError where there is none of that name."""
+        """The execution. Raises UsageError if the name is unknown."""
         return executions.load(self.execution)
 
     @property
@@ -217,7 +217,7 @@ class PlanRequest:
 def numerics_of(numerics: str | None, *, exact: bool = False, fuse: bool = False) -> Numerics:
     """Return the numerics asked for, by name or by the older flags `exact` and `fuse`.
 
-    Raises UsageError where they contradict each other, and for an unknown name.
+    Raises UsageError if they contradict each other, and for an unknown name.
     """
     if exact and fuse:
         raise UsageError("`fuse=True` and `exact=True` exclude each other: fused kernels round differently.")

@@ -96,12 +96,12 @@ def search(
 ) -> Solution:
     """Search with `solve` for a plan of `problem` that keeps its budget as it runs; without `judge` as evaluated.
 
-    may_need_none  take the plan of no regions where it keeps the budget: nothing is better
-    limits         of the whole search; where more than one plan may have to be tried, each gets half of what is left
+    may_need_none  take the plan of no regions if it keeps the budget: nothing is better
+    limits         of the whole search; if several plans may have to be tried, each gets half of the remaining time
 
-    Where plans were found and none of them keeps the budget, the status is "unknown", with the one that needs least
-    and its `replayed_bytes`. A bound is that of the budget asked for: it holds for what is found under smaller ones,
-    whose plans are among those of the larger.
+    If plans were found and none of them keeps the budget, the status is "unknown", with the plan of least peak and its
+    `replayed_bytes`. The bound is that of the requested budget: it holds under smaller budgets too, whose plans are
+    among those of the larger one.
     """
     if judge is not None:  # what is of no use was said of plans that nobody replayed
         limits = dataclasses.replace(limits, below_us=math.inf)

@@ -77,13 +77,13 @@ class _Known:
 class Study:
     """A step, its forms, and the solutions found so far.
 
-    profile     of the captured step                  step   to record other forms of, and to replay plans on
-    budget      of the request, in bytes; None where the caller tries budgets itself
+    profile     of the captured step                  step   records other forms, and replays plans
+    budget      of the request, in bytes; None if the caller tries budgets itself
     link        to the host's memory, where activations may be offloaded
     space       of plans for the captured step, by default the execution's
-    replays     whether plans are replayed where there is a step
-    profile_in  the profile of the step in a form; by default that of `step`, recorded
-    cuts        whether losses and MLPs may run in slices, where the request allows it
+    replays     whether plans are replayed if there is a step
+    profile_in  returns the profile of the step in a form; by default `step` is recorded
+    cuts        whether losses and MLPs may be chunked, if the request allows it
     on_form     called with a form before it is recorded or searched again
     on_replay   see `search.Judge`
     """

@@ -64,7 +64,7 @@ CURVE = "exact"  # the strategy whose plans are the curve
 class CurvePoint:
     """The plan of one strategy under one budget.
 
-    step_time_us   time of the device, even where the host takes longer
+    step_time_us   time of the device, even if the host takes longer
     recompute_time_us, form_time_us  time that recomputation and the form add to the captured step (the form's is
                    negative if fusing makes it faster); `overhead` is their share of the step
     bound_us, gap  proved for both times together; None for heuristics
@@ -190,13 +190,13 @@ def sweep(
 def sweep_study(
     study: Study, *, points: int = 20, strategies: Sequence[str] | None = None, on_point: OnPoint | None = None
 ) -> Sweep:
-    """Trace the curve of a study, and what other strategies reach under the same budgets.
+    """Trace the curve of a study, and the plans of other strategies under the same budgets.
 
-    Beside the strategies there are those of `comparison.py` without a means (`LOSS_WHOLE`, `UNFUSED`, `KEPT`) and of
-    people without a planner (`LIGER_LIKE`, `FUSE_ONLY`).
+    Beside the strategies there are the rows of `comparison.py` without one of the means (`LOSS_WHOLE`, `UNFUSED`,
+    `KEPT`), and of steps that people run without a planner (`LIGER_LIKE`, `FUSE_ONLY`).
 
     strategies  names in `solvers.STRATEGIES`, by default the heuristics
-    on_point    called before each solution with its strategy, its number from 1, and how many there may be
+    on_point    called before each solution with its strategy, its number from 1, and the maximum number
 
     Raises UsageError for an unknown strategy.
     """
@@ -235,7 +235,7 @@ def sweep_study(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Solved:
-    """A strategy's plan under a budget, the peak of that plan, and what is proved.
+    """A strategy's plan under a budget, the peak of that plan, and its proved bound.
 
     bound_us  the least that any plan in the strategy's space adds to the captured step
     """
@@ -267,7 +267,7 @@ class _Solved:
 
 
 class _Trace:
-    """A step under many budgets, and what is found so far.
+    """A step under many budgets, and the plans found so far.
 
     forms  that it may run in, the captured one first        curve  by rising budget
     """
@@ -313,7 +313,7 @@ class _Trace:
             raise KeyboardInterrupt
 
     def _least_priced(self, study: Study, name: str, budget: int) -> _Solved:
-        """Find the plan of least price among all forms, with the proof for all forms. (Rule 5)."""
+        """Find the plan of least price among all forms, with the proof for all forms. (Rule 5)"""
         outcome = fastest(study, budget, self._limits, judged=False, worth=0.0)
         solution = dataclasses.replace(outcome.solution, interrupted=outcome.interrupted)
         found = dataclasses.replace(outcome.found, solution=solution)
@@ -360,7 +360,7 @@ class _Trace:
         return problem.memory.recompute_time_us(regions, problem.liveness.op_time_ns / NS)
 
     def find_others(self, name: str) -> None:
-        """Find the distinct plans of a strategy under the budgets of the curve. (Rule 3)."""
+        """Find the distinct plans of a strategy under the budgets of the curve. (Rule 3)"""
         as_it_is = self._study.problem(self._study.captured, 0).memory.peak_without_checkpointing
         peak, place = as_it_is + 1, len(self.others)
         budgets = sorted({*(solved.budget_bytes for solved in self.curve), as_it_is})
@@ -455,7 +455,7 @@ class _Trace:
 
 
 def _largest_gap(curve: Sequence[_Solved]) -> int | None:
-    """Return the budget in the middle of the least known range of the curve; None if all is known. (Rule 4)."""
+    """Return the budget in the middle of the least known range of the curve; None if all is known. (Rule 4)"""
 
     def area(pair: tuple[_Solved, _Solved]) -> float:
         left, right = pair
@@ -476,7 +476,7 @@ def _falling(curve: Sequence[_Solved]) -> list[_Solved]:
 
 
 def _monotone(curve: Sequence[_Solved]) -> list[_Solved]:
-    """Give each point of the curve the best plan of its own and all smaller budgets. (Rule 1)."""
+    """Give each point of the curve the best plan of its own and all smaller budgets. (Rule 1)"""
     found: list[_Solved] = []
     for solved in curve:
         if found and found[-1].price_us < solved.price_us:
@@ -486,7 +486,7 @@ def _monotone(curve: Sequence[_Solved]) -> list[_Solved]:
 
 
 def _with_bounds(curve: Sequence[_Solved]) -> list[_Solved]:
-    """Give each point of the curve the best bound of its own and all larger budgets. (Rule 2)."""
+    """Give each point of the curve the best bound of its own and all larger budgets. (Rule 2)"""
     bound_us, found = -math.inf, []
     for solved in reversed(curve):
         bound_us = max(bound_us, solved.bound_us)

@@ -32,7 +32,7 @@ class StepTimeline:
     time_us      when each operator begins                       parts  category -> bytes at each moment
     op           the recorded operator at each moment
     phases       name -> (begin, end) in microseconds            peak_bytes, peak_us  the highest moment
-    allocator    what the caching allocator makes of it, as in `Estimate`
+    allocator    footprints in the caching allocator, as in `Estimate`
     recomputing  whether each moment is part of a recomputation  measured  (time_us, bytes) on the device at hand
     """
 
@@ -84,7 +84,7 @@ def timeline(
 ) -> StepTimeline:
     """Compute the bytes alive over the time of the operators under a plan; `allocator` as for `estimate`.
 
-    points  maximum number of moments, `POINTS` by default.
+    points  maximum number of moments, `POINTS` by default
     """
     graph, costs = profile.graph, profile.costs
     settings = assumed_settings(profile.target, allocator)

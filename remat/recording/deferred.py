@@ -80,7 +80,7 @@ class Deferred:
         self._reached = self._go_on = None
 
     def forward(self, given: Any, elements: int, run: Run) -> Any:
-        """Return the output of a forward that is `given` so many elements; `run` runs it."""
+        """Return the output of a forward with arguments `given` of `elements` elements; `run` runs it."""
         if not torch.is_grad_enabled():
             return self._once((given, False), run)
         self._waiting += elements
@@ -147,7 +147,7 @@ def states_counted() -> Iterator[None]:
 
 
 class _Shapes:
-    """The tensors in what a forward returned: the sizes of their storages, and how they lie in them."""
+    """The shapes of a forward's output tensors: the sizes of their storages, and their layouts in them."""
 
     def __init__(self, flat: list[Any], spec: Any):
         self._flat, self._spec = flat, spec

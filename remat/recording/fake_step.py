@@ -76,10 +76,10 @@ class Finish:
     """The part of a training step after backward: clipping, the optimizer, the running average, freeing gradients.
 
     again      runs forward and backward once more, and returns the loss: for optimizers that ask for it
-    copies     who brings the optimizer's state to the host and back, where not the device itself
+    copies     copies the optimizer's state to the host and back; chosen for the device by default
     averages   the running average's tensors, parameters first; none before the first step
-    offloaded  the optimizer's state, where the loop has it on the host
-    stepping   how the optimizer steps in backward, where the loop has it so
+    offloaded  the optimizer's state, if the loop has it on the host
+    stepping   the optimizer's stepping in backward, if the loop asks for it
     """
 
     def __init__(
@@ -134,17 +134,17 @@ class FakeStep:
     """A workload's training step on fake tensors: captured once, run as often as needed.
 
     device     the device that tensors pretend to be on
-    form       in which it runs; set by `in_form`
-    loop       what training does around forward and backward; its shards are not run, see `sharding.py`. It may be
-               changed between records
+    form       its present form; set by `in_form`
+    loop       the training loop around forward and backward, which may change between records; its shards are not run,
+               see `sharding.py`
     prepare    changes a captured graph before its first run (the target's kernels)
-    recompute_context  what forward and recomputations run under where kernels are substituted: the emulated cache
-               of weight casts
-    elsewhere  the device whose kernels run and for which the forward is captured, where that is not `device`
-    compiled       whether training will compile the step: code that asks whether it is being traced then hears so
+    recompute_context  context of forward and recomputations if kernels are substituted: the emulated cache of weight
+               casts
+    elsewhere  the device whose kernels run and for which the forward is captured, if that is not `device`
+    compiled       whether training will compile the step, so that it tells code that it is being traced
     trails         of the captured forwards that ran so far under the same answers
     early          how the first steps differ; known once one has run
-    held_numbers   what counters of the model are as a step begins: so none is traced anew for another number
+    held_numbers   values of the model's counters at the beginning of a step, so that no new value is traced anew
     evaluates      whether a backward goes through forwards of evaluation mode too, which a plan leaves alone
     """
 
@@ -314,7 +314,7 @@ class FakeStep:
 
     @contextlib.contextmanager
     def between_steps(self, tracker: Tracker) -> Iterator[None]:
-        """Enter the context of what a loop does between steps without gradients, under `tracker`; nothing is traced."""
+        """Enter the context of a loop's work between steps without gradients, under `tracker`; nothing is traced."""
         self.fix_state(tracker)
         self.calls.begin()
         with self._on_fakes(), self.untraced(), self.eager_context(), torch.no_grad(), tracker:
@@ -678,7 +678,7 @@ class FakeStep:
                 self.finish()
 
     def fix_state(self, tracker: Tracker) -> dict[str, int]:
-        """Tell `tracker` what exists before the step; returns its bytes by category."""
+        """Tell `tracker` the tensors from before the step; return their bytes by category."""
         parameters = list(self.model.parameters())
         beside = [list(tensors_beside(p)) for p in parameters]
         fixed = {

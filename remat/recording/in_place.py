@@ -73,7 +73,7 @@ class InPlace:
     def taken_over(self, op: int, func: Any, args: Any, birth: int, out: Any) -> bool:
         """Return whether operator `op` would write its result over its first argument, as far as is visible.
 
-        birth  the operator that made the first argument's storage, negative if it existed before.
+        birth  the operator that made the first argument's storage, negative if it existed before
         """
         node = autograd_node()
         sequence = -1 if node is None else node._sequence_nr()

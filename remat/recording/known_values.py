@@ -101,7 +101,7 @@ class KnownValues(UnseenMode):
                 self._drawn.add(copy.untyped_storage())
 
     def is_drawn(self, tensor: torch.Tensor) -> bool:
-        """Return whether the values of a fake tensor depend on random numbers of the batch. (Rule 4)."""
+        """Return whether the values of a fake tensor depend on random numbers of the batch. (Rule 4)"""
         return tensor.untyped_storage() in self._drawn
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

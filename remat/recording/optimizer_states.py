@@ -26,7 +26,7 @@ SMALL_BYTES = 64  # step counters and the like are not worth a name
 class States:
     """Bytes of the states of training, on one rank.
 
-    optimizer  by the optimizer's own names of its states.
+    optimizer  by the optimizer's own names of its states
     """
 
     parameters: int

@@ -76,7 +76,7 @@ def record(step: FakeStep, *, alignment_bytes: int = 1, whole: Graph | None = No
     """Record the Graph of `step`. Raises `CaptureError` for a model that cannot be captured, naming the operator.
 
     whole  an earlier graph of the same step in another form: the step is in its steady state, and its first
-          optimizer step needs the same memory
+           optimizer step needs the same memory
     """
     return record_with(step, alignment_bytes=alignment_bytes, whole=whole)[0]
 
@@ -176,7 +176,7 @@ def _about(step: FakeStep) -> dict[str, Any]:
 class Recorder(Tracker):
     """Attributes operators and saves to nodes while a step runs.
 
-    given_to_heads  node -> arguments of its chunked loss, with tensors on the meta device for their shapes.
+    given_to_heads  node -> arguments of its chunked loss, with tensors on the meta device for their shapes
     """
 
     def __init__(self, alignment_bytes: int, buffers: Iterable[torch.Tensor], known: KnownValues):

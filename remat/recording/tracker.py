@@ -323,7 +323,7 @@ class Tracker(UnseenMode):
         return sum(storage.size_bytes for storage in self.storages if storage.death is None)
 
     def alive(self, since: int = 0) -> np.ndarray:
-        """Bytes alive during each operator, of storages made by operator `since` or later."""
+        """Return the bytes alive during each operator, of storages made by operator `since` or later."""
         change = np.zeros(self.op_count + 1, dtype=np.int64)
         for storage in (*self.older.values(), *self.storages):
             if storage.birth < since:

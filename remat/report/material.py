@@ -37,7 +37,7 @@ class Material:
     others      more plans for the same step, by the name of their file
     profile     the step itself, in the form that the plan runs it; None if it cannot be recorded here
     regions, offloads  of the plan, in the graph of `profile`
-    sweep, comparison, validation, timeline  documents that commands wrote; None where there is none
+    sweep, comparison, validation, timeline  documents that commands wrote; None if there is none
     levers      of `advise`; None if they were not asked for
     """
 

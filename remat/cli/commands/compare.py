@@ -118,7 +118,7 @@ def _answer(comparison: Comparison, files: dict[str, str]) -> Answer:
 
 @dataclasses.dataclass(frozen=True)
 class CompareScreen:
-    """A comparison as lines; bars take what room is left beside them."""
+    """A comparison as lines; bars take the room that is left beside them."""
 
     comparison: Comparison
     files: tuple[str, ...] = ()

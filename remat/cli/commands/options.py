@@ -142,7 +142,7 @@ class ModelOptions:
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions(ModelOptions):
-    """A model, and what its step runs on."""
+    """A model, and the device that its step runs on."""
 
     target: Annotated[
         str | None,

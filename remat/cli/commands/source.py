@@ -36,9 +36,9 @@ MOST_LEVERS = 4  # that a refusal names
 class Source:
     """The inputs that are known before slow work begins, and a function to record the step.
 
-    spec    how to make the workload again; None where a profile does not say
+    spec    makes the workload again; None if a profile does not contain it
     record  the profile, and the step to replay plans on; a profile out of a file has none
-    place   what it is recorded for; None where it was recorded before
+    place   the device that it is recorded for; None if it was recorded before
     """
 
     target: Target

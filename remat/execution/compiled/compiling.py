@@ -78,7 +78,7 @@ def compile_graph(
 ) -> Compiled:
     """Compile `graph_module` by `inner` and keep `regions`.
 
-    inner  "inductor", "aot_eager", or the object that `torch.compile` makes of one of them and its options.
+    inner  "inductor", "aot_eager", or the object that `torch.compile` makes of one of them and its options
 
     Raises UsageError for nested regions, and for a compiler that would drop regions silently.
     """

@@ -96,7 +96,7 @@ def _backward_nodes(joint: fx.GraphModule) -> set[fx.Node]:
 
 
 def _save(node: fx.Node) -> None:
-    """Save `node`, and the node that it is a part of. (Rule 1)."""
+    """Save `node`, and the node that it is a part of. (Rule 1)"""
     while "ac_graph_id" in node.meta:
         node.meta["recompute"] = SAVED
         for user in node.users:

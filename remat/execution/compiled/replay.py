@@ -45,7 +45,7 @@ def replay_compiled(
     compiler      "aot_eager" or "inductor"
     workspace_of  workspaces by operator and signature, see `Profile.workspace_of`
     device        where other operators' workspaces are measured; None does not count them. Kernels that Inductor
-                 generates have none: their temporary memory is in buffers
+                  generates have none: their temporary memory is in buffers
 
     Raises UsageError for nested regions and other compilers, RematError if this torch's Inductor cannot be replayed.
     """

@@ -107,7 +107,7 @@ class _Parcel:
         self._returning: tuple[Copy] | None = None
 
     def send(self, tensor: Tensor, place: tuple[Host, int]) -> None:
-        """Begin the copy to the host. (Rule 2)."""
+        """Begin the copy to the host. (Rule 2)"""
         with torch.no_grad():
             elements = tensor.untyped_storage().nbytes() // tensor.element_size()
             plain = tensor.conj() if tensor.is_conj() else tensor
@@ -116,7 +116,7 @@ class _Parcel:
         self._sent = self._forward.copies_on(tensor.device).out(self.flat, *place)
 
     def release(self) -> None:
-        """Wait for the copy, then free the device's memory. (Rule 2)."""
+        """Wait for the copy, then free the device's memory. (Rule 2)"""
         assert self.flat is not None
         copies = self._forward.copies_on(self.flat.device)
         for reference in self.packed:
@@ -129,7 +129,7 @@ class _Parcel:
         self.flat = None
 
     def fetch(self) -> None:
-        """Allocate, and begin the copy back, unless it is on the device. (Rule 3)."""
+        """Allocate, and begin the copy back, unless it is on the device. (Rule 3)"""
         if self.flat is not None or self._made is None or self._place is None:
             return
         elements, dtype, device = self._made
@@ -139,7 +139,7 @@ class _Parcel:
         self._forward.counts.note_back(self.flat.nbytes)
 
     def tensor(self, dtype: torch.dtype, layout: tuple[Any, Any, Any]) -> Tensor:
-        """Return a tensor in the storage, which compute may read. (Rule 3)."""
+        """Return a tensor in the storage, which compute may read. (Rule 3)"""
         self.fetch()
         assert self.flat is not None
         if self._returning is not None:
@@ -340,7 +340,7 @@ class Offloader:
         return self._copies[device]
 
     def take_host(self, forward: OffloadedForward, copies: Copies) -> Host:
-        """Return host memory for one forward. (Rule 5)."""
+        """Return host memory for one forward. (Rule 5)"""
         host = self._free.pop() if self._free else copies.host(self._host_bytes)
         weakref.finalize(forward, self._free.append, host).atexit = False
         return host

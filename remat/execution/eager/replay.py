@@ -28,7 +28,7 @@ def replay(
 ) -> np.ndarray:
     """Return the bytes alive at every operator of the step under `regions` and `offloads`, fixed bytes included.
 
-    workspace_of  workspaces by operator and signature, see `Profile.workspace_of`.
+    workspace_of  workspaces by operator and signature, see `Profile.workspace_of`
     """
     tracker = Tracker(alignment_bytes)
     execute_call, step.execute_call = (

@@ -125,16 +125,16 @@ class Moves:
 class RegionTape:
     """Record a region in forward, and replay the record when the region is recomputed.
 
-    replaying  it is being recomputed for its own backward
-    again      its nodes run another time: in that recomputation, or in that of the region around it
-    moves      what its region has to do with the host, if anything
-    recomputed what its recomputation is held to, in a first step
+    replaying  whether it is being recomputed for its own backward
+    again      whether its nodes run another time: in that recomputation, or in that of the region around it
+    moves      copies to and from the host of its region, if any
+    recomputed compares its recomputed tensors in a first step
 
     A parameter may be frozen while the forward runs, and not when backward does (the critic of a generator's loss).
     The recomputation is given it as it was.
 
-    A random node whose generator is where the random node before it left it needs no state of its own: in the
-    recomputation that is so again. The generator is put back when the recomputation ends.
+    A random node whose generator is unchanged since the random node before it needs no state of its own: this holds in
+    the recomputation too. The generator is restored when the recomputation ends.
     """
 
     __slots__ = (
@@ -163,7 +163,7 @@ class RegionTape:
         return _NOTHING, _Recomputation(self)
 
     def child(self, key: int) -> RegionTape:
-        """Return the tape of inner region `key`; a recomputation gets the same one as forward. (Rule 5)."""
+        """Return the tape of inner region `key`; a recomputation gets the same one as forward. (Rule 5)"""
         self._drawn_on = None
         if key not in self.children:
             self.children[key] = RegionTape(self.options, self)
@@ -208,7 +208,7 @@ class RegionTape:
             set_state(*self._before.popitem())
 
     def saved(self, key: int, function: Callable[..., Any], args: Any, kwargs: Any, recipes: Recipes) -> Any:
-        """Run saved node `key`, or replay its results. (Rule 3)."""
+        """Run saved node `key`, or replay its results. (Rule 3)"""
         if not self.replaying:
             if self._outer is not None and not self.again:  # Rule 5
                 self._drawn_on = None
@@ -339,12 +339,12 @@ def _all_once(region: CallRegion) -> frozenset[int]:
 class _Body:
     """The nodes of a region as a function (run, *state, *inputs).
 
-    text        what messages call it
-    early_stop  end a recomputation at the last tensor that backward needs; not where that might be between the opening
+    text        its name in messages
+    early_stop  end a recomputation at the last tensor that backward needs; False if that might be between the opening
                 and the closing of a context, which would stay open
 
-    The first `states` inputs are module state that the region updates. They are passed on as they are: autograd
-    would refuse to give back a saved tensor that has changed since.
+    The first `states` inputs are module state that the region updates. They bypass autograd, which would refuse to
+    return a saved tensor that has changed since.
     """
 
     function: fx.GraphModule
@@ -422,7 +422,7 @@ def _saved(function: Callable[..., Any], key: int) -> Callable[..., Any]:
 
 
 def _once(function: Callable[..., Any], key: int) -> Callable[..., Any]:
-    """Wrap a counter update, which returns its changed argument; a recomputation skips it. (Rule 4)."""
+    """Wrap a counter update, which returns its changed argument; a recomputation skips it. (Rule 4)"""
 
     def call(tape: RegionTape, *args: Any, **kwargs: Any) -> Any:
         return args[0] if tape.again else function(*args, **kwargs)
@@ -431,7 +431,7 @@ def _once(function: Callable[..., Any], key: int) -> Callable[..., Any]:
 
 
 def _batch_norm(function: Callable[..., Any], key: int) -> Callable[..., Any]:
-    """Wrap batch normalisation in training, whose output does not depend on running statistics. (Rule 4).
+    """Wrap batch normalisation in training, whose output does not depend on running statistics. (Rule 4)
 
     Autograd saves the statistics all the same, so the recomputation runs on copies of them.
     """

@@ -39,9 +39,9 @@ def _call_region(region: RegionRef) -> CallRegion:
 class RewrittenCalls:
     """Runs each graph call of a forward with its regions; rewritten graphs are made once.
 
-    find           where the regions of a call are in its graph; by default where `regions` say
-    find_offloads  the same of `offloads`
-    copies         who makes copies between the device and the host; by default who can on the device at hand
+    find           returns the regions of a call in its graph; by default those of `regions`
+    find_offloads  the same for `offloads`
+    copies         makes copies between device and host; chosen for the device at hand by default
     watch          see `RewriteOptions`
     """
 

@@ -90,7 +90,7 @@ class _Kept:
 class Tape:
     """The results of a saved node's operators, in order.
 
-    results  (operator, what it returned with a `_Kept` or an `_Argument` in the place of every tensor)
+    results  (operator, its result with a `_Kept` or an `_Argument` in place of every tensor)
     kept     every `_Kept` in them
     writes   whether an operator wrote to something
     """
@@ -110,7 +110,7 @@ class Tape:
         self.writes = False
 
     def fetch(self) -> None:
-        """Begin to bring back what has been sent."""
+        """Begin to bring back the sent tensors."""
         for kept in self.kept:
             kept.fetch()
 
@@ -142,12 +142,12 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 class Save(LeanMode):
-    """Keeps what operators return while a saved node runs.
+    """Keeps the results of operators while a saved node runs.
 
-    tape   what is kept
+    tape   the kept results
     drawn  whether an operator may have drawn random numbers
 
-    Raises RematError, naming the operator, for what can be neither left out nor run again.
+    Raises RematError, naming the operator, for one that can be neither skipped nor run again.
     """
 
     def __init__(self) -> None:
@@ -226,9 +226,9 @@ def _encoded(func: Any, out: Any, args: Any, kwargs: Any, into: list[_Kept]) -> 
 class Recipe:
     """How to save a node without watching it: it keeps one tensor, which is its value's memory, and it writes nothing.
 
-    That is what a linear layer does, or an activation. Where a signature says that a call is like an earlier one, the
-    same operators run, and what they return lies in the value as it did then. A replay watches all the same, so a node
-    that asks for other operators after all is an error there.
+    A linear layer or an activation is such a node. If a call has the signature of an earlier one, the same operators
+    run, and their results have the same places in the value. A replay watches all the same, so a node that runs other
+    operators after all is an error there.
     """
 
     __slots__ = ("_layout", "_results")
@@ -247,9 +247,9 @@ class Recipe:
 
 
 def signature_of(args: Any, kwargs: Any) -> tuple[Any, ...] | None:
-    """Return the properties of arguments that decide which operators a call runs; None where they cannot be told.
+    """Return the properties of arguments that decide which operators a call runs; None if they are unknown.
 
-    Under autocast they cannot: it may or may not have cached a cast.
+    They are unknown under autocast, which may or may not have cached a cast.
     """
     found: list[Any] = [torch.is_grad_enabled(), *kwargs]
     for value in (*args, *kwargs.values()):
@@ -293,7 +293,7 @@ def _kept_in(value: Any) -> Iterator[_Kept]:
 
 
 class RanAgain(LeanMode):
-    """Sees what runs below a `Replay`. `found` if that was more than views, casts and writes to casts."""
+    """Sees the operators below a `Replay`; `found` says whether any were more than views, casts and writes to casts."""
 
     def __init__(self) -> None:
         self.found = False
@@ -310,11 +310,11 @@ class RanAgain(LeanMode):
 
 
 class Replay(LeanMode):
-    """Gives back what `Save` kept, without running the operators that made it.
+    """Returns the results that `Save` kept, without running their operators.
 
-    again  whether the tape will be asked once more; otherwise what it keeps is handed out itself
+    again  whether the tape will be used once more; otherwise the kept tensors themselves are returned
 
-    Raises RematError where the node asks for other operators than it did in forward, or a kept tensor has changed.
+    Raises RematError if the node runs other operators than in forward, or a kept tensor has changed.
     """
 
     def __init__(self, tape: Tape, *, again: bool):

@@ -47,7 +47,7 @@ def find_module_space(graph: Graph) -> Space:
 
 
 def eligible_modules(graph: Graph) -> tuple[Module, ...]:
-    """List the modules that may be regions, outer ones first. (Rules 1, 2 and 4)."""
+    """List the modules that may be regions, outer ones first. (Rules 1, 2 and 4)"""
     legal = set(legal_cuts(graph))
     found: dict[tuple[int, int], str] = {}
     for path, members in _members(graph).items():
