@@ -82,7 +82,7 @@ TEST_SIZES: dict[str, Callable[[], Workload]] = {
     "qwen3-moe": qwen3_moe.small,
 }
 
-# Of the models that people fine-tune; apart, because what runs all of the above takes long enough.
+# Models that people fine-tune; separate, since tests of all models above take long enough.
 MORE_TEST_SIZES: dict[str, Callable[[], Workload]] = {
     "qwen3-4b": qwen3.small,
     "qwen3-30b-a3b": qwen3.small_moe,

@@ -23,7 +23,7 @@ from remat.workload.workload import Workload
 _SETTING = re.compile(r"(?P<name>\w+)=(?P<value>[^,]+)")
 # A Mamba layer's fast path reads the weights of these past their modules, where an adapter would not be seen.
 _MAMBA = (".out_proj", ".conv1d")
-# In a mixture peft takes these names, of whatever layer, for the experts' (`_convert_peft_config_moe`, peft 0.21).
+# In a mixture peft takes these names, in any layer, for the experts' (`_convert_peft_config_moe`, peft 0.21).
 _MLP = (".gate_proj", ".up_proj", ".down_proj")
 
 
@@ -79,7 +79,7 @@ def with_lora(workload: Workload, lora: Lora, frozen: torch.dtype | None = torch
             warnings.simplefilter("ignore")
             adapted: Any = library.get_peft_model(model, settings)
         for parameter in adapted.parameters():
-            if parameter.requires_grad:  # which peft leaves in fp32 on the meta device, whatever it is told
+            if parameter.requires_grad:  # which peft always leaves in fp32 on the meta device
                 parameter.data = parameter.data.to(own if workload.autocast is None else torch.float32)
         return cast(nn.Module, adapted.train())
 

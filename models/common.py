@@ -26,7 +26,7 @@ from remat.errors import UsageError
 from remat.workload.workload import Workload
 
 Batch = dict[str, torch.Tensor]
-NO_LABEL = -100  # what the library's losses leave out
+NO_LABEL = -100  # the label that the library's losses ignore
 
 # A language model's shape at test size, as far as families agree on it.
 SMALL: dict[str, Any] = {

@@ -27,7 +27,7 @@ LEVELS = (
 )  # grains in a budget, coarse to fine
 FIRST_MAY_LOSE = 0.002  # of the room, by rounding; a table that is too coarse costs little
 FILTER_FROM = 4  # times as many levels: then it pays to drop runs first
-NUMPY_LEVELS = 3_000  # that take as long as it takes to call numpy for any
+NUMPY_LEVELS = 3_000  # whose time equals the overhead of a numpy call
 SPLIT_GAIN = 0.1  # of the gap: a split that closes less of it is the last
 
 

@@ -46,10 +46,10 @@ from remat.solvers.polish import polish
 NAME = "chain-dp"
 TRIES = 6
 SMALL_GAP = 0.005  # so little is not worth more time than `Clock.small_gap_s`
-FILTER_COST = 3  # times as long as its table takes a filter of runs
-FEWER = 0.9  # of the runs: where a filter leaves more, a table of the same grain would say the same
-PROGRESS = 0.02  # of the gap: less than that is none
-LABELS_GAP = 0.03  # so close to the bound the best plan has to be: else labels are too many
+FILTER_COST = 3  # time of a filter of runs over that of its table
+FEWER = 0.9  # of the runs: if a filter leaves more, a table of the same grain would not differ
+PROGRESS = 0.02  # of the gap: less counts as no progress
+LABELS_GAP = 0.03  # the best plan must be so close to the bound, or labels are too many
 COUNTS = 5  # of forward-held bytes, tried at the coarsest grain: all, none, and where the limits trade places
 
 
@@ -202,7 +202,7 @@ class _ChainSearch:
                 self.exhausted.append(branch)
             for part in parts:
                 if found.late(self.limits):
-                    self.exhausted.append(branch)  # stands for those that it is too late for
+                    self.exhausted.append(branch)  # represents those without enough time left
                     break
                 self._add(part, branch)
             self._tell()
@@ -296,7 +296,7 @@ class _ChainSearch:
             of_table = table.least_time_ns()
             tables[count] = _or_infinite(of_table), table
             overstepped = _offer_plans(table, self.found)
-            if self.found.left is None and of_table is not None:  # of all plans: nobody waits for the next table
+            if self.found.left is None and of_table is not None:  # a bound on all plans, reported before the next table
                 self.found.raise_bound(of_table)
                 self._report()
             if overstepped is None or branch.count is not None or len(tables) == COUNTS:
@@ -354,7 +354,7 @@ class _ChainSearch:
                 break
             is_late = time.monotonic() - started > self.spent_s + self.limits.clock.labels_s
             if overstepped.limit in branch.counts:
-                # Legs of labels that set something aside are none of the table's: of them too little is known to say.
+                # Legs of labels with storages set aside are not the table's: too little is known of them.
                 chain, grain = branch.table.chain, branch.table.grain
                 is_slight = bool(aside) or overstepped.bytes <= lost_bytes(chain, optimum.legs, grain)
                 if is_slight and not is_late:
@@ -365,7 +365,7 @@ class _ChainSearch:
             branch = dataclasses.replace(branch, counts=(*branch.counts, overstepped.limit))
         took_s = time.monotonic() - started
         self.labels_s += took_s
-        self.gained_at += took_s  # that they come to nothing says little of tables
+        self.gained_at += took_s  # their failure says little about tables
         return branch
 
     def _climb(self, among: Sequence[Limit], bound_ns: float, spare_bytes: int = 0) -> Optimum:

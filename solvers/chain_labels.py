@@ -33,10 +33,10 @@ from remat.solvers.chain import Chain, Item, Transition
 from remat.solvers.chain_table import Leg, Table, Values
 from remat.solvers.deadline import OutOfTime, check_time
 
-LIMITS = (0.125, 0.25, 0.5, 1.0)  # of what is between bound and best plan
-MOST_LABELS = 100_000  # at one cut, or where a region chooses what it saves
-MORE = 1.5  # times as many as there were: then it pays to look for those that others beat
-BLOCK = 256  # labels that are held against others at once
+LIMITS = (0.125, 0.25, 0.5, 1.0)  # of the range between bound and best plan
+MOST_LABELS = 100_000  # at one cut, or while a region chooses its saves
+MORE = 1.5  # growth after which labels that others beat are dropped
+BLOCK = 256  # labels that are compared with others at once
 
 
 Added = int | np.ndarray
@@ -327,7 +327,7 @@ class _LabelSearch:
         if len(self._chains) == 1 and not self._aside:
             yield from zip(self._chains[0].into[b])
             return
-        # What dominates a run in one chain may not do so in another, nor where labels say what is kept aside.
+        # A run dominated in one chain may not be in another, nor if labels record storages kept aside.
         first, *others = (chain.all_into[b] for chain in self._chains)
         for index, transition in first.items():
             if all(index in other for other in others):

@@ -147,7 +147,7 @@ class Table:
     def through_transitions_into(self, b: int) -> Iterator[tuple[Transition, int, np.ndarray]]:
         """Yield every transition that ends at `b`, with k at its start and R there if that transition is taken."""
         chain = self.chain
-        folded: dict[frozenset[int], tuple[int, Values]] = {}  # by what is never recomputed: (down to where, R)
+        folded: dict[frozenset[int], tuple[int, Values]] = {}  # nodes never recomputed -> (first segment folded, R)
         for transition in chain.into[b]:
             after = self.values[b]
             if transition.saves:

@@ -30,12 +30,12 @@ from remat.solvers.deadline import deadline_of
 from remat.solvers.heuristic import Proposal, excess_bytes, fewest_that_fit, recompute_ns
 from remat.solvers.least_peak import least_peak
 
-CHAIN_SHARE = 0.8  # of a time limit: what it does not prove, the search of what is left rarely does
+CHAIN_SHARE = 0.8  # of a time limit: the search in the remaining time rarely proves more
 ALONE_SHARE = 0.4  # of a time limit, for the plan without offloads: the one with them is never slower
-ROUNDS = (0.5, 0.7, 1.0)  # of what is left of the chain's time, with a link
-LESS = 0.98  # of what is recomputed: with no less there is no other round
+ROUNDS = (0.5, 0.7, 1.0)  # of the rest of the chain's time, with a link
+LESS = 0.98  # of the recompute time: another round needs at least this reduction
 LATE = 0.3  # of a time limit: with less left no other search is begun
-MANY_RUNS = 500  # where SMALL_GAP is to be gained among so many, the search is not worth its time
+MANY_RUNS = 500  # with more runs, a search for the last SMALL_GAP is not worth its time
 MANY_TRANSITIONS = 20_000  # too many even to tell which runs are useful, for that gap
 HEURISTICS = (first_k.solve, save_matmuls.solve, chen_greedy.solve, greedy.solve)
 

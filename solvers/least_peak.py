@@ -30,7 +30,7 @@ from remat.solvers.chain import Case, Chain, Transition, storages_outside
 from remat.solvers.deadline import OutOfTime, check_time, deadline_of
 
 MOST_STATES = 500  # at a cut
-NOTHING = -(1 << 62)  # what may be kept where nothing goes on
+NOTHING = -(1 << 62)  # the bytes that may be kept without any continuation
 
 
 class TooManyStates(Exception):
@@ -126,7 +126,7 @@ def _without_workspace(problem: Problem, regions: tuple[Region, ...]) -> tuple[R
     return (*regions[:top], dataclasses.replace(regions[top], saved=saved), *regions[top + 1 :])
 
 
-_State = tuple[int, int]  # k, and what is kept aside, a bit each
+_State = tuple[int, int]  # k, and the storages kept aside, a bit each
 
 
 class _Extents:

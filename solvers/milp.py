@@ -135,7 +135,7 @@ class Milp:
         MathOpt swallows Ctrl-C in its own thread, so it runs in another one.
         """
         parameters = mathopt.SolveParameters(relative_gap_tolerance=limits.gap, random_seed=limits.seed)
-        parameters.gscip.bool_params["misc/catchctrlc"] = True  # MathOpt's interrupter makes SCIP complain of events
+        parameters.gscip.bool_params["misc/catchctrlc"] = True  # with MathOpt's interrupter, SCIP complains of events
         if time_s is not None:
             parameters.time_limit = datetime.timedelta(seconds=time_s)
         hint = mathopt.SolutionHint({self.columns[v]: float(value) for v, value in self.program.hints.items()})

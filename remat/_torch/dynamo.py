@@ -27,7 +27,7 @@ Translator = Any
 Variable = Any
 Handler = Callable[..., Variable]
 
-# What it tells
+# What Dynamo reports
 
 
 def frame_callback() -> Callable[..., Any] | None:
@@ -54,7 +54,7 @@ def backend_of(translator: Translator) -> Any:
 def backend_of_output(output: Any) -> Any:
     """Run `backend_of` on the output that all translators of one trace share (`OutputGraph`)."""
     compiler = compiler_behind(output.compiler_fn)
-    return getattr(compiler, "compiler_fn", compiler)  # what `torch.compile` wraps a function in
+    return getattr(compiler, "compiler_fn", compiler)  # the wrapper of `torch.compile`
 
 
 def frames_traced() -> int:
@@ -83,7 +83,7 @@ def autocast_marks() -> tuple[Any, Any]:
     )
 
 
-# What it is told
+# What Dynamo is asked to do
 
 
 def settings(**changes: Any) -> contextlib.AbstractContextManager[Any]:
@@ -283,7 +283,7 @@ def draws_as_inputs(where: Callable[[Translator], bool | None]) -> Iterator[None
     """
     purpose = "draw Python's random numbers as eager mode does"
     kept = internal("_dynamo.variables.misc.RandomVariable", purpose)
-    bound = ("UserDefinedObjectVariable", "SkipFunctionVariable")  # what stands for `random.gauss`, for `random.random`
+    bound = ("UserDefinedObjectVariable", "SkipFunctionVariable")  # variables of `random.gauss` and `random.random`
     unknown = internal("_dynamo.variables.base.VariableTracker", purpose)
     drawn = internal("_dynamo.variables.user_defined.call_random_fn", purpose)
     wrapped = internal("_dynamo.variables.builder.wrap_fx_proxy", purpose)

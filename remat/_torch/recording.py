@@ -13,7 +13,7 @@ import torch
 
 from remat._torch.door import internal
 
-DEVICE = torch.ops.prim.device.default  # what asking a fake tensor for its device calls
+DEVICE = torch.ops.prim.device.default  # called when a fake tensor is asked for its device
 
 # Autograd
 

@@ -21,10 +21,10 @@ from remat._torch.recording import unwrapped
 from remat.capture.nodes import bracket_of, called, captured_nodes, may_draw
 from remat.evaluation.identity import Identity, NodeId, canonical, key_of
 
-# Whether these copy depends on the strides, the dtype or the size of what they are given.
+# Whether these copy depends on the strides, the dtype or the size of their input.
 _MAY_VIEW = frozenset({"contiguous", "flatten", "reshape", "reshape_as", "to", "unflatten", "view_as"})
 
-_OWNER = re.compile(r"^L\['\w+'\](?:.*__self__)?\.?")  # how Dynamo calls the model, or what wraps its forward
+_OWNER = re.compile(r"^L\['\w+'\](?:.*__self__)?\.?")  # Dynamo's name of the model, or of its forward's wrapper
 _CHILD = re.compile(r"\.__dict__\['_modules'\]\['([^']+)'\]")  # ... a child of a class with a __getattr__ of its own
 
 
@@ -92,7 +92,7 @@ def _counts(node: fx.Node, op: str, owned: bool, made_bytes: int, state: _Storag
     return made_bytes > 0
 
 
-# What a graph's nodes say of themselves
+# Properties of nodes
 
 
 def module_path(node: fx.Node) -> str:
@@ -195,7 +195,7 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(unwrapped(tensor).untyped_storage()._cdata)
 
 
-# Where regions may begin and end, and what must be told of their nodes
+# Where regions may begin and end, and properties of their nodes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ PACKAGES = ("transformers", "numpy", "peft", "accelerate", "ortools")  # beside 
 MOST_LISTED = 5  # of one kind of difference
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# In configurations: of the file, not of the model; and what makes no difference (`capture.without_cache`).
+# In configurations: keys of the file, not of the model, and keys without effect (`capture.without_cache`).
 _NAMES = ("architectures", "name_or_path", "transformers_version", "use_cache")
 
 

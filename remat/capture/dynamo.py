@@ -256,7 +256,7 @@ class GraphCalls:
             warnings.filterwarnings("ignore", message=r"To copy construct from a tensor")
             # It breaks the graph at functions of C, as at others; `recording/repeats.py` names those that matter.
             warnings.filterwarnings("ignore", message=r"Dynamo does not know how to trace the builtin")
-            # It makes an object of a Function's class to trace it, and is told off by that class.
+            # It instantiates a Function's class to trace it, which raises that class's warning.
             warnings.filterwarnings("ignore", message=r".*autograd\.function\.Function.* should not be instantiated")
             try:
                 result = self._traced_for(self.masks)(*args, **kwargs)

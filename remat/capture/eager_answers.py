@@ -40,7 +40,7 @@ from remat.capture.elsewhere import Elsewhere
 
 _BOOKS = (  # Rule 4
     "transformers.cache_utils",
-    "transformers.integrations.flex_attention",  # compiles the kernel where nobody else does
+    "transformers.integrations.flex_attention",  # compiles its kernel if nothing else does
     "transformers.integrations.hub_kernels",
     "transformers.pytorch_utils",
     "transformers.utils.deprecation",
@@ -167,7 +167,7 @@ def _answering() -> Iterator[None]:
             del known[recording]
 
 
-answering = Shared(_answering)  # lets Dynamo put the questions of our captures to them, and follow what they follow
+answering = Shared(_answering)  # lets Dynamo ask our captures, and follow the functions that they follow
 
 
 def _elsewhere_of(output: Any) -> Elsewhere | None:

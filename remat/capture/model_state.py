@@ -46,7 +46,7 @@ from remat.errors import CaptureError
 
 MOST_OBJECTS = 100_000  # that are looked into, of those that are reached through code
 LARGEST_BYTES = 1 << 24  # of a tensor or an array that is reached through code
-NUMBER, TENSOR, GROWN, OTHER = "number", "tensor", "list", "other"  # kinds of what changes; a list that has grown
+NUMBER, TENSOR, GROWN, OTHER = "number", "tensor", "list", "other"  # kinds of changes; a list that has grown
 Change = tuple[str, str]  # its name and kind
 
 _NUMBERS = (bool, int, float, complex, str, bytes, np.generic)
@@ -128,7 +128,7 @@ class ModelState:
             for kept in everything:
                 try:
                     kept.put_back()
-                except Exception as error:  # whatever an object of a user may raise when it is written to
+                except Exception as error:  # any error of a user's object that is written to
                     failures.append((kept.name, error))
         for name, failure in failures:
             if isinstance(failure, StateLost):
@@ -338,7 +338,7 @@ class SharedState:
             outside.replace(self._fake)
         else:
             inside.put_back()
-        del inside  # what the model lets go of is gone then
+        del inside  # so that objects dropped by the model are freed
         self._depth = 1
         try:
             yield

@@ -38,7 +38,7 @@ class Unsettled(RematError):
     """The first forward has another graph than planned, perhaps because the model is not complete yet."""
 
 
-MOST_FORWARDS = 4  # until a model stays as it is
+MOST_FORWARDS = 4  # until a model is steady
 MOST_WITH_STATE = 64  # ... where something that it keeps from forward to forward changes: a queue that fills
 _RECORDING = "transformers.utils.output_capturing"
 _INSTALLED = "_output_capturing_hooks_installed"

@@ -30,7 +30,7 @@ def _body(run: RowRun, unmade: Collection[fx.Node] = (), *, precise: bool = Fals
     for node in run.nodes:
         if is_view(node) or (precise and kind_of(node) in CASTS):
             given = copies[node.args[0]]  # type: ignore[index]
-            # Gradients are added up at a view first, and then at what it is a view of.
+            # Gradients are added up at a view first, and then at its base.
             copies[node] = graph.call_method("view_as", (given, given)) if _adds_up(node) else given
         elif node in unmade:
             copies[node] = _unmade(graph, node, copies)

@@ -18,9 +18,9 @@ from remat.chunking.rows import RowRun, find_row_runs
 from remat.chunking.withheld import WithheldLogits
 
 WITHHELD = "withheld_logits"  # attribute of the graph module
-CHUNKED = "chunked_loss"  # what the node of a head calls, and the key of its meta for the `ChunkedLoss`
+CHUNKED = "chunked_loss"  # the callee of a head's node, and the key of its meta for the `ChunkedLoss`
 HEAD = "head"  # key of its meta for the head's number
-ROWS = "chunked_rows"  # what the node of a run calls, and the key of its meta for the `ChunkedRows`
+ROWS = "chunked_rows"  # the callee of a run's node, and the key of its meta for the `ChunkedRows`
 
 
 def chunk(graph_module: fx.GraphModule, slices: Mapping[int, int], rows: int = 0) -> fx.GraphModule:

@@ -35,7 +35,7 @@ from remat.errors import CaptureError, RematError
 
 ALIGNED_ROWS = 64  # of a tile of a product
 FEWEST_ROWS = 128  # of a slice: a product of a few takes another kernel, which rounds otherwise
-PIECE = 1 << 25  # logits of a piece at most: products want many rows, what lies between takes 16 bytes for each
+PIECE = 1 << 25  # maximum logits of a piece: products want many rows, the nodes between take 16 bytes for each
 PIECES = 8  # of a slice at least
 _IGNORED = -100
 

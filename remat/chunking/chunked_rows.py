@@ -106,7 +106,7 @@ class ChunkedRows:
         for cut in row_slices(flat.shape[0], self.slices):
             made = self.body(flat[cut], *prepared)
             if result is None:
-                result = made.new_empty(*rows.shape[:-1], made.shape[-1])  # no view: somebody may write to it
+                result = made.new_empty(*rows.shape[:-1], made.shape[-1])  # no view: the caller may write to it
             result.view(-1, made.shape[-1])[cut] = made
             del made
         assert result is not None

@@ -192,7 +192,7 @@ def _wide(stretch: Sequence[fx.Node], first: int) -> int | None:
         if _width(node) > width:
             readers = [user for user in node.users if user.op != "output"]
             if any(user not in where for user in readers) or len(readers) < len(node.users):
-                return None  # what is wide leaves the stretch
+                return None  # a wide value leaves the stretch
             end = max([end, *(where[user] + 1 for user in readers)])
         i += 1
     return end

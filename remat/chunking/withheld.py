@@ -33,7 +33,7 @@ class WithheldLogits:
         next(value for value in tree_leaves((args, kwargs)) if isinstance(value, cls))._refuse()
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # what copying, pickling and type checks look for
+        if name.startswith("__"):  # names that copying, pickling and type checks look up
             raise AttributeError(name)
         self._refuse()
 

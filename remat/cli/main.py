@@ -121,7 +121,7 @@ def _explain(error: Exception) -> tuple[int, str]:
     )
 
 
-# What surrounds every command
+# Around every command
 
 
 def answering(command: Callable[..., Answer]) -> Callable[..., Answer]:

@@ -201,7 +201,7 @@ def call(path: Path, function: str | None) -> Any:
 _TRAINERS: dict[Callable[[], Any], Any] = {}
 
 
-_LOADED: dict[Path, tuple[int, types.ModuleType]] = {}  # what `load` executed, with the time at which it was written
+_LOADED: dict[Path, tuple[int, types.ModuleType]] = {}  # files executed by `load`, with their modification times
 
 
 def load(path: Path) -> types.ModuleType:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 DEBUG = "REMAT_DEBUG"  # set in the environment: nothing is kept off the screen
 INDENT = "  "
-MOST_HANGING = 0.7  # of the width: where a column begins later, what follows is not set below it
+MOST_HANGING = 0.7  # of the width: text is not indented to a column that begins later
 LOG_EVERY_S = 30.0
 LIBRARIES = ("torch", "transformers", "huggingface_hub")  # whose warnings are about nothing a reader can change
 
@@ -485,7 +485,7 @@ class _Share(BarColumn):
         return super().render(task)
 
 
-quiet = False  # no progress at all: what `--quiet` asks for
+quiet = False  # `--quiet`: no progress at all
 
 
 @contextlib.contextmanager

@@ -78,12 +78,12 @@ def time_operators(
                 except NotMeasurable as error:
                     failed.append({"kind": index, "op": kind.name, "reason": str(error)})
             if row is None:
-                _forget_failure(kind, device, known)  # outside `except`: the error holds what it was called with
+                _forget_failure(kind, device, known)  # outside `except`: the error refers to the arguments
                 row = KindCost(0.0, 0.0, 0)
             rows.append(row)
             if on_progress is not None:
                 on_progress(index + 1, len(kinds))
-        known.library_bytes = max(known.library_bytes, _allocated(device) - before)  # nothing of ours is left
+        known.library_bytes = max(known.library_bytes, _allocated(device) - before)  # our own tensors are freed
     return Costs(
         source="measured",
         device=device_name(device),
@@ -132,7 +132,7 @@ def time_operator(kind: OpKind, device: torch.device, repeats: int = 15, seconds
         times = samples_us(call, device, repeats, seconds_per_kind)
     except NotMeasurable:
         raise
-    except Exception as error:  # whatever an operator may raise on arguments that are not quite the real ones
+    except Exception as error:  # any error of an operator on artificial arguments
         raise NotMeasurable(_first_line(error)) from error
     low, median, high = np.quantile(times, (0.25, 0.5, 0.75))
     return KindCost(float(median), float((high - low) / 2 / median) if median else 0.0, workspace)

@@ -19,7 +19,7 @@ from remat.units import gib, ms
 from remat.workload.target import Target
 
 FORMAT = "remat-profile"
-VERSION = 3  # 2: what the loop holds, 3: backwards within the forward, which an older remat would not count
+VERSION = 3  # 2: outputs held by the loop, 3: backwards within the forward; an older remat would not count them
 
 
 @dataclasses.dataclass(frozen=True)

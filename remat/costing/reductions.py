@@ -78,7 +78,7 @@ class Reduction:
             width //= vector
         block_width, block_height = _block(width, height, _MOST_THREADS // vector)
         step_input, step_output = (block_width, 1) if along else (1, block_width)
-        if -(-inputs // step_input) < min(16 * block_height, _MOST_VALUES):  # each warp has outputs of its own
+        if -(-inputs // step_input) < min(16 * block_height, _MOST_VALUES):  # each warp has its own outputs
             return 0
         step_input *= block_height
         values, blocks = -(-inputs // step_input), -(-(outputs // vector) // step_output)

@@ -189,12 +189,12 @@ _POOLING = (
     "avg_pool2d",
     "avg_pool3d",
 )
-_FUSED = "fused"  # groups that Triton compiles: they load several numbers at once, whatever shapes meet there
+_FUSED = "fused"  # groups that Triton compiles: they load several numbers at once for all shapes
 _TWICE = ("_softmax_backward_data", "native_layer_norm_backward", "_fused_rms_norm_backward")  # two kernels
 _SOFTMAX = ("_softmax", "_log_softmax")
 _REDUCING = ("sum", "mean", "norm", "linalg_vector_norm", "amax", "var", "var_mean")
 _COPYING = ("clone", "copy_", "_to_copy", "cat")
-_REDUCED, _PERMUTED = 0.95, 0.65  # of what pointwise kernels reach: assumed
+_REDUCED, _PERMUTED = 0.95, 0.65  # of the rate of pointwise kernels: assumed
 
 
 def kernel_us(kind: OpKind, target: Target) -> float:

@@ -46,7 +46,7 @@ _SUMMED = 100  # pixels of one of the weight's gradients that cuDNN adds up, at 
 _PARTIALS, _PARTIAL_BYTES = 512, 32 * MIB  # the most of these, and their most bytes
 _TAP_BYTES, _PLANE = 32, 14 * 14  # of each tap of a grouped convolution's backward, for every so many pixels
 _MANY_ROWS, _MOST_BLOCKS = 64 * 1024, 32 * 1024  # of layer norm's backward
-_SUM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 4, "float16": 4}  # of what numbers are added up in
+_SUM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 4, "float16": 4}  # of the numbers that accumulate
 
 
 def _up(size: int, multiple: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.torch_version import TorchVersion
 
-import remat.cuda_kernels.stand_ins  # noqa: F401  what it defines is called through torch.ops
+import remat.cuda_kernels.stand_ins  # noqa: F401  its definitions are called through torch.ops
 from remat._torch.recording import memory_format_of, nll_loss_nd
 from remat.cuda_kernels.attention import attention, dropout
 from remat.cuda_kernels.autocast import (

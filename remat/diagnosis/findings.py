@@ -276,7 +276,7 @@ def batch_of(sizes: Sequence[int], activations: Sequence[int], planned: int) -> 
         return met / total, of_them / asked_for
 
     candidates = [planned, *(batch for batch in range(1, MOST_TIMES * planned + 1) if batch != planned)]
-    # Sizes are rounded, so neighbours may be equally good: the planned one is best, then what divides evenly with it.
+    # Sizes are rounded, so neighbours may be equally good: prefer the planned one, then a large common divisor with it.
     best = max(candidates, key=lambda batch: (min(shares(batch)), math.gcd(batch, planned)))
     met, of_them = shares(best)
     return best if met >= SURE and of_them >= SOME else None

@@ -101,7 +101,7 @@ def _convolution(*positions: int) -> Callable[[OpKind], list[int]]:
 
     def copied(kind: OpKind) -> list[int]:
         given = [argument(kind, position) for position in positions]
-        has_planes = len(given[-1].shape) > 3  # in one dimension there is no such layout
+        has_planes = len(given[-1].shape) > 3  # one dimension has no such layout
         if has_planes and any(each.is_channels_last and not each.is_contiguous for each in given[-2:]):
             return [each.size_bytes for each in given if not each.is_channels_last]
         return [each.size_bytes for each in given if not each.is_contiguous]

@@ -235,7 +235,7 @@ class Memory:
         graph, curve = self.graph, self.curve(regions)
         alive = curve.alive_bytes - self.held_outputs_bytes(curve.op, curve.region)  # there is no step before
         before = alive[curve.op < graph.backward_end].max()
-        if graph.about.get(STEP_IN_BACKWARD):  # its state comes within backward: no more is alive than later
+        if graph.about.get(STEP_IN_BACKWARD):  # its state is made within backward: later steps have as much alive
             return int(before)
         return max(int(before) - graph.fixed_bytes.get(OPTIMIZER_STATE, 0), graph.first_step_bytes)
 
@@ -340,7 +340,7 @@ class Memory:
             count += last + 1 - r.region.first - sum(v <= last for v in r.region.saved)
         return count
 
-    # How the timeline comes about
+    # Building the timeline
 
     def recomputation(self, region: Region) -> Recomputation | None:
         """Return the recomputation of `region` for the step's own backward; None if it is not recomputed."""
@@ -589,7 +589,7 @@ class Memory:
             until = position(np.array([part.trigger for part in outer.inner])) - 1
             np.maximum.at(death, keeps[own] + place[i], until[inner[own]])
             rows, inner_of_row = _joined([(part.saved_tensors, k) for k, part in enumerate(outer.inner)])
-            # A pair (inner region, storage) as one number, to find the saves of what that region takes.
+            # A pair (inner region, storage) as one number, to find the saves of the region's inputs.
             pairs = inner_of_row * (1 << 32) + table.storage[rows]
             again = rows[np.isin(pairs, inner[own] * (1 << 32) + keeps[own])]
             live_until_used(again, np.full(len(again), i))

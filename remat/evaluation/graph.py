@@ -32,14 +32,14 @@ import numpy as np
 from remat.evaluation.identity import Identity, NodeId, canonical
 from remat.units import gib
 
-OPTIMIZER_STATE = "optimizer state"  # in `Graph.fixed_bytes`: what the first step lacks
+OPTIMIZER_STATE = "optimizer state"  # in `Graph.fixed_bytes`: missing in the first step
 STATE = "state of the model"  # in `Graph.fixed_bytes`: tensors that it keeps, and that are no parameters or buffers
 FROM_HOST = "remat.from_host.default"  # an operator: bytes of optimizer state that come from the host
 STEP_IN_BACKWARD = "step_in_backward"  # key of `Graph.about`: see `TrainingLoop`
-LIBRARY_WORKSPACES = "library workspaces"  # in `Graph.fixed_bytes`: what cuBLAS keeps, see `workspaces.py`
+LIBRARY_WORKSPACES = "library workspaces"  # in `Graph.fixed_bytes`: kept by cuBLAS, see `workspaces.py`
 WRAPPED_NUMBERS = "numbers"  # in `Graph.fixed_bytes`: Python numbers that autograd keeps as tensors on the CPU
-CHUNKED_ROWS = "chunked_rows("  # how `Node.op` of a run of nodes in slices begins
-OUTSIDE = -1  # Node.call of what the step computes outside the captured graphs
+CHUNKED_ROWS = "chunked_rows("  # prefix of `Node.op` for chunked rows
+OUTSIDE = -1  # Node.call of operators outside the captured graphs
 CAST = "aten._to_copy.default"  # the operator kind that changes the dtype
 MADE_AGAIN = (CAST, "aten.lift_fresh.default")  # kinds whose result is never saved; the second brings in a constant
 DRAWN_LENGTHS = "drawn_lengths"  # key of `Graph.about`: whether lengths of sequences depend on what the batch draws

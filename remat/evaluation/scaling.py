@@ -89,7 +89,7 @@ class Family:
             fixed_bytes={**self.low.fixed_bytes, "batch": int(self._rounded(batch).sum())},
             held_outputs=tuple((int(self._rounded(np.asarray(size))), until) for size, until in bare.held_outputs),
         )
-        # Storages of the untraced step are not known one by one: rounding takes there what it does at the traced peak.
+        # Storages of the untraced step are not known one by one: rounding adds as much there as at the traced peak.
         more = Memory(rounded).peak_without_regions - Memory(bare).peak_without_regions
         untraced_bytes = line(low.untraced_bytes, high.untraced_bytes) + more
         alone = {FORWARD_ALONE: forward_alone_bytes(rounded)} if FORWARD_ALONE in low.about else {}

@@ -64,7 +64,7 @@ def shard(graph: Graph, loop: TrainingLoop) -> Graph:
         first_step_bytes=sharded.first_step_bytes(),
         about={**graph.about, "ranks": loop.ranks, "shard": loop.shard},
     )
-    # What local variables hold is no state: untraced, the share takes as much more as the whole does.
+    # Local variables hold no state: untraced, the share grows by as many bytes as the whole.
     less = Memory(graph).peak_without_regions - Memory(share_of_it).peak_without_regions
     return dataclasses.replace(share_of_it, untraced_bytes=graph.untraced_bytes - less)
 
@@ -103,7 +103,7 @@ class _Sharding:
         kept_now += share(gradient_bytes, self.ranks) if self.gradients else gradient_bytes
         return kept_now + share(rest, self.ranks)
 
-    # What is there for a while
+    # Temporary storages
 
     def added(self) -> Iterator[Added]:
         if self.parameters:

@@ -150,7 +150,7 @@ class Execution(abc.ABC):
         excess = last.peak_bytes - problem.budget_bytes
         if excess <= 0:
             return None
-        # What this step replaces, the evaluator counts until it does. A region that takes it keeps it for longer.
+        # The evaluator counts outputs until this step replaces them. A region that takes them keeps them for longer.
         replaced = sum(size for size, _ in problem.graph.held_outputs) if len(tries) > 1 else 0
         return min(last.asked_bytes - excess, problem.budget_bytes - replaced)
 

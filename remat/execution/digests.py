@@ -22,10 +22,10 @@ from torch import Tensor
 
 from remat._torch.training import is_wrapper, without_modes
 
-LONGEST = 4096  # dimension that is summed along as it is; longer ones are taken apart
-SLICES = 32  # in which a tensor is multiplied by numbers of its places
-FILLED = 31  # columns at the end of a result that nobody may have written
-_BROKEN = 1e-6  # apart, where NaN takes part: the bits of one need not be those of another
+LONGEST = 4096  # dimension that is summed as a whole; longer ones are split
+SLICES = 32  # slices in which a tensor is multiplied by numbers of its places
+FILLED = 31  # columns at the end of a result that may be unwritten
+_BROKEN = 1e-6  # distance if NaN is involved: the bits of two NaN may differ
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

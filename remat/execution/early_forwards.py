@@ -42,7 +42,7 @@ class EarlyForwards:
         self._keys = frozenset(plan.about.get("early_graphs", ()))
         self.carried: dict[str, str] = plan.about.get("carried", {})
         self._appended: Appended | None = None  # found at the first forward
-        self.carries_numbers = any(kind != GROWN for kind in self.carried.values())  # also in what is replaced
+        self.carries_numbers = any(kind != GROWN for kind in self.carried.values())  # also in replaced state
 
     @property
     def is_any(self) -> bool:

@@ -49,9 +49,9 @@ from remat.host.weights import weights_on_host
 from remat.units import first_few, gib
 from remat.workload.held_outputs import output_tensors
 
-NEAR = {False: 1e-3, True: 0.1}  # of a norm, by whether the step rounds to 16 bits: what other roundings explain
+NEAR = {False: 1e-3, True: 0.1}  # of a norm, by whether the step rounds to 16 bits: distances that rounding explains
 NOISE = 4.0
-LOCALS = 1.35  # what the untouched forward may take, over the same traced: names of Python's functions hold values
+LOCALS = 1.35  # memory of an untraced forward over the traced one's: local variables of Python keep values
 
 _NOTHING_SAVED = "nothing was saved for a backward"
 Forward = Callable[..., Any]
@@ -231,7 +231,7 @@ def _untouched(
         before.put_back()
         parameters.put_back()
         arguments.put_back()
-        torch.clear_autocast_cache()  # what was cast without gradients has none
+        torch.clear_autocast_cache()  # casts made without gradients have none
         _give_back()
 
 

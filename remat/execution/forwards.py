@@ -56,7 +56,7 @@ class ModuleForward:
         with self.planned.called_at(self):
             return self.planned(*args, **kwargs)
 
-    # What libraries ask a forward: which arguments it takes, and its function without the model, to wrap and rebind.
+    # Libraries read a forward's signature, and its function without the model, to wrap and rebind.
 
     @property
     def __signature__(self) -> inspect.Signature:

@@ -79,7 +79,7 @@ OnLarger = Literal["warn", "refuse"]
 
 MANY_TRACES = 16
 
-# What copies and pickles of a planned forward hold.
+# Attributes in copies and pickles of a planned forward.
 _LASTING = ("model", "plan", "on_larger", "observe", "verify_first_step", "replaced", "_root", "_modules")
 
 _COMPILES_ITSELF = (
@@ -138,10 +138,10 @@ class PlannedForward:
         self._is_first_forward = True
         self._last_outputs = LastOutputs()
         self._mismatch: PlanMismatch | None = None
-        self._more: str = ""  # what a graph that fits takes beyond what was planned
+        self._more: str = ""  # the excess of a graph that fits over the planned one
         self._before: ModelState | None = None  # the forward that is running
         self._count_forwards()
-        self._graphs: dict[tuple[int, int], GraphCalls] = {}  # by compiler, and by what forwards are traced alike
+        self._graphs: dict[tuple[int, int], GraphCalls] = {}  # by compiler, and first forward with the same trace
         self._running: GraphCalls | None = None  # the one whose forward is on
         self._compilers: dict[int, Backend] = {}  # kept, so that an id stays its own
 
@@ -401,7 +401,7 @@ class PlannedForward:
             self._arguments = (), {}
         self._at.settled = True
         if frames_traced() > traced:
-            gc.collect()  # what Dynamo leaves behind are cycles, and they hold activations
+            gc.collect()  # Dynamo leaves cycles behind, which hold activations
         if unsettled is not None:
             return self._run_completed(unsettled, graphs, args, kwargs)
         if self._mismatch is not None:
@@ -425,7 +425,7 @@ class PlannedForward:
         try:
             complete(self._before, functools.partial(self._alone_on_copies, args, kwargs))
         finally:
-            if not self._at.fits:  # later, its guards tell what has changed
+            if not self._at.fits:  # later, its guards see changes
                 graphs.forget(unsettled)
         return self._run(graphs, args, kwargs)
 
@@ -456,7 +456,7 @@ class PlannedForward:
                     return self._run_early(graph_module)(call, *args)
                 self._mismatch = mismatch
                 if self._weights is not None:
-                    raise self._mismatch  # for nobody brings its weights
+                    raise self._mismatch  # since its weights are not fetched
                 return graph_module(*args)
             self._note_fit(call, graph_module)
         return self.calls(call, graph_module, args)
@@ -605,7 +605,7 @@ class PlannedForward:
     def _compare_batch(self, args: Any, kwargs: Any) -> None:
         elements = element_counts(named_tensors(self.original, args, kwargs))
         inputs: Mapping[str, int] = self._now.forward.elements
-        if names := inputs.keys() & elements.keys():  # what else comes, such as a mask, is not what makes it large
+        if names := inputs.keys() & elements.keys():  # other inputs, such as a mask, do not make it large
             planned, found = (sum(of[name] for name in names) for of in (inputs, elements))
         else:
             planned, found = sum(inputs.values()) or self.plan.about.get("batch_elements", 0), sum(elements.values())
@@ -740,7 +740,7 @@ class PlannedForward:
         state = sum(parts.get(name, 0) for name in ("parameters", "buffers", "optimizer state", "gradients"))
         return int(state + (peak - state) * times)
 
-    # Copies and pickles hold the model and the plan; what was traced is traced again.
+    # Copies and pickles hold the model and the plan; graphs are traced again.
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _LASTING}

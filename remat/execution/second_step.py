@@ -24,7 +24,7 @@ from remat.evaluation.plan import Plan
 from remat.units import gib
 from remat.workload.training_loop import TrainingLoop
 
-SMALL_CHANGE = 0.001  # of the planned peak: what may be taken more and is not told of
+SMALL_CHANGE = 0.001  # of the planned peak: a smaller excess is not reported
 
 
 class Counter(Protocol):

@@ -75,5 +75,5 @@ class Beginnings:
         backward = slice(begin - 1, end)
         dying = np.bincount(table.death, table.size_bytes, minlength=graph.op_count)
         yield np.array(self.backward_of[:count]) - end
-        yield np.diff(self.local_bytes[begin - 1 : end + 1])  # who has no backward counts from what follows it
+        yield np.diff(self.local_bytes[begin - 1 : end + 1])  # without a backward, counted from the next one
         yield from (memory.workspace_bytes[backward], dying[backward])

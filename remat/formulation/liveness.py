@@ -104,7 +104,7 @@ class Liveness:
         result = {}
         for u, found_sites in sites.items():
             if storages.death[u] >= self.graph.forward_end:
-                continue  # caller-held: it is local whatever the plan
+                continue  # caller-held: it is local under every plan
             made = int(segment[storages.node[u]])
             all_sites = {*found_sites, made} if u in saver else found_sites
             result[u] = SharedStorage(

@@ -40,7 +40,7 @@ from remat.offloading.relief import Relief
 from remat.offloading.schedule import all_offloads, fewest_offloads
 
 INNER_WIDTHS = (1, 2, 4)  # segments in an inner region
-PLAIN = -1  # stands for the width of what is no region
+PLAIN = -1  # the width of a run that is no region
 
 
 class Problem:
@@ -469,7 +469,7 @@ class Problem:
         for segment in range(run.b, len(self.space.segments)):
             kept = [u for u, release in packed[segment].items() if release >= op and u not in counted]
             kept = [u for u in kept if self.liveness.is_own(u) or self._is_left_to_later(u, run)]
-            if self.graph.inner and run.region:  # what an inner backward keeps of this region is in its own curve
+            if self.graph.inner and run.region:  # its own curve has the saves of inner backwards
                 kept = [u for u in kept if int(self.graph.storages.node[u]) not in run.region]
             counted.update(kept)
             if kept:
@@ -515,7 +515,7 @@ class Problem:
         local = self._local_bytes[: self.graph.forward_end] - self._carried_bytes[:-1]
         later = np.concatenate([np.maximum.accumulate(local[::-1])[::-1][1:], [local.min(initial=0) - 1]])
         ops = np.flatnonzero(local > later)
-        if self.graph.inner:  # what inner backwards keep is counted from the beginning, and is there when they end
+        if self.graph.inner:  # saves of inner backwards count from the beginning, and exist when they end
             ops = ops[ops >= self.graph.inner.used.max()]
         if self._relief is not None:
             segments = self.liveness.segment_of_node[np.maximum(self.graph.op_node[ops], 0)]

@@ -14,7 +14,7 @@ from remat.fusion.fused_group import FusedGroup
 from remat.fusion.groups import Group, find_groups
 from remat.fusion.open_sizes import described
 
-FUSED = "fused_group"  # what the node of a group calls, and the key of its meta for the `FusedGroup`
+FUSED = "fused_group"  # the callee of a group's node, and the key of its meta for the `FusedGroup`
 
 
 def fuse(graph_module: fx.GraphModule) -> fx.GraphModule:

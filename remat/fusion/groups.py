@@ -46,7 +46,7 @@ VIEWS = _names("""
     expand_as movedim swapaxes narrow select
 """)
 RULED = POINTWISE | REDUCING | VIEWS
-MAY_VIEW = VIEWS | {"to", "double", "autocast", "contiguous"}  # what these make may be what they are given
+MAY_VIEW = VIEWS | {"to", "double", "autocast", "contiguous"}  # their result may be their input
 COMPOSITE = frozenset({"cross_entropy", "normalize", "rms_norm"})
 MOST_MEMBERS = 100
 

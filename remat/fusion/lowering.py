@@ -56,7 +56,7 @@ class Part:
         if self.is_interpreted:
             made = list(self.kernel.graph(*self.numbers, *given))
         else:
-            numbers = (self.numbers,) if self.numbers else ()  # else, what is recorded would differ
+            numbers = (self.numbers,) if self.numbers else ()  # else the record would differ
             made = torch.ops.remat.fused(self.kernel.name, list(given), *numbers) if self.kernel.made else []
         found: Sequence[Tensor | None] = self.views(*self.numbers, *given, *made)
         return found
@@ -185,7 +185,7 @@ def _joint(module: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) ->
 
     try:
         return joint_of(lambda *given: tuple(module(*given)), inputs)
-    except RuntimeError:  # a result is an input, or a view (a cast to what it is already, a reshaped copy)
+    except RuntimeError:  # a result is an input, or a view (a cast to its own dtype, a reshaped copy)
         return joint_of(apart, inputs)
 
 

@@ -102,7 +102,7 @@ class StreamCopies:
     def out(self, flat: Tensor, host: Host, offset: int) -> Copy:
         with unseen():
             if self._shares_host:
-                self._out.wait_stream(self._back)  # which may still read what an older forward had in this place
+                self._out.wait_stream(self._back)  # which may still read an older forward's data in this place
             return self._copy(self._out, host[offset : offset + flat.nbytes], flat.view(torch.uint8))
 
     def room_for(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -112,7 +112,7 @@ class StreamCopies:
     def back(self, host: Host, offset: int, flat: Tensor) -> Copy:
         with unseen():
             if self._shares_host:
-                self._back.wait_stream(self._out)  # what comes back has gone out
+                self._back.wait_stream(self._out)  # fetched data has left before
             return self._copy(self._back, flat.view(torch.uint8), host[offset : offset + flat.nbytes])
 
     def _copy(self, stream: torch.cuda.Stream, to: Tensor, source: Tensor) -> Copy:

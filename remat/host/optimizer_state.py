@@ -131,7 +131,7 @@ class OffloadedState:
         self.part_bytes = part_bytes
         self._copies: dict[torch.device, Copies] = {}
         self._on_host: dict[nn.Parameter, dict[str, _OnHost]] = {}
-        self._brought: dict[tuple[nn.Parameter, str], Tensor] = {}  # what is in the state because it came back
+        self._brought: dict[tuple[nn.Parameter, str], Tensor] = {}  # tensors in the state that were fetched
         self._leaving: list[_Moving] = []
         self._parts: list[_Part] = []
         self._reference = weakref.ref(optimizer)

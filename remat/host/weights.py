@@ -35,7 +35,7 @@ from remat.host.copies import Copies, Copy, copies_on, unseen
 
 AT_ONCE = 2  # layers
 CONTEXT = 4  # of uses: recomputations go back and forth between two layers
-MOST_KNOWN = 4096  # uses of which it is remembered what followed
+MOST_KNOWN = 4096  # uses whose successors are remembered
 FEWEST = AT_ONCE + 1  # with fewer on the host nothing is gained
 ALIGNMENT_BYTES = 512  # of weights in a layer's memory of the host
 
@@ -369,7 +369,7 @@ class HostWeights:
         self._following[self._used] = number
         used = (*self._used, number)[-CONTEXT:]
         following = self._following.get(used, used[-2:][0])  # or the one before, which is there
-        self._used = ()  # should there be no memory for what comes now
+        self._used = ()  # in case there is no memory for the next layer
         for other in [each for each in self._here if each not in (number, following)]:
             self._moved[other].let_go()
             self._here.remove(other)
@@ -431,7 +431,7 @@ class HostWeights:
         self._ends_with_backward = False
         while self._around:
             self._around.pop().remove()
-        for number, moved in enumerate(self._moved):  # captured graphs ask what parameters look like
+        for number, moved in enumerate(self._moved):  # captured graphs check the parameters' shapes
             moved.show()
             self._shown.add(number)
         try:

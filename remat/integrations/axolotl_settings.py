@@ -57,7 +57,7 @@ REFUSED = {
     "layer_offloading": "it moves weights that the plan counts to the host; leave it out",
     "deepspeed": "DeepSpeed's engine takes the model's forward and parameters away from it",
 }
-VALUES = {"gradient_checkpointing": ("offload", "offload_disk")}  # others give way to the plan
+VALUES = {"gradient_checkpointing": ("offload", "offload_disk")}  # the plan overrides others
 SHARDS = ("fsdp", "fsdp_config")
 
 

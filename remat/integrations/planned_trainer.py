@@ -74,7 +74,7 @@ def _phases(trainer: Any, workload: Workload, made: Plan, target: str) -> str:
         return said_of(phases_of(trainer, workload, made, target))
     except RematError:
         raise
-    except Exception as error:  # whatever a model raises that does not generate on fake tensors
+    except Exception as error:  # any error of a model that cannot generate on fake tensors
         return f"the peaks of generation and scoring are not known ({describe(error)}): leave room for them"
 
 

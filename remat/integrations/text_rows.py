@@ -50,7 +50,7 @@ def _sizes(row: Row, collate: Collate) -> dict[str, int]:
     """Return the elements of the tensors in a batch of `row` alone; empty if the collator rejects it."""
     try:
         made = dict(collate([dict(row)]))
-    except Exception:  # whatever a collator raises
+    except Exception:  # any error of a collator
         return {}
     return {name: value.numel() for name, value in made.items() if isinstance(value, torch.Tensor)}
 

@@ -291,7 +291,7 @@ class _Rows:
             return frozenset()
         try:
             inputs = dict(self._collate([copy.copy(rows[0]), copy.copy(rows[-1])]))
-        except Exception:  # whatever a collator raises that does not pad
+        except Exception:  # any error of a collator that does not pad
             return frozenset()
         return frozenset(name for name, value in inputs.items() if _is_mask(name, value) and not _is_ones(value))
 
@@ -547,7 +547,7 @@ def stand_in_of(trainer: Any, model: nn.Module) -> Any:
     """Copy `trainer` with another model and with own copies of its running notes."""
     made = copy.copy(trainer)
     made.__dict__.update({name: copy.deepcopy(value) for name, value in vars(trainer).items() if _is_notes(value)})
-    made.state = dataclasses.replace(trainer.state)  # less what is noted there beside its fields (axolotl's tokens)
+    made.state = dataclasses.replace(trainer.state)  # without notes beside its fields (axolotl's tokens)
     made.model = made.model_wrapped = model
     made.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
     return made

@@ -56,7 +56,7 @@ __all__ = ["RematCallback", "loop_of", "step", "workload_of"]
 
 def step(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Compute the loss as the Trainer does for models that take `num_items_in_batch`: the step for a Workload."""
-    items = torch.ones((), device=batch["labels"].device)  # the Trainer counts labels; what counts here is the shape
+    items = torch.ones((), device=batch["labels"].device)  # the Trainer counts labels; here only the shape matters
     outputs = model(**batch, num_items_in_batch=items)
     if torch.is_autocast_enabled(batch["labels"].device.type):
         outputs = outputs_in_fp32(outputs)

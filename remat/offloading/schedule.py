@@ -44,7 +44,7 @@ def fewest_offloads(
     timeline = Timeline(memory, regions, op_time_us)
     worth = _worth(timeline)
     low, high, best = 0, len(worth), schedule(timeline, worth, link)
-    while low < high:  # more may do worse, so what is found is kept
+    while low < high:  # more may do worse, so the best so far is kept
         middle = (low + high) // 2
         found = schedule(timeline, worth[:middle], link)
         if memory.offloading(found).curve(regions).peak_bytes <= budget_bytes:

@@ -12,7 +12,7 @@ from remat.reservation.fragmentation import CONTEXT_BYTES
 from remat.units import gib, parse_bytes
 
 AUTO_HEADROOM = "10%"
-OF_STEP = "%step"  # how a share of the step's own peak ends
+OF_STEP = "%step"  # the suffix of a share of the step's own peak
 
 
 @dataclasses.dataclass(frozen=True)

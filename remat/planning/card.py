@@ -20,7 +20,7 @@ from remat.reservation.fragmentation import Footprint, footprints
 from remat.units import gib
 
 MOST_TRIES = 6
-CLOSE = 0.02  # of the limit: a plan that leaves no more unused is not improved on
+CLOSE = 0.02  # of the limit: a plan that leaves less unused is final
 
 
 def footprints_of(study: Study, outcome: BestPlan, settings: AllocatorSettings) -> tuple[Footprint, ...]:

@@ -46,11 +46,11 @@ OnStrategy = Callable[[str, int, int], None]
 DEFAULT = (*HEURISTICS, "exact")
 NO_LIMIT = 1 << 62
 COLUMNS = ("strategy", "fits", "peak", "step", "added", "gap")
-LOSS_WHOLE = "exact-whole-loss"  # what "exact" finds that leaves losses whole, where it cuts them
-UNFUSED = "exact-unfused"  # what "exact" finds for the step as captured, where groups are fused
+LOSS_WHOLE = "exact-whole-loss"  # the plan of "exact" with whole losses, if "exact" chunks them
+UNFUSED = "exact-unfused"  # the plan of "exact" for the captured step, if groups are fused
 FUSE_ONLY = "fuse-only"  # groups fused, and nothing recomputed
-KEPT = "exact-no-offload"  # what "exact" finds that leaves all on the device, where it may go to the host
-OFFLOAD_ALL = "offload-all"  # nothing recomputed, all that autograd keeps on the host, as TRL's activation_offloading
+KEPT = "exact-no-offload"  # the plan of "exact" without offloads, if these are allowed
+OFFLOAD_ALL = "offload-all"  # nothing recomputed, all saved tensors on the host, as TRL's activation_offloading
 OFFLOAD_INPUTS = "offload-inputs"  # every block, its input on the host, as Unsloth's gradient checkpointing
 LIGER_LIKE = "liger-like"  # every block, and losses in as many slices as Liger-Kernel's fused head takes
 
@@ -429,7 +429,7 @@ def solve(problem: Problem, name: str, limits: Limits) -> Solution:
 def strategy_solution(study: Study, at: StepForm, name: str, budget_bytes: int, limits: Limits) -> Solution:
     """Solve the step in a form with the strategy `name`, as it runs."""
     problem, how, judge = study.problem(at, budget_bytes), study.how, study.judge(at)
-    if name == WITHOUT:  # it is not replayed: people run it untraced, and compiled where all is
+    if name == WITHOUT:  # not replayed: it runs untraced, or compiled if the execution compiles
         peak = how.without_plan(problem, None if judge is None else lambda: judge.peak(problem, ()))
         return Solution(WITHOUT, "feasible" if peak <= budget_bytes else "unknown", replayed_bytes=peak)
     proves = name in EXACT

@@ -159,7 +159,7 @@ def _waited_us(uses: Sequence[tuple[float, int]], step_us: float, copy_us: Seque
     """
     there: dict[int, float] = {}
     free_us = waited_us = before_us = 0.0
-    for step in range(2):  # in the first nothing is there yet
+    for step in range(2):  # the first step begins with no layer on the device
         before_us = waited_us
         for i, (start_us, layer) in enumerate(uses):
             following = uses[(i + 1) % len(uses)][1]

@@ -66,7 +66,7 @@ def link_of(
             "plan for a GPU (`target=`)."
         )
     if host_budget is not None:
-        host_bytes_of(found, host_budget)  # so that what is no size is refused at once
+        host_bytes_of(found, host_budget)  # so that an invalid size is refused at once
     if ACTIVATIONS not in names:
         return None
     return Link(target.host_bytes_per_us, host_bytes_of(found, host_budget))
@@ -126,4 +126,4 @@ def require_layers(execution: Execution, loop: TrainingLoop | None) -> None:
     """Raise UsageError if no weights can be on the host."""
     if not execution.runs_offloads:
         raise UsageError(f'no weights are on the host under `execution="{execution}"`; leave one of them out.')
-    dataclasses.replace(loop or TrainingLoop(), weights_on_host=FEWEST)  # which says what it contradicts
+    dataclasses.replace(loop or TrainingLoop(), weights_on_host=FEWEST)  # raises, naming the contradiction

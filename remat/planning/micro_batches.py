@@ -61,7 +61,7 @@ SEVERAL = 2  # micro-batches: from the second on, all are alike
 NOTHING = Solution("exact", "unknown")
 MOST = 1 << 20  # samples in a micro-batch, or steps of a sequence
 
-_UpdateTime = Callable[[Profile, int, tuple[Region, ...]], float]  # of so many micro-batches and the optimizer
+_UpdateTime = Callable[[Profile, int, tuple[Region, ...]], float]  # of a number of micro-batches and the optimizer
 
 
 @dataclasses.dataclass(frozen=True)

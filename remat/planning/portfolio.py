@@ -243,7 +243,7 @@ class _FormSearch:
             except (Infeasible, NoPlanInTime) as error:
                 self._drop(best, error)
             if best is not self.captured:
-                self._search_captured_again()  # it was asked for too little, if the best plan takes longer as it runs
+                self._search_captured_again()  # its search was too short if the best plan takes longer as it runs
         return best
 
     def _drop(self, found: FoundPlan, error: Refusal) -> None:
@@ -283,11 +283,11 @@ class _FormSearch:
             return best or captured
         return captured if captured.price_us - best.price_us < self._worth_us else best
 
-    # What is said of it
+    # Its proof
 
     def _outcome(self, best: FoundPlan) -> BestPlan:
         if self.is_interrupted:
-            self.bounds_us.append(-self._study.device_time_us)  # a form that was not searched still takes some time
+            self.bounds_us.append(-self._study.device_time_us)  # a form that was not searched still has a price
         peak_bytes = self._study.peak_bytes(best)
         floor_us = min([best.price_us, *self.bounds_us, *(each.bound_us for each in self._plans)])
         other, captured, left = self._best_other(), self.captured, None
@@ -309,7 +309,7 @@ class _FormSearch:
                 "look for plans that cut it finer; raise --time-limit."
             )
         late = [error for error in refused if isinstance(error, NoPlanInTime)]
-        return min(late or refused, key=_least_budget)  # refused for good is only what no form can do
+        return min(late or refused, key=_least_budget)  # final only if every form refuses
 
 
 def _least_budget(error: Refusal) -> float:

@@ -115,7 +115,7 @@ class VariantProfiles:
             first_step_bytes=known.first_step_bytes - libraries_bytes,
             untraced_bytes=known.untraced_bytes - libraries_bytes,
         )
-        self._records: dict[Form, Resliced] = {}  # by what forms have in common
+        self._records: dict[Form, Resliced] = {}  # by the common part of forms
 
     def profile(self, form: Form) -> Profile:
         """Return the profile of the step in `form`."""

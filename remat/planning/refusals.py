@@ -16,7 +16,7 @@ from remat.formulation.solution import Limits, Solution
 from remat.solvers.least_peak import LeastPeak
 from remat.units import gib
 
-ENDED = 0.4  # of the time: a solver that took less ended by itself, for it is given half of it at least
+ENDED = 0.4  # of the time: a solver that took less ended by itself, since it gets at least half of it
 
 
 def infeasible(problem: Problem, least: LeastPeak) -> Infeasible:

@@ -103,7 +103,7 @@ def search(
     `replayed_bytes`. The bound is that of the requested budget: it holds under smaller budgets too, whose plans are
     among those of the larger one.
     """
-    if judge is not None:  # what is of no use was said of plans that nobody replayed
+    if judge is not None:  # `below_us` was meant for plans that are not replayed
         limits = dataclasses.replace(limits, below_us=math.inf)
     started, share = time.monotonic(), 1.0 if execution.runs_as_evaluated or judge is None else 0.5
     least_bytes = functools.cache(lambda: least_peak(problem, limits.left(started, share)).peak_bytes)
@@ -148,7 +148,7 @@ def search(
 def as_it_runs(problem: Problem, found: Solution, judge: Judge) -> Solution:
     """Set `replayed_bytes` of `found`."""
     peak = judge.peak(problem, found.regions, found.offloads)
-    # What is fetched between two operators, while saved nodes are handed out, no replay sees.
+    # A replay does not see fetches between two operators, while saved values are returned.
     peak = max(peak, _evaluated(problem, found)) if found.offloads else peak
     return dataclasses.replace(found, replayed_bytes=peak)
 

@@ -116,7 +116,7 @@ class Study:
         self._space, self._replays, self._on_replay = space, replays, on_replay
         self._profile_in, self._may_cut = profile_in, cuts
         self.forms = self._forms()
-        self._linked: Study | None = None  # the study that this one is without the link of
+        self._linked: Study | None = None  # the same study with its link
         self._posed: dict[StepForm, Problem] = {}
         self._known: dict[StepForm, list[_Known]] = {}
         self._judges: dict[StepForm, Judge] = {}
@@ -285,7 +285,7 @@ class Study:
             raise self._refusal(at, problem, found, limits)
         elif found.status == "infeasible":
             raise RematError(f"solver {found.solver} claims that no plan keeps {budget_bytes} bytes, but one does.")
-        else:  # of a search that ended without a plan the bound stands
+        else:  # the bound of a search without a plan holds
             self.remember(at, budget_bytes, dataclasses.replace(best, bound_us=max(found.bound_us, best.bound_us)))
         merged = self.best_known(at, budget_bytes)
         assert merged is not None
@@ -331,7 +331,7 @@ class Study:
     def remember(self, at: StepForm, budget_bytes: int, found: Solution) -> None:
         """Remember a plan that keeps `budget_bytes`, and its bound, which holds for all such plans."""
         if found.solver in (NONE_NEEDED, TRACING_ALONE):
-            return  # each budget says for itself whether a plan is needed
+            return  # whether a plan is needed depends on each budget
         peak_bytes = self.problem(at, budget_bytes).memory.offloading(found.offloads).curve(found.regions).peak_bytes
         self._known.setdefault(at, []).append(_Known(budget_bytes, found, peak_bytes))
 

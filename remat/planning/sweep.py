@@ -274,7 +274,7 @@ class _Trace:
 
     def __init__(self, study: Study, on_point: OnPoint):
         self._study, self._on_point = study, on_point
-        clock = dataclasses.replace(study.request.limits.clock, first_s=math.inf)  # each search has all of a point's
+        clock = dataclasses.replace(study.request.limits.clock, first_s=math.inf)  # a search has all the time
         self._limits = dataclasses.replace(study.request.limits, clock=clock)
         self.forms: list[StepForm] = [study.captured]
         self.curve: list[_Solved] = []
@@ -288,7 +288,7 @@ class _Trace:
         """Return the least budget that is known to suffice."""
         least = self._study.least(at, self._limits)
         if least.bound_bytes < (1 - self._limits.gap) * least.peak_bytes:
-            # It ran out of time, and a heuristic may know better: each shows the plan that comes nearest to 0 bytes.
+            # It ran out of time, and a heuristic may be better: each returns the plan that comes nearest to 0 bytes.
             problem = self._study.problem(at, 0)
             for name in HEURISTICS:
                 self._study.know_plan(at, solve(problem, name, self._limits).regions)

@@ -22,7 +22,7 @@ from remat.evaluation.graph import Graph
 from remat.evaluation.plan import Offload, Region
 from remat.reservation.fragmentation import Footprint, assumed_settings, footprints
 
-POINTS = 4000  # that a picture can show; where there are more operators, the highest of neighbours stays
+POINTS = 4000  # in a picture; with more operators, the highest of neighbours are shown
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

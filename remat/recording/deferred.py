@@ -43,10 +43,10 @@ class Deferred:
         self._parameters = parameters
         self.count, self.padded = 0, False
         self.largest: int | None = None
-        self._shapes: dict[Any, _Shapes | None] = {}  # of outputs, by what a forward is given
+        self._shapes: dict[Any, _Shapes | None] = {}  # of outputs, by the arguments of a forward
         self._elements: list[int] = []  # of each pass
-        self._here = self._waiting = 0  # the pass at hand, and what its forwards were given so far
-        self._reached: _BackwardReached | None = None  # it holds on to all that the interrupted backward holds on to
+        self._here = self._waiting = 0  # the present pass, and the elements that its forwards were given so far
+        self._reached: _BackwardReached | None = None  # it keeps everything that the interrupted backward keeps
         self._go_on: Callable[[], None] | None = None
 
     def find(self, loss: torch.Tensor) -> None:

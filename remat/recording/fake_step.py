@@ -68,7 +68,7 @@ from remat.workload.workload import Workload, trainable
 WRAPPED_NUMBER_BYTES = 16  # eight in forward, eight more while it is recomputed
 LARGEST_NORM = 1.0  # of gradients that are clipped; any number takes the same memory
 EMA_DECAY = 0.999  # likewise
-WHILE_REPEATED = "optimizer's step"  # in `Graph.fixed_bytes`: what an optimizer holds while it repeats the step
+WHILE_REPEATED = "optimizer's step"  # in `Graph.fixed_bytes`: held by an optimizer while it repeats the step
 LAYERS_ON_HOST = "layers_on_host"  # key of `Graph.about`
 
 
@@ -179,7 +179,7 @@ class FakeStep:
         with self.mode, torch.device(device), self.known.of_batch(), (seen := OnesSeen()):
             self.batch = workload.batch(workload.batch_size, workload.seq_len)
         self.execute_call: Any = execute_plainly
-        self._beside_bytes = 0  # what an optimizer holds while it repeats the step, beside its state
+        self._beside_bytes = 0  # held by an optimizer while it repeats the step, beside its state
         self._begun: tuple[ParametersSeen, torch.Tensor] | None = None  # a forward that no backward has followed yet
         self._replaced = {"": ReplacedForward(self.model)}
         self._ones = seen

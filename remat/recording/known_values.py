@@ -39,7 +39,7 @@ from remat.recording.ctc_shapes import CTC_SHAPES
 
 MOST_INTEGERS = 1 << 20
 MOST_FLOATS = 1 << 16
-_OF_SHAPES = {  # what they make depends on their first argument's shape alone
+_OF_SHAPES = {  # their result depends on their first argument's shape alone
     *(torch.ops.aten.ones_like.default, torch.ops.aten.zeros_like.default, torch.ops.aten.full_like.default),
     *(torch.ops.aten.new_ones.default, torch.ops.aten.new_zeros.default, torch.ops.aten.new_full.default),
 }

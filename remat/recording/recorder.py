@@ -191,8 +191,8 @@ class Recorder(Tracker):
         self._sequence: list[int] = []  # autograd sequence number at the start of each node
         self._saved_tensors: list[dict[str, int]] = []
         self._asked_inside: dict[tuple[int, int], dict[str, int]] = {}  # (row, number of an inner backward) -> request
-        self._saved_of_given: dict[int, dict[str, int]] = {}  # row of what an inner backward's graph saves of that
-        self._given_inside: dict[int, dict[str, int]] = {}  # id of what a request was given -> the request
+        self._saved_of_given: dict[int, dict[str, int]] = {}  # number of a save by an inner backward's graph -> request
+        self._given_inside: dict[int, dict[str, int]] = {}  # id of a request's argument -> the request
         self._sequence_after = 0
         self._open = 0
         self._readers: dict[int, set[int]] = {}  # id of a fixed storage -> nodes of forward that take it
@@ -286,7 +286,7 @@ class Recorder(Tracker):
         self.wrapped_numbers += end.numbers - begin.numbers
         for row in self._saved_tensors[begin.saved : end.saved]:
             if row["storage"] < begin.storages:
-                continue  # what is saved in its place now is there all the time, and the save is over (`settle_saves`)
+                continue  # its replacement exists all the time, and the save is over (`settle_saves`)
             again = {name: row[name] + later for name in ("at", "unpack", "used", "release")}
             storage = row["storage"] + now.storages - begin.storages
             number = len(self._saved_tensors)
@@ -402,7 +402,7 @@ class Recorder(Tracker):
         if not func._schema.is_mutable:
             return
         if record["effect"] == "" and any(returned.alias_info is None for returned in func._schema.returns):
-            record["effect"] = "other"  # it writes beside its result, which neither early stop nor saving provides for
+            record["effect"] = "other"  # it also writes elsewhere, which neither early stop nor saving handles
         for position, argument in enumerate(func._schema.arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
@@ -634,7 +634,7 @@ def _recorded(node: fx.Node, function: Callable[..., Any], recorder: Recorder, c
     def recorded(*args: Any, **kwargs: Any) -> Any:
         graph_inputs = {recorder.index[call, name] for name in names}
         given = {
-            recorder.take(value)  # from an earlier graph call, or nobody
+            recorder.take(value)  # from an earlier graph call, or from before the step
             for argument, value in zip(wiring, tree_leaves((args, kwargs)), strict=False)
             if isinstance(argument, fx.Node) and argument.op == "placeholder" and isinstance(value, torch.Tensor)
         }

@@ -45,7 +45,7 @@ class RepeatedStep:
         tracker = self._tracker
         if tracker is None or not self._beside:
             return 0
-        # SAM makes what it kept the parameter again: that storage was beside the parameter's own meanwhile.
+        # SAM makes its kept tensor the parameter again: meanwhile that storage existed beside the parameter's own.
         now_parameters = {tracker.storage_of(parameter) for parameter in self._parameters}
         kept = {tracker.storage_of(tensor) for tensor in state} - now_parameters
         return max(sum(tracker.storages[index].size_bytes for index in found - kept) for found in self._beside)

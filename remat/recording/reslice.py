@@ -214,7 +214,7 @@ class _Replacement:
         if not same:
             raise _Differs
 
-    # Where things are in the new record. Of what happens within the node nothing is known but its ends.
+    # Places in the new record. Within the node, only its ends are known.
 
     def _moved_op(self, ops: np.ndarray) -> np.ndarray:
         """Renumber operators; raise _Differs for one within the node."""

@@ -198,4 +198,4 @@ def _functions_on_fakes() -> Iterator[None]:
         yield
 
 
-sequences_of_known_lengths = Shared(_functions_on_fakes)  # on fakes, what reads lengths reads known values
+sequences_of_known_lengths = Shared(_functions_on_fakes)  # on fakes, lengths are read from known values

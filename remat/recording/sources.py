@@ -45,7 +45,7 @@ _OF_SYSTEM = (
 )
 _LIBRARIES = frozenset(("torch", "numpy"))  # whose own code is not searched
 _PASSED = frozenset(("random", "secrets", "uuid", "numpy"))  # whose caller reads
-_NOBODY = _LIBRARIES | sys.stdlib_module_names | {"functorch", "remat"}  # who reads there reads for somebody else
+_NOBODY = _LIBRARIES | sys.stdlib_module_names | {"functorch", "remat"}  # their code reads on behalf of its callers
 _UNSEEN = _NOBODY - _PASSED  # ... or does not steer a forward
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}  # tables of torch's own
 DEEPEST, LONGEST = 2, 1000  # containers that are looked into

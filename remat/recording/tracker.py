@@ -111,12 +111,12 @@ class Tracker(UnseenMode):
         self._products: set[int] = set()  # ids of storages of single numbers that were multiplied in place
         self._kind_index: dict[str, int] = {}
         self._in_place = InPlace()
-        self._taken_over: TrackedStorage | None = None  # what the last operator would have written its result over
+        self._taken_over: TrackedStorage | None = None  # the storage that the last operator would have overwritten
         self._blocks: dict[Hashable, RecordedSpan] = {}
         self._ids: dict[int, int] = {}  # id of the Python storage -> index; entries die with their storage
         self._keep: dict[int, Any] = {}  # fixed storages
         self.older: dict[int, TrackedStorage] = {}  # fixed, and followed until they are gone; by id, which may be old
-        self._ends: dict[int, Any] = {}  # weak references to storages, which tell of their end
+        self._ends: dict[int, Any] = {}  # weak references to storages, which report their end
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:

@@ -29,7 +29,7 @@ class ViewHistories(TorchFunctionMode):
     """Renew the views that fake tensors are computed from, in forward and recomputation. May be entered again."""
 
     def __init__(self) -> None:
-        self._known = WeakTensorKeyDictionary()  # view -> its version when last seen, what stands for it since
+        self._known = WeakTensorKeyDictionary()  # view -> (its version when last seen, its replacement since)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") == "__get__":  # shape, dtype and the like

@@ -28,7 +28,7 @@ COLUMNS = 900
 ROWS = 16  # of the table
 FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER, OUT, BACK = range(6)
 PHASES = ("forward", "recomputation", "backward", "optimizer")
-LASTING = (  # categories in the order in which they are stacked: what lasts at the bottom
+LASTING = (  # categories in the order of the stack: lasting ones at the bottom
     *("parameters", "buffers", "optimizer state", "running average", "gradient buckets", "batch", "numbers"),
     *("library workspaces", "gathered shards", "gradients", "activations", "recomputed activations"),
     *("logits and loss", "temporaries of backward", "temporaries of the optimizer", "workspaces"),

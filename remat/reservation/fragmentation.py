@@ -164,7 +164,7 @@ class _Step:
         self._workspace = {at: parts for at, (_, parts) in requests.items()}
         copying = np.array([*self._copies], dtype=np.int64)
         first = _first_products(graph, lives)
-        # What the loop holds of the step before is there when this one begins, in a block of its own.
+        # Outputs of the step before exist when this one begins, in blocks of their own.
         until = np.array([until for _, until in graph.held_outputs], dtype=np.int64)
         held = len(lives.size_bytes) + np.arange(len(until))
         begun = np.full(len(held), -1)

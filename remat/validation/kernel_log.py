@@ -148,7 +148,7 @@ def kernel_differences(untouched: Sequence[str], planned: Sequence[str]) -> tupl
         if len(untouched) == len(planned):
             return ()
         begin = min(len(untouched), len(planned))
-    left, right = untouched[begin : begin + 500], planned[begin : begin + 500]  # what follows is a consequence
+    left, right = untouched[begin : begin + 500], planned[begin : begin + 500]  # the rest is a consequence
     found = []
     for tag, a, b, c, d in difflib.SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
         if tag != "equal":

@@ -74,7 +74,7 @@ def _validated(
             continue
         except KeyboardInterrupt:
             return reports, failures, True
-        if (report.batch_size, report.seq_len) != size:  # too much for this plan: begin again at what it bears
+        if (report.batch_size, report.seq_len) != size:  # too large for this plan: begin again at its size
             size = report.batch_size, report.seq_len
             reports, failures = {}, {}
         reports |= dict.fromkeys(same, report)

@@ -87,7 +87,7 @@ class Training:
         """Prepare the model as `plan` expects, and apply the plan."""
         if layers := self.loop.weights_on_host:
             offload_weights(self.model, layers)
-        apply(self.model, plan, verify_first_step=False)  # whoever trains here compares more
+        apply(self.model, plan, verify_first_step=False)  # validation compares more
 
     def call_as(self, prepare: Callable[[nn.Module], nn.Module]) -> None:
         """Let steps call the module that `prepare` makes of the model (`Execution.prepare`)."""
@@ -245,7 +245,7 @@ class Training:
             self.finish.averages,
         )
         if (weights := weights_on_host(self.model)) is not None:
-            weights.rest()  # what comes in the step is seen to go only where it was seen to come
+            weights.rest()  # the tracker sees only those weights freed that it saw allocated
         tensors = [leaf for leaf in tree_leaves(kept) if isinstance(leaf, torch.Tensor)]
         tracker = Tracker(alignment_bytes)
         tracker.follow_older(self._replaceable)

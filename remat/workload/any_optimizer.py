@@ -132,7 +132,7 @@ def _steppers(made: Any) -> Iterator[Any]:
 
 def _reached(value: Any) -> Iterator[Any]:
     """Yield all objects that `value` refers to, itself first, each once; parameters and code are skipped."""
-    seen: dict[int, Any] = {}  # what is kept keeps its id
+    seen: dict[int, Any] = {}  # a kept object keeps its id
     waiting = [value]
     while waiting:
         each = waiting.pop()

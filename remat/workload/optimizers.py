@@ -23,7 +23,7 @@ from remat.errors import UsageError
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Any]  # see `any_optimizer.py`
 
-# Optimizers of torch.optim that remat's step cannot run: what they need and it does not give.
+# Optimizers of torch.optim that remat's step cannot run, with the missing requirement.
 REFUSED = {"LBFGS": "a closure that repeats the step", "SparseAdam": "sparse gradients"}
 FORMS: dict[str, dict[str, bool]] = {
     "fused": {"fused": True},

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from remat.workload.workload import Workload
 
 NARROWEST, WIDEST = 6, 44  # columns for a bar
-MOST_BUDGETS = 1.5  # that a bar shows; what is longer ends in an arrow
+MOST_BUDGETS = 1.5  # that a bar shows; a longer bar ends in an arrow
 
 
 def compare(

@@ -33,7 +33,7 @@ from remat.formulation.solution import NONE_NEEDED, Solution
 from remat.recording.fake_step import FakeStep
 from remat.workload.training_loop import TrainingLoop
 
-NEAR = 0.02  # of the budget: what is left of it is not worth another replay
+NEAR = 0.02  # of the budget: a smaller rest is not worth another replay
 
 
 class CompiledExecution(Execution):

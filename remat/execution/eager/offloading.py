@@ -101,7 +101,7 @@ class _Parcel:
         self._forward = forward
         self.flat: Tensor | None = None
         self.packed: list[weakref.ref[_Packed]] = []
-        self._place: tuple[Host, int] | None = None  # where it lies on the host
+        self._place: tuple[Host, int] | None = None  # its place on the host
         self._made: tuple[int, torch.dtype, torch.device] | None = None
         self._sent: Copy = None
         self._returning: tuple[Copy] | None = None
@@ -148,7 +148,7 @@ class _Parcel:
         return flat.as_strided(*layout)
 
     def __del__(self) -> None:
-        if self._returning is not None and self.flat is not None:  # its memory is used again as soon as it is let go
+        if self._returning is not None and self.flat is not None:  # its memory is reused as soon as it is freed
             self._forward.copies_on(self.flat.device).abandon(*self._returning)
 
 
@@ -204,10 +204,10 @@ class OffloadedForward:
         self._parcels: weakref.WeakValueDictionary[int, _Parcel] = weakref.WeakValueDictionary()  # by storage
         self._out: dict[int, _Parcel] = {}  # by place on the host
         self._to_fetch: dict[NodeRef, dict[int, weakref.ref[_Parcel]]] = {}  # by event, and by place on the host
-        self._event: NodeRef | None = None  # what the saves of the running node are
+        self._event: NodeRef | None = None  # the event of the running node's saves
         self._saves: dict[int, OffloadRef] = {}
         self._count = 0
-        self._due: list[tuple[OffloadRef, Tensor]] = []  # what the running node has saved and is to be sent
+        self._due: list[tuple[OffloadRef, Tensor]] = []  # saves of the running node that are to be sent
 
     @property
     def counts(self) -> OffloadCounts:

@@ -316,7 +316,7 @@ def _source_of(args: Any, kwargs: Any) -> Source | None:
     return torch.device(kwargs.get("device") or "cpu")
 
 
-# What the nodes of a rewritten graph call. A body's first argument is its region's tape.
+# Functions that the nodes of a rewritten graph call. A body's first argument is its region's tape.
 
 
 def _states_of(node: fx.Node) -> tuple[Any, ...]:
@@ -465,7 +465,7 @@ def _counted(wrapped: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-# What nodes run in where weights are on the host.
+# Wrapper of nodes with weights on the host.
 
 
 def _using(weights: HostWeights, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -481,7 +481,7 @@ def _using(weights: HostWeights, function: Callable[..., Any]) -> Callable[..., 
     return call
 
 
-# What stands outside regions where a plan has offloads.
+# Nodes outside regions of a plan with offloads.
 
 
 def _running(

@@ -320,7 +320,7 @@ class Replay(LeanMode):
     def __init__(self, tape: Tape, *, again: bool):
         tape.require_unchanged()
         self._again = again
-        # Storages of what is kept; only writes ask for them.
+        # Storages of kept tensors; only writes look them up.
         self._final = {storage_of(kept.tensor) for kept in tape.kept} if tape.writes else set()
         self._results = tape.results[::-1]  # a result that is handed out is let go
         if not again:
@@ -333,7 +333,7 @@ class Replay(LeanMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         if func is _CAST:
             out = func(*args, **kwargs) if kwargs else func(*args)
-            self._final.discard(storage_of(out))  # what had this address before is no more
+            self._final.discard(storage_of(out))  # the storage that had this address is gone
             return out
         value = self._next(func) if traits.returns else None
         if traits.writes and any(storage_of(t) not in self._final for t in written(func, args, kwargs)):

@@ -186,7 +186,7 @@ class _ModuleRecomputation:
         self._region = region
         self._states = states
         self._stack = contextlib.ExitStack()
-        self.recomputed: Recomputed | None = None  # what it is held to
+        self.recomputed: Recomputed | None = None  # compares it with forward in a first step
 
     def contexts(self) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
         return contextlib.nullcontext(), self
