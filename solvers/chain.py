@@ -282,7 +282,7 @@ class Chain:
         return max(self.most_at(cut, k) for k in range(len(self.forward[cut]))) + self._pinned_from(cut)
 
     def _pinned_from(self, segment: int) -> int:
-        """Return the counted bytes of storages pinned at `cut` or later: a region counts all of them at once."""
+        """Return the counted bytes of storages pinned at `segment` or later: a region counts all of them at once."""
         pinned = self.case.pinned.items()
         return sum(self._counted(self.problem.liveness.shared[u]) for u, site in pinned if site >= segment)
 
@@ -298,7 +298,7 @@ class Chain:
         return min(backward, -(-mixed // 100))
 
     def items(self, segment: int, b: int, never_again: frozenset[int] = frozenset()) -> tuple[Item, ...]:
-        """Return the nodes that a region with `segment` that ends at cut `b` may save in that segment.
+        """Return the items that a region which contains `segment` and ends at cut `b` may save in that segment.
 
         Regions that end at one cut stop early at one node, but for those that open a context: they run to their end.
         """

@@ -106,7 +106,7 @@ class Limit:
 
     @classmethod
     def of(cls, table: Table, aside: tuple[int, ...] = ()) -> Limit:
-        """Set the storages `aside` aside; they are outside the chain's state and not settled by its case."""
+        """Return the limit of `table`, with storages set `aside` that are neither in the state nor settled."""
         chain = table.chain
         if not aside:
             return cls(table, chain)
@@ -452,7 +452,7 @@ class _LabelSearch:
         return found
 
     def _missing_bytes(self, aside: np.ndarray, others: np.ndarray) -> np.ndarray:
-        """Return the bytes of storages aside that each of `aside` lacks and each of `others` keeps."""
+        """Return the bytes that each of `aside` lacks and each of `others` keeps, by `Chain.lacking_aside`."""
         each, every = ((bits[:, None] >> np.arange(len(self._aside)) & 1) for bits in (aside, others))
         return (1 - each) @ (every * self._lacking).T
 

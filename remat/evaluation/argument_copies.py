@@ -93,7 +93,7 @@ def _roll(kind: OpKind) -> list[int]:
 
 
 def _convolution(*positions: int) -> Callable[[OpKind], list[int]]:
-    """List the copies that give all tensors cuDNN's layout: channels last if input or weight have it.
+    """Return a function that lists copies into cuDNN's layout: channels last if input or weight have it.
 
     `determine_backend_memory_format` and `_convolution` in native/Convolution.cpp, `cudnn_convolution_backward` in
     cudnn/ConvShared.cpp.
@@ -121,7 +121,7 @@ def adds_up(kind: OpKind) -> bool:
 
 
 def _by_token(*positions: int) -> Callable[[OpKind], list[int]]:
-    """Check the layout of attention's gradient and output: transformers/cuda/attention_backward.cu."""
+    """Return a function that lists copies of tensors not by token: transformers/cuda/attention_backward.cu."""
     return _unless(lambda each: each.is_by_token, *positions)
 
 
@@ -131,7 +131,7 @@ def _by_planes(kind: OpKind) -> list[int]:
 
 
 def _matrices(*positions: int) -> Callable[[OpKind], list[int]]:
-    """Check for gaps in rows and in columns, as cuBLAS's `prepare_matrix_for_cublas` in cuda/Blas.cpp does."""
+    """Return a function that lists copies of matrices with gaps: `prepare_matrix_for_cublas` in cuda/Blas.cpp."""
     return _unless(_is_for_cublas, *positions)
 
 

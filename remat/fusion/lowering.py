@@ -190,7 +190,7 @@ def _joint(module: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) ->
 
 
 def _size_by_inputs(joint: fx.GraphModule, count: int) -> None:
-    """Read open sizes off the inputs of forward alone: forward cannot be separated from a gradient's sizes."""
+    """Read open sizes off the inputs of forward alone, since forward cannot depend on gradients."""
     placeholders = joint.graph.find_nodes(op="placeholder")
     inputs, gradients = placeholders[:count], set(placeholders[count:])
     looked_up = list(joint.graph.find_nodes(op="call_function", target=torch.ops.aten.sym_size.int))

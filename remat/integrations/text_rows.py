@@ -56,7 +56,7 @@ def _sizes(row: Row, collate: Collate) -> dict[str, int]:
 
 
 def _length_of(column: str, row: Row, sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Return the length of a column's text in tokens, if tensors are named after it, else in characters."""
+    """Return the length of a column's text in tokens (0 if no tensor is named after it), and in characters."""
     tokens = sum(size for name, size in sizes.items() if name.startswith(f"{column}_"))
     return tokens, len(row[column])
 

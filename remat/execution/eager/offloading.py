@@ -237,7 +237,7 @@ class OffloadedForward:
         return packed.value()
 
     def keep(self, tensor: Tensor, event: NodeRef | None = None) -> _Packed:
-        """Return the object that autograd or a region keeps in place of `tensor`; `event` unpacks it."""
+        """Return the object that autograd or a region keeps in place of `tensor`; its unpacking counts as `event`."""
         parcel = self._parcel_of(tensor)
         packed = _Packed(tensor, parcel, self, event)
         parcel.packed.append(weakref.ref(packed))
